@@ -1,0 +1,86 @@
+"""The list of compiled shapes, how a batch finds its own, and how much padding that costs.
+
+Derived from the capacity, or given. Few buckets mean a short warm-up, many mean little waste; sizes double, so a
+batch never pays for more than twice its rows. Knows nothing about requests.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.inputs import Bucket
+from jaxsgl.errors import ConfigError
+
+MIN_EXTEND_TOKENS = 16
+FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
+
+
+@dataclass(frozen=True)
+class BucketSet:
+    """All shapes that may run.
+
+    Attributes:
+      decode_sizes: S of decode programs, ascending.
+      extend_sizes: T of extend programs, ascending.
+      extend_seqs: S of extend programs, ascending; a program has S <= T.
+      num_pages: P of all programs.
+    """
+
+    decode_sizes: tuple[int, ...]
+    extend_sizes: tuple[int, ...]
+    extend_seqs: tuple[int, ...]
+    num_pages: int
+
+    @classmethod
+    def derive(
+        cls, capacity: Capacity, decode_sizes: tuple[int, ...] = (), extend_sizes: tuple[int, ...] = ()
+    ) -> BucketSet:
+        """The default list for `capacity`; lists that are given are taken, and must reach the largest batch."""
+        rows, tokens = capacity.num_rows, capacity.max_extend_tokens
+        decode_sizes = tuple(sorted(set(decode_sizes))) or doubling(1, rows)
+        extend_sizes = tuple(sorted(set(extend_sizes))) or doubling(min(MIN_EXTEND_TOKENS, tokens), tokens)
+        if decode_sizes[-1] < rows:
+            raise ConfigError(
+                f"--decode-buckets end at {decode_sizes[-1]}, but {rows} requests may run at once: add {rows}, or "
+                "lower --max-running-requests"
+            )
+        if extend_sizes[-1] < tokens:
+            raise ConfigError(
+                f"--extend-buckets end at {extend_sizes[-1]}, but a step may extend {tokens} tokens: add {tokens}, or "
+                "lower --chunked-prefill-size"
+            )
+        extend_seqs = tuple(sorted({min(FEW_SEQS, rows), rows}))
+        return cls(decode_sizes, extend_sizes, extend_seqs, capacity.max_pages_per_seq)
+
+    def decode(self, num_seqs: int, sampled: bool) -> Bucket:
+        """The smallest decode bucket that holds `num_seqs` sequences."""
+        size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
+        return Bucket("decode", size, size, self.num_pages, sampled)
+
+    def extend(self, num_tokens: int, num_seqs: int, sampled: bool) -> Bucket:
+        """The smallest extend bucket that holds `num_tokens` tokens of `num_seqs` sequences."""
+        tokens = self.extend_sizes[bisect_left(self.extend_sizes, num_tokens)]
+        seqs = self.extend_seqs[bisect_left(self.extend_seqs, num_seqs)]
+        return Bucket("extend", tokens, min(seqs, tokens), self.num_pages, sampled)
+
+    def all(self) -> list[Bucket]:
+        """Every program that warm-up compiles; larger ones first, so that the last to finish are short."""
+        decode = {self.decode(size, sampled) for size in self.decode_sizes for sampled in (False, True)}
+        extend = {
+            self.extend(tokens, seqs, sampled)
+            for tokens in self.extend_sizes
+            for seqs in self.extend_seqs
+            for sampled in (False, True)
+        }
+        return sorted(decode | extend, key=lambda bucket: (-bucket.num_tokens, bucket))
+
+
+def doubling(first: int, last: int) -> tuple[int, ...]:
+    """first, 2 first, 4 first, ... below `last`, and `last`."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return (*sizes, last)

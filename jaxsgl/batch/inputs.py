@@ -1,0 +1,140 @@
+"""The inputs of one device step: fixed shapes, packed into one int32 buffer, so that one transfer carries all.
+
+`layout(bucket)` names every field with its place in the buffer; NumPy (host) and JAX (inside the jitted step) unpack
+the same layout. Knows nothing about requests; `build.py` fills it, the engine reads it. Written once, then read-only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+ArrayT = TypeVar("ArrayT")
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """The padded static shape of a compiled step.
+
+    Attributes:
+      kind: "decode" (one token per sequence, T = S) or "extend".
+      num_tokens: T, padded tokens.
+      num_seqs: S, padded sequences.
+      num_pages: P, width of the page tables.
+      sampled: whether the program holds the sampling code; greedy-only batches go without.
+    """
+
+    kind: Literal["decode", "extend"]
+    num_tokens: int
+    num_seqs: int
+    num_pages: int
+    sampled: bool
+
+    def __str__(self) -> str:
+        sampling = "sampled" if self.sampled else "greedy"
+        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} P={self.num_pages} {sampling}"
+
+
+@dataclass(frozen=True)
+class StepArrays(Generic[ArrayT]):
+    """The fields of a step; NumPy views on the host, JAX arrays inside the step. Integers are int32.
+
+    Attributes:
+      token_ids: `[T]`; an id below 0 means "the last token of row ~id", which only the device knows yet.
+      positions: `[T]` position of each token in its sequence; 0 for padding.
+      slots: `[T]` where each token's K and V go; padding goes to slot 0, in the dummy page.
+      lengths: `[S]` KV tokens of each sequence, this step's included; 0 for padding.
+      query_offsets: `[S + 1]` sequence s owns tokens query_offsets[s] .. query_offsets[s + 1] - 1, its last ones.
+      page_table: `[S, P]` page ids; unused entries are 0.
+      sample_rows: `[S]` row of the last-token table that gets the sampled token; the dummy row where the token means
+        nothing (padding, or a chunk that isn't the prompt's last).
+      top_k: `[S]` 0: all.
+      seeds: `[S]` bits of a uint32.
+      temperature, top_p, min_p: `[S]` float32. Sampling fields are empty `[0]` in greedy buckets.
+    """
+
+    token_ids: ArrayT
+    positions: ArrayT
+    slots: ArrayT
+    lengths: ArrayT
+    query_offsets: ArrayT
+    page_table: ArrayT
+    sample_rows: ArrayT
+    top_k: ArrayT
+    seeds: ArrayT
+    temperature: ArrayT
+    top_p: ArrayT
+    min_p: ArrayT
+
+
+FLOAT_FIELDS = ("temperature", "top_p", "min_p")
+
+
+@lru_cache(maxsize=None)
+def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Name -> (offset in the buffer, shape) of every field of `StepArrays`, in order."""
+    t, s, p = bucket.num_tokens, bucket.num_seqs, bucket.num_pages
+    sampling = s if bucket.sampled else 0
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_ids": (t,),
+        "positions": (t,),
+        "slots": (t,),
+        "lengths": (s,),
+        "query_offsets": (s + 1,),
+        "page_table": (s, p),
+        "sample_rows": (s,),
+        "top_k": (sampling,),
+        "seeds": (sampling,),
+        "temperature": (sampling,),
+        "top_p": (sampling,),
+        "min_p": (sampling,),
+    }
+    places, offset = {}, 0
+    for spec in fields(StepArrays):
+        places[spec.name] = (offset, shapes[spec.name])
+        offset += math.prod(shapes[spec.name])
+    return places
+
+
+def packed_len(bucket: Bucket) -> int:
+    """Length of the packed int32 buffer of `bucket`."""
+    offset, shape = layout(bucket)["min_p"]
+    return offset + math.prod(shape)
+
+
+def host_views(packed: npt.NDArray[np.int32], bucket: Bucket) -> StepArrays[npt.NDArray[Any]]:
+    """NumPy views of the fields inside `packed`; writing a view writes the buffer."""
+
+    def view(name: str) -> npt.NDArray[Any]:
+        offset, shape = layout(bucket)[name]
+        part = packed[offset : offset + math.prod(shape)].reshape(shape)
+        return part.view(np.float32) if name in FLOAT_FIELDS else part
+
+    return StepArrays(**{name: view(name) for name in layout(bucket)})
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One padded batch, ready for the device. Read-only: neither side may change it after it is built.
+
+    Attributes:
+      bucket: which compiled program runs it.
+      packed: `[packed_len(bucket)]` int32, the only thing that is transferred.
+      num_seqs: real sequences; the rest of S is padding.
+      num_tokens: real tokens; the rest of T is padding.
+    """
+
+    bucket: Bucket
+    packed: npt.NDArray[np.int32]
+    num_seqs: int
+    num_tokens: int
+
+    @property
+    def arrays(self) -> StepArrays[npt.NDArray[Any]]:
+        """The fields as NumPy views."""
+        return host_views(self.packed, self.bucket)

@@ -1,0 +1,1 @@
+"""Who owns which page: free list, radix tree, page tables. Plain Python and NumPy; holds no device memory."""

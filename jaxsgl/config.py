@@ -1,0 +1,151 @@
+"""Configuration: one frozen dataclass per concern, composed; command-line flags are derived from the fields.
+
+A field's `flag(...)` text is its help text; a field's name with dashes is its flag. Combinations that can't work
+fail here, in `__post_init__`, before anything is loaded. Imports nothing from the project but errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxsgl.errors import ConfigError
+
+BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("auto", "xla", "pallas_gpu", "pallas_tpu", "reference")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "") -> Any:
+    """A dataclass field that is also a command-line flag."""
+    return field(default=default, metadata={"help": help, "choices": choices, "alias": alias})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the engine process needs: the model, the KV cache, the scheduler and the compiled shapes."""
+
+    model: str = flag(BUNDLED_MODEL, "local folder or hub id (default: the bundled model)", alias="--model-path")
+    dtype: str = flag("auto", "weights and compute; auto: the checkpoint's, but float32 on CPU", choices=DTYPES)
+    load_format: str = flag("auto", "dummy: random weights, for benchmarks", choices=LOAD_FORMATS)
+    context_length: int | None = flag(None, "tokens of prompt and output together (default: the model's)")
+    page_size: int = flag(16, "tokens per page of the KV cache, 1 to 256")
+    max_total_tokens: int | None = flag(None, "tokens in the KV pool (default: from free memory)")
+    mem_fraction_static: float = flag(0.85, "fraction of device memory for weights and KV pool together")
+    max_running_requests: int | None = flag(None, "rows: requests running at once (default: 32 on CPU, else 256)")
+    chunked_prefill_size: int | None = flag(
+        None, "prompt tokens extended in one step, -1: unlimited (default: 512 on CPU, else 2048)"
+    )
+    disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
+    disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
+    attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)
+    decode_buckets: tuple[int, ...] = flag((), "compiled decode batch sizes, as 1,2,4 (default: derived)")
+    extend_buckets: tuple[int, ...] = flag((), "compiled extend sizes in tokens, as 64,512 (default: derived)")
+    compilation_cache_dir: str | None = flag(
+        None, "where compiled programs are kept between starts; '': nowhere (default: ~/.cache/jaxsgl/xla)"
+    )
+    random_seed: int = flag(0, "seed of dummy weights and of requests that bring none")
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.page_size <= 256, "--page-size", self.page_size, "1 to 256")
+        _require(0.0 < self.mem_fraction_static < 1.0, "--mem-fraction-static", self.mem_fraction_static, "in (0, 1)")
+        for name in ("context_length", "max_total_tokens", "max_running_requests"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, _flag_name(name), value, "1 and more")
+        chunk = self.chunked_prefill_size
+        _require(chunk is None or chunk == -1 or chunk >= 1, "--chunked-prefill-size", chunk, "-1, or 1 and more")
+        for name in ("decode_buckets", "extend_buckets"):
+            sizes = getattr(self, name)
+            _require(all(size >= 1 for size in sizes), _flag_name(name), sizes, "sizes of 1 and more")
+        for spec in dataclasses.fields(self):
+            allowed = spec.metadata["choices"]
+            value = getattr(self, spec.name)
+            _require(not allowed or value in allowed, _flag_name(spec.name), value, f"one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What `python -m jaxsgl.serve` needs: the engine's configuration and where to listen."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    host: str = flag("127.0.0.1", "address to listen on")
+    grpc_port: int = flag(30001, "gRPC port; 0 takes a free one")
+    log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.grpc_port <= 65535, "--grpc-port", self.grpc_port, "0 to 65535")
+        _require(self.log_level in LOG_LEVELS, "--log-level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a request is checked against.
+
+    Attributes:
+      vocab_size: token ids go from 0 to vocab_size - 1.
+      context_length: prompt and output tokens of one request at most.
+      pool_tokens: tokens that the KV pool holds, the dummy page left out.
+    """
+
+    vocab_size: int
+    context_length: int
+    pool_tokens: int
+
+
+ConfigT = TypeVar("ConfigT")
+
+
+def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
+    """Adds one flag per field of `config_type`, nested dataclasses included."""
+    hints = typing.get_type_hints(config_type)
+    for spec in dataclasses.fields(config_type):
+        if dataclasses.is_dataclass(hints[spec.name]):
+            add_flags(parser, typing.cast(type, hints[spec.name]))
+            continue
+        names = [_flag_name(spec.name)] + ([spec.metadata["alias"]] if spec.metadata["alias"] else [])
+        options: dict[str, Any] = {"dest": spec.name, "default": spec.default, "help": spec.metadata["help"]}
+        if hints[spec.name] is bool:
+            options["action"] = "store_true"
+        else:
+            options["type"] = _parser_of(hints[spec.name])
+            options["choices"] = spec.metadata["choices"] or None
+        parser.add_argument(*names, **options)
+
+
+def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:
+    """Builds `config_type` from parsed flags. Raises `ConfigError` for values out of range."""
+    hints = typing.get_type_hints(config_type)
+    values: dict[str, Any] = {}
+    for spec in dataclasses.fields(typing.cast(Any, config_type)):
+        nested = hints[spec.name]
+        values[spec.name] = from_flags(nested, args) if dataclasses.is_dataclass(nested) else getattr(args, spec.name)
+    return config_type(**values)
+
+
+def _parser_of(hint: Any) -> Any:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return _int_list
+    return hint
+
+
+def _int_list(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def _flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} is {value}, but must be {allowed}")
