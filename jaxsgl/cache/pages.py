@@ -31,6 +31,12 @@ def tokens_in(num_pages: int, page_size: int) -> int:
     return num_pages * page_size
 
 
+def as_pages(token_ids: IntArray, page_size: int) -> IntArray:
+    """The full pages of `token_ids [n]` as `[n // page_size, page_size]`; a tail that fills no page is left out."""
+    count = len(token_ids) // page_size
+    return token_ids[: count * page_size].reshape(count, page_size)
+
+
 def slots_of(page_table_row: IntArray, start: int, stop: int, page_size: int) -> IntArray:
     """Slots `[stop - start]` of the tokens at positions start..stop-1 of the sequence in `page_table_row [P]`."""
     positions = np.arange(start, stop, dtype=np.int32)

@@ -1,0 +1,99 @@
+"""Pads what the scheduler decided into the fixed shapes of a bucket. Sees small values, never a scheduler's request.
+
+Padding tokens read and write the dummy page, padding sequences have length 0 and sample into the dummy row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.inputs import Bucket, StepArrays, StepInputs, host_views, packed_len
+from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.cache.pages import IntArray, slots_at, slots_of
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Part of a sequence to extend.
+
+    Attributes:
+      row: its row.
+      token_ids: `[n]` the tokens to compute, at positions start .. start + n - 1.
+      start: tokens before them, whose KV is stored or in flight.
+      sample: whether the last of them yields the sequence's next token (not so for a chunk that isn't the last).
+    """
+
+    row: int
+    token_ids: IntArray
+    start: int
+    sample: bool
+
+
+class BatchBuilder:
+    """Builds `StepInputs` from page tables `[rows, P]`, sampling rows and buckets, all owned by the scheduler's side."""
+
+    def __init__(self, buckets: BucketSet, page_tables: IntArray, sampling: SamplingRows, page_size: int) -> None:
+        self._buckets = buckets
+        self._page_tables = page_tables
+        self._sampling = sampling
+        self._page_size = page_size
+        self._dummy_row = len(page_tables)
+
+    def decode(self, rows: IntArray, positions: IntArray) -> StepInputs:
+        """One token for each row `[S]`: the row's last sampled token, which goes to `positions [S]`."""
+        n = len(rows)
+        bucket = self._buckets.decode(n, self._sampling.any_sampled(rows))
+        packed, arrays = self._padded(bucket)
+        tables = self._page_tables[rows]
+        arrays.token_ids[:n] = ~rows
+        arrays.positions[:n] = positions
+        arrays.slots[:n] = slots_at(tables, positions, self._page_size)
+        arrays.lengths[:n] = positions + 1
+        arrays.query_offsets[:] = np.minimum(np.arange(bucket.num_seqs + 1), n)
+        arrays.page_table[:n] = tables
+        arrays.sample_rows[:n] = rows
+        return self._finish(bucket, packed, arrays, rows, num_tokens=n)
+
+    def extend(self, works: Sequence[Work]) -> StepInputs:
+        """Several tokens for each of `works`, in their order."""
+        rows = np.array([work.row for work in works], dtype=np.int32)
+        counts = [len(work.token_ids) for work in works]
+        num_tokens = sum(counts)
+        sampling_rows = rows[[work.sample for work in works]]
+        bucket = self._buckets.extend(num_tokens, len(works), self._sampling.any_sampled(sampling_rows))
+        packed, arrays = self._padded(bucket)
+        offset = 0
+        for s, (work, count) in enumerate(zip(works, counts, strict=True)):
+            stop, end = work.start + count, offset + count
+            arrays.token_ids[offset:end] = work.token_ids
+            arrays.positions[offset:end] = np.arange(work.start, stop)
+            arrays.slots[offset:end] = slots_of(self._page_tables[work.row], work.start, stop, self._page_size)
+            arrays.lengths[s] = stop
+            arrays.query_offsets[s] = offset
+            arrays.sample_rows[s] = work.row if work.sample else self._dummy_row
+            offset = end
+        arrays.query_offsets[len(works) :] = offset
+        arrays.page_table[: len(works)] = self._page_tables[rows]
+        return self._finish(bucket, packed, arrays, rows, num_tokens)
+
+    def _padded(self, bucket: Bucket) -> tuple[IntArray, StepArrays[Any]]:
+        """A fresh buffer (the device may still read the last one) that holds padding only."""
+        packed = np.zeros(packed_len(bucket), dtype=np.int32)
+        arrays = host_views(packed, bucket)
+        arrays.sample_rows[:] = self._dummy_row
+        arrays.top_p[:] = 1.0
+        return packed, arrays
+
+    def _finish(
+        self, bucket: Bucket, packed: IntArray, arrays: StepArrays[Any], rows: IntArray, num_tokens: int
+    ) -> StepInputs:
+        if bucket.sampled:
+            for name in ("temperature", "top_p", "min_p", "top_k", "seeds"):
+                getattr(arrays, name)[: len(rows)] = getattr(self._sampling, name)[rows]
+        packed.flags.writeable = False
+        return StepInputs(bucket, packed, len(rows), num_tokens)

@@ -1,0 +1,153 @@
+"""One request's claim on the cache, from match to release. The only writer of page table, free list and prefix cache.
+
+    row of the page table:  [ shared pages | own pages | dummy ... ]
+                              owned by the    allocated    never read
+                              prefix cache,   for this
+                              locked by us    request
+
+Knows token ids and lengths, but no request states, budgets or batches. Called by the scheduler alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxsgl.cache.pages import IntArray, PageAllocator, as_pages, full_pages, pages_for, tokens_in
+from jaxsgl.cache.prefix import Match, PrefixCache
+from jaxsgl.cache.table import PageTable
+
+
+@dataclass(slots=True)
+class Lease:
+    """What one admitted request holds: a row, a locked prefix, own pages.
+
+    Attributes:
+      row: its row in the page table.
+      num_pages: pages in the row.
+      num_shared: leading pages that belong to the prefix cache.
+      handle: the locked prefix of `num_shared` pages.
+    """
+
+    row: int
+    num_pages: int
+    num_shared: int
+    handle: object
+
+
+class CacheManager:
+    """Pages, rows and prefixes of one KV pool."""
+
+    def __init__(self, num_pages: int, page_size: int, table: PageTable, prefixes: PrefixCache) -> None:
+        self.page_size = page_size
+        self.table = table
+        self.prefixes = prefixes
+        self._allocator = PageAllocator(num_pages)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated now, by evicting if need be."""
+        return self._allocator.num_free + self.prefixes.num_evictable
+
+    @property
+    def num_free(self) -> int:
+        """Pages on the free list."""
+        return self._allocator.num_free
+
+    def match(self, token_ids: IntArray) -> Match:
+        """The longest cached prefix that leaves at least one token to compute (it yields the logits)."""
+        return self.prefixes.match(as_pages(token_ids[:-1], self.page_size))
+
+    def acquire(self, match: Match) -> Lease:
+        """Takes a row and locks the matched prefix."""
+        self.prefixes.lock(match.handle)
+        row, num_pages = self.table.take_row(), len(match.pages)
+        self.table.pages[row, :num_pages] = match.pages
+        return Lease(row, num_pages, num_pages, match.handle)
+
+    def cancel(self, lease: Lease) -> None:
+        """Undoes `acquire` for a request that was not admitted after all."""
+        assert lease.num_pages == lease.num_shared, "a lease with own pages must be released, not cancelled"
+        self.prefixes.unlock(lease.handle)
+        self.table.free_row(lease.row)
+
+    def grow(self, lease: Lease, num_tokens: int) -> None:
+        """Allocates pages so that the lease holds `num_tokens` tokens; evicts if need be."""
+        needed = pages_for(num_tokens, self.page_size)
+        if needed > lease.num_pages:
+            self.table.pages[lease.row, lease.num_pages : needed] = self._allocate(needed - lease.num_pages)
+            lease.num_pages = needed
+
+    def share(self, lease: Lease, token_ids: IntArray) -> None:
+        """Gives the full pages of `token_ids`, whose KV is stored or in flight, to the prefix cache.
+
+        Where another request was faster, its pages take the place of ours in the row and ours are freed: a row never
+        names a page that it neither owns nor locks. Steps in flight may still write the freed pages; steps run in
+        order, so a later owner writes after them.
+        """
+        num_full = full_pages(len(token_ids), self.page_size)
+        if num_full <= lease.num_shared:
+            return
+        row = self.table.pages[lease.row]
+        done = self.prefixes.insert(as_pages(token_ids, self.page_size), row[:num_full])
+        self.prefixes.lock(done.handle)
+        self.prefixes.unlock(lease.handle)
+        self._allocator.free(row[lease.num_shared : done.num_existing])
+        row[: len(done.pages)] = done.pages
+        lease.handle, lease.num_shared = done.handle, len(done.pages)
+
+    def release(self, lease: Lease, token_ids: IntArray) -> None:
+        """Ends the lease: full pages of `token_ids` go to the prefix cache, the rest and the row are freed."""
+        self.share(lease, token_ids)
+        self._allocator.free(self.table.pages[lease.row, lease.num_shared : lease.num_pages])
+        self.prefixes.unlock(lease.handle)
+        self.table.free_row(lease.row)
+
+    def flush(self) -> None:
+        """Drops every cached prefix that no request uses."""
+        self._allocator.free(self.prefixes.flush())
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Integrity: every page is in exactly one place, every row names only what it owns or locks.
+
+        Raises AssertionError naming the pages that are lost or in two places.
+        """
+        leases = list(leases)
+        cached = self.prefixes.owned_pages()
+        own = [self.table.pages[lease.row, lease.num_shared : lease.num_pages] for lease in leases]
+        places = np.concatenate([self._allocator.free_pages(), cached, *own])
+        counts = np.bincount(places, minlength=self._allocator.num_pages)
+        wrong = np.flatnonzero(counts[1:] != 1) + 1
+        assert not len(wrong), f"pages not in exactly one place: {[(int(p), int(counts[p])) for p in wrong[:10]]}"
+        assert counts[0] == 0, "the dummy page was handed out"
+        in_cache = np.zeros(self._allocator.num_pages, dtype=bool)
+        in_cache[cached] = True
+        for lease in leases:
+            row = self.table.pages[lease.row]
+            assert in_cache[row[: lease.num_shared]].all(), f"row {lease.row} names shared pages that were given up"
+            assert not row[lease.num_pages :].any(), f"row {lease.row} names pages past its {lease.num_pages}"
+        rows = {lease.row for lease in leases}
+        assert len(rows) == len(leases), "two leases share a row"
+        assert len(rows) + self.table.num_free_rows == len(self.table.pages), "a row is lost"
+        if not leases:
+            assert self.prefixes.num_evictable == self.prefixes.num_pages, "a prefix is locked, but nobody runs"
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens take."""
+        return pages_for(num_tokens, self.page_size)
+
+    def tokens_held(self, lease: Lease) -> int:
+        """Tokens that the lease's pages hold."""
+        return tokens_in(lease.num_pages, self.page_size)
+
+    def page_floor(self, num_tokens: int) -> int:
+        """`num_tokens` rounded down to whole pages, in tokens."""
+        return tokens_in(full_pages(num_tokens, self.page_size), self.page_size)
+
+    def _allocate(self, count: int) -> IntArray:
+        missing = count - self._allocator.num_free
+        if missing > 0:
+            self._allocator.free(self.prefixes.evict(missing))
+        return self._allocator.allocate(count)

@@ -1,0 +1,83 @@
+"""What a prefix cache is: the protocol that the radix tree and the naive cache share, and its values.
+
+A prefix cache owns pages whose KV may be read by later requests with the same leading tokens. It works in whole
+pages: token ids come as `[n, page_size]`. It never allocates or frees; it says which pages come free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxsgl.cache.pages import IntArray
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest cached prefix.
+
+    Attributes:
+      handle: proof of the match; valid until the next change of the cache, or while locked.
+      pages: `[n]` page ids that hold the prefix, in order.
+    """
+
+    handle: Hashable
+    pages: IntArray
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """What became of the pages that were offered.
+
+    Attributes:
+      handle: the inserted prefix, to lock.
+      num_existing: leading pages that the cache held already; those offered in their place are not taken.
+      pages: `[m]` the cache's pages of the prefix; [num_existing:] of what was offered is now the cache's.
+    """
+
+    handle: Hashable
+    num_existing: int
+    pages: IntArray
+
+
+class PrefixCache(Protocol):
+    """Matching, inserting, locking and evicting of prefixes."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the cache owns."""
+        ...
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that `evict` could give back now: those that no lock holds."""
+        ...
+
+    def match(self, token_pages: IntArray) -> Match:
+        """The longest cached prefix of `token_pages [n, page_size]`; marks it as recently used."""
+        ...
+
+    def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
+        """Offers `pages [n]` that hold the KV of `token_pages [n, page_size]`."""
+        ...
+
+    def lock(self, handle: Hashable) -> None:
+        """Keeps the prefix of `handle` from eviction; locks count."""
+        ...
+
+    def unlock(self, handle: Hashable) -> None:
+        """Takes one lock back."""
+        ...
+
+    def evict(self, num_pages: int) -> IntArray:
+        """Drops least recently used, unlocked prefixes: `num_pages` pages, or all that can go if fewer."""
+        ...
+
+    def flush(self) -> IntArray:
+        """Drops everything that no lock holds; returns its pages."""
+        ...
+
+    def owned_pages(self) -> IntArray:
+        """All pages of the cache, after checking the cache's own books; for the integrity check."""
+        ...

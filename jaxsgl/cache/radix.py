@@ -1,0 +1,199 @@
+"""The radix tree: prefixes that several requests share are kept once (SGLang's RadixAttention, Zheng et al. 2024).
+
+An edge carries whole pages of tokens and the pages that hold their KV; siblings differ in their first page. A lock on
+a node counts on all its ancestors, so `locks == 0` means that nothing below is in use. Only unlocked leaves
+are evicted, least recently used first.
+
+Eviction costs O(log n) per node: unlocked leaves sit in a heap, at most once each. A heap entry may be out of date
+(its node was used, locked, removed or got children since); that is found when it is popped, and mended then.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterator
+from typing import cast
+
+import numpy as np
+
+from jaxsgl.cache.pages import IntArray
+from jaxsgl.cache.prefix import Insertion, Match
+
+_NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
+
+
+class _Node:
+    """`tokens [n, page_size]` on the edge from `parent`, and `pages [n]` that hold their KV."""
+
+    __slots__ = ("children", "in_heap", "last_used", "locks", "pages", "parent", "tokens")
+
+    def __init__(self, parent: _Node | None, tokens: IntArray, pages: IntArray, last_used: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.pages = pages
+        self.last_used = last_used
+        self.locks = 0
+        self.in_heap = False
+        self.children: dict[bytes, _Node] = {}
+
+    def common_pages(self, tokens: IntArray) -> int:
+        """Leading pages that this edge and `tokens` share."""
+        n = min(len(self.tokens), len(tokens))
+        differs = (self.tokens[:n] != tokens[:n]).any(axis=1)
+        first = int(differs.argmax()) if n else 0
+        return first if n and differs[first] else n
+
+
+class RadixCache:
+    """The tree. A handle is the node at which a prefix ends; it stays valid while locked, splits included."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._clock = 0  # counts uses; the order of uses is all that LRU needs
+        self._serial = 0  # breaks ties in the heap, nodes don't compare
+        self._root = _Node(None, np.empty((0, page_size), dtype=np.int32), _NO_PAGES, 0)
+        self._heap: list[tuple[int, int, _Node]] = []
+        self._num_pages = 0
+        self._num_locked = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the tree."""
+        return self._num_pages
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages in nodes that no lock holds."""
+        return self._num_pages - self._num_locked
+
+    def match(self, token_pages: IntArray) -> Match:
+        """The longest cached prefix; a match that ends inside an edge splits it there."""
+        node, pages = self._walk(token_pages)
+        return Match(node, pages)
+
+    def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
+        """Adds what is not there yet as one new leaf and takes its pages."""
+        node, existing = self._walk(token_pages)
+        num_existing = len(existing)
+        if num_existing < len(pages):
+            node = self._add_leaf(node, token_pages[num_existing:].copy(), pages[num_existing:].copy())
+        return Insertion(node, num_existing, np.concatenate((existing, pages[num_existing:])))
+
+    def lock(self, handle: Hashable) -> None:
+        """Counts one lock on the node and its ancestors."""
+        for node in self._path_up(cast(_Node, handle)):
+            if node.locks == 0:
+                self._num_locked += len(node.pages)
+            node.locks += 1
+
+    def unlock(self, handle: Hashable) -> None:
+        """Takes one lock off the node and its ancestors."""
+        for node in self._path_up(cast(_Node, handle)):
+            assert node.locks > 0, "unlocked more often than locked"
+            node.locks -= 1
+            if node.locks == 0:
+                self._num_locked -= len(node.pages)
+                self._offer(node)
+
+    def evict(self, num_pages: int) -> IntArray:
+        """Drops unlocked leaves, oldest first; of the last one only as much of its tail as is needed."""
+        freed: list[IntArray] = []
+        missing = num_pages
+        while missing > 0 and self._heap:
+            last_used, _, node = heapq.heappop(self._heap)
+            node.in_heap = False
+            if node.parent is None or node.locks or node.children:
+                continue  # it comes back when it is unlocked, or when its last child goes
+            if node.last_used != last_used:
+                self._offer(node)  # used since
+                continue
+            take = min(missing, len(node.pages))
+            freed.append(node.pages[len(node.pages) - take :])
+            missing -= take
+            self._num_pages -= take
+            if take < len(node.pages):
+                node.tokens, node.pages = node.tokens[:-take], node.pages[:-take]
+                self._offer(node)
+            else:
+                self._remove_leaf(node)
+        return np.concatenate(freed) if freed else _NO_PAGES
+
+    def flush(self) -> IntArray:
+        """Drops all that no lock holds."""
+        return self.evict(self.num_evictable)
+
+    def owned_pages(self) -> IntArray:
+        """All pages, after checking links, lock counts, page counts and that evictable leaves are in the heap."""
+        nodes = list(self._descendants())
+        for node in nodes:
+            assert len(node.tokens) == len(node.pages) > 0, "an edge without a page for each page of tokens"
+            parent = node.parent
+            assert parent is not None and parent.children.get(node.tokens[0].tobytes()) is node, "broken link"
+            assert parent is self._root or parent.locks >= node.locks, "a child with more locks than its parent"
+            assert node.locks or node.children or node.in_heap, "an unlocked leaf that eviction can't find"
+        in_heap = [node for _, _, node in self._heap]
+        assert len({id(node) for node in in_heap}) == len(in_heap), "a node is in the heap twice"
+        assert self._num_pages == sum(len(node.pages) for node in nodes), "num_pages is off"
+        assert self._num_locked == sum(len(node.pages) for node in nodes if node.locks), "num_evictable is off"
+        return np.concatenate([_NO_PAGES, *(node.pages for node in nodes)])
+
+    def _walk(self, token_pages: IntArray) -> tuple[_Node, IntArray]:
+        """Descends as far as `token_pages` goes, touching and if need be splitting nodes."""
+        self._clock += 1
+        node, depth = self._root, 0
+        found: list[IntArray] = [_NO_PAGES]
+        while depth < len(token_pages):
+            child = node.children.get(token_pages[depth].tobytes())
+            if child is None:
+                break
+            shared = child.common_pages(token_pages[depth:])
+            if shared < len(child.pages):
+                child = self._split(child, shared)
+            child.last_used = self._clock
+            found.append(child.pages)
+            depth += shared
+            node = child
+        return node, np.concatenate(found)
+
+    def _split(self, node: _Node, num_pages: int) -> _Node:
+        """Puts a new parent over `node` that takes its first `num_pages` pages; handles to `node` stay right."""
+        parent = cast(_Node, node.parent)
+        upper = _Node(parent, node.tokens[:num_pages], node.pages[:num_pages], node.last_used)
+        upper.locks = node.locks
+        parent.children[upper.tokens[0].tobytes()] = upper
+        node.tokens, node.pages, node.parent = node.tokens[num_pages:], node.pages[num_pages:], upper
+        upper.children[node.tokens[0].tobytes()] = node
+        return upper
+
+    def _add_leaf(self, parent: _Node, tokens: IntArray, pages: IntArray) -> _Node:
+        leaf = _Node(parent, tokens, pages, self._clock)
+        parent.children[tokens[0].tobytes()] = leaf
+        self._num_pages += len(pages)
+        self._offer(leaf)
+        return leaf
+
+    def _remove_leaf(self, node: _Node) -> None:
+        parent = cast(_Node, node.parent)
+        del parent.children[node.tokens[0].tobytes()]
+        node.parent = None
+        self._offer(parent)
+
+    def _offer(self, node: _Node) -> None:
+        """Puts an unlocked leaf into the heap, unless it is there."""
+        if node is self._root or node.locks or node.children or node.in_heap:
+            return
+        node.in_heap = True
+        self._serial += 1
+        heapq.heappush(self._heap, (node.last_used, self._serial, node))
+
+    def _path_up(self, node: _Node) -> Iterator[_Node]:
+        while node is not self._root:
+            yield node
+            node = cast(_Node, node.parent)
+
+    def _descendants(self) -> Iterator[_Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node

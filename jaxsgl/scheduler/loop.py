@@ -1,0 +1,46 @@
+"""The serving loop: the whole life of the engine process on one screen. Blocks only when there is nothing to do.
+
+Overlap is call order: step N + 1 is launched before the tokens of step N are read, so the host works while the device
+computes. Without overlap the same body reads every step's tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from jaxsgl.batch.engine_api import StepEngine, StepHandle
+from jaxsgl.messages import Reply, Shutdown, ToEngine
+from jaxsgl.scheduler.scheduler import Scheduler
+
+
+class Mailbox(Protocol):
+    """The loop's only contact with the outside."""
+
+    def receive(self, block: bool) -> list[ToEngine]:
+        """All messages that wait; when `block`, waits for at least one."""
+        ...
+
+    def send(self, replies: Sequence[Reply]) -> None:
+        """The news of one step."""
+        ...
+
+
+def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap: bool) -> None:
+    """Serves until a `Shutdown` message comes."""
+    in_flight: deque[StepHandle] = deque()
+    unread_allowed = 1 if overlap else 0
+    while True:
+        messages = mailbox.receive(block=scheduler.is_idle)
+        if any(isinstance(message, Shutdown) for message in messages):
+            return
+        scheduler.receive([message for message in messages if not isinstance(message, Shutdown)])
+        inputs = scheduler.launch()
+        if inputs is not None:
+            in_flight.append(engine.submit(inputs))
+        if in_flight and (inputs is None or len(in_flight) > unread_allowed):
+            scheduler.collect(in_flight.popleft().tokens())
+        replies = scheduler.take_replies()
+        if replies:
+            mailbox.send(replies)

@@ -1,0 +1,27 @@
+"""The states of a request in the scheduler, and which may follow which.
+
+    WAITING ---admit---> EXTENDING ---last chunk launched---> RUNNING ---stop, length---> FINISHED
+       |                     |                                   |                          ^
+       '------ abort --------'------------- abort ---------------'--------------------------'
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class State(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # in the queue; holds nothing
+    EXTENDING = "extending"  # admitted; holds row and pages; a chunk of its prompt is still to launch
+    RUNNING = "running"  # its whole prompt is launched; tokens come
+    FINISHED = "finished"  # ended; holds nothing
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.EXTENDING, State.FINISHED}),
+    State.EXTENDING: frozenset({State.RUNNING, State.FINISHED}),
+    State.RUNNING: frozenset({State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
