@@ -1,0 +1,49 @@
+"""`paged_decode_attention`: one query token per sequence against its pages. Checks and dispatches only."""
+
+import jax
+
+from pallas_kernels.decode_attention import reference, xla
+from pallas_kernels.dispatch import choose_backend, no_refusal
+from pallas_kernels.options import attention_options, check_pages, check_queries
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_soft_cap: float | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of the newest token of each sequence over all its KV; returns `[S, N, H]` in q's dtype.
+
+    Args:
+        q: `[S, N, H]`, the query at position lengths[s] - 1. Query head n reads kv head n // (N // K).
+        k_pages, v_pages: the cache `[num_pages, K, page_size, H]`; unused places may hold anything, NaN included.
+        page_table: `[S, P]` int32; entries past a sequence's pages may be any page that exists.
+        lengths: `[S]` int32, KV tokens of each sequence, the new one included (already stored), at most
+            P * page_size. 0 marks a padding row, whose output is zeros.
+        sm_scale: factor on q . k; default 1 / sqrt(H).
+        sliding_window: see only the last so many tokens, the query's own included.
+        logit_soft_cap: scores become cap * tanh(score / cap).
+        backend: one of `BACKENDS`.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes or options that don't fit, or a backend that can't run here.
+    """
+    check_pages(k_pages, v_pages)
+    check_queries(q, k_pages, page_table, lengths)
+    if q.shape[0] != lengths.shape[0]:
+        raise ValueError(f"q {q.shape} must hold one token for each of the {lengths.shape[0]} sequences in lengths")
+    options = attention_options(q.shape[2], sm_scale, sliding_window, logit_soft_cap)
+    implemented = {"reference": no_refusal, "xla": no_refusal}
+    chosen = choose_backend("paged_decode_attention", backend, implemented, interpret=interpret)
+    if chosen == "reference":
+        return reference.decode_attention(q, k_pages, v_pages, page_table, lengths, options)
+    return xla.decode_attention(q, k_pages, v_pages, page_table, lengths, options)

@@ -1,0 +1,53 @@
+"""`paged_extend_attention`: ragged new tokens of several sequences against their pages. Checks and dispatches only."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import choose_backend, no_refusal
+from pallas_kernels.extend_attention import reference, xla
+from pallas_kernels.options import attention_options, check_pages, check_queries
+
+
+def paged_extend_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    query_offsets: jax.Array,
+    *,
+    sm_scale: float | None = None,
+    sliding_window: int | None = None,
+    logit_soft_cap: float | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention of each sequence's last tokens over its cached and new KV; `[T, N, H]` in q's dtype.
+
+    Args:
+        q: `[T, N, H]`; sequence s owns q[query_offsets[s]:query_offsets[s + 1]], its last tokens, so that its i-th
+            query stands at position lengths[s] - num_queries + i. Query head n reads kv head n // (N // K).
+        k_pages, v_pages: the cache `[num_pages, K, page_size, H]`, the new tokens already stored; unused places may
+            hold anything, NaN included.
+        page_table: `[S, P]` int32; entries past a sequence's pages may be any page that exists.
+        lengths: `[S]` int32, KV tokens of each sequence, the new ones included, at most P * page_size.
+        query_offsets: `[S + 1]` int32, ascending from 0. Padding sequences own no query and have length 0; tokens from
+            query_offsets[S] on are padding, and their output is zeros.
+        sm_scale, sliding_window, logit_soft_cap, backend, interpret: as in `paged_decode_attention`.
+
+    Raises:
+        ValueError: shapes or options that don't fit, or a backend that can't run here.
+    """
+    check_pages(k_pages, v_pages)
+    check_queries(q, k_pages, page_table, lengths)
+    if query_offsets.shape != (lengths.shape[0] + 1,) or query_offsets.dtype != jnp.int32:
+        raise ValueError(
+            f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32, "
+            f"and lengths has S = {lengths.shape[0]}"
+        )
+    options = attention_options(q.shape[2], sm_scale, sliding_window, logit_soft_cap)
+    implemented = {"reference": no_refusal, "xla": no_refusal}
+    chosen = choose_backend("paged_extend_attention", backend, implemented, interpret=interpret)
+    if chosen == "reference":
+        return reference.extend_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, options)
+    return xla.extend_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, options)

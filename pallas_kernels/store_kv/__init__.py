@@ -1,0 +1,5 @@
+"""The op `store_kv`: `api` checks and dispatches, `reference` defines what is right, the rest are backends."""
+
+from pallas_kernels.store_kv.api import store_kv
+
+__all__ = ["store_kv"]
