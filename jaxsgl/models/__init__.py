@@ -1,0 +1,11 @@
+"""Decoder models in Flax NNX: token-flat, without any notion of pages, batches or buckets. The engine calls them.
+
+An engine needs three things from here: `ModelArch.from_folder` (what the model is), `resolve_dtype`, and
+`abstract_model`, whose graphdef it merges with the parameters inside its jitted step.
+"""
+
+from jaxsgl.models.arch import ModelArch, RopeParams
+from jaxsgl.models.build import abstract_model, resolve_dtype
+from jaxsgl.models.dense import Attend, Decoder
+
+__all__ = ["Attend", "Decoder", "ModelArch", "RopeParams", "abstract_model", "resolve_dtype"]

@@ -1,0 +1,65 @@
+"""The dense decoder: embed, layers, norm, logits. One class for Llama, Qwen2, Qwen3; `ModelArch` holds what differs.
+
+Token-flat: all sequences of a step lie behind one another on one axis T, and the caller's `Attend` tells them apart.
+The engine merges it with parameters inside its jitted step. Computes in the parameters' dtype; RMSNorm statistics,
+rope and logits in float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.layers import MLP, Attend, Attention, RMSNorm, weight
+from jaxsgl.models.rope import rope_tables
+
+__all__ = ["Attend", "Decoder"]
+
+
+class DecoderLayer(nnx.Module):  # type: ignore[misc]
+    """Pre-norm attention and MLP, each added to the residual stream."""
+
+    def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
+        self.attention_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
+        self.attention = Attention(arch, dtype)
+        self.mlp_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
+        self.mlp = MLP(arch, dtype)
+
+    def __call__(
+        self, x_TD: jax.Array, tables: tuple[jax.Array, jax.Array], layer_index: int, attend: Attend
+    ) -> jax.Array:
+        """`[T, D]` to `[T, D]`."""
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), tables, layer_index, attend)
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
+
+
+class Decoder(nnx.Module):  # type: ignore[misc]
+    """A decoder-only language model."""
+
+    def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
+        v, d = arch.vocab_size, arch.hidden_size
+        self.arch = arch
+        self.embedding = weight((v, d), ("vocab", None), dtype, fan_in=d)
+        self.layers = nnx.List([DecoderLayer(arch, dtype) for _ in range(arch.num_layers)])
+        self.final_norm = RMSNorm(d, arch.rms_norm_eps, dtype)
+        self.lm_head = None if arch.tie_embeddings else weight((d, v), (None, "vocab"), dtype, fan_in=d)
+
+    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` int32.
+
+        `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
+        """
+        x_TD = self.embedding[...].at[token_ids].get(mode="clip")
+        tables = rope_tables(positions, self.arch.rope, self.arch.head_dim)
+        for layer_index, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, tables, layer_index, attend)
+        normed: jax.Array = self.final_norm(x_TD)
+        return normed
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits `[R, V]` float32 of the R rows `hidden [R, D]` that a token is wanted for."""
+        if self.lm_head is not None:
+            return jnp.einsum("rd,dv->rv", hidden, self.lm_head[...], preferred_element_type=jnp.float32)
+        return jnp.einsum("rd,vd->rv", hidden, self.embedding[...], preferred_element_type=jnp.float32)

@@ -1,0 +1,130 @@
+"""From Hugging Face tensor names to our parameters, as data: which tensors make a parameter, and how they fuse.
+
+A checkpoint stores projections as `[out, in]`; ours are `[in, ...out]`. The fusing functions run inside a jit on the
+target device. Knows no files; `safetensors.py` reads this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxsgl.models import ModelArch
+
+Path = tuple[str | int, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
+Fuse = Callable[[ModelArch, tuple[jax.Array, ...]], jax.Array]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor of a checkpoint.
+
+    Attributes:
+      name: its name; `{}` stands for the layer's index.
+      axes: its shape in words of `sizes`.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a parameter is made: `fuse(arch, tensors of the sources)`."""
+
+    sources: tuple[Source, ...]
+    fuse: Fuse
+
+
+def sizes(arch: ModelArch) -> dict[str, int]:
+    """Length of every axis named by a `Source`."""
+    return {
+        "V": arch.vocab_size,
+        "D": arch.hidden_size,
+        "F": arch.ffn_size,
+        "H": arch.head_dim,
+        "NH": arch.num_heads * arch.head_dim,
+        "KH": arch.num_kv_heads * arch.head_dim,
+    }
+
+
+def _as_is(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    return tensors[0]
+
+
+def _transposed(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    return tensors[0].T
+
+
+def _fuse_heads(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    """q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; with a trailing axis `[.., D]` to `[D, K, G + 2, H]`."""
+    rest = tensors[0].shape[1:]
+    per_group = [tensor.reshape(arch.num_kv_heads, -1, arch.head_dim, *rest) for tensor in tensors]
+    fused = jnp.concatenate(per_group, axis=1)
+    return jnp.moveaxis(fused, 3, 0) if rest else fused
+
+
+def _fuse_gate_up(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    """gate and up `[F, D]` to `[D, 2, F]`; biases `[F]` to `[2, F]`."""
+    fused = jnp.stack(tensors)
+    return jnp.moveaxis(fused, 2, 0) if fused.ndim == 3 else fused
+
+
+_ATTENTION = "model.layers.{}.self_attn."
+_MLP = "model.layers.{}.mlp."
+
+OF_MODEL: dict[Path, Recipe] = {
+    ("embedding",): Recipe((Source("model.embed_tokens.weight", ("V", "D")),), _as_is),
+    ("final_norm", "scale"): Recipe((Source("model.norm.weight", ("D",)),), _as_is),
+    ("lm_head",): Recipe((Source("lm_head.weight", ("V", "D")),), _transposed),
+}
+
+OF_LAYER: dict[Path, Recipe] = {
+    ("attention_norm", "scale"): Recipe((Source("model.layers.{}.input_layernorm.weight", ("D",)),), _as_is),
+    ("attention", "qkv"): Recipe(
+        (
+            Source(_ATTENTION + "q_proj.weight", ("NH", "D")),
+            Source(_ATTENTION + "k_proj.weight", ("KH", "D")),
+            Source(_ATTENTION + "v_proj.weight", ("KH", "D")),
+        ),
+        _fuse_heads,
+    ),
+    ("attention", "qkv_bias"): Recipe(
+        (
+            Source(_ATTENTION + "q_proj.bias", ("NH",)),
+            Source(_ATTENTION + "k_proj.bias", ("KH",)),
+            Source(_ATTENTION + "v_proj.bias", ("KH",)),
+        ),
+        _fuse_heads,
+    ),
+    ("attention", "q_norm", "scale"): Recipe((Source(_ATTENTION + "q_norm.weight", ("H",)),), _as_is),
+    ("attention", "k_norm", "scale"): Recipe((Source(_ATTENTION + "k_norm.weight", ("H",)),), _as_is),
+    ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NH")),), _transposed),
+    ("attention", "o_bias"): Recipe((Source(_ATTENTION + "o_proj.bias", ("D",)),), _as_is),
+    ("mlp_norm", "scale"): Recipe((Source("model.layers.{}.post_attention_layernorm.weight", ("D",)),), _as_is),
+    ("mlp", "gate_up"): Recipe(
+        (Source(_MLP + "gate_proj.weight", ("F", "D")), Source(_MLP + "up_proj.weight", ("F", "D"))), _fuse_gate_up
+    ),
+    ("mlp", "gate_up_bias"): Recipe(
+        (Source(_MLP + "gate_proj.bias", ("F",)), Source(_MLP + "up_proj.bias", ("F",))), _fuse_gate_up
+    ),
+    ("mlp", "down"): Recipe((Source(_MLP + "down_proj.weight", ("D", "F")),), _transposed),
+    ("mlp", "down_bias"): Recipe((Source(_MLP + "down_proj.bias", ("D",)),), _as_is),
+}
+
+
+def recipe_of(path: Path) -> Recipe:
+    """The recipe of the parameter at `path`, with the layer's index filled in."""
+    if path[0] != "layers":
+        return OF_MODEL[path]
+    recipe = OF_LAYER[path[2:]]
+    sources = tuple(Source(source.name.format(path[1]), source.axes) for source in recipe.sources)
+    return Recipe(sources, recipe.fuse)
+
+
+def is_harmless(name: str, arch: ModelArch) -> bool:
+    """Whether a tensor that no parameter wants may be left unread: rope's constants, and the copy of a tied head."""
+    return name.endswith("rotary_emb.inv_freq") or (arch.tie_embeddings and name == "lm_head.weight")

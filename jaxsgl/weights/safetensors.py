@@ -1,0 +1,130 @@
+"""Reads a Hugging Face folder's safetensors files into sharded parameters, one parameter at a time.
+
+Peak memory is the parameters plus the tensors of one of them: files are mapped, each tensor is read once, moved to
+the device as it is, and fused, transposed and cast there. Knows no names; `names.py` says what is wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors import SafetensorError, safe_open
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.weights.names import Fuse, Recipe, Source, is_harmless, recipe_of, sizes
+from jaxsgl.weights.sharding import check_divisible, param_sharding
+
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+
+logger = logging.getLogger(__name__)
+
+
+def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> nnx.State:
+    """The parameters of `folder` in `dtype`, sharded over `mesh`; a tree like `abstract_model`'s.
+
+    Raises `CheckpointError` for files or tensors that are missing, truncated or of another shape than `arch` says.
+    """
+    check_divisible(arch, mesh)
+    _, abstract = abstract_model(arch, dtype)
+    params = []
+    with ExitStack() as open_files:
+        tensors = TensorFiles(folder, open_files)
+        for path, param in nnx.to_flat_state(abstract):
+            recipe = recipe_of(path)
+            pieces = tuple(tensors.read(source, arch) for source in recipe.sources)
+            params.append((path, param.replace(_place(pieces, recipe, arch, dtype, param_sharding(param, mesh)))))
+        for name in tensors.unread(arch):
+            logger.warning("%s: tensor %s is not part of %s and was left out", folder, name, arch.name)
+    return nnx.from_flat_state(params)
+
+
+class TensorFiles:
+    """All tensors of a folder's safetensors files by name; reads one at a time and remembers which were read."""
+
+    def __init__(self, folder: Path, open_files: ExitStack) -> None:
+        self.folder = folder
+        self._file_of: dict[str, Path] = {}
+        self._opened: dict[Path, Any] = {}
+        for path in _listed_files(folder):
+            try:
+                self._opened[path] = open_files.enter_context(safe_open(path, framework="numpy"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} is truncated or not a safetensors file ({error}); fetch it again"
+                ) from error
+            self._file_of.update(dict.fromkeys(self._opened[path].keys(), path))
+        self._unread = set(self._file_of)
+
+    def read(self, source: Source, arch: ModelArch) -> npt.NDArray[Any]:
+        """The tensor of `source` as it is stored. Raises `CheckpointError` if it is missing or misshapen."""
+        if source.name not in self._file_of:
+            raise CheckpointError(f"{self.folder}: tensor {source.name} is missing, but {arch.name} needs it")
+        path = self._file_of[source.name]
+        stored = self._opened[path].get_slice(source.name)
+        shape, expected = tuple(stored.get_shape()), tuple(sizes(arch)[axis] for axis in source.axes)
+        if shape != expected:
+            raise CheckpointError(
+                f"{path}: tensor {source.name} has shape {shape}, but config.json asks for {expected}"
+            )
+        if stored.get_dtype() not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{path}: tensor {source.name} is {stored.get_dtype()}; supported are {', '.join(FLOAT_DTYPES)}"
+            )
+        self._unread.discard(source.name)
+        tensor: npt.NDArray[Any] = self._opened[path].get_tensor(source.name)
+        return tensor
+
+    def unread(self, arch: ModelArch) -> list[str]:
+        """Tensors that nothing asked for, the harmless ones left out."""
+        return sorted(name for name in self._unread if not is_harmless(name, arch))
+
+
+def _listed_files(folder: Path) -> list[Path]:
+    """The files of the index where there is one, else every safetensors file of the folder."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise CheckpointError(f"{folder} has no *.safetensors files; other weight formats are not supported")
+        return found
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} can't be read as an index of safetensors files: {error!r}") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing)}")
+    return [folder / name for name in names]
+
+
+def _place(
+    pieces: tuple[npt.NDArray[np.generic], ...],
+    recipe: Recipe,
+    arch: ModelArch,
+    dtype: jnp.dtype,
+    sharding: NamedSharding,
+) -> jax.Array:
+    """Moves the stored tensors to the devices and makes the parameter there."""
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    return _fuse(jax.device_put(pieces, everywhere), arch, recipe.fuse, dtype, sharding)
+
+
+@partial(jax.jit, static_argnames=("arch", "fuse", "dtype", "sharding"))
+def _fuse(
+    pieces: tuple[jax.Array, ...], arch: ModelArch, fuse: Fuse, dtype: jnp.dtype, sharding: NamedSharding
+) -> jax.Array:
+    """One program per kind of parameter, the same for all layers."""
+    return jax.lax.with_sharding_constraint(fuse(arch, pieces).astype(dtype), sharding)

@@ -1,0 +1,41 @@
+"""Where parameters live: one table from logical axes to mesh axes. The loaders and the engine read it.
+
+Tensor parallelism is a mesh shape: the axis `tp` cuts kv heads (with their query heads), the ffn and the vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxsgl.errors import ConfigError
+from jaxsgl.models import ModelArch, abstract_model
+
+TENSOR_AXIS = "tp"
+MESH_AXIS_OF = {"kv_heads": TENSOR_AXIS, "ffn": TENSOR_AXIS, "vocab": TENSOR_AXIS}
+
+
+def param_sharding(param: nnx.Param, mesh: Mesh) -> NamedSharding:
+    """The sharding of one (abstract) parameter, by the logical axes that it carries."""
+    return NamedSharding(mesh, PartitionSpec(*(MESH_AXIS_OF.get(axis) for axis in param.get_metadata("axes"))))
+
+
+def param_shardings(arch: ModelArch, mesh: Mesh) -> nnx.State:
+    """A tree like the parameters, of `NamedSharding`s. Raises `ConfigError` where the mesh doesn't divide the model."""
+    check_divisible(arch, mesh)
+    _, params = abstract_model(arch, jnp.dtype("float32"))
+    flat = [(path, param.replace(param_sharding(param, mesh))) for path, param in nnx.to_flat_state(params)]
+    return nnx.from_flat_state(flat)
+
+
+def check_divisible(arch: ModelArch, mesh: Mesh) -> None:
+    """Raises `ConfigError` unless every sharded axis of `arch` splits evenly over `mesh`."""
+    sizes = {"kv_heads": arch.num_kv_heads, "ffn": arch.ffn_size, "vocab": arch.vocab_size}
+    for axis, size in sizes.items():
+        devices = mesh.shape[MESH_AXIS_OF[axis]]
+        if size % devices:
+            raise ConfigError(
+                f"the model's {axis} ({size}) can't be split over {devices} devices: use a number of devices "
+                f"that divides {size}"
+            )
