@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.cache.pages import IntArray, slots_of
+from jaxsgl.cache.pages import IntArray, slots_of, tokens_in
 from jaxsgl.messages import Reply, Shutdown, ToEngine
 
 
@@ -67,7 +67,7 @@ class FakeEngine:
         self._capacity = capacity
         self._step_s = step_s
         self._free_at = 0.0
-        num_slots = capacity.num_pages * capacity.page_size
+        num_slots = tokens_in(capacity.num_pages, capacity.page_size)
         self._kv: npt.NDArray[np.int32] = np.full((num_slots, 2), -1, dtype=np.int32)  # token id, position
         self._last_tokens: IntArray = np.zeros(capacity.num_rows + 1, dtype=np.int32)
         self._pending: deque[FakeHandle] = deque()
@@ -91,6 +91,9 @@ class FakeEngine:
         tokens = np.zeros(inputs.bucket.num_seqs, dtype=np.int32)
         for s in range(inputs.num_seqs):
             length = int(arrays.lengths[s])
+            first, end = arrays.query_offsets[s : s + 2]
+            assert end > first, f"sequence {s} of {inputs.bucket} has no token to compute, so no logits"
+            assert arrays.positions[first:end].tolist() == list(range(length - (end - first), length))
             stored = self._kv[slots_of(arrays.page_table[s], 0, length, self._capacity.page_size)]
             assert (stored[:, 1] == np.arange(length)).all(), f"sequence {s} of {inputs.bucket} reads a foreign page"
             tokens[s] = next_token(np.ascontiguousarray(stored[:, 0]), self._capacity.vocab_size)

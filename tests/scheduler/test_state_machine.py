@@ -1,0 +1,151 @@
+"""Random histories of requests against scheduler, cache and fake engine; integrity after every step.
+
+The oracle is the hash chain of each request's own tokens: whatever is cached, chunked, evicted, aborted or overlapped,
+every request must yield exactly what it would yield alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.cache.pages import pages_for
+from jaxsgl.messages import Abort
+from jaxsgl.request import FinishReason, Request, SamplingParams, max_new_tokens
+from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.testing import FakeEngine, FakeHandle, generate
+
+VOCAB = 40
+EOS = frozenset({0, 1})
+NUM_BASES = 3
+
+
+def base_token(base: int, position: int) -> int:
+    """Prompts start as one of a few long texts, so that many share prefixes of many lengths."""
+    return 2 + (position * position + base * (position // 7 + 1)) % (VOCAB - 2)
+
+
+class ServingMachine(RuleBasedStateMachine):
+    """Arrivals, aborts, launches and collects in any order that the loop could take."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 8, 16]),
+        context=st.sampled_from([12, 40, 80]),
+        spare_pages=st.integers(1, 12),
+        rows=st.integers(1, 5),
+        chunk=st.sampled_from([1, 3, 8, 80]),
+        radix=st.sampled_from([True, True, True, False]),
+        overlap=st.booleans(),
+    )
+    def start(
+        self, page_size: int, context: int, spare_pages: int, rows: int, chunk: int, radix: bool, overlap: bool
+    ) -> None:
+        num_pages = pages_for(context, page_size) // 2 + spare_pages + 2  # often too small for the longest requests
+        self.capacity = Capacity(page_size, num_pages, rows, context, min(chunk, context), VOCAB)
+        self.scheduler = Scheduler(self.capacity, BucketSet.derive(self.capacity), EOS, radix_cache=radix)
+        self.engine = FakeEngine(self.capacity)
+        self.unread_allowed = int(overlap)
+        self.in_flight: deque[FakeHandle] = deque()
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason | None] = {}
+
+    @rule(
+        base=st.integers(0, NUM_BASES - 1),
+        shared=st.integers(0, 80),
+        own=st.lists(st.integers(0, VOCAB - 1), max_size=4),
+        max_tokens=st.sampled_from([None, 1, 2, 5, 20, 100]),
+        ignore_eos=st.booleans(),
+        copies=st.sampled_from([1, 1, 2]),
+    )
+    def arrive(
+        self, base: int, shared: int, own: list[int], max_tokens: int | None, ignore_eos: bool, copies: int
+    ) -> None:
+        prompt = [base_token(base, i) for i in range(min(shared, self.capacity.context_length - 1))] + own
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        for _ in range(copies):
+            request = Request(f"r{len(self.requests)}", prompt, params)
+            self.requests[request.request_id] = request
+            self.scheduler.receive([request])
+        self.settle()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        """Any request, whether it waits, is between chunks, runs, is in flight or has ended."""
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        self.scheduler.receive([Abort(request_id)])
+        self.settle()
+        assert request_id in self.ended, "an aborted request must end at once"
+
+    @rule()
+    def step(self) -> None:
+        """One turn of the loop."""
+        inputs = self.scheduler.launch()
+        if inputs is not None:
+            self.in_flight.append(self.engine.submit(inputs))
+        self.scheduler.check()
+        if self.in_flight and (inputs is None or len(self.in_flight) > self.unread_allowed):
+            self.scheduler.collect(self.in_flight.popleft().tokens())
+        self.settle()
+
+    @rule()
+    def flush(self) -> None:
+        self.scheduler.flush_cache()
+        self.settle()
+
+    def settle(self) -> None:
+        """Takes the replies and checks everything that must hold between any two events."""
+        self.scheduler.check()
+        for reply in self.scheduler.take_replies():
+            assert reply.request_id not in self.ended, "a request must end exactly once, and say nothing after"
+            self.outputs.setdefault(reply.request_id, []).extend(reply.token_ids)
+            if reply.finish_reason is not None or reply.error is not None:
+                self.ended[reply.request_id] = reply.finish_reason
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        turns = 0
+        while not self.scheduler.is_idle:
+            self.step()
+            turns += 1
+            assert turns < 20_000, "a request waits forever"
+        assert self.scheduler.cache.num_available == self.capacity.num_pages - 1, "a page is lost"
+        assert set(self.ended) == set(self.requests), "a request never ended"
+        for request_id, request in self.requests.items():
+            self.check_output(request, self.ended[request_id], self.outputs.get(request_id, []))
+
+    def check_output(self, request: Request, reason: FinishReason | None, output: list[int]) -> None:
+        limits = self.capacity.limits
+        if reason is None:  # refused
+            needed = len(request.prompt_ids) + (request.sampling.max_tokens or 1)
+            assert not output
+            assert not request.prompt_ids or needed > min(limits.pool_tokens, limits.context_length)
+            return
+        stop_ids = frozenset() if request.sampling.ignore_eos else EOS
+        expected = generate(request.prompt_ids, max_new_tokens(request, limits), stop_ids, VOCAB)
+        if reason is FinishReason.ABORT:
+            assert output == expected[: len(output)]
+        else:
+            assert output == expected
+            assert reason is (FinishReason.STOP if expected[-1] in stop_ids else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("max_examples", [250])
+def test_every_request_yields_its_own_tokens_whatever_happens_around_it(max_examples: int) -> None:
+    run_state_machine_as_test(
+        ServingMachine,
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=80,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
