@@ -1,0 +1,96 @@
+"""Entry point of the engine process: builds engine and scheduler, says ready, and runs the loop.
+
+Started by the front end (frontend/supervisor.py) as `python -m jaxsgl.engine_process`; its standard input carries
+an `EngineLaunch` as one line of JSON, then stays open for as long as the parent lives. Knows nothing of clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+
+from jaxsgl import logs
+from jaxsgl.errors import StartupError
+from jaxsgl.ipc import EngineLaunch, EngineMailbox, Endpoints
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Runs the engine process; returns its exit status."""
+    ignore_terminal_signals()
+    launch = read_launch(sys.stdin.buffer)
+    follow_parent(sys.stdin.buffer, launch.endpoints)
+    logs.configure(launch.log_level, "engine")
+    mailbox = EngineMailbox(launch.endpoints)
+    try:
+        return _serve(launch, mailbox)
+    finally:
+        mailbox.close()
+
+
+def _serve(launch: EngineLaunch, mailbox: EngineMailbox) -> int:
+    try:
+        # Imported here, so that a broken JAX installation is reported like any other failure to start.
+        from jaxsgl import wiring
+        from jaxsgl.scheduler.loop import run_loop
+
+        engine, scheduler = wiring.build(launch.config)
+    except StartupError as error:
+        mailbox.fail(str(error), startup=True)
+        return 1
+    except Exception as error:
+        logger.exception("the engine failed to start")
+        mailbox.fail(f"the engine failed to start: {_in_one_line(error)}", startup=True)
+        return 1
+    mailbox.announce(engine.info)
+    try:
+        run_loop(scheduler, engine, mailbox, overlap=not launch.config.disable_overlap_schedule)
+    except Exception as error:
+        logger.exception("the engine failed")
+        mailbox.fail(f"the engine failed: {_in_one_line(error)}", startup=False)
+        return 1
+    return 0
+
+
+def ignore_terminal_signals() -> None:
+    """Leaves Ctrl-C and SIGTERM to the parent.
+
+    Terminals and service managers signal both processes at once, but the parent still needs the engine to finish
+    short calls; it ends the engine itself, and the engine follows it into the grave.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def read_launch(stdin: BinaryIO) -> EngineLaunch:
+    """Reads what the parent wants from the first line of `stdin`."""
+    return msgspec.json.decode(stdin.readline(), type=EngineLaunch)
+
+
+def follow_parent(stdin: BinaryIO, endpoints: Endpoints) -> None:
+    """Ends this process at once when the parent has died, however it died: its end of the pipe is then closed."""
+
+    def wait_for_end() -> None:
+        # Not stdin.read: its lock, held here for ever, would be a fatal error when the interpreter shuts down.
+        while os.read(stdin.fileno(), 4096):
+            pass
+        endpoints.remove()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end, name="follow-parent", daemon=True).start()
+
+
+def _in_one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Token ids to text, incrementally: the pieces of a stream, joined, are exactly the text of all its ids.
+
+Owns the bytes of characters that are not complete yet; never knows about requests. One object per stream, made by
+`Tokenizer.detokenizer`. A character split over tokens is emitted when its last token has come, so U+FFFD appears
+only where the whole text holds it. Special tokens give no text.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Text of one stream of token ids."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that these ids complete."""
+
+    def finish(self) -> str:
+        """Returns what was held back, at the end of the stream."""
+
+
+class NoText:
+    """For models without a tokenizer."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Returns nothing."""
+        return ""
+
+    def finish(self) -> str:
+        """Returns nothing."""
+        return ""
+
+
+class TokenBytes:
+    """The bytes of every token of a byte-level BPE vocabulary, looked up on first use; shared by all streams.
+
+    Such a vocabulary writes each byte as one printable character (GPT-2, Radford et al. 2019). Added tokens may
+    hold other characters: then they stand for their own UTF-8 bytes.
+    """
+
+    def __init__(self, id_to_token: Callable[[int], str | None], special_ids: Collection[int]) -> None:
+        self._id_to_token = id_to_token
+        self._byte_of_char = _byte_of_char()
+        self._known: dict[int, bytes] = dict.fromkeys(special_ids, b"")
+
+    def __getitem__(self, token_id: int) -> bytes:
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._look_up(token_id)
+        return found
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = self._id_to_token(token_id) or ""  # models have more ids than tokenizers: padding of the matrix
+        try:
+            return bytes(self._byte_of_char[char] for char in token)
+        except KeyError:
+            return token.encode()
+
+
+class ByteDetokenizer:
+    """For byte-level BPE, where text is the UTF-8 decoding of the tokens' bytes, invalid ones replaced by U+FFFD."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that these ids complete."""
+        return self._decoder.decode(b"".join([self._token_bytes[token_id] for token_id in token_ids]))
+
+    def finish(self) -> str:
+        """Returns what was held back: U+FFFD for an incomplete character."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For all other tokenizers (SentencePiece): decodes a short window of ids and emits what the last ones added.
+
+    The window starts with the ids emitted last, because a token's text depends on what stands before it (a space
+    is stripped at the start of a text). Ids of single bytes are held back until another kind of token follows:
+    whether a run of bytes is valid is known at its end only. Ids outside `text_ids` (special or unknown) are dropped,
+    as decoding does.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        text_ids: Collection[int],
+        byte_ids: Collection[int],
+    ) -> None:
+        self._decode = decode
+        self._text_ids = text_ids
+        self._byte_ids = byte_ids
+        self._emitted_ids: list[int] = []
+        self._new_ids: list[int] = []
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Returns the text that these ids complete."""
+        self._new_ids += [token_id for token_id in token_ids if token_id in self._text_ids]
+        if not self._new_ids or self._new_ids[-1] in self._byte_ids:
+            return ""
+        return self._emit(final=False)
+
+    def finish(self) -> str:
+        """Returns what was held back."""
+        return self._emit(final=True) if self._new_ids else ""
+
+    def _emit(self, final: bool) -> str:
+        text = self._decode(self._emitted_ids + self._new_ids)
+        text = text[len(self._decode(self._emitted_ids)) :] if self._emitted_ids else text
+        if not text or (text.endswith("\ufffd") and not final):
+            return ""  # nothing visible yet, or a character that the next token may complete
+        self._emitted_ids, self._new_ids = self._new_ids, []
+        return text
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

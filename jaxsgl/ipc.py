@@ -1,0 +1,162 @@
+"""The line between the two processes: ZeroMQ over Unix sockets, messages of messages.py as MessagePack.
+
+Owns the sockets and the folder they live in; never knows what a message means. The front end (`EngineLine`,
+asyncio) and the engine process (`EngineMailbox`, blocking) hold one end each. Nothing here limits how many messages
+wait: the engine must never block on a slow front end, and a request brings at most max_tokens of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from jaxsgl.config import EngineConfig
+from jaxsgl.errors import EngineUnavailable, StartupError
+from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, Replies, Reply, ToEngine
+
+MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
+LAST_WORDS_MS = 1000  # how long a closing engine waits until its last messages have left
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Endpoints(msgspec.Struct, frozen=True):
+    """Where the two sockets are: a private folder (mode 0700), removed by the process that ends last."""
+
+    folder: str
+
+    @classmethod
+    def create(cls) -> Endpoints:
+        """Makes the folder in the system's temporary one. Raises `StartupError` if its path is too long."""
+        folder = tempfile.mkdtemp(prefix="jaxsgl-")
+        if len(folder) + len("/from_engine") > MAX_SOCKET_PATH:
+            shutil.rmtree(folder)
+            raise StartupError(
+                f"the temporary folder {Path(folder).parent} has a path of {len(folder)} characters, too long for a "
+                f"socket (limit {MAX_SOCKET_PATH}): set TMPDIR to a shorter one"
+            )
+        return cls(folder)
+
+    @property
+    def to_engine(self) -> str:
+        """Address of the socket on which the engine hears."""
+        return f"ipc://{self.folder}/to_engine"
+
+    @property
+    def from_engine(self) -> str:
+        """Address of the socket on which the engine speaks."""
+        return f"ipc://{self.folder}/from_engine"
+
+    def remove(self) -> None:
+        """Removes the folder and the sockets in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class EngineLaunch(msgspec.Struct, frozen=True):
+    """What the engine process is told on the first line of its standard input, as JSON."""
+
+    config: EngineConfig
+    endpoints: Endpoints
+    log_level: str
+
+
+class EngineMailbox:
+    """The engine process's end, for the scheduler's loop. Used by one thread."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._context = zmq.Context()
+        self._in = _socket(self._context, zmq.PULL)
+        self._out = _socket(self._context, zmq.PUSH)
+        self._in.connect(endpoints.to_engine)
+        self._out.connect(endpoints.from_engine)
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def receive(self, block: bool) -> list[ToEngine]:
+        """Returns all messages that wait, in order; if `block`, waits for at least one."""
+        if block:
+            self._in.poll()
+        messages: list[ToEngine] = []
+        while True:
+            try:
+                messages.append(self._decoder.decode(self._in.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def send(self, replies: Sequence[Reply]) -> None:
+        """Sends the news of one step."""
+        self._out.send(_encoder.encode(Replies(list(replies))))
+
+    def announce(self, info: EngineInfo) -> None:
+        """Tells the front end that requests may come."""
+        self._out.send(_encoder.encode(EngineReady(info)))
+
+    def fail(self, message: str, *, startup: bool) -> None:
+        """Tells the front end why this process is about to end."""
+        self._out.send(_encoder.encode(EngineFailed(message, startup)))
+
+    def close(self) -> None:
+        """Closes the sockets, after giving the last messages a moment to leave."""
+        self._in.close(linger=0)
+        self._out.close(linger=LAST_WORDS_MS)
+        self._context.term()
+
+
+class EngineLine:
+    """The front end's end, inside an asyncio loop. Received messages go to a callback, in order."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._context = zmq.Context()
+        self._in = _socket(self._context, zmq.PULL)
+        self._out = _socket(self._context, zmq.PUSH)
+        self._in.bind(endpoints.from_engine)
+        self._out.bind(endpoints.to_engine)
+        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._receiver: Callable[[FromEngine], None] | None = None
+
+    def listen(self, receiver: Callable[[FromEngine], None]) -> None:
+        """Calls `receiver` with every message from now on, from the running loop."""
+        self._receiver = receiver
+        asyncio.get_running_loop().add_reader(self._in.fileno(), self.drain)
+        self.drain()
+
+    def drain(self) -> None:
+        """Hands over all messages that have arrived.
+
+        ZeroMQ's file descriptor is edge-triggered, so every wake-up must read until nothing is left.
+        """
+        while self._receiver is not None:
+            try:
+                message = self._in.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receiver(self._decoder.decode(message))
+
+    def send(self, message: ToEngine) -> None:
+        """Sends without waiting. Raises `EngineUnavailable` if no engine is connected."""
+        try:
+            self._out.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineUnavailable("the engine process is not connected: try again later") from None
+
+    def close(self) -> None:
+        """Stops listening and drops what was not sent."""
+        if self._receiver is not None:
+            self._receiver = None
+            with contextlib.suppress(RuntimeError):  # the loop may be closed already
+                asyncio.get_running_loop().remove_reader(self._in.fileno())
+        self._in.close(linger=0)
+        self._out.close(linger=0)
+        self._context.term()
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    return socket

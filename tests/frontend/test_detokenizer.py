@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import KINDS, TEXT, save
+
+from jaxsgl.frontend.detokenizer import ByteDetokenizer, WindowDetokenizer
+from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
+
+REPLACEMENT = "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {kind: load_tokenizer(save(make(), folder / kind)) for kind, make in KINDS.items()}
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int] | None = None) -> list[str]:
+    """Feeds `ids` in portions of the given sizes (default: one by one); returns the pieces, the flush included."""
+    detokenizer = tokenizer.detokenizer()
+    pieces, start = [], 0
+    for size in sizes or [1] * len(ids):
+        pieces.append(detokenizer.feed(ids[start : start + size]))
+        start += size
+    pieces.append(detokenizer.feed(ids[start:]))
+    return [*pieces, detokenizer.finish()]
+
+
+def test_each_kind_takes_its_own_way(tokenizers: dict[str, Tokenizer]) -> None:
+    assert isinstance(tokenizers["byte_level"].detokenizer(), ByteDetokenizer)
+    assert isinstance(tokenizers["byte_fallback"].detokenizer(), WindowDetokenizer)
+    assert isinstance(tokenizers["metaspace"].detokenizer(), WindowDetokenizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_joined_pieces_are_the_text_of_all_ids(kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+    tokenizer = tokenizers[kind]
+    # 700 is beyond every vocabulary here: models have more ids than their tokenizers.
+    ids = data.draw(st.lists(st.integers(0, 700), max_size=40))
+    sizes = data.draw(st.lists(st.integers(1, 4), max_size=10))
+    assert "".join(stream(tokenizer, ids, sizes)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_joined_pieces_are_the_text_of_long_random_sequences(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer, rng = tokenizers[kind], random.Random(1)
+    for _ in range(20):
+        ids = [rng.randrange(400) for _ in range(500)]
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_a_character_split_over_tokens_comes_whole(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    text = "x 🦊 龘 ☂ é 𝄞🧭 y"
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(text)
+    assert len(ids) > len(text), "the test wants characters that are split over tokens"
+    pieces = stream(tokenizer, ids)
+    assert "".join(pieces) == text
+    assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ordinary_text_comes_with_its_token(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode(TEXT[0])
+    detokenizer, so_far = tokenizer.detokenizer(), ""
+    for count, token_id in enumerate(ids, start=1):
+        so_far += detokenizer.feed([token_id])
+        assert so_far == tokenizer.decode(ids[:count])
+
+
+def test_an_incomplete_character_is_replaced_at_the_end_only(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = tokenizer.encode("a𝄞")[:-1]
+    assert stream(tokenizer, ids)[:-1] == ["a", *[""] * (len(ids) - 1), ""]
+    assert stream(tokenizer, ids)[-1] == REPLACEMENT
+
+
+def test_invalid_bytes_flow_on(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    (lead_byte,) = [id for id in range(400) if tokenizer.decode([id, id]) == REPLACEMENT * 2][:1]
+    pieces = stream(tokenizer, [lead_byte] * 50)
+    assert all(len(piece) <= 1 for piece in pieces)
+    assert "".join(pieces) == REPLACEMENT * 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_give_no_text(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    hello = tokenizer.encode("hello world")
+    end = tokenizer.encode("a<|end|>")[-1]
+    assert "".join(stream(tokenizer, [end] * 9)) == ""
+    assert "".join(stream(tokenizer, [*hello, end])) == "hello world"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_per_token_does_not_grow_with_the_stream(kind: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    decoded: list[int] = []
+    detokenizer = tokenizer.detokenizer()
+    if isinstance(detokenizer, WindowDetokenizer):
+        whole = detokenizer._decode
+        detokenizer._decode = lambda ids: decoded.append(len(ids)) or whole(ids)  # type: ignore[func-returns-value]
+        for token_id in tokenizer.encode(" ".join(TEXT[:2] * 20)):
+            detokenizer.feed([token_id])
+        assert max(decoded) <= 8
+    else:
+        for token_id in tokenizer.encode(" ".join(TEXT * 20)):
+            detokenizer.feed([token_id])
+            assert len(detokenizer._decoder.getstate()[0]) <= 3
+
+
+def test_an_added_token_stands_for_its_own_characters(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
+    tokenizer = tokenizers["byte_level"]
+    text = "a<think>5 € b"
+    assert "".join(stream(tokenizer, tokenizer.encode(text))) == text
