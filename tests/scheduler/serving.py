@@ -1,0 +1,70 @@
+"""A scheduler with a fake engine behind the real loop: what the scheduler's tests drive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.messages import Reply, ToEngine
+from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.testing import FakeEngine, ScriptedMailbox, generate
+
+VOCAB = 1000
+
+
+def capacity(
+    page_size: int = 4, num_pages: int = 200, rows: int = 8, context: int = 128, max_extend_tokens: int = 128
+) -> Capacity:
+    return Capacity(page_size, num_pages, rows, context, max_extend_tokens, VOCAB)
+
+
+def request(
+    request_id: str, prompt: Sequence[int], max_tokens: int | None = 4, *, stop: tuple[int, ...] = ()
+) -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop)
+    return Request(request_id, list(prompt), params)
+
+
+def new_scheduler(sizes: Capacity, *, eos: tuple[int, ...] = (), radix: bool = True) -> Scheduler:
+    return Scheduler(sizes, BucketSet.derive(sizes), eos, radix_cache=radix)
+
+
+def expected(prompt: Sequence[int], max_tokens: int = 4, stop: frozenset[int] = frozenset()) -> list[int]:
+    return generate(prompt, max_tokens, stop, VOCAB)
+
+
+class CheckedScheduler(Scheduler):
+    """Checks integrity after every launch and collect, and keeps what was launched."""
+
+    def launch(self):  # type: ignore[no-untyped-def]
+        inputs = super().launch()
+        self.launched = [*getattr(self, "launched", []), *([inputs] if inputs is not None else [])]
+        self.check()
+        return inputs
+
+    def collect(self, tokens) -> None:  # type: ignore[no-untyped-def]
+        super().collect(tokens)
+        self.check()
+
+
+def serve(
+    sizes: Capacity, script: Sequence[Sequence[ToEngine]], *, overlap: bool = True, radix: bool = True
+) -> tuple[ScriptedMailbox, CheckedScheduler]:
+    """Runs the loop over `script` until all is served."""
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), radix_cache=radix)
+    mailbox = ScriptedMailbox(script)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap)
+    assert scheduler.is_idle
+    assert scheduler.cache.num_available == sizes.num_pages - 1
+    return mailbox, scheduler
+
+
+def last_reply(mailbox: ScriptedMailbox, request_id: str) -> Reply:
+    return [reply for reply in mailbox.replies if reply.request_id == request_id][-1]
+
+
+def finish_reason(mailbox: ScriptedMailbox, request_id: str) -> FinishReason | None:
+    return last_reply(mailbox, request_id).finish_reason

@@ -1,0 +1,70 @@
+"""Who may import whom. The layout shows the data flow only as long as the imports follow it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMMON = {"config", "request", "errors"}
+ALLOWED = {
+    "frontend": {"messages", "ipc"},
+    "scheduler": {"cache", "batch", "messages"},
+    "cache": set(),
+    "batch": {"cache.pages"},
+    "engine": {"batch", "models", "weights", "messages", "cache.pages", "pallas_kernels"},
+    "models": {"pallas_kernels"},
+    "weights": {"models", "pallas_kernels"},
+}
+THIRD_PARTY_FREE_OF_JAX = ("scheduler", "cache", "batch", "frontend")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a file imports, TYPE_CHECKING blocks and functions included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_imports_only_what_the_data_flow_allows(package: str) -> None:
+    allowed = ALLOWED[package] | COMMON | {package}
+    for path in (ROOT / "jaxsgl" / package).rglob("*.py"):
+        for name in imports_of(path):
+            if name.startswith("jaxsgl."):
+                name = name.removeprefix("jaxsgl.")
+            elif not name.startswith("pallas_kernels"):
+                continue
+            ok = any(name == prefix or name.startswith(prefix + ".") for prefix in allowed)
+            assert ok, f"{path.relative_to(ROOT)} imports {name}; {package} may import {sorted(allowed)}"
+
+
+def test_pallas_kernels_stand_alone() -> None:
+    for path in (ROOT / "pallas_kernels").rglob("*.py"):
+        assert not any(name.split(".")[0] == "jaxsgl" for name in imports_of(path)), path
+
+
+@pytest.mark.parametrize("package", THIRD_PARTY_FREE_OF_JAX)
+def test_no_file_names_jax_where_no_device_is_known(package: str) -> None:
+    for path in (ROOT / "jaxsgl" / package).rglob("*.py"):
+        assert not {name.split(".")[0] for name in imports_of(path)} & {"jax", "jaxlib", "flax"}, path
+
+
+def test_scheduler_and_cache_work_in_a_process_without_jax() -> None:
+    program = """
+import sys
+sys.modules["jax"] = sys.modules["jaxlib"] = sys.modules["flax"] = None  # importing them raises
+from tests.scheduler.serving import capacity, expected, request, serve
+mailbox, _ = serve(capacity(), [[request("a", range(30), 5)]])
+assert mailbox.output_ids("a") == expected(range(30), 5)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
