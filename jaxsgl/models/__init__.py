@@ -4,8 +4,9 @@ An engine needs three things from here: `ModelArch.from_folder` (what the model 
 `abstract_model`, whose graphdef it merges with the parameters inside its jitted step.
 """
 
-from jaxsgl.models.arch import ModelArch, RopeParams
+from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.build import abstract_model, resolve_dtype
 from jaxsgl.models.dense import Attend, Decoder
+from jaxsgl.models.rope import RopeParams
 
 __all__ = ["Attend", "Decoder", "ModelArch", "RopeParams", "abstract_model", "resolve_dtype"]

@@ -151,7 +151,9 @@ def _read_rope(config: _Config, max_context: int) -> RopeParams:
     theta = scaling.get("rope_theta") or config.get("rope_theta", 10000.0)
     word = scaling.get("rope_type") or scaling.get("type") or "default"
     if word not in ROPE_KINDS:
-        raise CheckpointError(f"{config.path}: rope type {word} is not supported; supported are {', '.join(ROPE_KINDS)}")
+        raise CheckpointError(
+            f"{config.path}: rope type {word} is not supported; supported are {', '.join(ROPE_KINDS)}"
+        )
     kind = ROPE_KINDS[word]
     if kind == "none":
         return RopeParams(theta=float(theta))

@@ -18,7 +18,7 @@ def resolve_model_folder(name_or_path: str) -> Path:
     Raises `CheckpointError`, saying both what was looked for and why each failed.
     """
     folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
+    if name_or_path and folder.is_dir():
         return folder
     tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
     if HUB_ID.fullmatch(name_or_path) is None:

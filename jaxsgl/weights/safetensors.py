@@ -26,6 +26,7 @@ from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights.names import Fuse, Recipe, Source, is_harmless, recipe_of, sizes
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 
+SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 
@@ -93,7 +94,9 @@ class TensorFiles:
 
 
 def _listed_files(folder: Path) -> list[Path]:
-    """The files of the index where there is one, else every safetensors file of the folder."""
+    """The one file, else those of the index, else every safetensors file of the folder."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if not index.is_file():
         found = sorted(folder.glob("*.safetensors"))
@@ -106,7 +109,9 @@ def _listed_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{index} can't be read as an index of safetensors files: {error!r}") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing)}")
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing)}"
+        )
     return [folder / name for name in names]
 
 

@@ -1,0 +1,120 @@
+"""What `ModelArch` reads from a folder, old and new spellings, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch, RopeParams, abstract_model, resolve_dtype
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+}
+
+
+def read(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> ModelArch:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return ModelArch.from_folder(folder)
+
+
+def test_missing_values_take_the_defaults_of_the_family(tmp_path: Path) -> None:
+    llama = read(tmp_path)
+    assert (llama.num_kv_heads, llama.head_dim, llama.dtype, llama.rms_norm_eps) == (4, 16, "float32", 1e-6)
+    assert not llama.attention_bias and not llama.qk_norm and not llama.tie_embeddings
+    qwen2 = read(tmp_path, architectures=["Qwen2ForCausalLM"])
+    assert qwen2.attention_bias and not qwen2.attention_out_bias
+    qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"])
+    assert qwen3.qk_norm and not qwen3.attention_bias and qwen3.head_dim == 128
+
+
+def test_old_and_new_spelling_of_rope_mean_the_same(tmp_path: Path) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = read(tmp_path, rope_theta=5e5, rope_scaling={**scaling, "rope_type": "llama3"})
+    new = read(tmp_path, rope_parameters={**scaling, "rope_type": "llama3", "rope_theta": 5e5})
+    assert old.rope == new.rope == RopeParams(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert read(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}).rope == RopeParams(1e4, "linear", 4.0)
+    assert read(tmp_path, rope_theta=1e6, rope_scaling=None).rope == RopeParams(1e6)
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation", "expected"),
+    [
+        (2, None, (2,)),
+        (2, {"eos_token_id": [5, 6]}, (5, 6)),
+        ([2, 3], {"eos_token_id": 7}, (7,)),
+        ([2, 3], {"temperature": 0.6}, (2, 3)),
+        (0, None, (0,)),
+        (None, None, ()),
+    ],
+)
+def test_eos_ids_come_from_the_generation_config_else_the_config(
+    in_config: Any, in_generation: Any, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    assert read(tmp_path, in_generation, eos_token_id=in_config).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2", "Qwen3"]),
+        ({"architectures": None}, ["LlamaForCausalLM"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "linear", "llama3"]),
+        ({"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
+        ({"use_sliding_window": True}, ["use_sliding_window"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantized"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"hidden_size": None}, ["hidden_size"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers is 0"]),
+        ({"num_key_value_heads": 3}, ["4 heads", "3 kv heads"]),
+        ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, **changes)
+    assert all(word in str(caught.value) for word in [*words, "config.json"])
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no model folder at .*nowhere"):
+        ModelArch.from_folder(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        ModelArch.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    with pytest.raises(CheckpointError, match=r"config\.json can't be read as JSON"):
+        ModelArch.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="must hold an object"):
+        ModelArch.from_folder(tmp_path)
+
+
+def test_an_abstract_model_of_any_size_allocates_nothing(tmp_path: Path) -> None:
+    arch = read(tmp_path, hidden_size=2**16, vocab_size=2**22)  # a terabyte of embedding
+    _, params = abstract_model(arch, jnp.dtype("float32"))
+    assert params["embedding"].shape == (2**22, 2**16)
+
+
+def test_dtype_auto_is_the_checkpoints_except_on_cpu(tmp_path: Path) -> None:
+    arch = read(tmp_path, dtype="bfloat16")
+    assert resolve_dtype("auto", arch, "gpu") == jnp.bfloat16
+    assert resolve_dtype("auto", arch, "cpu") == jnp.float32
+    assert resolve_dtype("float16", arch, "cpu") == jnp.float16

@@ -1,0 +1,38 @@
+"""The decoder's logits are those of transformers, for every kind of checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import CHECKPOINT_KINDS, VOCAB_SIZE, make_checkpoint, reference_logits
+from tests.plain_model import checkpoint_logits
+
+PROMPT = np.random.default_rng(7).integers(0, VOCAB_SIZE, 300).tolist()
+
+
+@pytest.mark.parametrize("kind", CHECKPOINT_KINDS)
+def test_logits_equal_those_of_transformers_in_float32(kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path)
+    expected = reference_logits(folder, PROMPT).numpy()
+    assert expected.std() > 0.5  # else any model would be close
+    np.testing.assert_allclose(checkpoint_logits(folder, PROMPT), expected, atol=1e-4)
+
+
+def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Path) -> None:
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    for kind in ("llama_untied_llama3_rope", "llama_linear_rope_bias"):
+        scaled = checkpoint_logits(make_checkpoint(kind, tmp_path / kind), PROMPT)
+        unscaled = checkpoint_logits(make_checkpoint(kind, tmp_path / "plain" / kind, rope_parameters=plain), PROMPT)
+        assert np.abs(scaled - unscaled).max() > 0.1
+
+
+def test_bfloat16_compute_stays_near_float32_and_returns_float32_logits(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, dtype=torch.bfloat16)
+    exact = reference_logits(folder, PROMPT[:40]).numpy()
+    logits = checkpoint_logits(folder, PROMPT[:40], dtype="bfloat16")
+    assert logits.dtype == np.float32
+    assert 0 < np.abs(logits - exact).max() < 0.15 * exact.std()

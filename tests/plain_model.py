@@ -1,0 +1,46 @@
+"""The models run the plain way: one sequence, causal attention over all of it, no pages. The oracle of these tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.weights import TENSOR_AXIS, load_params
+
+
+def causal_attend(layer_index: int, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Array:
+    num_tokens, num_heads, head_dim = q_TNH.shape
+    group_size = num_heads // k_TKH.shape[1]
+    k, v = (jnp.repeat(x, group_size, axis=1) for x in (k_TKH, v_TKH))
+    scores = jnp.einsum("tnh,snh->nts", q_TNH, k).astype(jnp.float32) / head_dim**0.5
+    mask = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("nts,snh->tnh", weights, v)
+
+
+def mesh_of(num_devices: int = 1) -> Mesh:
+    return Mesh(np.array(jax.devices()[:num_devices]), (TENSOR_AXIS,))
+
+
+def plain_logits(arch: ModelArch, params: nnx.State, token_ids: list[int], dtype: str = "float32") -> np.ndarray:
+    """Logits `[T, V]` of one sequence."""
+    graphdef, _ = abstract_model(arch, jnp.dtype(dtype))
+
+    @jax.jit
+    def run(params: nnx.State, token_ids: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        positions = jnp.arange(len(token_ids), dtype=jnp.int32)
+        return model.logits(model(token_ids, positions, causal_attend))
+
+    return np.asarray(run(params, jnp.asarray(token_ids, jnp.int32)))
+
+
+def checkpoint_logits(folder: Path, token_ids: list[int], dtype: str = "float32", num_devices: int = 1) -> np.ndarray:
+    arch = ModelArch.from_folder(folder)
+    return plain_logits(arch, load_params(folder, arch, jnp.dtype(dtype), mesh_of(num_devices)), token_ids, dtype)

@@ -1,0 +1,120 @@
+"""Loading checkpoints: one file or several, every dtype, and what a broken folder is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.torch import load_file, save_file
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch
+from jaxsgl.weights import load_params
+from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint
+from tests.plain_model import checkpoint_logits, mesh_of
+
+
+def load(folder: Path, dtype: str = "float32") -> nnx.State:
+    return load_params(folder, ModelArch.from_folder(folder), jnp.dtype(dtype), mesh_of())
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replaces tensors of a single-file checkpoint; None removes one. Dots of names are written as double underscores."""
+    tensors = load_file(folder / "model.safetensors")
+    for key, tensor in changes.items():
+        name = key.replace("__", ".")
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", CHECKPOINT_KINDS)
+def test_a_sharded_checkpoint_loads_as_the_single_file_does(kind: str, tmp_path: Path) -> None:
+    single = make_checkpoint(kind, tmp_path / "single")
+    sharded = make_checkpoint(kind, tmp_path / "sharded", max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    tokens = list(range(20))
+    np.testing.assert_array_equal(checkpoint_logits(sharded, tokens), checkpoint_logits(single, tokens))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_every_stored_dtype_loads_as_every_wanted_dtype(stored: torch.dtype, wanted: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("llama_tied", tmp_path, dtype=stored)
+    embedding = load(folder, wanted)["embedding"][...]
+    assert embedding.dtype == jnp.dtype(wanted)
+    expected = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(getattr(torch, wanted))
+    np.testing.assert_array_equal(np.asarray(embedding.astype(jnp.float32)), expected.float().numpy())
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
+    broken = sorted(folder.glob("*.safetensors"))[1]
+    broken.write_bytes(broken.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=f"{broken.name} is truncated"):
+        load(folder)
+
+
+def test_a_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
+    gone = sorted(folder.glob("*.safetensors"))[-1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=f"weight files are missing: {gone.name}"):
+        load(folder)
+
+
+def test_an_unreadable_index_is_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
+    for text in ("{", "[]", json.dumps({"weight_map": ["a"]})):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+            load(folder)
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors files"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path)
+    rewrite(folder, model__layers__1__self_attn__k_proj__bias=None)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj\.bias is missing"):
+        load(folder)
+
+
+def test_a_wrong_shape_is_told_with_both_shapes(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path)
+    rewrite(folder, model__layers__0__mlp__up_proj__weight=torch.zeros(95, 64))
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight has shape \(95, 64\).* \(96, 64\)"):
+        load(folder)
+
+
+def test_an_integer_tensor_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path)
+    rewrite(folder, model__norm__weight=torch.zeros(64, dtype=torch.int8))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is I8; supported are F32, BF16, F16"):
+        load(folder)
+
+
+def test_only_tensors_that_mean_something_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make_checkpoint("llama_tied", tmp_path)
+    rewrite(
+        folder,
+        lm_head__weight=torch.zeros(256, 64),
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(8),
+        model__layers__0__self_attn__q_norm__weight=torch.ones(16),
+    )
+    with caplog.at_level(logging.WARNING):
+        load(folder)
+    assert len(caplog.records) == 1
+    assert "model.layers.0.self_attn.q_norm.weight" in caplog.text

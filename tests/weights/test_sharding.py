@@ -1,0 +1,98 @@
+"""Parameters over several devices, and random ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+from jaxsgl.errors import ConfigError
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.weights import TENSOR_AXIS, load_params, param_shardings, random_params
+from jaxsgl.weights.sharding import check_divisible
+from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint
+from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
+
+TOKENS = list(range(3, 60))
+
+# Runs with 4 devices; prints the largest difference of logits, and that parameters are really cut.
+ON_FOUR_DEVICES = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jaxsgl.models import ModelArch
+from jaxsgl.weights import load_params
+from tests.plain_model import checkpoint_logits, mesh_of
+
+assert len(jax.devices()) == 4
+for folder in map(Path, sys.argv[1:]):
+    params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of(4))
+    qkv = params["layers"][0]["attention"]["qkv"][...]
+    assert qkv.addressable_shards[0].data.shape[1] * 4 == qkv.shape[1], qkv.sharding
+    np.save(folder / "logits.npy", checkpoint_logits(folder, list(range(3, 60)), num_devices=4))
+"""
+
+
+def test_four_devices_give_the_logits_of_one(tmp_path: Path) -> None:
+    folders = [
+        make_checkpoint(kind, tmp_path / kind, num_attention_heads=8, num_key_value_heads=4)
+        for kind in CHECKPOINT_KINDS
+    ]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_FOUR_DEVICES, *map(str, folders)],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    for folder in folders:
+        np.testing.assert_allclose(np.load(folder / "logits.npy"), checkpoint_logits(folder, TOKENS), atol=1e-5)
+
+
+def test_every_parameter_has_a_named_sharding(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama_linear_rope_bias", tmp_path)
+    arch = ModelArch.from_folder(folder)
+    shardings = param_shardings(arch, mesh_of())
+    loaded = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    assert jax.tree.structure(shardings) == jax.tree.structure(loaded)
+    for sharding, value in zip(jax.tree.leaves(shardings), jax.tree.leaves(loaded), strict=True):
+        assert isinstance(value.sharding, NamedSharding)
+        assert value.sharding.is_equivalent_to(sharding, value.ndim)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
+    arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path))
+    with pytest.raises(ConfigError, match=r"kv_heads \(2\) can't be split over 4 devices"):
+        check_divisible(arch, AbstractMesh((4,), (TENSOR_AXIS,)))
+
+
+@pytest.mark.parametrize("kind", CHECKPOINT_KINDS)
+def test_random_parameters_are_those_of_the_model_and_keep_logits_sane(kind: str, tmp_path: Path) -> None:
+    arch = ModelArch.from_folder(make_checkpoint(kind, tmp_path))
+    params = random_params(arch, jnp.dtype("float32"), mesh_of(), seed=0)
+    _, abstract = abstract_model(arch, jnp.dtype("float32"))
+    assert jax.tree.structure(params) == jax.tree.structure(abstract)
+    assert [x.shape for x in jax.tree.leaves(params)] == [x.shape for x in jax.tree.leaves(abstract)]
+    logits = plain_logits(arch, params, TOKENS)
+    assert np.isfinite(logits).all()
+    assert 0.1 < logits.std() < 10
+
+
+def test_random_parameters_depend_on_the_seed_only(tmp_path: Path) -> None:
+    arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path))
+    first, again, other = (
+        jax.tree.leaves(random_params(arch, jnp.dtype("bfloat16"), mesh_of(), seed)) for seed in (1, 1, 2)
+    )
+    assert all((x == y).all() for x, y in zip(first, again, strict=True))
+    assert any((x != y).any() for x, y in zip(first, other, strict=True))
+    assert {x.dtype for x in first} == {jnp.dtype("bfloat16")}
