@@ -1,0 +1,109 @@
+"""What the scheduler and the cache cost the host: no device, no JAX.
+
+Prints host microseconds per decode step (launch, collect, replies) at a given load, admission of new requests, and
+the rates of radix match, insert and evict. Reproduce the figures of docs/performance.md with:
+
+    python scripts/bench_scheduler.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.cache.pages import as_pages, pages_for
+from jaxsgl.cache.radix import RadixCache
+from jaxsgl.request import Request, SamplingParams
+from jaxsgl.scheduler.scheduler import Scheduler
+
+
+def decode_and_admission(num_running: int, context: int, page_size: int, steps: int) -> dict[str, float]:
+    """Host time of decode steps with `num_running` requests of `context` tokens, and of admitting them."""
+    room = context + steps + 2
+    num_pages = num_running * pages_for(room, page_size) + 1
+    sizes = Capacity(page_size, num_pages, num_running, room, num_running * context, 32_000)
+    scheduler = Scheduler(sizes, BucketSet.derive(sizes), {2})
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 1)
+    prompts = rng.integers(3, 32_000, (num_running, context))
+    requests = [Request(str(i), prompt.tolist(), params) for i, prompt in enumerate(prompts)]
+    start = time.perf_counter()
+    scheduler.receive(requests)
+    launched = scheduler.launch()
+    admission_s = time.perf_counter() - start
+    assert launched is not None and launched.num_seqs == num_running
+    tokens = np.full(num_running, 5, dtype=np.int32)
+    scheduler.launch()  # one step ahead, as in the overlapped loop
+    times = []
+    for _ in range(steps - 2):
+        start = time.perf_counter()
+        launched = scheduler.launch()
+        scheduler.collect(tokens)
+        replies = scheduler.take_replies()
+        times.append(time.perf_counter() - start)
+        assert launched is not None and launched.num_seqs == len(replies) == num_running
+    return {
+        "decode_step_us_median": 1e6 * statistics.median(times),
+        "decode_step_us_p99": 1e6 * sorted(times)[int(0.99 * len(times))],
+        "admission_us_per_request": 1e6 * admission_s / num_running,
+    }
+
+
+def radix_rates(num_prefixes: int, tokens: int, page_size: int) -> dict[str, float]:
+    """Operations per second on a tree of `num_prefixes` prefixes; half of each prefix is shared by groups of 16."""
+    rng = np.random.default_rng(1)
+    groups = rng.integers(0, 32_000, (num_prefixes // 16 + 1, tokens // 2), dtype=np.int32)
+    tails = rng.integers(0, 32_000, (num_prefixes, tokens - tokens // 2), dtype=np.int32)
+    prefixes = [as_pages(np.concatenate((groups[i // 16], tail)), page_size) for i, tail in enumerate(tails)]
+    pages = np.arange(num_prefixes * len(prefixes[0]), dtype=np.int32).reshape(num_prefixes, -1) + 1
+    tree = RadixCache(page_size)
+    start = time.perf_counter()
+    for prefix, row in zip(prefixes, pages, strict=True):
+        tree.insert(prefix, row)
+    insert_s = time.perf_counter() - start
+    start = time.perf_counter()
+    for prefix in prefixes:
+        tree.match(prefix)
+    match_s = time.perf_counter() - start
+    evicted, cached = 0, tree.num_pages
+    start = time.perf_counter()
+    while tree.num_pages:
+        evicted += len(tree.evict(8))
+    evict_s = time.perf_counter() - start
+    assert evicted == cached
+    return {
+        "tree_pages": cached,
+        "insert_per_s": num_prefixes / insert_s,
+        "match_per_s": num_prefixes / match_s,
+        "evict_pages_per_s": evicted / evict_s,
+    }
+
+
+def main() -> None:
+    """Runs both parts and prints them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, default=256, help="running requests (default 256)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each request (default 1024)")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens per page (default 16)")
+    parser.add_argument("--steps", type=int, default=300, help="decode steps that are timed (default 300)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    figures = decode_and_admission(args.running, args.context, args.page_size, args.steps)
+    figures |= radix_rates(num_prefixes=2_000, tokens=args.context, page_size=args.page_size)
+    print(f"{args.running} running requests of {args.context} tokens, page size {args.page_size}")
+    for name, value in figures.items():
+        print(f"  {name:28} {value:14,.1f}")
+    if args.json:
+        settings = {"running": args.running, "context": args.context, "page_size": args.page_size, "steps": args.steps}
+        args.json.write_text(json.dumps({"settings": settings, "figures": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
