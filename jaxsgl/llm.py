@@ -1,0 +1,151 @@
+"""Offline use: the scheduler and engine of the server in one process, without IPC.
+
+    llm = jaxsgl.LLM()
+    for completion in llm.generate(["3 + 4 =", "one two three"], jaxsgl.SamplingParams(temperature=0, max_tokens=16)):
+        print(completion.text)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxsgl.config import BUNDLED_MODEL, EngineConfig
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.tokenizer import ChatMessage, load_tokenizer
+from jaxsgl.messages import Reply, Shutdown, ToEngine
+from jaxsgl.request import FinishReason, Request, SamplingParams, check_request
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.wiring import build, build_scheduler
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt.
+
+    Attributes:
+      text: the output as text; a stop token gives none. Empty if the model has no tokenizer.
+      token_ids: the output; a stop token is included.
+      finish_reason: "stop" or "length".
+      prompt_tokens, cached_tokens: tokens of the prompt, and how many of them were in the prefix cache.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class LLM:
+    """A model with its KV cache, ready for batches of prompts. Not for use by several threads at once.
+
+    Args:
+      model: local folder or hub id; default the bundled model.
+      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`.
+    """
+
+    def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
+        self.config = EngineConfig(model=model, **flags)
+        self.engine, self._scheduler = build(self.config)
+        self.tokenizer = load_tokenizer(model)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Completes all prompts (texts or lists of token ids) together; answers in the order of the prompts.
+
+        Args:
+          prompts: one prompt or many.
+          sampling_params: for all prompts, or one for each; default `SamplingParams()`.
+          progress: show a progress bar on standard error.
+
+        Raises:
+          InvalidRequest: a prompt that can never be served; nothing has run then.
+        """
+        ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._run(ids, sampling_params, progress)
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`."""
+        many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        turns = [[ChatMessage(turn["role"], turn["content"]) for turn in conversation] for conversation in many]  # type: ignore[index]
+        return self._run([self.tokenizer.encode_chat(messages) for messages in turns], sampling_params, progress)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _run(
+        self, prompts: list[list[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None, progress: bool
+    ) -> list[Completion]:
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(per_prompt) != len(prompts):
+            raise InvalidRequest(
+                f"{len(per_prompt)} sampling_params for {len(prompts)} prompts: give one for all, or one for each"
+            )
+        requests = [Request(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, per_prompt, strict=True))]
+        for request in requests:
+            check_request(request, self.engine.capacity.limits)
+        with tqdm(total=len(requests), desc="requests", disable=not progress) as bar:
+            mailbox = _OfflineMailbox(requests, bar)
+            try:
+                run_loop(self._scheduler, self.engine, mailbox, not self.config.disable_overlap_schedule)
+            except BaseException:  # Ctrl-C too: what was in the middle is dropped, the next call starts clean
+                self._scheduler = build_scheduler(self.config, self.engine)
+                raise
+        return [self._completion(request, mailbox.replies[request.request_id]) for request in requests]
+
+    def _completion(self, request: Request, replies: list[Reply]) -> Completion:
+        token_ids = [token_id for reply in replies for token_id in reply.token_ids]
+        reason = replies[-1].finish_reason
+        assert reason is not None
+        text_ids = token_ids[:-1] if reason is FinishReason.STOP else token_ids
+        return Completion(
+            text=self.tokenizer.decode(text_ids) if self.tokenizer.exists else "",
+            token_ids=token_ids,
+            finish_reason=reason.value,
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=replies[0].cached_tokens,
+        )
+
+
+class _OfflineMailbox:
+    """Delivers all requests at the first call, and `Shutdown` once the loop has nothing left to do."""
+
+    def __init__(self, requests: list[Request], bar: Any) -> None:
+        self._requests = requests
+        self._bar = bar
+        self.replies: dict[str, list[Reply]] = {request.request_id: [] for request in requests}
+
+    def receive(self, block: bool) -> list[ToEngine]:
+        """All requests, then nothing, then the end."""
+        messages, self._requests = self._requests, []
+        return list(messages) or ([Shutdown()] if block else [])
+
+    def send(self, replies: Sequence[Reply]) -> None:
+        """Keeps the replies."""
+        for reply in replies:
+            self.replies[reply.request_id].append(reply)
+            self._bar.update(reply.finish_reason is not None)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One text or one list of ids, as a list of one."""
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if one else prompts  # type: ignore[list-item,return-value]

@@ -1,0 +1,24 @@
+"""Puts engine and scheduler together. Used by the engine process and by the offline `LLM`; knows no front end."""
+
+from __future__ import annotations
+
+from jaxsgl.config import EngineConfig
+from jaxsgl.engine.engine import Engine
+from jaxsgl.scheduler.scheduler import Scheduler
+
+
+def build(config: EngineConfig) -> tuple[Engine, Scheduler]:
+    """Loads the model and compiles every bucket (seconds to minutes). Raises `StartupError`."""
+    engine = Engine(config)
+    return engine, build_scheduler(config, engine)
+
+
+def build_scheduler(config: EngineConfig, engine: Engine) -> Scheduler:
+    """A scheduler with an empty cache for `engine`."""
+    return Scheduler(
+        engine.capacity,
+        engine.buckets,
+        engine.arch.eos_token_ids,
+        radix_cache=not config.disable_radix_cache,
+        random_seed=config.random_seed,
+    )

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxsgl.batch.buckets import BucketSet, doubling
+from jaxsgl.batch.build import BatchBuilder, Work
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.inputs import Bucket, host_views, layout, packed_len
+from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.cache.pages import IntArray
+from jaxsgl.errors import ConfigError
+from jaxsgl.request import SamplingParams
+
+SIZES = Capacity(page_size=4, num_pages=40, num_rows=6, context_length=24, max_extend_tokens=32, vocab_size=100)
+
+
+def ids(*values: int) -> IntArray:
+    return np.array(values, dtype=np.int32)
+
+
+def builder() -> BatchBuilder:
+    tables = np.zeros((6, 6), dtype=np.int32)
+    tables[2, :3] = [5, 9, 7]
+    tables[4, :2] = [3, 8]
+    return BatchBuilder(BucketSet.derive(SIZES), tables, SamplingRows(6), page_size=4)
+
+
+def test_an_extend_batch_lays_sequences_behind_one_another() -> None:
+    inputs = builder().extend([Work(2, ids(11, 12, 13), 7, sample=True), Work(4, ids(21, 22), 0, sample=False)])
+    arrays = inputs.arrays
+    assert (inputs.bucket.num_tokens, inputs.bucket.num_seqs, inputs.num_tokens, inputs.num_seqs) == (16, 6, 5, 2)
+    assert arrays.token_ids[:5].tolist() == [11, 12, 13, 21, 22]
+    assert arrays.positions[:5].tolist() == [7, 8, 9, 0, 1]
+    assert arrays.slots[:5].tolist() == [9 * 4 + 3, 7 * 4, 7 * 4 + 1, 12, 13]
+    assert arrays.lengths.tolist() == [10, 2, 0, 0, 0, 0]
+    assert arrays.query_offsets.tolist() == [0, 3, 5, 5, 5, 5, 5]
+    assert arrays.page_table[0].tolist() == [5, 9, 7, 0, 0, 0]
+    assert arrays.sample_rows.tolist() == [2, 6, 6, 6, 6, 6]  # row 6 is the dummy row
+
+
+def test_a_decode_batch_takes_its_tokens_from_the_device() -> None:
+    inputs = builder().decode(ids(4, 2, 4), ids(5, 11, 6))
+    arrays = inputs.arrays
+    assert (inputs.bucket.kind, inputs.bucket.num_seqs) == ("decode", 4)
+    assert arrays.token_ids.tolist() == [~4, ~2, ~4, 0]
+    assert arrays.positions.tolist() == [5, 11, 6, 0]
+    assert arrays.slots.tolist() == [8 * 4 + 1, 7 * 4 + 3, 8 * 4 + 2, 0]
+    assert arrays.lengths.tolist() == [6, 12, 7, 0]
+    assert arrays.query_offsets.tolist() == [0, 1, 2, 3, 3]
+    assert arrays.sample_rows.tolist() == [4, 2, 4, 6]
+
+
+def test_padding_touches_only_the_dummy_page_and_the_dummy_row() -> None:
+    inputs = builder().extend([Work(2, ids(11), 0, sample=True)])
+    arrays = inputs.arrays
+    assert not arrays.slots[1:].any() or (arrays.slots[1:] < 4).all()
+    assert not arrays.page_table[1:].any()
+    assert (arrays.sample_rows[1:] == 6).all()
+
+
+def test_sampling_parameters_follow_their_rows() -> None:
+    sampling = SamplingRows(6)
+    sampling.set(2, SamplingParams(temperature=0.5, top_k=9, top_p=0.25, min_p=0.125), seed=7)
+    sampling.set(4, SamplingParams(temperature=0.0), seed=8)
+    tables = np.ones((6, 6), dtype=np.int32)
+    build = BatchBuilder(BucketSet.derive(SIZES), tables, sampling, page_size=4)
+    arrays = build.decode(ids(4, 2), ids(0, 0)).arrays
+    assert arrays.temperature.tolist() == [0.0, 0.5]
+    assert arrays.top_k.tolist() == [0, 9]
+    assert arrays.top_p.tolist() == [1.0, 0.25]
+    assert arrays.min_p.tolist() == [0.0, 0.125]
+    assert arrays.seeds.tolist() == [8, 7]
+    assert not build.decode(ids(4), ids(0)).bucket.sampled
+
+
+def test_fields_fill_the_buffer_without_gap_or_overlap() -> None:
+    bucket = Bucket("extend", 16, 4, 6, sampled=True)
+    packed = np.zeros(packed_len(bucket), dtype=np.int32)
+    arrays = host_views(packed, bucket)
+    for name in layout(bucket):
+        getattr(arrays, name).view(np.int32)[...] += 1
+    assert (packed == 1).all()
+
+
+def test_buckets_double_up_to_the_largest_batch() -> None:
+    assert doubling(1, 6) == (1, 2, 4, 6)
+    buckets = BucketSet.derive(SIZES)
+    assert buckets.decode_sizes == (1, 2, 4, 6)
+    assert buckets.extend_sizes == (16, 32)
+    everything = set(buckets.all())
+    for sampled in (False, True):
+        for seqs in range(1, 7):
+            assert buckets.decode(seqs, sampled) in everything
+            for tokens in range(seqs, 33):
+                bucket = buckets.extend(tokens, seqs, sampled)
+                assert bucket in everything
+                assert bucket.num_tokens >= tokens
+                assert bucket.num_seqs >= seqs
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [({"decode_sizes": (1, 5)}, "--decode-buckets end at 5"), ({"extend_sizes": (8,)}, "--extend-buckets end at 8")],
+)
+def test_bucket_lists_that_leave_batches_without_a_program_are_refused(
+    lists: dict[str, tuple[int, ...]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BucketSet.derive(SIZES, **lists)

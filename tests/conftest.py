@@ -1,0 +1,22 @@
+"""Order: what is fast and finds most runs first; whole servers run last."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
+
+ROOT = Path(__file__).parent
+ORDER = ("test_style", "cache", "batch", "scheduler", "", "pallas_kernels", "models", "weights", "engine", "frontend", "end_to_end")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        first = item.path.relative_to(ROOT).parts[0].removesuffix(".py")
+        return ORDER.index(first) if first in ORDER else ORDER.index("")
+
+    items.sort(key=rank)

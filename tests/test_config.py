@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from jaxsgl.config import EngineConfig, Limits, ServerConfig, add_flags, from_flags
+from jaxsgl.errors import ConfigError, InvalidRequest
+from jaxsgl.request import Request, SamplingParams, check_request, max_new_tokens
+
+LIMITS = Limits(vocab_size=100, context_length=64, pool_tokens=48)
+
+
+def parse(*argv: str) -> ServerConfig:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, ServerConfig)
+    return from_flags(ServerConfig, parser.parse_args(list(argv)))
+
+
+def test_every_field_is_a_flag_and_no_flag_is_the_default() -> None:
+    assert parse() == ServerConfig()
+    config = parse(
+        "--model-path", "m", "--page-size", "64", "--disable-radix-cache", "--decode-buckets", "1,8", "--grpc-port", "0"
+    )  # fmt: skip
+    assert config.engine == EngineConfig(model="m", page_size=64, disable_radix_cache=True, decode_buckets=(1, 8))
+    assert config.grpc_port == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--page-size", "257"], "--page-size is 257, but must be 1 to 256"),
+        (["--mem-fraction-static", "1.5"], "--mem-fraction-static is 1.5"),
+        (["--max-total-tokens", "0"], "--max-total-tokens is 0"),
+        (["--max-running-requests", "-1"], "--max-running-requests is -1"),
+        (["--chunked-prefill-size", "0"], "--chunked-prefill-size is 0"),
+        (["--grpc-port", "70000"], "--grpc-port is 70000"),
+    ],
+)
+def test_flags_out_of_range_name_the_value_and_the_limit(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(*argv)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -2}, {"top_p": 0.0}, {"top_p": 1.5},
+        {"min_p": -1.0}, {"max_tokens": 0}, {"seed": -1}, {"seed": 2**32}, {"stop_token_ids": (1,) * 65},
+    ],
+)  # fmt: skip
+def test_sampling_parameters_out_of_range_are_refused(values: dict[str, float]) -> None:
+    ((name, value),) = values.items()
+    with pytest.raises(InvalidRequest, match=f"{name} is"):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ([1] * 64, {}, "the prompt has 64 tokens, but the context holds 64"),
+        ([1, 100], {}, "prompt holds token id 100, but ids go from 0 to 99"),
+        ([-1], {}, "prompt holds token id -1"),
+        ([1], {"stop_token_ids": (100,)}, "stop_token_ids holds token id 100"),
+        ([1] * 40, {"max_tokens": 9}, "need 49 tokens of KV cache .* the whole pool holds 48"),
+        ([1] * 48, {}, "need 49 tokens of KV cache"),
+    ],
+)
+def test_requests_that_can_never_be_served_are_refused(
+    prompt: list[int], params: dict[str, int], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        check_request(Request("r", prompt, SamplingParams(**params)), LIMITS)
+
+
+@pytest.mark.parametrize(("prompt_len", "asked", "given"), [(10, 5, 5), (10, None, 38), (60, 5, 4), (40, 8, 8)])
+def test_output_is_capped_by_context_and_pool(prompt_len: int, asked: int | None, given: int) -> None:
+    request = Request("r", [1] * prompt_len, SamplingParams(max_tokens=asked))
+    assert max_new_tokens(request, LIMITS) == given
