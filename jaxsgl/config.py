@@ -126,7 +126,10 @@ def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:
     values: dict[str, Any] = {}
     for spec in dataclasses.fields(typing.cast(Any, config_type)):
         nested = hints[spec.name]
-        values[spec.name] = from_flags(nested, args) if dataclasses.is_dataclass(nested) else getattr(args, spec.name)
+        if dataclasses.is_dataclass(nested):
+            values[spec.name] = from_flags(typing.cast(type, nested), args)
+        else:
+            values[spec.name] = getattr(args, spec.name)
     return config_type(**values)
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from jaxsgl import logs
 from jaxsgl.errors import StartupError
-from jaxsgl.ipc import EngineLaunch, EngineMailbox, Endpoints
+from jaxsgl.ipc import Endpoints, EngineLaunch, EngineMailbox
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,15 @@
 """Offline use: the scheduler and engine of the server in one process, without IPC.
 
-    llm = jaxsgl.LLM()
-    for completion in llm.generate(["3 + 4 =", "one two three"], jaxsgl.SamplingParams(temperature=0, max_tokens=16)):
-        print(completion.text)
+llm = jaxsgl.LLM()
+for completion in llm.generate(["3 + 4 =", "one two three"], jaxsgl.SamplingParams(temperature=0, max_tokens=16)):
+    print(completion.text)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from tqdm import tqdm
 
@@ -21,7 +21,8 @@ from jaxsgl.request import FinishReason, Request, SamplingParams, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.wiring import build, build_scheduler
 
-Prompt = str | Sequence[int]
+Prompt: TypeAlias = str | Sequence[int]
+Conversation: TypeAlias = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -77,21 +78,25 @@ class LLM:
 
     def chat(
         self,
-        conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        conversations: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
     ) -> list[Completion]:
         """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`."""
-        many = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        turns = [[ChatMessage(turn["role"], turn["content"]) for turn in conversation] for conversation in many]  # type: ignore[index]
-        return self._run([self.tokenizer.encode_chat(messages) for messages in turns], sampling_params, progress)
+        one = bool(conversations) and isinstance(conversations[0], Mapping)
+        many = cast(Sequence[Conversation], [conversations] if one else conversations)
+        chats = [[ChatMessage(turn["role"], turn["content"]) for turn in turns] for turns in many]
+        return self._run([self.tokenizer.encode_chat(chat) for chat in chats], sampling_params, progress)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _run(
-        self, prompts: list[list[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None, progress: bool
+        self,
+        prompts: list[list[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
     ) -> list[Completion]:
         params = sampling_params if sampling_params is not None else SamplingParams()
         per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -148,4 +153,4 @@ class _OfflineMailbox:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One text or one list of ids, as a list of one."""
     one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if one else prompts  # type: ignore[list-item,return-value]
+    return cast(Sequence[Prompt], [prompts] if one else prompts)

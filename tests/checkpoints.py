@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,8 +110,6 @@ def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
 
 def load_reference(folder: Path) -> PreTrainedModel:
     """The checkpoint in `folder` as a transformers model in float32."""
-    import json
-
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     classes = {model_class.__name__: model_class for _, model_class, _ in _KINDS.values()}
     return classes[architecture].from_pretrained(folder, dtype=torch.float32).eval()

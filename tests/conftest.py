@@ -11,7 +11,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
 
 ROOT = Path(__file__).parent
-ORDER = ("test_style", "cache", "batch", "scheduler", "", "pallas_kernels", "models", "weights", "engine", "frontend", "end_to_end")
+ORDER = (
+    "test_style",
+    "cache",
+    "batch",
+    "scheduler",
+    "",
+    "pallas_kernels",
+    "models",
+    "weights",
+    "engine",
+    "frontend",
+    "end_to_end",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

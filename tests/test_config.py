@@ -50,7 +50,7 @@ def test_flags_out_of_range_name_the_value_and_the_limit(argv: list[str], messag
     ],
 )  # fmt: skip
 def test_sampling_parameters_out_of_range_are_refused(values: dict[str, float]) -> None:
-    ((name, value),) = values.items()
+    (name,) = values
     with pytest.raises(InvalidRequest, match=f"{name} is"):
         SamplingParams(**values)
 
@@ -67,9 +67,7 @@ def test_sampling_parameters_out_of_range_are_refused(values: dict[str, float]) 
         ([1] * 48, {}, "need 49 tokens of KV cache"),
     ],
 )
-def test_requests_that_can_never_be_served_are_refused(
-    prompt: list[int], params: dict[str, int], message: str
-) -> None:
+def test_requests_that_can_never_be_served_are_refused(prompt: list[int], params: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         check_request(Request("r", prompt, SamplingParams(**params)), LIMITS)
 

@@ -35,7 +35,7 @@ class Work:
 
 
 class BatchBuilder:
-    """Builds `StepInputs` from page tables `[rows, P]`, sampling rows and buckets, all owned by the scheduler's side."""
+    """Builds `StepInputs` from page tables `[rows, P]`, sampling rows and buckets; all are the scheduler's."""
 
     def __init__(self, buckets: BucketSet, page_tables: IntArray, sampling: SamplingRows, page_size: int) -> None:
         self._buckets = buckets

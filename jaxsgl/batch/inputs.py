@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -75,7 +75,7 @@ class StepArrays(Generic[ArrayT]):
 FLOAT_FIELDS = ("temperature", "top_p", "min_p")
 
 
-@lru_cache(maxsize=None)
+@cache
 def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Name -> (offset in the buffer, shape) of every field of `StepArrays`, in order."""
     t, s, p = bucket.num_tokens, bucket.num_seqs, bucket.num_pages

@@ -1,8 +1,8 @@
 """`Req`: the scheduler's view of one request. Owns its lengths, its output and its state; nobody else moves them.
 
-    prompt_ids  |=========== cached ===========|=== chunk ===|.........|
-                0                       kv_len before    kv_len after   prompt_len
-    then one token a step: the token sampled last is stored (kv_len + 1) while the next one is sampled.
+prompt_ids  |=========== cached ===========|=== chunk ===|.........|
+            0                       kv_len before    kv_len after   prompt_len
+then one token a step: the token sampled last is stored (kv_len + 1) while the next one is sampled.
 """
 
 from __future__ import annotations

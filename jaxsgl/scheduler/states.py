@@ -1,8 +1,8 @@
 """The states of a request in the scheduler, and which may follow which.
 
-    WAITING ---admit---> EXTENDING ---last chunk launched---> RUNNING ---stop, length---> FINISHED
-       |                     |                                   |                          ^
-       '------ abort --------'------------- abort ---------------'--------------------------'
+WAITING ---admit---> EXTENDING ---last chunk launched---> RUNNING ---stop, length---> FINISHED
+   |                     |                                   |                          ^
+   '------ abort --------'------------- abort ---------------'--------------------------'
 """
 
 from __future__ import annotations

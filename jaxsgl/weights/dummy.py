@@ -17,12 +17,11 @@ from jaxsgl.weights.sharding import check_divisible, param_sharding
 def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> nnx.State:
     """Parameters that keep activations and logits near unit scale; a tree like `abstract_model`'s.
 
-    The same seed gives the same values on the same mesh.
+    The same seed gives the same values on every mesh (JAX's default generator is elementwise, so it shards).
     """
     check_divisible(arch, mesh)
     _, abstract = abstract_model(arch, dtype)
-    # Threefry, the default generator, would take most of the start of a large model; quality doesn't matter here.
-    root = jax.random.key(seed, impl="unsafe_rbg")
+    root = jax.random.key(seed)
     params = []
     for path, param in nnx.to_flat_state(abstract):
         key = jax.random.fold_in(root, zlib.crc32(repr(path).encode()))

@@ -108,10 +108,13 @@ def test_flush_keeps_what_is_locked() -> None:
 @given(
     page_size=st.sampled_from([1, 2, 5]),
     ops=st.lists(
-        st.tuples(st.sampled_from(["insert", "match", "evict", "lock", "unlock"]), st.lists(st.integers(0, 1), max_size=12)),
+        st.tuples(
+            st.sampled_from(["insert", "match", "evict", "lock", "unlock"]),
+            st.lists(st.integers(0, 1), max_size=12),
+        ),
         max_size=40,
     ),
-)  # fmt: skip
+)
 def test_the_tree_agrees_with_a_dictionary_of_prefixes(page_size: int, ops: list[tuple[str, list[int]]]) -> None:
     tree = RadixCache(page_size)
     page_of: dict[tuple[int, ...], int] = {}  # prefix that ends at a page border -> the page of its last tokens

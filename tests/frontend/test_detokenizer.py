@@ -40,7 +40,9 @@ def test_each_kind_takes_its_own_way(tokenizers: dict[str, Tokenizer]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
-def test_joined_pieces_are_the_text_of_all_ids(kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+def test_joined_pieces_are_the_text_of_all_ids(
+    kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject
+) -> None:
     tokenizer = tokenizers[kind]
     # 700 is beyond every vocabulary here: models have more ids than their tokenizers.
     ids = data.draw(st.lists(st.integers(0, 700), max_size=40))

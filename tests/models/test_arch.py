@@ -95,7 +95,7 @@ def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], words
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no model folder at .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"no model folder at .*nowhere"):
         ModelArch.from_folder(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         ModelArch.from_folder(tmp_path)

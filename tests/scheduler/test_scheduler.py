@@ -5,7 +5,14 @@ import pytest
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.testing import FakeEngine
 from tests.scheduler.serving import (
-    VOCAB, capacity, expected, finish_reason, last_reply, new_scheduler, request, serve,
+    VOCAB,
+    capacity,
+    expected,
+    finish_reason,
+    last_reply,
+    new_scheduler,
+    request,
+    serve,
 )  # fmt: skip
 
 
@@ -146,7 +153,9 @@ def test_greedy_batches_take_a_program_without_the_sampling_code() -> None:
     inputs = scheduler.launch()
     assert inputs is not None
     assert not inputs.bucket.sampled
-    scheduler.receive([Request("c", [1], SamplingParams(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**32 - 1))])
+    scheduler.receive(
+        [Request("c", [1], SamplingParams(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**32 - 1))]
+    )
     inputs = scheduler.launch()
     assert inputs is not None
     assert inputs.bucket.sampled

@@ -25,7 +25,7 @@ def load(folder: Path, dtype: str = "float32") -> nnx.State:
 
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replaces tensors of a single-file checkpoint; None removes one. Dots of names are written as double underscores."""
+    """Replaces tensors of a single-file checkpoint; None removes one. A name's dots are written `__`."""
     tensors = load_file(folder / "model.safetensors")
     for key, tensor in changes.items():
         name = key.replace("__", ".")

@@ -22,21 +22,24 @@ from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
 TOKENS = list(range(3, 60))
 
-# Runs with 4 devices; prints the largest difference of logits, and that parameters are really cut.
+# Runs with 4 devices: saves the logits of each folder and of random parameters; parameters are really cut.
 ON_FOUR_DEVICES = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jaxsgl.models import ModelArch
-from jaxsgl.weights import load_params
-from tests.plain_model import checkpoint_logits, mesh_of
+from jaxsgl.weights import load_params, random_params
+from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
 assert len(jax.devices()) == 4
 for folder in map(Path, sys.argv[1:]):
-    params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of(4))
+    arch = ModelArch.from_folder(folder)
+    params = load_params(folder, arch, jnp.dtype("float32"), mesh_of(4))
     qkv = params["layers"][0]["attention"]["qkv"][...]
     assert qkv.addressable_shards[0].data.shape[1] * 4 == qkv.shape[1], qkv.sharding
     np.save(folder / "logits.npy", checkpoint_logits(folder, list(range(3, 60)), num_devices=4))
+    random = random_params(arch, jnp.dtype("float32"), mesh_of(4), seed=5)
+    np.save(folder / "random_logits.npy", plain_logits(arch, random, list(range(3, 60))))
 """
 
 
@@ -57,6 +60,9 @@ def test_four_devices_give_the_logits_of_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for folder in folders:
         np.testing.assert_allclose(np.load(folder / "logits.npy"), checkpoint_logits(folder, TOKENS), atol=1e-5)
+        arch = ModelArch.from_folder(folder)
+        random = random_params(arch, jnp.dtype("float32"), mesh_of(), seed=5)
+        np.testing.assert_allclose(np.load(folder / "random_logits.npy"), plain_logits(arch, random, TOKENS), atol=1e-5)
 
 
 def test_every_parameter_has_a_named_sharding(tmp_path: Path) -> None:
