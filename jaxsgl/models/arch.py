@@ -168,8 +168,10 @@ def _read_rope(config: _Config, max_context: int) -> RopeParams:
             high_freq_factor=float(scaling["high_freq_factor"]),
             original_context=int(scaling.get("original_max_position_embeddings") or max_context),
         )
-    except KeyError as error:
-        raise CheckpointError(f"{config.path}: rope type {word} needs {error}, which is missing") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{config.path}: rope type {word}: a factor is missing or no number: {error!r}"
+        ) from error
 
 
 def _read_dtype(config: _Config) -> str:

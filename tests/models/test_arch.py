@@ -78,6 +78,7 @@ def test_eos_ids_come_from_the_generation_config_else_the_config(
         ({"architectures": None}, ["LlamaForCausalLM"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "linear", "llama3"]),
         ({"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, ["linear", "two"]),
         ({"use_sliding_window": True}, ["use_sliding_window"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantized"]),
