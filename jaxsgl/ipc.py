@@ -34,14 +34,17 @@ class Endpoints(msgspec.Struct, frozen=True):
 
     @classmethod
     def create(cls) -> Endpoints:
-        """Makes the folder in the system's temporary one. Raises `StartupError` if its path is too long."""
-        folder = tempfile.mkdtemp(prefix="jaxsgl-")
-        if len(folder) + len("/from_engine") > MAX_SOCKET_PATH:
-            shutil.rmtree(folder)
-            raise StartupError(
-                f"the temporary folder {Path(folder).parent} has a path of {len(folder)} characters, too long for a "
-                f"socket (limit {MAX_SOCKET_PATH}): set TMPDIR to a shorter one"
-            )
+        """Makes the folder in the system's temporary one, or in /tmp if the paths of sockets would get too long.
+
+        Raises `StartupError` if neither can be written.
+        """
+        try:
+            folder = tempfile.mkdtemp(prefix="jaxsgl-")
+            if len(folder) > MAX_SOCKET_PATH - len("/from_engine"):
+                shutil.rmtree(folder)
+                folder = tempfile.mkdtemp(prefix="jaxsgl-", dir="/tmp")
+        except OSError as error:
+            raise StartupError(f"no folder for sockets: {error}; set TMPDIR to a folder that can be written") from None
         return cls(folder)
 
     @property

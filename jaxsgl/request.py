@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jaxsgl.config import Limits
 
 MAX_SEED = 2**32 - 1
+MAX_TOP_K = 2**31 - 1  # int32 on the device
 MAX_STOP_TOKEN_IDS = 64
 
 
@@ -55,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         _check(0.0 <= self.temperature <= 1e4, "temperature", self.temperature, "0 (greedy) to 10000")
-        _check(self.top_k >= -1, "top_k", self.top_k, "-1 (all), or 1 and more")
+        _check(-1 <= self.top_k <= MAX_TOP_K, "top_k", self.top_k, f"-1 (all), or 1 to {MAX_TOP_K}")
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, up to 1")
         _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 to 1")
         _check(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")

@@ -26,7 +26,7 @@ class Bucket:
       num_tokens: T, padded tokens.
       num_seqs: S, padded sequences.
       num_pages: P, width of the page tables.
-      sampled: whether the program holds the sampling code; greedy-only batches go without.
+      sampled: whether the sampling program follows; greedy-only batches go without.
     """
 
     kind: Literal["decode", "extend"]
@@ -55,7 +55,7 @@ class StepArrays(Generic[ArrayT]):
         nothing (padding, or a chunk that isn't the prompt's last).
       top_k: `[S]` 0: all.
       seeds: `[S]` bits of a uint32.
-      temperature, top_p, min_p: `[S]` float32. Sampling fields are empty `[0]` in greedy buckets.
+      temperature, top_p, min_p: `[S]` float32. Greedy buckets leave the sampling fields as they are.
     """
 
     token_ids: ArrayT
@@ -79,7 +79,6 @@ FLOAT_FIELDS = ("temperature", "top_p", "min_p")
 def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Name -> (offset in the buffer, shape) of every field of `StepArrays`, in order."""
     t, s, p = bucket.num_tokens, bucket.num_seqs, bucket.num_pages
-    sampling = s if bucket.sampled else 0
     shapes: dict[str, tuple[int, ...]] = {
         "token_ids": (t,),
         "positions": (t,),
@@ -88,11 +87,11 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
         "query_offsets": (s + 1,),
         "page_table": (s, p),
         "sample_rows": (s,),
-        "top_k": (sampling,),
-        "seeds": (sampling,),
-        "temperature": (sampling,),
-        "top_p": (sampling,),
-        "min_p": (sampling,),
+        "top_k": (s,),
+        "seeds": (s,),
+        "temperature": (s,),
+        "top_p": (s,),
+        "min_p": (s,),
     }
     places, offset = {}, 0
     for spec in fields(StepArrays):

@@ -18,7 +18,7 @@ from jaxsgl.models.rope import rope_tables
 __all__ = ["Attend", "Decoder"]
 
 
-class DecoderLayer(nnx.Module):  # type: ignore[misc]
+class DecoderLayer(nnx.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
@@ -35,7 +35,7 @@ class DecoderLayer(nnx.Module):  # type: ignore[misc]
         return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
-class Decoder(nnx.Module):  # type: ignore[misc]
+class Decoder(nnx.Module):
     """A decoder-only language model."""
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:

@@ -41,7 +41,7 @@ def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float)
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=mean, std=0.0)
 
 
-class RMSNorm(nnx.Module):  # type: ignore[misc]
+class RMSNorm(nnx.Module):
     """Scales the last axis to unit mean square (arXiv 1910.07467); statistics in float32."""
 
     def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
@@ -55,7 +55,7 @@ class RMSNorm(nnx.Module):  # type: ignore[misc]
         return (x32 * inverse_rms).astype(x.dtype) * self.scale[...]
 
 
-class Attention(nnx.Module):  # type: ignore[misc]
+class Attention(nnx.Module):
     """Projections around `Attend`. qkv holds, per kv head, its G query heads, then k, then v: tensor parallelism
     cuts the K axis, and each part keeps whole groups."""
 
@@ -87,7 +87,7 @@ class Attention(nnx.Module):  # type: ignore[misc]
         return out_TD if self.o_bias is None else out_TD + self.o_bias[...]
 
 
-class MLP(nnx.Module):  # type: ignore[misc]
+class MLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:

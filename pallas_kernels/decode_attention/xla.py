@@ -1,10 +1,16 @@
 """`paged_decode_attention` as plain XLA: a loop over sequences, inside it one over KV tiles. Called by `api` only."""
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.online_softmax import attend_rows, pad_page_table
+from pallas_kernels.online_softmax import attend_rows, first_visible, pad_page_table, pages_per_tile
 from pallas_kernels.options import AttentionOptions
+
+# One page per tile from this page size on: reading a single page is so much faster than gathering several that it
+# pays for the shorter tiles. Smaller pages are gathered, more at a time.
+_SINGLE_PAGE_SIZE = 16
+_GATHERED_TOKENS = 64
 
 
 def decode_attention(
@@ -19,12 +25,15 @@ def decode_attention(
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     num_groups = num_heads // num_kv_heads
-    grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
+    tile_pages = 1 if page_size >= _SINGLE_PAGE_SIZE else pages_per_tile(page_size, _GATHERED_TOKENS)
 
     def one_sequence(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q_s, page_ids, length = args
-        position = lax.broadcast(length - 1, (num_groups,))
-        return attend_rows(q_s, position, page_ids, k_pages, v_pages, options).astype(q.dtype)
+        last = length - 1
+        position = jnp.full((num_groups,), last)
+        kv_range = (first_visible(last, options), last)
+        return attend_rows(q_s, position, kv_range, page_ids, k_pages, v_pages, tile_pages, options)
 
-    out = lax.map(one_sequence, (grouped, pad_page_table(page_table, page_size), lengths))
-    return out.reshape(num_seqs, num_heads, head_dim)
+    grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
+    out = lax.map(one_sequence, (grouped, pad_page_table(page_table, tile_pages), lengths))
+    return out.reshape(num_seqs, num_heads, head_dim).astype(q.dtype)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.online_softmax import attend_rows, pad_page_table
+from pallas_kernels.online_softmax import attend_rows, first_visible, pad_page_table, pages_per_tile
 from pallas_kernels.options import AttentionOptions
 
 
@@ -21,45 +21,51 @@ def extend_attention(
     query_offsets: jax.Array,
     options: AttentionOptions,
 ) -> jax.Array:
-    """See `pallas_kernels.paged_extend_attention`."""
+    """See `pallas_kernels.paged_extend_attention`. Tiles that length, causality or window exclude are not read."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     num_groups = num_heads // num_kv_heads
-    tile_queries = _tile_queries(num_tokens, lengths.shape[0])
-    page_table = pad_page_table(page_table, page_size)
-    q_padded = jnp.pad(q, ((0, tile_queries), (0, 0), (0, 0)))
+    tile_queries, tile_pages = _tile_shape(num_tokens, lengths.shape[0], page_size)
+    page_table = pad_page_table(page_table, tile_pages)
+    q = jnp.pad(q, ((0, tile_queries), (0, 0), (0, 0)))  # so that the last tile's slice stays inside
 
     num_queries = query_offsets[1:] - query_offsets[:-1]
-    tiles_end = jnp.cumsum((num_queries + tile_queries - 1) // tile_queries)
+    num_tiles = (num_queries + tile_queries - 1) // tile_queries
+    tiles_end = jnp.cumsum(num_tiles)
 
     def one_tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        seq = jnp.searchsorted(tiles_end, i, side="right", method="compare_all")
-        tiles_of_seq = (num_queries[seq] + tile_queries - 1) // tile_queries
-        index = (i - (tiles_end[seq] - tiles_of_seq)) * tile_queries + jnp.arange(tile_queries)
-        is_real = index < num_queries[seq]
-        position = jnp.where(is_real, lengths[seq] - num_queries[seq] + index, -1)
-        begin = query_offsets[seq] + index[0]
-        rows = lax.dynamic_slice_in_dim(q_padded, begin, tile_queries)
-        rows = rows.reshape(tile_queries, num_kv_heads, num_groups, head_dim).transpose(1, 0, 2, 3)
+        seq = jnp.sum(tiles_end <= i)
+        of_seq = (lengths, query_offsets[1:], num_queries, tiles_end, num_tiles)
+        length, queries_end, count, end, tiles = (array.at[seq].get(mode="promise_in_bounds") for array in of_seq)
+        done = (i - end + tiles) * tile_queries  # queries of this sequence in earlier tiles
+        begin = queries_end - count + done
+        first = length - count + done
+        last = jnp.minimum(first + tile_queries, length) - 1
+        row = first + jnp.arange(tile_queries)
+        position = jnp.repeat(jnp.where(row <= last, row, -1), num_groups)
+        rows = lax.dynamic_slice_in_dim(q, begin, tile_queries, allow_negative_indices=False)
+        rows = rows.reshape(tile_queries, num_kv_heads, num_groups, head_dim).swapaxes(0, 1)
         result = attend_rows(
             rows.reshape(num_kv_heads, tile_queries * num_groups, head_dim),
-            jnp.repeat(position, num_groups),
-            page_table[seq],
+            position,
+            (first_visible(first, options), last),
+            page_table.at[seq].get(mode="promise_in_bounds"),
             k_pages,
             v_pages,
+            tile_pages,
             options,
         )
-        result = result.reshape(num_kv_heads, tile_queries, num_groups, head_dim).transpose(1, 0, 2, 3)
-        # Rows past the sequence's end come out as zeros; a later tile overwrites them when another sequence owns them.
-        return lax.dynamic_update_slice_in_dim(out, result.reshape(rows_shape).astype(q.dtype), begin, axis=0)
+        result = result.reshape(num_kv_heads, tile_queries, num_groups, head_dim).swapaxes(0, 1)
+        result = result.reshape(tile_queries, num_heads, head_dim).astype(q.dtype)
+        # Rows past the sequence's end are zeros here; the tile of the sequence that owns them comes later.
+        return lax.dynamic_update_slice_in_dim(out, result, begin, axis=0, allow_negative_indices=False)
 
-    rows_shape = (tile_queries, num_heads, head_dim)
-    return lax.fori_loop(0, tiles_end[-1], one_tile, jnp.zeros_like(q_padded))[:num_tokens]
+    return lax.fori_loop(0, tiles_end[-1], one_tile, jnp.zeros_like(q))[:num_tokens]
 
 
-def _tile_queries(num_tokens: int, num_seqs: int) -> int:
-    """Queries per tile: near the mean number per sequence, so that short ones waste little and long ones run fast."""
-    tile = 8
-    while tile < 64 and tile < num_tokens // max(num_seqs, 1):
-        tile *= 2
-    return tile
+def _tile_shape(num_tokens: int, num_seqs: int, page_size: int) -> tuple[int, int]:
+    """Queries and pages per tile: near the mean queries per sequence; short ones get short KV tiles as well."""
+    tile_queries = 16
+    while tile_queries < 128 and tile_queries < num_tokens // num_seqs:
+        tile_queries *= 2
+    return tile_queries, pages_per_tile(page_size, 64 if tile_queries <= 32 else 128)

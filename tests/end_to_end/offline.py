@@ -1,0 +1,55 @@
+"""Runs requests through real scheduler and engine, without processes or tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxsgl.engine.engine import Engine
+
+from jaxsgl.messages import Reply, ToEngine
+from jaxsgl.request import Request
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.testing import ScriptedMailbox
+
+
+class CheckedScheduler(Scheduler):
+    """Checks integrity after every event, and counts the tokens that were extended."""
+
+    num_extended = 0
+
+    def launch(self):  # type: ignore[no-untyped-def]
+        inputs = super().launch()
+        self.check()
+        if inputs is not None and inputs.bucket.kind == "extend":
+            self.num_extended += inputs.num_tokens
+        return inputs
+
+    def collect(self, tokens) -> None:  # type: ignore[no-untyped-def]
+        super().collect(tokens)
+        self.check()
+
+
+def new_scheduler(engine: Engine, radix: bool, eos_token_ids: Sequence[int] = ()) -> CheckedScheduler:
+    return CheckedScheduler(engine.capacity, engine.buckets, eos_token_ids, radix_cache=radix)
+
+
+def serve(
+    engine: Engine, script: Sequence[Sequence[ToEngine]], *, radix: bool = True, overlap: bool = True
+) -> ScriptedMailbox:
+    """Serves `script` (messages by turn of the loop) to the end with an empty cache."""
+    scheduler = new_scheduler(engine, radix)
+    mailbox = ScriptedMailbox(script)
+    run_loop(scheduler, engine, mailbox, overlap)
+    assert scheduler.is_idle
+    assert scheduler.cache.num_available == engine.capacity.num_pages - 1
+    return mailbox
+
+
+def outputs(mailbox: ScriptedMailbox, requests: Sequence[Request]) -> list[list[int]]:
+    return [mailbox.output_ids(request.request_id) for request in requests]
+
+
+def ends(mailbox: ScriptedMailbox) -> dict[str, Reply]:
+    """The last reply of every request that ended."""
+    return {reply.request_id: reply for reply in mailbox.replies if reply.finish_reason or reply.error}

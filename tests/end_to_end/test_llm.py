@@ -1,0 +1,72 @@
+"""The offline API on the bundled model."""
+
+from __future__ import annotations
+
+import pytest
+
+import jaxsgl
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.llm import LLM
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return jaxsgl.LLM(max_running_requests=4, decode_buckets=(4,), extend_buckets=(64, 512), chunked_prefill_size=512)
+
+
+GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=32)
+
+
+def test_prompts_may_be_texts_or_token_ids_one_or_many(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    ids = llm.tokenizer.encode("3 + 4 =")
+    completions = llm.generate(["3 + 4 =", ids], GREEDY)
+    assert "requests: 100%" in capfd.readouterr().err
+    assert completions[0].token_ids == completions[1].token_ids
+    assert completions[1] == llm.generate(ids, GREEDY, progress=False)[0] or completions[1].cached_tokens == 0
+    assert capfd.readouterr().err == ""
+    assert completions[0].prompt_tokens == len(ids)
+
+
+def test_parameters_may_differ_by_prompt(llm: LLM) -> None:
+    lengths = [1, 3, 5]
+    params = [jaxsgl.SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    completions = llm.generate(["Count from 1 to 30"] * 3, params, progress=False)
+    assert [len(completion.token_ids) for completion in completions] == lengths
+    assert [completion.finish_reason for completion in completions] == ["length"] * 3
+    with pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
+        llm.generate(["x"], params[:2])
+
+
+def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="the context holds"):
+        llm.generate(["fine", [5] * 5000], GREEDY)
+    assert llm.generate("fine", GREEDY, progress=False)[0].token_ids
+
+
+def test_an_interrupted_call_leaves_a_usable_model(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate("Count from 1 to 30", GREEDY, progress=False)[0].token_ids
+    collect, calls = type(llm._scheduler).collect, 0
+
+    def interrupted(self: object, tokens: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        collect(self, tokens)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(llm._scheduler), "collect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Count from 1 to 30"] * 3, GREEDY, progress=False)
+    monkeypatch.undo()
+    assert llm.generate("Count from 1 to 30", GREEDY, progress=False)[0].token_ids == expected
+
+
+def test_sampling_is_reproducible_by_seed(llm: LLM) -> None:
+    params = jaxsgl.SamplingParams(temperature=1.5, seed=7, max_tokens=20, ignore_eos=True)
+    one, two = (llm.generate("Once upon a time", params, progress=False)[0].token_ids for _ in range(2))
+    crowd = llm.generate(["hello", "Once upon a time", "3 + 4 ="], params, progress=False)
+    assert one == two == crowd[1].token_ids
+    other = llm.generate(
+        "Once upon a time", jaxsgl.SamplingParams(temperature=1.5, seed=8, max_tokens=20), progress=False
+    )
+    assert other[0].token_ids != one

@@ -1,0 +1,86 @@
+"""Greedy tokens equal those of transformers, whatever the page size, the chunk size, the cache and the loop.
+
+Forty-eight prompts of 1 to 700 tokens, most of which share prefixes, are submitted at once.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from jaxsgl.engine.engine import Engine
+
+from jaxsgl.config import EngineConfig
+from jaxsgl.request import Request, SamplingParams
+from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
+from tests.end_to_end.offline import outputs, serve
+
+KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2", "qwen3")
+NEW_TOKENS = 8
+UNLIMITED = -1
+CONTEXT = 720
+
+
+def prompts() -> list[list[int]]:
+    """Three texts of 700 tokens, cut at many places, some with an ending of their own; and lone prompts."""
+    rng = random.Random(5)
+    texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(700)] for _ in range(3)]
+    lengths = [1, 2, 15, 16, 17, 63, 64, 65, 100, 128, 300, 512, 699, 700]
+    shared = [text[:length] for text in texts for length in lengths]
+    own_ends = [texts[0][:n] + [rng.randrange(3, VOCAB_SIZE) for _ in range(7)] for n in (30, 64, 333, 690)]
+    return [*shared, *own_ends, [5], texts[1][:64]]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    """What transformers generates greedily for each prompt alone, in float32."""
+    model = load_reference(checkpoint)
+    answers = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("chunk", [64, UNLIMITED])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_greedy_tokens_equal_those_of_transformers(
+    checkpoint: Path, expected: list[list[int]], page_size: int, chunk: int, tmp_path: Path
+) -> None:
+    engine = Engine(
+        EngineConfig(
+            model=str(checkpoint),
+            page_size=page_size,
+            chunked_prefill_size=chunk,
+            context_length=CONTEXT,
+            max_running_requests=48,
+            max_total_tokens=24_000,
+            decode_buckets=(48,),
+            extend_buckets=(64,) if chunk == 64 else (CONTEXT,),
+            compilation_cache_dir="",
+        )
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts())]
+    assert len(requests) >= 48
+    for radix in (True, False):
+        for overlap in (True, False):
+            mailbox = serve(engine, [requests], radix=radix, overlap=overlap)
+            assert outputs(mailbox, requests) == expected, (radix, overlap)
+    assert engine.recompiles == 0

@@ -1,0 +1,84 @@
+"""Random histories against the real engine: tokens are those of an unbatched run, and nothing ever recompiles."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from jaxsgl.engine.engine import Engine
+
+from jaxsgl.config import EngineConfig
+from jaxsgl.messages import Abort, ToEngine
+from jaxsgl.request import FinishReason, Request, SamplingParams
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.end_to_end.offline import ends, outputs, serve
+
+NUM_REQUESTS = 200
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """A pool so small that admission, eviction and waiting happen all the time."""
+    folder = make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"), seed=3)
+    return Engine(
+        EngineConfig(
+            model=str(folder),
+            page_size=4,
+            chunked_prefill_size=48,
+            context_length=160,
+            max_running_requests=6,
+            max_total_tokens=600,
+            decode_buckets=(1, 3, 6),
+            extend_buckets=(16, 48),
+            compilation_cache_dir="",
+        )
+    )
+
+
+def random_params(rng: random.Random, seed: int) -> SamplingParams:
+    """Greedy or sampled in one of many ways, always seeded."""
+    if rng.random() < 0.5:
+        return SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 20), ignore_eos=rng.random() < 0.5)
+    return SamplingParams(
+        temperature=rng.choice([0.3, 1.0, 2.0]),
+        top_k=rng.choice([-1, 3, 50]),
+        top_p=rng.choice([1.0, 0.8]),
+        min_p=rng.choice([0.0, 0.05]),
+        seed=seed,
+        max_tokens=rng.randint(1, 20),
+    )
+
+
+def random_requests(seed: int) -> list[Request]:
+    rng = random.Random(seed)
+    texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(140)] for _ in range(3)]
+    requests = []
+    for i in range(NUM_REQUESTS):
+        prompt = rng.choice(texts)[: rng.randint(1, 130)] + [
+            rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(0, 3))
+        ]
+        requests.append(Request(f"r{i}", prompt, random_params(rng, seed=i)))
+    return requests
+
+
+@pytest.mark.parametrize(("seed", "overlap"), [(1, True), (2, False)])
+def test_two_hundred_random_requests_yield_their_unbatched_tokens_without_a_recompile(
+    engine: Engine, seed: int, overlap: bool
+) -> None:
+    rng = random.Random(seed + 100)
+    requests = random_requests(seed)
+    aborted = {request.request_id for request in rng.sample(requests, 30)}
+    script: list[list[ToEngine]] = []
+    for request in requests:
+        script += [[] for _ in range(rng.randint(0, 2))]
+        script.append([request])
+    for request_id in aborted:
+        script[rng.randrange(len(script))].append(Abort(request_id))  # before, while or after it runs
+    together = serve(engine, script, overlap=overlap)
+    last = ends(together)
+    assert set(last) == {request.request_id for request in requests}
+    alone = [request for request in requests if request.request_id not in aborted]
+    expected = [outputs(serve(engine, [[request]], radix=False, overlap=False), [request])[0] for request in alone]
+    assert outputs(together, alone) == expected
+    assert all(last[request.request_id].finish_reason is not FinishReason.ABORT for request in alone)
+    assert engine.recompiles == 0

@@ -1,0 +1,247 @@
+"""The whole way, as a user goes it: server and engine processes, gRPC, the command-line client, the bundled model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from tests.end_to_end.servers import RunningServer, client, running_server
+
+FEW_BUCKETS = ("--max-running-requests", "8", "--decode-buckets", "1,8", "--extend-buckets", "32,256")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("server"), (*FEW_BUCKETS, "--chunked-prefill-size", "256")) as running:
+        yield running
+
+
+@pytest.fixture
+def stub(server: RunningServer) -> Iterator[Any]:
+    with grpc.insecure_channel(server.address) as channel:
+        yield pb_grpc.JaxsglStub(channel)  # type: ignore[no-untyped-call]
+
+
+def greedy(prompt: str, max_tokens: int = 64, **more: Any) -> pb.GenerateRequest:
+    sampling = pb.SamplingParams(temperature=0, max_tokens=max_tokens, **more)
+    return pb.GenerateRequest(text=prompt, sampling=sampling, stream=True)
+
+
+def text_of(replies: Any) -> str:
+    return "".join(reply.text for reply in replies)
+
+
+def test_the_client_streams_an_answer_of_the_bundled_model(server: RunningServer) -> None:
+    result = client(server, "What is 3 + 4?")
+    assert result.returncode == 0, result.stderr
+    assert "7" in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_client_prints_one_json_object(server: RunningServer) -> None:
+    result = client(server, "Hello!", "--json", "--max-tokens", "5")
+    answer = json.loads(result.stdout)
+    assert len(answer["token_ids"]) == answer["usage"]["completion_tokens"] <= 5
+    assert answer["finish_reason"] in ("stop", "length")
+    again = client(server, "--token-ids", ",".join(map(str, answer["token_ids"])), "--json", "--max-tokens", "1")
+    assert json.loads(again.stdout)["usage"]["prompt_tokens"] == len(answer["token_ids"])
+
+
+def test_a_streamed_answer_comes_token_by_token_and_equals_the_whole_one(stub: Any) -> None:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Count from 1 to 30")])
+    request = pb.GenerateRequest(chat=chat, sampling=pb.SamplingParams(temperature=0, max_tokens=100), stream=True)
+    streamed = list(stub.Generate(request))
+    request.stream = False
+    (whole,) = stub.Generate(request)
+    assert len(streamed) > 10
+    assert text_of(streamed) == whole.text
+    assert [token for reply in streamed for token in reply.token_ids] == list(whole.token_ids)
+    assert whole.usage.completion_tokens == len(whole.token_ids)
+    assert "28 29 30" in whole.text.replace(",", "")
+
+
+def test_many_clients_at_once_get_what_each_gets_alone(stub: Any) -> None:
+    prompts = [f"{a} + {b} =" for a in range(1, 9) for b in range(1, 6)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        together = list(pool.map(lambda prompt: text_of(stub.Generate(greedy(prompt, 12))), prompts))
+    assert together == [text_of(stub.Generate(greedy(prompt, 12))) for prompt in prompts]
+
+
+def test_a_common_prefix_is_computed_once(stub: Any) -> None:
+    prefix = "A long story about prefixes that nobody needs to hear twice. " * 8
+    first, second = (list(stub.Generate(greedy(prefix + end, 2)))[-1].usage for end in ("One", "Two"))
+    assert first.cached_tokens < 16
+    assert second.cached_tokens >= first.prompt_tokens - 32
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda request: request.ClearField("text"), "no input"),
+        (lambda request: setattr(request, "text", ""), "empty"),
+        (lambda request: request.token_ids.ids.extend([5, 10**6]), "token id 1000000, but ids go from 0 to"),
+        (lambda request: request.token_ids.ids.extend([-3]), "token id -3"),
+        (lambda request: request.token_ids.ids.extend([5] * 5000), "the prompt has 5000 tokens, but the context holds"),
+        (lambda request: setattr(request.sampling, "max_tokens", -1), "max_tokens is -1"),
+        (lambda request: setattr(request.sampling, "max_tokens", 0), "max_tokens is 0"),
+        (lambda request: setattr(request.sampling, "temperature", -1.0), "temperature is -1"),
+        (lambda request: setattr(request.sampling, "temperature", float("nan")), "temperature is nan"),
+        (lambda request: setattr(request.sampling, "top_p", 1.5), "top_p is 1.5"),
+        (lambda request: setattr(request.sampling, "top_k", 2**40), "top_k is 1099511627776"),
+        (lambda request: setattr(request.sampling, "seed", -1), "seed is -1"),
+        (lambda request: request.sampling.stop_token_ids.append(10**6), "stop_token_ids holds token id 1000000"),
+        (lambda request: setattr(request, "request_id", "x" * 1000), "request_id has 1000 characters"),
+    ],
+)
+def test_bad_input_is_refused_in_clear_words_and_others_are_served(stub: Any, make: Any, message: str) -> None:
+    request = greedy("fine", 4)
+    make(request)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(request))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert message in caught.value.details()
+    assert len(list(stub.Generate(greedy("fine", 4, ignore_eos=True)))) == 4
+
+
+def test_absurdly_many_tokens_are_capped_by_the_context(stub: Any) -> None:
+    context = stub.GetModelInfo(pb.GetModelInfoRequest()).context_length
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[5] * (context - 3)),
+        sampling=pb.SamplingParams(temperature=0, max_tokens=2**60, ignore_eos=True),
+    )
+    (reply,) = stub.Generate(request)
+    assert reply.finish_reason == pb.FINISH_REASON_LENGTH
+    assert reply.usage.completion_tokens == 3
+
+
+def test_abort_ends_a_running_request_and_nothing_is_left(stub: Any) -> None:
+    request = greedy("Once upon a time", 1500, ignore_eos=True)
+    request.request_id = "to be aborted"
+    call = stub.Generate(request)
+    next(call)
+    assert stub.Abort(pb.AbortRequest(request_id="to be aborted")).found
+    assert list(call)[-1].finish_reason == pb.FINISH_REASON_ABORT
+    assert not stub.Abort(pb.AbortRequest(request_id="to be aborted")).found
+
+
+def test_sampling_depends_on_the_seed_alone(stub: Any) -> None:
+    def sampled(seed: int) -> str:
+        params = pb.SamplingParams(temperature=2.0, seed=seed, max_tokens=20, ignore_eos=True)
+        return text_of(stub.Generate(pb.GenerateRequest(text="Once upon", sampling=params, stream=True)))
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+def test_sigterm_ends_everything_cleanly(tmp_path: Path) -> None:
+    with running_server(tmp_path, FEW_BUCKETS) as server:
+        engine_pid = server.engine_pid
+        assert server.stop() == 0
+        assert not Path(f"/proc/{engine_pid}").exists()
+
+
+def test_ctrl_c_during_a_stream_ends_the_call_and_the_server(tmp_path: Path) -> None:
+    with running_server(tmp_path, FEW_BUCKETS) as server, grpc.insecure_channel(server.address) as channel:
+        call = pb_grpc.JaxsglStub(channel).Generate(greedy("Once upon a time", 10**6, ignore_eos=True))  # type: ignore[no-untyped-call]
+        next(call)
+        os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to both processes
+        try:
+            for _ in call:
+                pass
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(timeout=30) == 0
+
+
+def test_killing_the_engine_ends_open_calls_within_two_seconds(tmp_path: Path) -> None:
+    with running_server(tmp_path, FEW_BUCKETS) as server, grpc.insecure_channel(server.address) as channel:
+        stub = pb_grpc.JaxsglStub(channel)  # type: ignore[no-untyped-call]
+        started, ended_s, codes = threading.Barrier(4), [], []
+
+        def stream() -> None:
+            call = stub.Generate(greedy("Once upon a time", 10**6, ignore_eos=True))
+            next(call)
+            started.wait()
+            try:
+                for _ in call:
+                    pass
+            except grpc.RpcError as error:
+                ended_s.append(time.monotonic())
+                codes.append(error.code())
+
+        threads = [threading.Thread(target=stream) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        killed_s = time.monotonic()
+        os.kill(server.engine_pid, signal.SIGKILL)
+        for thread in threads:
+            thread.join(timeout=10)
+        assert codes == [grpc.StatusCode.UNAVAILABLE] * 3
+        assert max(ended_s) - killed_s < 2.0
+        assert server.process.wait(timeout=30) == 1
+        assert "was killed by signal 9" in server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no folder", "is not a folder"),
+        ("no config", "has no config.json"),
+        ("unsupported", "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM"),
+        ("truncated", "truncated"),
+        ("bad flag", "--page-size is 1000"),
+        ("context", "--context-length"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path, case: str, message: str) -> None:
+    from jaxsgl.config import BUNDLED_MODEL
+
+    folder = tmp_path / "model"
+    flags = ["--model", str(folder)]
+    if case in ("unsupported", "truncated"):
+        folder.mkdir()
+        for path in Path(BUNDLED_MODEL).iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+    if case == "no config":
+        folder.mkdir()
+    elif case == "unsupported":
+        (folder / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    elif case == "truncated":
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:100_000])
+    elif case == "bad flag":
+        flags = ["--page-size", "1000"]
+    elif case == "context":
+        flags = ["--context-length", "1000000"]
+    result = subprocess.run(
+        [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", "0", "--log-level", "error", *flags],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_an_error_at_start(server: RunningServer) -> None:
+    port = server.address.rsplit(":", 1)[1]
+    result = subprocess.run(
+        [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", port], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1
+    assert f"can't listen on 127.0.0.1:{port}" in result.stderr
