@@ -10,7 +10,7 @@ from pallas_kernels.options import AttentionOptions
 # One page per tile from this page size on: reading a single page is so much faster than gathering several that it
 # pays for the shorter tiles. Smaller pages are gathered, more at a time.
 _SINGLE_PAGE_SIZE = 16
-_GATHERED_TOKENS = 64
+_GATHERED_TOKENS = 128
 
 
 def decode_attention(
