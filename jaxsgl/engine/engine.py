@@ -1,0 +1,140 @@
+"""The engine: loads the model, sizes the KV cache, compiles every bucket, then runs steps. The only device code of a
+running server.
+
+Owns the parameters, the KV pages and the last-token table. Knows nothing of requests, page owners or text: the
+scheduler says what to compute in `StepInputs`, and gets token ids back. Called by the serving loop, from one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.config import EngineConfig
+from jaxsgl.engine.kv_buffers import allocate
+from jaxsgl.engine.mesh import make_mesh, replicated
+from jaxsgl.engine.programs import Programs, ProgramSpec
+from jaxsgl.engine.sizing import kv_shape, plan_capacity
+from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
+from jaxsgl.errors import ConfigError
+from jaxsgl.messages import EngineInfo
+from jaxsgl.models import ModelArch, abstract_model, resolve_dtype
+from jaxsgl.weights import load_params, random_params, resolve_model_folder
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceHandle:
+    """A step on its way: its tokens are being computed and copied to the host."""
+
+    def __init__(self, tokens: jax.Array, num_seqs: int) -> None:
+        self._tokens = tokens
+        self._num_seqs = num_seqs
+        tokens.copy_to_host_async()
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Waits for the step; sampled ids `[num_seqs]`. Raises what the device raised, if the step failed."""
+        return np.asarray(self._tokens)[: self._num_seqs]
+
+
+class Engine:
+    """Runs steps on a model, in the order of `submit`. Implements `StepEngine`.
+
+    Attributes:
+      arch: the model.
+      capacity: sizes that the scheduler works with.
+      buckets: the shapes that are compiled.
+      info: what the front end is told.
+    """
+
+    def __init__(self, config: EngineConfig, *, started_at: float | None = None, progress: bool = True) -> None:
+        """Everything that takes time, until the first step can run.
+
+        Args:
+          config: flags.
+          started_at: `time.monotonic()` when the process started, for `info.warmup_s`; default: now.
+          progress: whether to draw a progress bar on stderr while compiling.
+
+        Raises:
+          StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
+        """
+        started_at = time.monotonic() if started_at is None else started_at
+        use_compilation_cache(config.compilation_cache_dir)
+        folder = resolve_model_folder(config.model)
+        self.arch = ModelArch.from_folder(folder)
+        mesh = make_mesh()
+        device = mesh.devices.flat[0]
+        platform = device.platform
+        dtype = resolve_dtype(config.dtype, self.arch, platform)
+        if config.load_format == "dummy":
+            params = random_params(self.arch, dtype, mesh, config.random_seed)
+        else:
+            params = load_params(folder, self.arch, dtype, mesh)
+        jax.block_until_ready(params)  # so that memory in use is what will stay in use
+
+        page_shape = kv_shape(self.arch, config.page_size, dtype)
+        self.capacity = plan_capacity(config, self.arch, page_shape, device)
+        self.buckets = BucketSet.derive(self.capacity, config.decode_buckets, config.extend_buckets)
+        self._kv = allocate(page_shape, self.capacity.num_pages, mesh)
+        self._last_tokens = jax.device_put(np.zeros(self.capacity.num_rows + 1, np.int32), replicated(mesh))
+        self._params = jax.tree.leaves(params)
+        graphdef, _ = abstract_model(self.arch, dtype)
+        backend = config.attention_backend
+        spec = ProgramSpec(graphdef, params, self._kv, self.capacity.num_rows, self.arch.vocab_size, backend, mesh)
+        _check_backend(spec, self.buckets)
+        self._programs = Programs(spec, self.buckets, progress=progress)
+        self._compiles = CompileCounter()
+        self.info = EngineInfo(
+            model_path=str(folder),
+            architecture=self.arch.name,
+            dtype=dtype.name,
+            limits=self.capacity.limits,
+            eos_token_ids=self.arch.eos_token_ids,
+            page_size=config.page_size,
+            max_running_requests=self.capacity.num_rows,
+            attention_backend=backend,
+            platform=platform,
+            kv_bytes=page_shape.page_bytes * self.capacity.num_pages,
+            warmup_s=time.monotonic() - started_at,
+        )
+        logger.info("%d programs compiled, %.1f s since start", len(self._programs), self.info.warmup_s)
+
+    @property
+    def recompiles(self) -> int:
+        """Programs that XLA compiled in this process since warm-up; more than 0 is a bug."""
+        return self._compiles.count
+
+    def submit(self, inputs: StepInputs) -> DeviceHandle:
+        """Launches one step and returns; never waits for the device.
+
+        The host array goes to the device as it is, the only transfer of a step. Raises `JaxsglError` for a bucket
+        that wasn't compiled, and what XLA raises; after that the engine can't go on.
+        """
+        forward, *sampling = self._programs.of(inputs.bucket)
+        out = forward(self._params, self._kv, self._last_tokens, inputs.packed)
+        self._kv, self._last_tokens, tokens = out.kv, out.last_tokens, out.tokens
+        for sample in sampling:
+            self._last_tokens, tokens = sample(out.logits, out.sampling, self._last_tokens)
+        return DeviceHandle(tokens, inputs.num_seqs)
+
+    def close(self) -> None:
+        """Stops counting compilations and lets go of the device's memory."""
+        self._compiles.close()
+        for array in jax.tree.leaves((self._kv, self._last_tokens, self._params)):
+            array.delete()
+
+
+def _check_backend(spec: ProgramSpec, buckets: BucketSet) -> None:
+    """Raises `ConfigError` if the named kernels can't run here; without a name, what can run is chosen."""
+    if spec.attention_backend == "auto":
+        return
+    try:
+        spec.trace_forward(buckets.all()[-1])
+    except ValueError as error:
+        raise ConfigError(f"--attention-backend {spec.attention_backend}: {error}") from error

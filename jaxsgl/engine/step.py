@@ -1,0 +1,138 @@
+"""One step of the engine as pure functions: forward (embed, layers, logits, greedy tokens), then sampling.
+
+Everything that the host decides arrives in one packed int32 array; everything that stays on the device (parameters,
+KV pages, last tokens) is an argument, and what it changes is donated and returned. Knows nothing about how programs
+are compiled or when they run: `programs` compiles, `engine` runs.
+
+Two programs, not one: a sampled batch runs its forward program and then a small sampling program, which depends on
+the number of sequences only. Half as many models to compile, and what sampling grows doesn't multiply them again.
+Neither waits for the host, and a greedy batch runs one program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxsgl.batch.inputs import FLOAT_FIELDS, Bucket, StepArrays, layout
+from jaxsgl.engine import sampler
+from jaxsgl.engine.kv_buffers import KvBuffers
+from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
+
+SAMPLING_FIELDS = ("lengths", "sample_rows", "top_k", "seeds", "temperature", "top_p", "min_p")
+
+
+class Forwarded(NamedTuple):
+    """What a forward program returns.
+
+    Attributes:
+      kv: all pages, with this step's keys and values.
+      last_tokens: `[rows + 1]` int32, with `tokens` at their rows.
+      tokens: `[S]` int32, the most likely ones.
+      logits: `[S, V]` float32.
+      sampling: `[7, S]` int32, the fields of SAMPLING_FIELDS as they came, for the sampling program.
+    """
+
+    kv: KvBuffers
+    last_tokens: jax.Array
+    tokens: jax.Array
+    logits: jax.Array
+    sampling: jax.Array
+
+
+Forward: TypeAlias = Callable[[list[jax.Array], KvBuffers, jax.Array, jax.Array], Forwarded]
+FORWARD_DONATES = (1, 2)  # kv, last_tokens
+SAMPLING_DONATES = (2,)  # last_tokens
+
+
+def make_forward(graphdef: nnx.GraphDef, treedef: Any, bucket: Bucket, attention_backend: str) -> Forward:
+    """`forward(params, kv, last_tokens, packed) -> Forwarded` for `bucket`, whose `sampled` makes no difference.
+
+    params: leaves of the model's state, whose structure is `treedef` (a flat list costs less per call). kv: all pages.
+    last_tokens: `[rows + 1]` int32, the newest token of each row, the dummy row last. packed: `[packed_len(bucket)]`
+    int32. Padding writes only the dummy page and the dummy row.
+    """
+
+    def forward(params: list[jax.Array], kv: KvBuffers, last_tokens: jax.Array, packed: jax.Array) -> Forwarded:
+        model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
+        arrays = unpack(packed, bucket)
+        pages = Pages(kv, arrays, bucket, attention_backend)
+        hidden = model(_token_ids(arrays.token_ids, last_tokens), arrays.positions, pages.attend)
+        logits = model.logits(_last_of_each(hidden, arrays, bucket))
+        tokens = sampler.greedy(logits)
+        sampling = jnp.stack([_field(packed, bucket, name) for name in SAMPLING_FIELDS])
+        return Forwarded(pages.buffers(), last_tokens.at[arrays.sample_rows].set(tokens), tokens, logits, sampling)
+
+    return forward
+
+
+def sample_step(logits: jax.Array, sampling: jax.Array, last_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sampled `(last_tokens, tokens [S])` in place of the greedy ones; arguments as in `Forwarded`."""
+    ints = dict(zip(SAMPLING_FIELDS, sampling, strict=True))
+    floats = {name: jax.lax.bitcast_convert_type(ints[name], jnp.float32) for name in FLOAT_FIELDS}
+    tokens = sampler.sample(
+        logits,
+        top_k=ints["top_k"],
+        seeds=ints["seeds"],
+        positions=ints["lengths"],  # the drawn token stands behind all that have KV
+        **floats,
+    )
+    return last_tokens.at[ints["sample_rows"]].set(tokens), tokens
+
+
+class Pages:
+    """The KV pages during one trace: each layer replaces its pair, so that XLA sees one in-place update per buffer."""
+
+    def __init__(self, kv: KvBuffers, arrays: StepArrays[jax.Array], bucket: Bucket, backend: str) -> None:
+        self._k, self._v = list(kv.k), list(kv.v)
+        self._arrays, self._bucket, self._backend = arrays, bucket, backend
+
+    def attend(self, layer_index: int, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Array:
+        """Stores this step's K and V of the layer, then attends over all of each sequence's; `[T, N, H]`."""
+        a, backend = self._arrays, self._backend
+        old = self._k[layer_index], self._v[layer_index]
+        k_pages, v_pages = store_kv(*old, k_TKH, v_TKH, a.slots, backend=backend)
+        self._k[layer_index], self._v[layer_index] = k_pages, v_pages
+        if self._bucket.kind == "decode":
+            return paged_decode_attention(q_TNH, k_pages, v_pages, a.page_table, a.lengths, backend=backend)
+        return paged_extend_attention(
+            q_TNH, k_pages, v_pages, a.page_table, a.lengths, a.query_offsets, backend=backend
+        )
+
+    def buffers(self) -> KvBuffers:
+        """The pages as the layers left them."""
+        return KvBuffers(tuple(self._k), tuple(self._v))
+
+
+def unpack(packed: jax.Array, bucket: Bucket) -> StepArrays[jax.Array]:
+    """The fields of `packed`, inside a jitted function; the host's twin is `host_views`."""
+
+    def field(name: str) -> jax.Array:
+        part = _field(packed, bucket, name)
+        return jax.lax.bitcast_convert_type(part, jnp.float32) if name in FLOAT_FIELDS else part
+
+    return StepArrays(**{name: field(name) for name in layout(bucket)})
+
+
+def _field(packed: jax.Array, bucket: Bucket, name: str) -> jax.Array:
+    """One field's bits."""
+    offset, shape = layout(bucket)[name]
+    return packed[offset : offset + math.prod(shape)].reshape(shape)
+
+
+def _token_ids(token_ids: jax.Array, last_tokens: jax.Array) -> jax.Array:
+    """Ids `[T]` with those that only the device knows filled in: an id below 0 is the last token of row ~id."""
+    known = token_ids >= 0
+    return jnp.where(known, token_ids, last_tokens[jnp.where(known, 0, ~token_ids)])
+
+
+def _last_of_each(hidden: jax.Array, arrays: StepArrays[jax.Array], bucket: Bucket) -> jax.Array:
+    """Hidden states `[S, D]` of each sequence's last token; of any token for padding sequences."""
+    if bucket.kind == "decode":
+        return hidden
+    return hidden[jnp.maximum(arrays.query_offsets[1:] - 1, 0)]

@@ -1,0 +1,70 @@
+"""Compiling many programs at start-up: in parallel, with a progress bar, from the persistent cache where it can.
+
+Knows nothing about steps or buckets. Tracing holds Python's lock, so it stays in the calling thread and feeds
+threads in which XLA compiles. Called by `programs` and `engine`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+from tqdm import tqdm
+
+DEFAULT_CACHE_DIR = Path("~/.cache/jaxsgl/xla")
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+def use_compilation_cache(directory: str | None) -> None:
+    """Keeps every compiled program in `directory` between starts; None: the default one; "": nowhere.
+
+    A setting of JAX's, so of the whole process.
+    """
+    if directory == "":
+        return
+    folder = (DEFAULT_CACHE_DIR if directory is None else Path(directory)).expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # JAX decides once per process whether it has a cache: without this, a program compiled before settles it.
+    compilation_cache.reset_cache()
+
+
+def compile_all(
+    lowerings: Mapping[KeyT, Callable[[], jax.stages.Lowered]], *, progress: bool
+) -> dict[KeyT, jax.stages.Compiled]:
+    """Lowers each program here, and compiles them in as many threads as there are processors."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bar = tqdm(total=len(lowerings), desc="compiling", unit="program", file=sys.stderr, disable=not progress)
+    with bar, ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+        futures: dict[KeyT, Future[jax.stages.Compiled]] = {}
+        for key, lower in lowerings.items():
+            futures[key] = pool.submit(lower().compile)
+            futures[key].add_done_callback(lambda _: bar.update())
+        if wait(futures.values(), return_when=FIRST_EXCEPTION).not_done:
+            pool.shutdown(cancel_futures=True)
+        return {key: future.result() for key, future in futures.items()}
+
+
+class CompileCounter:
+    """Counts what XLA compiles in this process, from any thread, programs taken from the cache included."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def close(self) -> None:
+        """Stops counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_s: float, **_: Any) -> None:
+        if event == COMPILE_EVENT:
+            self.count += 1
