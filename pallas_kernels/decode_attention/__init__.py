@@ -1,4 +1,4 @@
-"""The op `paged_decode_attention`: `api` checks and dispatches, `reference` defines what is right, the rest are backends."""
+"""The op `paged_decode_attention`: `api` checks, `reference` defines what is right, the rest are backends."""
 
 from pallas_kernels.decode_attention.api import paged_decode_attention
 

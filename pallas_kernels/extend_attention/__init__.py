@@ -1,4 +1,4 @@
-"""The op `paged_extend_attention`: `api` checks and dispatches, `reference` defines what is right, the rest are backends."""
+"""The op `paged_extend_attention`: `api` checks, `reference` defines what is right, the rest are backends."""
 
 from pallas_kernels.extend_attention.api import paged_extend_attention
 

@@ -1,4 +1,4 @@
-"""The op `store_kv`: `api` checks and dispatches, `reference` defines what is right, the rest are backends."""
+"""The op `store_kv`: `api` checks, `reference` defines what is right, the rest are backends."""
 
 from pallas_kernels.store_kv.api import store_kv
 
