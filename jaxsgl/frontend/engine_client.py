@@ -1,0 +1,126 @@
+"""The open calls: sends requests to the engine and hands each call its own replies.
+
+Owns the table of running requests, so nothing of a call may outlive its `open` block. Knows no client protocol and no
+text; the sockets and the process belong to supervisor.py. Used inside one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
+from jaxsgl.messages import Abort, Reply, ToEngine
+from jaxsgl.request import Request
+
+
+class ReplyStream:
+    """Replies of one request, in order. What a slow reader has not fetched yet comes at once."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.ended = False
+        self._replies: list[Reply] = []
+        self._failure: str | None = None
+        self._news = asyncio.Event()
+
+    async def next(self) -> list[Reply]:
+        """Returns all replies since the last call; waits for at least one. Raises `EngineUnavailable`."""
+        while not self._replies:
+            if self._failure is not None:
+                raise EngineUnavailable(self._failure)
+            self._news.clear()
+            await self._news.wait()
+        replies, self._replies = self._replies, []
+        return replies
+
+    def put(self, reply: Reply) -> None:
+        """Adds a reply."""
+        self.ended = reply.finish_reason is not None or reply.error is not None
+        self._replies.append(reply)
+        self._news.set()
+
+    def fail(self, reason: str) -> None:
+        """Ends the stream after the replies that have come."""
+        self.ended = True
+        self._failure = reason
+        self._news.set()
+
+
+class EngineClient:
+    """All requests that run in the engine. Accepts none until `accept` is called."""
+
+    def __init__(self, send: Callable[[ToEngine], None]) -> None:
+        self._send = send
+        self._refusal: str | None = "the engine is still starting: try again later"
+        self._streams: dict[str, ReplyStream] = {}  # by engine id
+        self._by_request_id: dict[str, ReplyStream] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def num_open(self) -> int:
+        """Calls whose `open` block has not ended."""
+        return len(self._streams)
+
+    def accept(self) -> None:
+        """Lets requests in."""
+        self._refusal = None
+
+    def refuse(self, reason: str) -> None:
+        """Refuses new requests from now on with `EngineUnavailable`."""
+        self._refusal = reason
+
+    def fail(self, reason: str) -> None:
+        """Refuses new requests and ends all open ones with `EngineUnavailable`."""
+        self.refuse(reason)
+        for stream in self._streams.values():
+            if not stream.ended:
+                stream.fail(reason)
+
+    @contextlib.contextmanager
+    def open(self, request: Request) -> Iterator[ReplyStream]:
+        """Submits `request`; leaving the block before its end aborts it.
+
+        To the engine it gets an id of its own: a client may use an id again while the engine still clears up the
+        request that had it before.
+
+        Raises:
+          InvalidRequest: a running request has the same id.
+          EngineUnavailable: the engine is starting, stopping or dead.
+        """
+        if self._refusal is not None:
+            raise EngineUnavailable(self._refusal)
+        if request.request_id in self._by_request_id:
+            raise InvalidRequest(f"request_id {request.request_id} is the id of a running request: choose another")
+        stream = ReplyStream(f"{request.request_id}/{next(self._numbers)}")
+        self._send(msgspec.structs.replace(request, request_id=stream.engine_id))
+        self._streams[stream.engine_id] = stream
+        self._by_request_id[request.request_id] = stream
+        try:
+            yield stream
+        finally:
+            del self._streams[stream.engine_id], self._by_request_id[request.request_id]
+            self._abort(stream)
+
+    def abort(self, request_id: str) -> bool:
+        """Aborts a running request; its stream then ends with `FinishReason.ABORT`. Returns whether it ran."""
+        stream = self._by_request_id.get(request_id)
+        return stream is not None and self._abort(stream)
+
+    def deliver(self, replies: Sequence[Reply]) -> None:
+        """Hands the engine's replies to their streams. Those of calls that are gone are dropped."""
+        for reply in replies:
+            stream = self._streams.get(reply.request_id)
+            if stream is not None:
+                stream.put(reply)
+
+    def _abort(self, stream: ReplyStream) -> bool:
+        if stream.ended:
+            return False
+        with contextlib.suppress(EngineUnavailable):  # a dead engine needs no abort
+            self._send(Abort(stream.engine_id))
+        return True

@@ -1,0 +1,140 @@
+"""The gRPC service `jaxsgl.v1.Jaxsgl`: converts between its messages and ours, and errors to status codes.
+
+Knows nothing of processes or tokens; generation.py does the work. The asyncio server calls it (server.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import platform
+import uuid
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from typing import Any, TypeVar
+
+import grpc
+
+import jaxsgl
+from jaxsgl.errors import InvalidRequest, JaxsglError
+from jaxsgl.frontend.engine_client import EngineClient
+from jaxsgl.frontend.generation import ChatPrompt, Generator, IdsPrompt, Piece, Prompt, ServedModel, TextPrompt
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.frontend.tokenizer import ChatMessage
+from jaxsgl.request import FinishReason, SamplingParams
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Jaxsgl"].full_name
+_LIBRARIES = ("jax", "jaxlib", "flax", "transformers", "tokenizers", "grpcio", "protobuf", "numpy")
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+
+logger = logging.getLogger(__name__)
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Awaitable[Any]])
+
+
+def _answers_errors(method: MethodT) -> MethodT:
+    """Ends the call with the status and words of the error that the method raises."""
+
+    @functools.wraps(method)
+    async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(self, request, context)
+        except JaxsglError as error:
+            await context.abort(grpc.StatusCode[error.grpc_status], str(error))
+        except Exception as error:
+            logger.exception("a call failed by our own fault")
+            await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
+
+    return wrapper  # type: ignore[return-value]
+
+
+class JaxsglService(pb_grpc.JaxsglServicer):
+    """The servicer."""
+
+    def __init__(self, generator: Generator, client: EngineClient) -> None:
+        self._generator = generator
+        self._client = client
+
+    @_answers_errors
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        """Streams pieces, or writes the whole as one reply. A cancelled call aborts the request."""
+        request_id = request.request_id or uuid.uuid4().hex
+        prepared = await self._generator.prepare(_prompt(request), _sampling(request.sampling), request_id)
+        with self._generator.start(prepared) as generation:
+            if request.stream:
+                async for piece in generation:
+                    await context.write(_reply(request_id, piece))
+            else:
+                await context.write(_reply(request_id, await generation.whole()))
+
+    @_answers_errors
+    async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortReply:
+        """Ends a running request by its id."""
+        return pb.AbortReply(found=self._client.abort(request.request_id))
+
+    @_answers_errors
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
+        """Tells what is served."""
+        return _model_info(self._generator.model)
+
+
+def _prompt(request: pb.GenerateRequest) -> Prompt:
+    kind = request.WhichOneof("input")
+    if kind == "text":
+        return TextPrompt(request.text)
+    if kind == "token_ids":
+        return IdsPrompt(list(request.token_ids.ids))
+    if kind == "chat":
+        return ChatPrompt([ChatMessage(message.role, message.content) for message in request.chat.messages])
+    raise InvalidRequest("the request has no input: set one of text, token_ids and chat")
+
+
+def _sampling(params: pb.SamplingParams) -> SamplingParams:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
+    given = {name: getattr(params, name) for name in names if params.HasField(name)}
+    return SamplingParams(**given, stop_token_ids=tuple(params.stop_token_ids), ignore_eos=params.ignore_eos)
+
+
+def _reply(request_id: str, piece: Piece) -> pb.GenerateReply:
+    reply = pb.GenerateReply(request_id=request_id, text=piece.text, token_ids=piece.token_ids)
+    if piece.end is not None:
+        reply.finish_reason = _FINISH_REASONS[piece.end.reason]
+        if piece.end.matched_stop_token is not None:
+            reply.matched_stop_token = piece.end.matched_stop_token
+        reply.usage.prompt_tokens = piece.end.prompt_tokens
+        reply.usage.cached_tokens = piece.end.cached_tokens
+        reply.usage.completion_tokens = piece.end.completion_tokens
+    return reply
+
+
+def _model_info(model: ServedModel) -> pb.ModelInfo:
+    info = model.info
+    return pb.ModelInfo(
+        model_path=info.model_path,
+        architecture=info.architecture,
+        dtype=info.dtype,
+        vocab_size=info.limits.vocab_size,
+        context_length=info.limits.context_length,
+        pool_tokens=info.limits.pool_tokens,
+        eos_token_ids=info.eos_token_ids,
+        page_size=info.page_size,
+        max_running_requests=info.max_running_requests,
+        attention_backend=info.attention_backend,
+        platform=info.platform,
+        kv_bytes=info.kv_bytes,
+        warmup_s=info.warmup_s,
+        has_tokenizer=model.tokenizer.exists,
+        has_chat_template=model.tokenizer.has_chat_template,
+        versions=_versions(),
+    )
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    libraries = {name: metadata.version(name) for name in _LIBRARIES}
+    return {"jaxsgl": jaxsgl.__version__, "python": platform.python_version(), **libraries}

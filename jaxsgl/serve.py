@@ -1,0 +1,37 @@
+"""`python -m jaxsgl.serve`: the server. Parses flags, runs the front end, which starts the engine process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from jaxsgl import logs
+from jaxsgl.config import ServerConfig, add_flags, from_flags
+from jaxsgl.errors import StartupError
+from jaxsgl.frontend.supervisor import ENGINE_COMMAND
+
+
+def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Serves until Ctrl-C or SIGTERM; returns the exit status (1: the start failed, or the engine died)."""
+    parser = argparse.ArgumentParser(
+        "python -m jaxsgl.serve", description="Serves a model by gRPC.", allow_abbrev=False
+    )
+    add_flags(parser, ServerConfig)
+    args = parser.parse_args(argv)
+    try:
+        config = from_flags(ServerConfig, args)
+        logs.configure(config.log_level, "server")
+        from jaxsgl.frontend.server import serve  # gRPC takes a while: bad flags needn't wait for it
+
+        return asyncio.run(serve(config, engine_command))
+    except StartupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before the loop has its own handler
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

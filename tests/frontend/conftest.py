@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess
+from small_tokenizers import byte_level, save
+
+from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(byte_level(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_folder: str) -> Tokenizer:
+    return load_tokenizer(model_folder)
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One server for all tests that leave it alive."""
+    server = ServerProcess(tmp_path_factory.mktemp("server"), model_folder)
+    server.wait_until_ready()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def stub(server: ServerProcess) -> Iterator[pb_grpc.JaxsglStub]:
+    with server.stub() as stub:
+        yield stub
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers of a test's own, on a model folder without a tokenizer: they are up in a second."""
+    servers: list[ServerProcess] = []
+    model = tmp_path / "model"
+    model.mkdir()
+
+    def start(*flags: str, model: str = str(model)) -> ServerProcess:
+        folder = tmp_path / f"server{len(servers)}"
+        folder.mkdir()
+        servers.append(ServerProcess(folder, model, *flags))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.end()

@@ -1,0 +1,140 @@
+"""An engine process without a model, for tests of the front end: speaks the same messages, answers from a script.
+
+A prompt's first ids choose what happens, see `Script`; any other prompt is echoed id by id. One new token per request
+and step, as from the real engine. Its config's `random_seed` chooses how it starts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+
+from jaxsgl.config import Limits
+from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
+from jaxsgl.ipc import EngineMailbox
+from jaxsgl.messages import Abort, EngineInfo, Reply, Shutdown, ToEngine
+from jaxsgl.request import FinishReason, Request, max_new_tokens
+
+VOCAB_SIZE = 1000
+LIMITS = Limits(vocab_size=VOCAB_SIZE, context_length=200, pool_tokens=160)
+EOS_ID = 1  # <|end|> of small_tokenizers
+
+
+class Script:
+    """First ids of prompts, and seeds of the configuration, with a meaning."""
+
+    HANG = 901  # never a token
+    DIE = 902  # SIGKILL after the third token
+    FAIL = 903  # EngineFailed after the first token
+    FOREVER = 904  # the same token again and again, a step every 5 ms
+    REFUSE = 905  # the scheduler refuses it
+    REPORT = 906  # echoes [running requests, requests ever seen, aborts ever seen]
+
+    START_FAILS = 11  # EngineFailed at start
+    START_DIES = 12  # exits with status 7 at start
+    START_HANGS = 13  # never ready
+
+
+@dataclass
+class Running:
+    request: Request
+    script: list[int]
+    sent: list[int] = field(default_factory=list)
+
+
+class FakeEngine:
+    def __init__(self, mailbox: EngineMailbox) -> None:
+        self.mailbox = mailbox
+        self.running: dict[str, Running] = {}
+        self.num_seen = 0
+        self.num_aborts = 0
+
+    def run(self) -> None:
+        while True:
+            idle = all(run.script[:1] == [Script.HANG] for run in self.running.values())
+            for message in self.mailbox.receive(block=idle):
+                if isinstance(message, Shutdown):
+                    return
+                self.handle(message)
+            replies = [reply for run in list(self.running.values()) if (reply := self.step(run)) is not None]
+            if replies:
+                self.mailbox.send(replies)
+
+    def handle(self, message: ToEngine) -> None:
+        if isinstance(message, Abort):
+            if self.running.pop(message.request_id, None) is not None:
+                self.num_aborts += 1
+                self.mailbox.send([Reply(message.request_id, finish_reason=FinishReason.ABORT)])
+        elif isinstance(message, Request):
+            self.num_seen += 1
+            script = list(message.prompt_ids)
+            if script[0] == Script.REPORT:
+                script = [len(self.running), self.num_seen, self.num_aborts]
+            if script[0] == Script.REFUSE:
+                self.mailbox.send([Reply(message.request_id, error="the scheduler refuses this")])
+            else:
+                self.running[message.request_id] = Running(message, script)
+
+    def step(self, run: Running) -> Reply | None:
+        match run.script[0]:
+            case Script.HANG:
+                return None
+            case Script.DIE if len(run.sent) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Script.FAIL if len(run.sent) == 1:
+                self.mailbox.fail("the fake engine failed as told", startup=False)
+                self.mailbox.close()
+                sys.exit(1)
+            case Script.FOREVER:
+                time.sleep(0.005)
+        token = run.script[len(run.sent) % len(run.script)]
+        run.sent.append(token)
+        sampling = run.request.sampling
+        reason = None
+        if token in sampling.stop_token_ids or (token == EOS_ID and not sampling.ignore_eos):
+            reason = FinishReason.STOP
+        elif len(run.sent) >= max_new_tokens(run.request, LIMITS):
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            del self.running[run.request.request_id]
+        return Reply(run.request.request_id, (token,), reason, cached_tokens=len(run.request.prompt_ids) // 2)
+
+
+def main() -> int:
+    ignore_terminal_signals()
+    launch = read_launch(sys.stdin.buffer)
+    follow_parent(sys.stdin.buffer, launch.endpoints)
+    mailbox = EngineMailbox(launch.endpoints)
+    match launch.config.random_seed:
+        case Script.START_FAILS:
+            mailbox.fail("--dtype is odd, but must be even", startup=True)
+            mailbox.close()
+            return 1
+        case Script.START_DIES:
+            return 7
+        case Script.START_HANGS:
+            mailbox.receive(block=True)
+    info = EngineInfo(
+        model_path=launch.config.model,
+        architecture="FakeForCausalLM",
+        dtype="float32",
+        limits=LIMITS,
+        eos_token_ids=(EOS_ID,),
+        page_size=launch.config.page_size,
+        max_running_requests=8,
+        attention_backend="reference",
+        platform="cpu",
+        kv_bytes=12345,
+        warmup_s=0.5,
+    )
+    mailbox.announce(info)
+    FakeEngine(mailbox).run()
+    mailbox.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from fake_engine_process import EOS_ID, Script
+from server_process import PATIENCE_S, ROOT, ServerProcess, wait_for
+
+from jaxsgl.client import main
+from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer
+
+
+@pytest.fixture
+def ask(server: ServerProcess, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Runs the client; returns exit status, standard output and standard error."""
+
+    def run(*flags: str) -> tuple[int, str, str]:
+        status = main(["--addr", server.address, *flags])
+        output = capsys.readouterr()
+        return status, output.out, output.err
+
+    return run
+
+
+def test_raw_text_is_continued(ask, tokenizer: Tokenizer) -> None:  # type: ignore[no-untyped-def]
+    text = "hello 🦊 world"
+    count = str(len(tokenizer.encode(text)))
+    assert ask(text, "--raw", "--max-tokens", count) == (0, text + "\n", "")
+
+
+def test_a_prompt_is_a_users_turn(ask, tokenizer: Tokenizer) -> None:  # type: ignore[no-untyped-def]
+    status, out, _ = ask("hello", "--json")  # the echo ends at the template's first <|end|>, an EOS
+    ids = tokenizer.encode_chat([ChatMessage("user", "hello")])
+    answer = json.loads(out)
+    assert status == 0
+    assert answer["text"] == "user\nhello"
+    assert answer["token_ids"] == ids[: ids.index(EOS_ID) + 1]
+    assert answer["finish_reason"] == "stop"
+    assert answer["matched_stop_token"] == EOS_ID
+    assert answer["usage"] == {
+        "prompt_tokens": len(ids),
+        "cached_tokens": len(ids) // 2,
+        "completion_tokens": len(answer["token_ids"]),
+    }
+
+
+def test_the_system_turn_comes_first(ask) -> None:  # type: ignore[no-untyped-def]
+    assert ask("hello", "--system", "be brief")[:2] == (0, "system\nbe brief\n")
+
+
+def test_token_ids_are_sent_as_they_are(ask) -> None:  # type: ignore[no-untyped-def]
+    status, out, _ = ask("--token-ids", "5,6,7", "--json", "--max-tokens", "4")
+    answer = json.loads(out)
+    assert (status, answer["token_ids"], answer["finish_reason"]) == (0, [5, 6, 7, 5], "length")
+    assert answer["matched_stop_token"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "either a prompt or --token-ids"),
+        (["hello", "--token-ids", "1"], "either a prompt or --token-ids"),
+        (["hello", "--system", "x", "--raw"], "--system needs the chat template"),
+        (["hello", "--temperature", "-1"], "INVALID_ARGUMENT: temperature is -1.0"),
+        (["hello", "--top-p", "2"], "INVALID_ARGUMENT: top_p is 2.0"),
+        (["hello", "--top-k", "-5"], "INVALID_ARGUMENT: top_k is -5"),
+        (["hello", "--seed", "-5"], "INVALID_ARGUMENT: seed is -5"),
+        (["--token-ids", "99999"], "INVALID_ARGUMENT: prompt holds token id 99999"),
+    ],
+)
+def test_errors_are_one_line_and_status_1(ask, flags: list[str], words: str) -> None:  # type: ignore[no-untyped-def]
+    status, out, err = ask(*flags)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("error: ")
+    assert words in err
+
+
+def test_without_a_server_it_gives_up_after_the_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    start_s = time.monotonic()
+    assert main(["hello", "--addr", "127.0.0.1:1", "--wait-s", "0.3"]) == 1
+    assert time.monotonic() - start_s >= 0.3
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "no server is ready at 127.0.0.1:1 after 0.3 s (nothing answers)" in err
+
+
+def test_it_waits_for_a_server_that_still_loads(start_server, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    server = start_server("--random-seed", str(Script.START_HANGS))
+    assert main(["hello", "--addr", server.address, "--wait-s", "0.3"]) == 1
+    assert "still loading" in capsys.readouterr().err
+
+
+def test_ctrl_c_cancels_the_call(server: ServerProcess) -> None:
+    command = [sys.executable, "-m", "jaxsgl.client", "--addr", server.address, "--token-ids", str(Script.HANG)]
+    before = server.log.count("left by the client")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    client = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    with server.stub() as stub:
+        from server_process import ids_request
+
+        def hangs() -> bool:
+            (reply,) = stub.Generate(ids_request(Script.REPORT, stream=False, ignore_eos=True, max_tokens=1))
+            return reply.token_ids[0] == 1
+
+        wait_for(hangs, "call in the engine")
+    client.send_signal(signal.SIGINT)
+    _, err = client.communicate(timeout=PATIENCE_S)
+    assert (client.returncode, err) == (130, "")
+    wait_for(lambda: server.log.count("left by the client") > before, "abort")

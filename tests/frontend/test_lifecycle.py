@@ -1,0 +1,245 @@
+"""Start, end and death of the two processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+from fake_engine_process import LIMITS, Script
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request, is_alive, wait_for
+
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+
+Start = Callable[..., ServerProcess]
+
+
+def ending(call: grpc.Call) -> tuple[grpc.StatusCode, str]:
+    """Reads a stream to its bitter end; returns status and words."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    return caught.value.code(), caught.value.details()
+
+
+def assert_nothing_is_left(server: ServerProcess, engine_pid: int) -> None:
+    wait_for(lambda: not is_alive(engine_pid), "end of the engine process")
+    wait_for(lambda: not list(server.temporary.iterdir()), "removal of the sockets' folder")
+
+
+@pytest.mark.parametrize("calls", [1, 20])
+def test_killing_the_engine_ends_every_call_within_two_seconds(start_server: Start, calls: int) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    engine_pid = server.engine_pid
+    with server.stub() as stub:
+        streams = [stub.Generate(ids_request(Script.FOREVER)) for _ in range(calls)]
+        for stream in streams:
+            next(stream)
+        waiting = stub.Generate(ids_request(Script.HANG, stream=False))
+        killed_s = time.monotonic()
+        os.kill(engine_pid, signal.SIGKILL)
+        endings = [ending(call) for call in [*streams, waiting]]
+        assert time.monotonic() - killed_s < 2.0
+    assert {code for code, _ in endings} == {grpc.StatusCode.UNAVAILABLE}
+    assert {words for _, words in endings} == {
+        f"the engine process {engine_pid} was killed by signal 9, SIGKILL (out of memory?)"
+    }
+    assert server.wait_for_exit() == 1
+    assert "killed by signal 9, SIGKILL" in server.log
+    assert "Traceback" not in server.log
+    assert_nothing_is_left(server, engine_pid)
+
+
+def test_an_engine_that_dies_in_a_step_ends_the_call(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with server.stub() as stub:
+        code, words = ending(stub.Generate(ids_request(Script.DIE)))
+    assert code == grpc.StatusCode.UNAVAILABLE
+    assert "SIGKILL" in words
+    assert server.wait_for_exit() == 1
+
+
+def test_an_engine_that_fails_says_why(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with server.stub() as stub:
+        code, words = ending(stub.Generate(ids_request(Script.FAIL)))
+    assert (code, words) == (grpc.StatusCode.UNAVAILABLE, "the fake engine failed as told")
+    assert server.wait_for_exit() == 1
+    assert "the fake engine failed as told" in server.log
+    assert "ended with exit status 1" in server.log
+
+
+def test_health_turns_not_serving_when_the_engine_dies(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with grpc.insecure_channel(server.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        os.kill(server.engine_pid, signal.SIGKILL)
+        assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert server.wait_for_exit() == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_with_status_0(start_server: Start, number: int) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    engine_pid = server.engine_pid
+    server.process.send_signal(number)
+    assert server.wait_for_exit() == 0
+    assert "Traceback" not in server.log
+    assert_nothing_is_left(server, engine_pid)
+
+
+def test_a_signal_lets_short_calls_finish_and_ends_long_ones(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with server.stub() as stub:
+        short = stub.Generate(ids_request(Script.FOREVER, max_tokens=60))
+        long = stub.Generate(ids_request(Script.HANG))
+        next(short)
+        server.interrupt()
+        server.wait_for_log("stopping: ")
+        code, words = ending(stub.Generate(ids_request(5)))
+        assert code == grpc.StatusCode.UNAVAILABLE
+        assert "shutting down" in words
+        assert list(short)[-1].finish_reason == pb.FINISH_REASON_LENGTH
+        code, words = ending(long)
+        assert code == grpc.StatusCode.UNAVAILABLE
+        assert "shutting down" in words
+    assert server.wait_for_exit() == 0
+
+
+def test_a_second_signal_ends_at_once(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    engine_pid = server.engine_pid
+    with server.stub() as stub:
+        call = stub.Generate(ids_request(Script.FOREVER, max_tokens=LIMITS.pool_tokens - 1))
+        hanging = stub.Generate(ids_request(Script.HANG))
+        next(call)
+        server.interrupt()
+        server.wait_for_log("stopping: ")
+        server.interrupt()
+        assert server.wait_for_exit(2.0) == 128 + signal.SIGINT
+        assert ending(hanging)[0] == grpc.StatusCode.UNAVAILABLE
+    assert_nothing_is_left(server, engine_pid)
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_server_only(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    engine_pid = server.engine_pid
+    assert os.getpgid(engine_pid) != os.getpgid(server.process.pid)
+    os.kill(engine_pid, signal.SIGINT)
+    os.kill(engine_pid, signal.SIGTERM)
+    with server.stub() as stub:
+        (reply,) = stub.Generate(ids_request(5, stream=False, max_tokens=3))
+    assert list(reply.token_ids) == [5, 5, 5]
+
+
+def test_the_engine_follows_a_killed_server(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    engine_pid = server.engine_pid
+    server.process.kill()
+    server.wait_for_exit()
+    assert_nothing_is_left(server, engine_pid)
+
+
+def test_until_the_engine_is_ready_calls_are_unavailable(start_server: Start) -> None:
+    server = start_server("--random-seed", str(Script.START_HANGS))
+    with grpc.insecure_channel(server.address) as channel, server.stub() as stub:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "jaxsgl.v1.Jaxsgl"):
+            status = health.Check(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True).status
+            assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+        code, words = ending(stub.Generate(ids_request(5)))
+        assert code == grpc.StatusCode.UNAVAILABLE
+        assert "starting" in words
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    engine_pid = server.engine_pid
+    server.interrupt()
+    assert server.wait_for_exit() == 0
+    assert_nothing_is_left(server, engine_pid)
+
+
+def error_of(server: ServerProcess) -> str:
+    """The one line by which a start that failed explains itself."""
+    assert server.wait_for_exit() == 1
+    assert "Traceback" not in server.log
+    errors = [line for line in server.log.splitlines() if "INFO" not in line]
+    assert len(errors) == 1, server.log
+    return errors[0]
+
+
+def test_a_failing_start_is_one_clear_line(start_server: Start) -> None:
+    server = start_server("--random-seed", str(Script.START_FAILS))
+    assert error_of(server) == "error: --dtype is odd, but must be even"
+    assert not list(server.temporary.iterdir())
+
+
+def test_an_engine_that_dies_while_starting_is_one_clear_line(start_server: Start) -> None:
+    error = error_of(start_server("--random-seed", str(Script.START_DIES)))
+    assert error.startswith("error: the engine process ")
+    assert error.endswith(" ended with exit status 7")
+
+
+def test_a_port_in_use_is_one_clear_line(start_server: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = error_of(start_server("--grpc-port", str(port)))
+    assert f"127.0.0.1:{port}" in error
+    assert "in use" in error
+
+
+def test_two_servers_can_not_share_a_port(start_server: Start) -> None:
+    port = start_server().address.rpartition(":")[2]
+    assert "in use" in error_of(start_server("--grpc-port", port))
+
+
+def test_an_unknown_address_is_one_clear_line(start_server: Start) -> None:
+    assert "192.0.2.1" in error_of(start_server("--host", "192.0.2.1"))
+
+
+def test_a_bad_flag_is_one_clear_line(start_server: Start) -> None:
+    error = error_of(start_server("--page-size", "0"))
+    assert error == "error: --page-size is 0, but must be 1 to 256"
+
+
+def test_a_missing_model_folder_is_one_clear_line(start_server: Start) -> None:
+    error = error_of(start_server(model="/nowhere/at/all"))
+    assert error == "error: the model folder /nowhere/at/all does not exist"
+
+
+def test_a_model_without_a_tokenizer_takes_ids_only(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with server.stub() as stub:
+        (reply,) = stub.Generate(ids_request(5, stream=False, max_tokens=2))
+        assert (list(reply.token_ids), reply.text) == ([5, 5], "")
+        code, words = ending(stub.Generate(pb.GenerateRequest(text="hello")))
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert "no tokenizer" in words
+        assert not stub.GetModelInfo(pb.GetModelInfoRequest()).has_tokenizer
+
+
+def test_the_front_end_never_imports_jax(model_folder: str) -> None:
+    code = (
+        "import sys, jaxsgl.serve, jaxsgl.client, jaxsgl.frontend.server\n"
+        "assert not {'jax', 'transformers'} & set(sys.modules), 'before loading'\n"
+        "jaxsgl.frontend.server.load_tokenizer(sys.argv[1]).encode_chat([])\n"
+    ).replace(".encode_chat([])", ".encode('a')") + "assert 'jax' not in sys.modules, 'after loading'\n"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code, model_folder], env=environment, check=True, timeout=PATIENCE_S)
