@@ -1,0 +1,93 @@
+"""Builds steps by hand, without a scheduler: row r owns pages 1 + r P .. (r + 1) P."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tests.plain_model import causal_attend, mesh_of
+
+from jaxsgl.batch.build import BatchBuilder, Work
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.engine.engine import Engine
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.weights import random_params
+
+
+class Driver:
+    """Extends and decodes rows of an engine, each row's sequence being its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        capacity = engine.capacity
+        self.sampling = SamplingRows(capacity.num_rows)
+        self.builder = BatchBuilder(engine.buckets, page_tables(capacity), self.sampling, capacity.page_size)
+
+    def extend(self, *parts: tuple[int, Sequence[int], int], sample: bool = True) -> StepInputs:
+        """`parts` are (row, token ids, tokens before them)."""
+        works = [Work(row, np.array(ids, np.int32), start, sample) for row, ids, start in parts]
+        return self.builder.extend(works)
+
+    def decode(self, positions: dict[int, int]) -> StepInputs:
+        """The rows' last sampled tokens, which stand at `positions[row]`."""
+        rows, places = (np.array(list(part), np.int32) for part in (positions.keys(), positions.values()))
+        return self.builder.decode(rows, places)
+
+    def run(self, inputs: StepInputs) -> list[int]:
+        return self.engine.submit(inputs).tokens().tolist()
+
+    def generate(self, prompts: dict[int, Sequence[int]], num_tokens: int, chunk: int = 16) -> dict[int, list[int]]:
+        """Prompts in chunks, one row after the other; then all rows decode together, launched ahead of reading."""
+        out = {}
+        for row, prompt in prompts.items():
+            for start in range(0, len(prompt), chunk):
+                part = prompt[start : start + chunk]
+                inputs = self.extend((row, part, start), sample=start + len(part) == len(prompt))
+                out[row] = self.run(inputs)
+        handles = [
+            self.engine.submit(self.decode({row: len(prompt) + i for row, prompt in prompts.items()}))
+            for i in range(num_tokens - 1)
+        ]
+        for handle in handles:
+            for row, token in zip(prompts, handle.tokens().tolist(), strict=True):
+                out[row].append(token)
+        return out
+
+
+def page_tables(capacity: Capacity) -> np.ndarray:
+    width = capacity.max_pages_per_seq
+    return 1 + np.arange(capacity.num_rows * width, dtype=np.int32).reshape(capacity.num_rows, width)
+
+
+class Plain:
+    """The same random model without pages, buckets or batches: the oracle."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.arch = ModelArch.from_folder(folder)
+        self._seed = seed
+
+    @cached_property
+    def _run(self):  # type: ignore[no-untyped-def]
+        graphdef, _ = abstract_model(self.arch, jnp.dtype("float32"))
+        model = nnx.merge(graphdef, random_params(self.arch, jnp.dtype("float32"), mesh_of(), self._seed))
+        positions = jnp.arange(self.arch.max_context)
+        return jax.jit(lambda token_ids: model.logits(model(token_ids, positions, causal_attend)))
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """`[T, V]`; padded to one length, which the causal mask hides, so that one program serves all."""
+        padded = [*token_ids, *[0] * (self.arch.max_context - len(token_ids))]
+        return np.asarray(self._run(np.array(padded, np.int32)))[: len(token_ids)]
+
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Greedy tokens."""
+        ids = list(prompt)
+        for _ in range(num_tokens):
+            ids.append(int(self.logits(ids)[-1].argmax()))
+        return ids[len(prompt) :]

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from tests.engine.conftest import ConfigMaker
+from tests.engine.driving import Driver, Plain
+
+from jaxsgl.engine.engine import Engine
+from jaxsgl.errors import ConfigError, JaxsglError
+from jaxsgl.request import SamplingParams
+
+PROMPTS = {0: list(range(3, 40)), 1: [7], 2: [9, 8, 7, 6, 5, 4, 3], 3: list(range(90, 60, -1))}
+
+
+def test_tokens_equal_the_plain_models_whatever_is_batched_chunked_and_launched_ahead(
+    engine: Engine, plain: Plain
+) -> None:
+    expected = {row: plain.generate(prompt, 8) for row, prompt in PROMPTS.items()}
+    assert Driver(engine).generate(PROMPTS, 8) == expected
+    assert Driver(engine).generate(PROMPTS, 8, chunk=5) == expected
+    assert Driver(engine).generate({1: PROMPTS[1]}, 8) == {1: expected[1]}
+
+
+def test_several_sequences_extend_in_one_step(engine: Engine, plain: Plain) -> None:
+    driver = Driver(engine)
+    driver.run(driver.extend((2, PROMPTS[2][:5], 0), sample=False))
+    tokens = driver.run(driver.extend((0, PROMPTS[0][:9], 0), (2, PROMPTS[2][5:], 5), (1, PROMPTS[1], 0)))
+    expected = [plain.generate(ids, 1)[0] for ids in (PROMPTS[0][:9], PROMPTS[2], PROMPTS[1])]
+    assert tokens == expected
+
+
+def test_a_chunk_that_is_not_the_last_leaves_the_rows_last_token_alone(engine: Engine, plain: Plain) -> None:
+    driver = Driver(engine)
+    first = driver.run(driver.extend((0, [5, 6, 7], 0)))
+    driver.run(driver.extend((1, PROMPTS[0][:4], 0), sample=False))
+    assert driver.run(driver.decode({0: 3})) == plain.generate([5, 6, 7, *first], 1)
+
+
+def test_padding_changes_nothing_but_the_dummy_page_and_the_dummy_row(engine: Engine) -> None:
+    driver = Driver(engine)
+    driver.generate({0: [5, 6, 7], 1: [8, 9]}, 2)
+    before, last_before = jax.tree.map(np.asarray, (engine._kv, engine._last_tokens))
+    driver.run(driver.decode({1: 3}))  # a bucket of 4 sequences: 3 are padding
+    driver.run(driver.extend((1, [4], 4)))  # a bucket of 16 tokens and 4 sequences
+    after, last_after = jax.tree.map(np.asarray, (engine._kv, engine._last_tokens))
+    own_page = 1 + engine.capacity.max_pages_per_seq
+    for pages_before, pages_after in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        changed = np.flatnonzero((pages_before != pages_after).any(axis=(1, 2, 3)))
+        assert set(changed.tolist()) <= {0, own_page, own_page + 1}
+        assert not np.isnan(pages_after).any()
+    assert (last_before != last_after)[[0, 2, 3]].sum() == 0
+
+
+def test_sampled_tokens_depend_on_seed_and_position_and_not_on_neighbours(engine: Engine) -> None:
+    driver = Driver(engine)
+    for row, seed in ((0, 1), (1, 2**32 - 1), (3, 1)):
+        driver.sampling.set(row, SamplingParams(temperature=1.5), seed)
+    driver.sampling.set(2, SamplingParams(temperature=0.0), 0)
+    prompt = [11, 12, 13]
+    together = driver.generate(dict.fromkeys(range(4), prompt), 12)
+    assert together[0] == together[3] == driver.generate({0: prompt}, 12)[0]
+    assert together[0] != together[1]
+    assert len(set(together[0])) > 3
+
+
+def test_greedy_rows_beside_sampled_ones_stay_greedy(engine: Engine, plain: Plain) -> None:
+    driver = Driver(engine)
+    driver.sampling.set(0, SamplingParams(temperature=1.0), 5)
+    driver.sampling.set(1, SamplingParams(temperature=1.0, top_k=1), 5)
+    driver.sampling.set(2, SamplingParams(temperature=0.0), 5)
+    together = driver.generate(dict.fromkeys(range(3), [3, 1, 4]), 6)
+    assert together[1] == together[2] == plain.generate([3, 1, 4], 6)
+
+
+def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
+    driver = Driver(engine)
+    before = engine.recompiles
+    for seed in range(3):
+        driver.sampling.set(0, SamplingParams(temperature=float(seed)), seed)
+        driver.generate({0: [1, 2, 3], 1: list(range(20))}, 4)
+    assert engine.recompiles == before
+
+
+def test_a_hidden_compilation_is_counted(engine: Engine) -> None:
+    before = engine.recompiles
+    jax.jit(lambda x: x * 3 + before)(np.arange(5)).block_until_ready()
+    engine._compiles.count, counted = before, engine.recompiles
+    assert counted > before
+
+
+def test_a_shape_that_warm_up_did_not_compile_is_refused(engine: Engine) -> None:
+    inputs = Driver(engine).decode({0: 3})
+    wrong = replace(inputs, bucket=replace(inputs.bucket, num_tokens=3, num_seqs=3))
+    with pytest.raises(JaxsglError, match="no program was compiled for bucket .decode T=3"):
+        engine.submit(wrong)
+
+
+def test_submit_returns_before_the_step_is_done(engine: Engine) -> None:
+    driver = Driver(engine)
+    inputs = driver.extend(*((row, [5, 6, 7, 8], 56) for row in range(4)))
+    handles = [engine.submit(inputs) for _ in range(30)]
+    assert not all(handle._tokens.is_ready() for handle in handles)
+    assert len({tuple(handle.tokens()) for handle in handles}) == 1
+
+
+def test_a_step_transfers_one_array_to_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward_calls = []
+    real = engine._programs.of
+
+    def recorded(bucket):  # type: ignore[no-untyped-def]
+        def record(program):  # type: ignore[no-untyped-def]
+            def call(*args):  # type: ignore[no-untyped-def]
+                forward_calls.append(sum(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args)))
+                return program(*args)
+
+            return call
+
+        return tuple(record(program) for program in real(bucket))
+
+    monkeypatch.setattr(engine._programs, "of", recorded)
+    driver = Driver(engine)
+    driver.sampling.set(0, SamplingParams(temperature=1.0), 0)
+    driver.run(driver.extend((0, [1, 2], 0)))
+    assert forward_calls == [1, 0]
+
+
+def test_info_says_what_was_started(engine: Engine) -> None:
+    info = engine.info
+    assert (info.architecture, info.dtype, info.platform) == ("Qwen3ForCausalLM", "float32", "cpu")
+    assert info.limits.context_length == 64 and info.limits.pool_tokens == 256 and info.limits.vocab_size == 101
+    assert info.eos_token_ids == (1,)
+    assert info.kv_bytes == sum(array.nbytes for array in jax.tree.leaves(engine._kv))
+    assert 0 < info.warmup_s < 300
+
+
+def test_a_context_beyond_the_models_is_refused(tiny_config: ConfigMaker) -> None:
+    with pytest.raises(ConfigError, match="--context-length is 65, but the model was made for 64 tokens"):
+        Engine(tiny_config(context_length=65), progress=False)
+
+
+def test_kernels_that_can_not_run_here_are_refused_before_warm_up(tiny_config: ConfigMaker) -> None:
+    with pytest.raises(ConfigError, match="--attention-backend pallas_tpu"):
+        Engine(tiny_config(attention_backend="pallas_tpu"), progress=False)
