@@ -2,9 +2,10 @@
 
 import jax
 
-from pallas_kernels.decode_attention import reference, xla
+from pallas_kernels.decode_attention import pallas_gpu, reference, xla
 from pallas_kernels.dispatch import choose_backend, no_refusal
 from pallas_kernels.options import attention_options, check_pages, check_queries
+from pallas_kernels.triton_rows import refuse_shapes
 
 
 def paged_decode_attention(
@@ -42,8 +43,14 @@ def paged_decode_attention(
     if q.shape[0] != lengths.shape[0]:
         raise ValueError(f"q {q.shape} must hold one token for each of the {lengths.shape[0]} sequences in lengths")
     options = attention_options(q.shape[2], sm_scale, sliding_window, logit_soft_cap)
-    implemented = {"reference": no_refusal, "xla": no_refusal}
+    implemented = {
+        "reference": no_refusal,
+        "xla": no_refusal,
+        "pallas_gpu": lambda: refuse_shapes(q, k_pages),
+    }
     chosen = choose_backend("paged_decode_attention", backend, implemented, interpret=interpret)
+    if chosen == "pallas_gpu":
+        return pallas_gpu.decode_attention(q, k_pages, v_pages, page_table, lengths, options, interpret=interpret)
     if chosen == "reference":
         return reference.decode_attention(q, k_pages, v_pages, page_table, lengths, options)
     return xla.decode_attention(q, k_pages, v_pages, page_table, lengths, options)

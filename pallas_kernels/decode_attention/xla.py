@@ -1,5 +1,7 @@
 """`paged_decode_attention` as plain XLA: a loop over sequences, inside it one over KV tiles. Called by `api` only."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +15,7 @@ _SINGLE_PAGE_SIZE = 16
 _GATHERED_TOKENS = 128
 
 
+@functools.partial(jax.jit, static_argnames="options")
 def decode_attention(
     q: jax.Array,
     k_pages: jax.Array,

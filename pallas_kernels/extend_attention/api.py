@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_backend, no_refusal
-from pallas_kernels.extend_attention import reference, xla
+from pallas_kernels.extend_attention import pallas_gpu, reference, xla
 from pallas_kernels.options import attention_options, check_pages, check_queries
+from pallas_kernels.triton_rows import refuse_shapes
 
 
 def paged_extend_attention(
@@ -46,8 +47,16 @@ def paged_extend_attention(
             f"and lengths has S = {lengths.shape[0]}"
         )
     options = attention_options(q.shape[2], sm_scale, sliding_window, logit_soft_cap)
-    implemented = {"reference": no_refusal, "xla": no_refusal}
+    implemented = {
+        "reference": no_refusal,
+        "xla": no_refusal,
+        "pallas_gpu": lambda: refuse_shapes(q, k_pages),
+    }
     chosen = choose_backend("paged_extend_attention", backend, implemented, interpret=interpret)
+    if chosen == "pallas_gpu":
+        return pallas_gpu.extend_attention(
+            q, k_pages, v_pages, page_table, lengths, query_offsets, options, interpret=interpret
+        )
     if chosen == "reference":
         return reference.extend_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, options)
     return xla.extend_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, options)

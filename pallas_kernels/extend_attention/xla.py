@@ -4,6 +4,8 @@ A query tile holds queries of one sequence. The loop runs over the tiles that ex
 device), so that its time follows the work and not the padded shapes.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +14,7 @@ from pallas_kernels.online_softmax import attend_rows, first_visible, pad_page_t
 from pallas_kernels.options import AttentionOptions
 
 
+@functools.partial(jax.jit, static_argnames="options")
 def extend_attention(
     q: jax.Array,
     k_pages: jax.Array,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_backend, no_refusal
 from pallas_kernels.options import check_pages
-from pallas_kernels.store_kv import reference, xla
+from pallas_kernels.store_kv import pallas_gpu, reference, xla
 
 
 def store_kv(
@@ -40,8 +40,15 @@ def store_kv(
             f"k {k.shape} and v {v.shape} must be [T, K, H] and slots {slots.shape} {slots.dtype} [T] int32, "
             f"with the K and H of k_pages {k_pages.shape}"
         )
-    chosen = choose_backend("store_kv", backend, {"reference": no_refusal, "xla": no_refusal}, interpret=interpret)
+    implemented = {
+        "reference": no_refusal,
+        "xla": no_refusal,
+        "pallas_gpu": lambda: pallas_gpu.refuse_shapes(k_pages),
+    }
+    chosen = choose_backend("store_kv", backend, implemented, interpret=interpret)
     k, v = k.astype(k_pages.dtype), v.astype(v_pages.dtype)
+    if chosen == "pallas_gpu":
+        return pallas_gpu.store_kv(k_pages, v_pages, k, v, slots, interpret=interpret)
     if chosen == "reference":
         return reference.store_kv(k_pages, v_pages, k, v, slots)
     return xla.store_kv(k_pages, v_pages, k, v, slots)
