@@ -12,7 +12,6 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import zmq

@@ -69,7 +69,16 @@ class Server:
         )
 
     async def run(self) -> int:
-        """Starts everything and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
+        """Starts, and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
+        await self.start()
+        reason = await self._supervisor.death()
+        logger.error("%s; ending %d open calls and the server", reason, self._client.num_open)
+        self._client.fail(reason)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        return 1
+
+    async def start(self) -> str:
+        """Starts everything; returns the address when requests may come. Raises `StartupError`."""
         address = await self._listen()
         logger.info("listening on %s, loading %s", address, self._config.engine.model)
         await self._supervisor.start(self._client.deliver)
@@ -77,11 +86,7 @@ class Server:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         seconds = time.monotonic() - self._start_s
         logger.info("ready: %s on %s, %.1f s after start", self._config.engine.model, address, seconds)
-        reason = await self._supervisor.death()
-        logger.error("%s; ending %d open calls and the server", reason, self._client.num_open)
-        self._client.fail(reason)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        return 1
+        return address
 
     async def drain(self) -> None:
         """Refuses new calls, and gives the open ones a moment to finish before it ends them."""

@@ -21,7 +21,7 @@ from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0  # for things that take a second on an idle machine
+PATIENCE_S = 120.0  # for things that take a second on an idle machine
 
 ValueT = TypeVar("ValueT")
 

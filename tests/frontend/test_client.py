@@ -9,7 +9,7 @@ import time
 
 import pytest
 from fake_engine_process import EOS_ID, Script
-from server_process import PATIENCE_S, ROOT, ServerProcess, wait_for
+from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request, wait_for
 
 from jaxsgl.client import main
 from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer
@@ -101,7 +101,6 @@ def test_ctrl_c_cancels_the_call(server: ServerProcess) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     client = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     with server.stub() as stub:
-        from server_process import ids_request
 
         def hangs() -> bool:
             (reply,) = stub.Generate(ids_request(Script.REPORT, stream=False, ignore_eos=True, max_tokens=1))

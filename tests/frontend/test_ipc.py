@@ -1,82 +1,87 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import stat
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.ipc import MAX_SOCKET_PATH, EngineLine, EngineMailbox, Endpoints
-from jaxsgl.messages import Abort, FromEngine, Replies, Reply, Shutdown
+from jaxsgl.ipc import MAX_SOCKET_PATH, Endpoints, EngineLine, EngineMailbox
+from jaxsgl.messages import Abort, EngineFailed, FromEngine, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 
 REQUEST = Request("r", [1, 2, 3], SamplingParams(temperature=0.7, seed=3, stop_token_ids=(4,)))
 
 
 @pytest.fixture
-def endpoints() -> Endpoints:
-    return Endpoints.create()
+def endpoints() -> Iterator[Endpoints]:
+    endpoints = Endpoints.create()
+    yield endpoints
+    endpoints.remove()
+
+
+@contextlib.contextmanager
+def line_to(endpoints: Endpoints, heard: list[FromEngine]) -> Iterator[EngineLine]:
+    line = EngineLine(endpoints)
+    try:
+        line.listen(heard.append)
+        yield line
+    finally:
+        line.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def test_messages_arrive_whole_and_in_order_both_ways(endpoints: Endpoints) -> None:
     async def scenario() -> None:
-        line, mailbox, heard = EngineLine(endpoints), EngineMailbox(endpoints), []
-        line.listen(heard.append)
-        mailbox.send([])  # connected once this has arrived
-        async with asyncio.timeout(30):
-            while not heard:
-                await asyncio.sleep(0.01)
-        sent = [REQUEST, Abort("r"), Shutdown()]
-        for message in sent:
-            line.send(message)
-        received: list[object] = []
-        while len(received) < len(sent):
-            received += mailbox.receive(block=True)
-        assert received == sent
-        assert mailbox.receive(block=False) == []
-        replies = [[Reply("r", (step,))] for step in range(3000)] + [[Reply("r", (), FinishReason.ABORT, 2, "no")]]
-        for step in replies:
-            mailbox.send(step)
-        async with asyncio.timeout(30):
-            while len(heard) < 1 + len(replies):
-                await asyncio.sleep(0.01)
-        expected: list[FromEngine] = [Replies([]), *map(Replies, replies)]
-        assert heard == expected
-        mailbox.close()
-        line.close()
+        heard: list[FromEngine] = []
+        with line_to(endpoints, heard) as line, contextlib.closing(EngineMailbox(endpoints)) as mailbox:
+            mailbox.send([])
+            await until(lambda: len(heard) == 1)  # the processes are connected
+            sent = [REQUEST, Abort("r"), Shutdown()]
+            for message in sent:
+                line.send(message)
+            received: list[ToEngine] = []
+            while len(received) < len(sent):
+                received += mailbox.receive(block=True)
+            assert received == sent
+            assert mailbox.receive(block=False) == []
+            replies = [[Reply("r", (step,))] for step in range(3000)]
+            replies.append([Reply("r", (), FinishReason.ABORT, 2, "no"), Reply("s", (1,))])
+            for step in replies:
+                mailbox.send(step)
+            await until(lambda: len(heard) == 1 + len(replies))
+            assert heard == [Replies([]), *map(Replies, replies)]
 
     asyncio.run(scenario())
-    endpoints.remove()
 
 
 def test_last_words_arrive_although_the_engine_closes_at_once(endpoints: Endpoints) -> None:
     async def scenario() -> None:
-        line, heard = EngineLine(endpoints), []
-        line.listen(heard.append)
-        mailbox = EngineMailbox(endpoints)
-        mailbox.fail("why", startup=True)
-        await asyncio.to_thread(mailbox.close)
-        async with asyncio.timeout(30):
-            while not heard:
-                await asyncio.sleep(0.01)
-        assert heard[0].message == "why"
-        line.close()
+        heard: list[FromEngine] = []
+        with line_to(endpoints, heard):
+            with contextlib.closing(EngineMailbox(endpoints)) as mailbox:
+                mailbox.fail("why", startup=True)
+            await until(lambda: bool(heard))
+            assert heard == [EngineFailed("why", startup=True)]
 
     asyncio.run(scenario())
-    endpoints.remove()
 
 
 def test_sending_to_nobody_is_an_error_not_a_wait(endpoints: Endpoints) -> None:
     async def scenario() -> None:
-        line = EngineLine(endpoints)
-        with pytest.raises(EngineUnavailable, match="not connected"):
+        with line_to(endpoints, []) as line, pytest.raises(EngineUnavailable, match="not connected"):
             line.send(REQUEST)
-        line.close()
 
     asyncio.run(scenario())
-    endpoints.remove()
 
 
 def test_sockets_are_private_and_removable(endpoints: Endpoints) -> None:
@@ -86,9 +91,7 @@ def test_sockets_are_private_and_removable(endpoints: Endpoints) -> None:
     endpoints.remove()
 
 
-def test_a_long_temporary_path_does_not_make_sockets_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_temporary_path_does_not_make_sockets_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * MAX_SOCKET_PATH)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
