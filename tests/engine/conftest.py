@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.engine.driving import Plain
 
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
+from tests.engine.driving import Plain
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],

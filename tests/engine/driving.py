@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tests.plain_model import causal_attend, mesh_of
 
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.capacity import Capacity
@@ -19,6 +18,7 @@ from jaxsgl.batch.sampling_rows import SamplingRows
 from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights import random_params
+from tests.plain_model import causal_attend, mesh_of
 
 
 class Driver:

@@ -5,12 +5,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from tests.engine.conftest import ConfigMaker
-from tests.engine.driving import Driver, Plain
 
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.request import SamplingParams
+from tests.engine.conftest import ConfigMaker
+from tests.engine.driving import Driver, Plain
 
 PROMPTS = {0: list(range(3, 40)), 1: [7], 2: [9, 8, 7, 6, 5, 4, 3], 3: list(range(90, 60, -1))}
 
@@ -71,7 +71,7 @@ def test_greedy_rows_beside_sampled_ones_stay_greedy(engine: Engine, plain: Plai
     driver.sampling.set(0, SamplingParams(temperature=1.0), 5)
     driver.sampling.set(1, SamplingParams(temperature=1.0, top_k=1), 5)
     driver.sampling.set(2, SamplingParams(temperature=0.0), 5)
-    together = driver.generate(dict.fromkeys(range(3), [3, 1, 4]), 6)
+    together = driver.generate({row: [3, 1, 4] for row in range(3)}, 6)
     assert together[1] == together[2] == plain.generate([3, 1, 4], 6)
 
 
@@ -94,7 +94,7 @@ def test_a_hidden_compilation_is_counted(engine: Engine) -> None:
 def test_a_shape_that_warm_up_did_not_compile_is_refused(engine: Engine) -> None:
     inputs = Driver(engine).decode({0: 3})
     wrong = replace(inputs, bucket=replace(inputs.bucket, num_tokens=3, num_seqs=3))
-    with pytest.raises(JaxsglError, match="no program was compiled for bucket .decode T=3"):
+    with pytest.raises(JaxsglError, match=r"no program was compiled for bucket .decode T=3"):
         engine.submit(wrong)
 
 

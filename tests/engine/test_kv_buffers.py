@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxsgl.engine.kv_buffers import KvShape, allocate, choose_num_pages
+from jaxsgl.engine.memory import free_bytes, free_host_bytes
+from jaxsgl.errors import ConfigError
+from tests.plain_model import mesh_of
+
+GIB = 2**30
+PAGE = KvShape(num_layers=4, num_kv_heads=8, head_dim=128, page_size=16, dtype=jnp.dtype("bfloat16"))
+
+
+@dataclass
+class Accelerator:
+    """Stands for a device with `limit` bytes of memory, `used` of them by the weights."""
+
+    limit: int
+    used: int
+    platform: str = "gpu"
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": self.limit, "bytes_in_use": self.used}
+
+
+def num_pages(device: Any, page: KvShape = PAGE, **options: Any) -> int:
+    defaults = {"max_total_tokens": None, "mem_fraction_static": 0.85, "useful_tokens": 10**12}
+    return choose_num_pages(page, device, **{**defaults, **options})
+
+
+def test_an_accelerators_pool_takes_the_static_fraction_less_the_weights() -> None:
+    device = Accelerator(limit=20 * GIB, used=7 * GIB)
+    assert PAGE.page_bytes == 2 * 4 * 8 * 128 * 16 * 2
+    assert num_pages(device, mem_fraction_static=0.85) == 10 * GIB // PAGE.page_bytes
+    assert num_pages(device, mem_fraction_static=0.85, useful_tokens=32) == 10 * GIB // PAGE.page_bytes
+
+
+def test_a_pool_on_cpu_is_no_larger_than_all_rows_can_fill() -> None:
+    cpu = jax.devices("cpu")[0]
+    assert num_pages(cpu, useful_tokens=1000) == 1 + 63
+    bounded = num_pages(cpu)
+    assert 2 <= bounded <= free_host_bytes() // 2 // PAGE.page_bytes
+
+
+def test_tokens_asked_for_are_rounded_up_to_pages_besides_the_dummy_page() -> None:
+    device = Accelerator(limit=GIB, used=0)
+    assert num_pages(device, max_total_tokens=160) == 11
+    assert num_pages(device, max_total_tokens=161) == 12
+
+
+def test_too_many_tokens_asked_for_are_an_error_that_says_what_is_free() -> None:
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 10000000 needs \d+ MiB, but 870 MiB are free"):
+        num_pages(Accelerator(limit=GIB, used=0), max_total_tokens=10_000_000)
+
+
+@pytest.mark.parametrize("options", [{"max_total_tokens": 1}, {}])
+def test_a_pool_that_holds_no_request_is_an_error(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"--max-total-tokens is 1|MiB are the least"):
+        num_pages(Accelerator(limit=GIB, used=int(0.84999 * GIB)), **options)
+
+
+def test_weights_beyond_the_static_fraction_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="raise --mem-fraction-static"):
+        num_pages(Accelerator(limit=GIB, used=GIB))
+
+
+def test_buffers_are_zeros_of_the_mesh_one_pair_per_layer() -> None:
+    shape = KvShape(num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=jnp.dtype("float16"))
+    buffers = allocate(shape, 5, mesh_of())
+    leaves = jax.tree.leaves(buffers)
+    assert len(buffers.k) == len(buffers.v) == 3
+    assert {(leaf.shape, leaf.dtype.name) for leaf in leaves} == {((5, 2, 4, 8), "float16")}
+    assert all(leaf.sharding.spec[1] == "tp" for leaf in leaves)
+    assert sum(leaf.nbytes for leaf in leaves) == 5 * shape.page_bytes
+    assert not any(leaf.any() for leaf in leaves)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 6
+
+
+def test_free_host_memory_is_read_from_the_system(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    100 kB\n")
+    assert free_host_bytes(meminfo) == 100 * 1024
+    assert free_host_bytes(tmp_path / "nothing") > 2**20
+    assert free_bytes(jax.devices("cpu")[0], 0.5) == pytest.approx(free_host_bytes(), rel=0.3)

@@ -1,0 +1,66 @@
+"""What the compiler makes of a step: no copy of the cache, and programs for platforms that aren't here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsgl.batch.inputs import Bucket, host_views, packed_len
+from jaxsgl.engine.kv_buffers import KvBuffers, KvShape, allocate
+from jaxsgl.engine.programs import ProgramSpec
+from jaxsgl.engine.step import unpack
+from jaxsgl.models import abstract_model
+from jaxsgl.weights import random_params
+from tests.engine.driving import Plain
+from tests.plain_model import mesh_of
+
+NUM_PAGES = 4099  # no other dimension is so large
+BUCKETS = [Bucket("decode", 4, 4, 16, False), Bucket("extend", 32, 4, 16, False)]
+
+
+@pytest.fixture(scope="module")
+def kv(plain: Plain) -> KvBuffers:
+    shape = KvShape(plain.arch.num_layers, plain.arch.num_kv_heads, plain.arch.head_dim, 4, jnp.dtype("float32"))
+    return allocate(shape, NUM_PAGES, mesh_of())
+
+
+@pytest.fixture(scope="module")
+def spec(plain: Plain, kv: KvBuffers) -> Iterator[ProgramSpec]:
+    dtype = jnp.dtype("float32")
+    graphdef, _ = abstract_model(plain.arch, dtype)
+    params = random_params(plain.arch, dtype, mesh_of(), 0)
+    yield ProgramSpec(graphdef, params, kv, 8, plain.arch.vocab_size, "xla", mesh_of())
+
+
+@pytest.mark.parametrize("bucket", BUCKETS, ids=str)
+def test_a_step_updates_the_cache_in_place(spec: ProgramSpec, kv: KvBuffers, bucket: Bucket) -> None:
+    compiled = spec.trace_forward(bucket).lower().compile()
+    cache_bytes = sum(pages.nbytes for pages in jax.tree.leaves(kv))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < kv.k[0].nbytes
+    hlo = compiled.as_text()
+    assert f"[{NUM_PAGES}," in hlo
+    assert not re.findall(rf"= \w+\[{NUM_PAGES},[^=]* (?:copy|transpose|convert)\(.*", hlo)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("bucket", BUCKETS, ids=str)
+def test_a_step_lowers_for_accelerators(spec: ProgramSpec, bucket: Bucket, platform: str) -> None:
+    text = spec.trace_forward(bucket).lower(lowering_platforms=(platform,)).as_text()
+    assert f"{NUM_PAGES}x2x4x16" in text
+    assert "stablehlo" in spec.trace_sampling(4).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_the_device_unpacks_what_the_host_packed() -> None:
+    bucket = Bucket("extend", 8, 3, 5, True)
+    packed = np.random.default_rng(0).integers(-(2**31), 2**31, packed_len(bucket), dtype=np.int32)
+    on_device = jax.jit(lambda x: vars(unpack(x, bucket)))(packed)
+    for name, view in vars(host_views(packed, bucket)).items():
+        assert on_device[name].dtype == view.dtype
+        assert np.asarray(on_device[name]).tobytes() == view.tobytes(), name

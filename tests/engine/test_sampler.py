@@ -1,0 +1,165 @@
+"""The sampler against sorts in float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsgl.engine import sampler
+
+PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
+DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+
+sample = jax.jit(sampler.sample)
+draw_at = jax.jit(sampler.draw)
+
+
+@jax.jit
+def kept_mask(logits, temperature, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
+    distance = sampler.distances(logits, temperature)
+    return distance <= sampler.keep_limit(distance, top_k, top_p, min_p)[:, None]
+
+
+def kept(logits: np.ndarray, **params: object) -> np.ndarray:
+    """Mask `[S, V]`; each parameter is one for all rows or one per row."""
+    return np.asarray(kept_mask(logits, **per_row(len(logits), params)))
+
+
+def draw(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, **params: object) -> np.ndarray:
+    seeds, positions = (np.broadcast_to(x, len(logits)) for x in (seeds, positions))
+    bits = seeds.astype(np.uint32).view(np.int32)
+    rows = per_row(len(logits), params)
+    return np.asarray(sample(logits, seeds=bits, positions=positions.astype(np.int32), **rows))
+
+
+def per_row(num_rows: int, params: dict[str, object]) -> dict[str, np.ndarray]:
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
+    return {name: np.broadcast_to(np.asarray(values[name], DTYPES[name]), num_rows) for name in PARAMETERS}
+
+
+def oracle(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Probabilities `[V]` of one row, in float64, by sorting: top-k, then top-p of what is left, then min-p."""
+    scaled = logits.astype(np.float64) / np.float64(temperature)
+    probs = np.exp(scaled - scaled.max())
+    order = np.argsort(-probs, kind="stable")
+    keep = np.zeros(len(probs), bool)
+    keep[order[: top_k or None]] = True
+    probs = np.where(keep, probs, 0) / probs[keep].sum()
+    if top_p < 1:
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[order[before >= top_p]] = 0
+    probs[probs < min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, (num_rows, vocab_size)).astype(np.float32)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 101, 256, 1000, 32003])
+def test_greedy_takes_the_lowest_id_of_the_most_likely_ones(vocab_size: int) -> None:
+    logits = random_logits(20, vocab_size)
+    logits[::2] = np.round(logits[::2])  # many ties
+    assert sampler.greedy(jnp.asarray(logits)).tolist() == logits.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("vocab_size", [101, 1024])
+def test_kept_tokens_are_those_of_a_sort(vocab_size: int) -> None:
+    rng = np.random.default_rng(1)
+    n = 400
+    logits = random_logits(n, vocab_size)
+    params = {
+        "temperature": rng.choice([0.3, 1.0, 1.7], n),
+        "top_k": rng.choice([0, 1, 2, 5, 50, vocab_size, 10**6], n),
+        "top_p": rng.choice([0.001, 0.1, 0.5, 0.9, 0.99, 1.0], n),
+        "min_p": rng.choice([0.0, 0.001, 0.1, 0.7, 1.0], n),
+    }
+    rows = per_row(n, params)  # rounded to float32, as the sampler sees them
+    expected = [oracle(logits[i], *(rows[name][i] for name in PARAMETERS)) > 0 for i in range(n)]
+    np.testing.assert_array_equal(kept(logits, **params), expected)
+
+
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
+    logits = np.log([[0.1, 0.3, 0.1, 0.3, 0.1, 0.1]]).astype(np.float32)
+    assert kept(logits, top_k=1).tolist() == [[False, True, False, True, False, False]]
+    assert kept(logits, top_k=3).all()
+    assert kept(logits, top_p=0.4).tolist() == [[False, True, False, True, False, False]]
+    assert kept(logits, min_p=1.0).tolist() == [[False, True, False, True, False, False]]
+
+
+def test_without_filters_the_whole_tail_is_kept() -> None:
+    logits = np.array([[0.0, -30.0, -80.0, -200.0]], np.float32)
+    assert kept(logits).all()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 20},
+        {"top_p": 0.8},
+        {"temperature": 1.5, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    ],
+)
+def test_drawn_frequencies_follow_the_probabilities(params: dict[str, float]) -> None:
+    num_draws = 20_000
+    logits = np.random.default_rng(3).normal(0, 1.5, 101).astype(np.float32)
+    positions, seeds = np.arange(num_draws) % 1000, np.arange(num_draws) // 1000
+    tokens = draw(np.broadcast_to(logits, (num_draws, 101)), seeds, positions, **params)
+    values = per_row(1, params)
+    expected = num_draws * oracle(logits, *(values[name][0] for name in PARAMETERS))
+    observed = np.bincount(tokens, minlength=101)
+    assert observed[expected == 0].sum() == 0
+    chi_square = ((observed - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    freedom = (expected > 0).sum() - 1
+    assert abs(chi_square - freedom) < 4 * np.sqrt(2 * freedom)
+
+
+def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
+    logits = np.zeros((10_000, 64), np.float32)
+    tokens = draw(logits, np.arange(10_000) // 100, np.arange(10_000) % 100).reshape(100, 100)
+    for shifted in (tokens[1:, :] == tokens[:-1, :], tokens[:, 1:] == tokens[:, :-1]):
+        assert abs(shifted.mean() - 1 / 64) < 4 * np.sqrt(1 / 64 / 9900)
+
+
+def test_a_draw_depends_on_seed_and_position_and_not_on_its_row() -> None:
+    logits = random_logits(8, 101)
+    seeds, positions = np.array([0, 1, 2**31, 2**32 - 1, 5, 5, 6, 7]), np.array([0, 1, 2, 3, 900, 901, 900, 4])
+    tokens = draw(logits, seeds, positions, top_p=0.95)
+    order = np.random.default_rng(0).permutation(8)
+    assert draw(logits[order], seeds[order], positions[order], top_p=0.95).tolist() == tokens[order].tolist()
+    for i in range(8):
+        assert draw(logits[i : i + 1], seeds[i], positions[i], top_p=0.95).tolist() == [tokens[i]]
+
+
+def test_zero_temperature_and_one_candidate_take_the_most_likely_beside_others_that_draw() -> None:
+    logits = np.broadcast_to(random_logits(1, 101), (300, 101))
+    temperature, top_k = np.tile([0.0, 1.0, 1.0], 100), np.tile([0, 1, 0], 100)
+    tokens = draw(logits, np.arange(300), np.arange(300), temperature=temperature, top_k=top_k)
+    assert (tokens.reshape(100, 3)[:, :2] == logits[0].argmax()).all()
+    assert len(set(tokens[2::3].tolist())) > 5
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 1e-4}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e4, "top_k": 2, "top_p": 0.4}]
+)
+def test_extreme_filters_leave_the_most_likely(params: dict[str, float]) -> None:
+    logits = np.array([[1.0, 4.0, 2.0, -np.inf, 3.0]] * 50, np.float32)
+    assert (draw(logits, np.arange(50), np.arange(50), **params) == 1).all()
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    logits = np.full((500, 101), -np.inf, np.float32)
+    logits[:, [3, 50]] = 0.0, 0.1
+    tokens = draw(logits, np.arange(500), np.arange(500), temperature=1e4)
+    assert set(tokens.tolist()) == {3, 50}
+
+
+@pytest.mark.parametrize("where", [0.0, 0.5, 1 - 2**-24])
+def test_a_draw_at_either_end_is_a_token_with_weight(where: float) -> None:
+    weights = np.zeros((1, 1000), np.float32)
+    weights[0, [17, 400, 801]] = 0.1, 0.3, 0.7
+    token = draw_at(weights, np.array([where], np.float32), otherwise=np.array([3]))
+    assert token.tolist() == [17 if where == 0.0 else 801]
