@@ -48,7 +48,8 @@ def store_kv(
     chosen = choose_backend("store_kv", backend, implemented, interpret=interpret)
     k, v = k.astype(k_pages.dtype), v.astype(v_pages.dtype)
     if chosen == "pallas_gpu":
-        return pallas_gpu.store_kv(k_pages, v_pages, k, v, slots, interpret=interpret)
+        stored: tuple[jax.Array, jax.Array] = pallas_gpu.store_kv(k_pages, v_pages, k, v, slots, interpret=interpret)
+        return stored
     if chosen == "reference":
         return reference.store_kv(k_pages, v_pages, k, v, slots)
     return xla.store_kv(k_pages, v_pages, k, v, slots)

@@ -1,0 +1,110 @@
+"""Random ragged contents for the shapes of `arg_specs`, and what attention over them should give, by plain NumPy.
+
+A case is built so that mistakes show: pages are permuted and shared, table entries past a sequence's pages name
+other sequences' pages, and every place of the cache that no sequence owns holds NaN.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from pallas_kernels.arg_specs import ArgSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Arguments of an extend; `decode_args` are the same with the last query of each sequence only."""
+
+    spec: ArgSpec
+    q: np.ndarray
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    page_table: np.ndarray
+    lengths: np.ndarray
+    query_offsets: np.ndarray
+
+    def extend_args(self):
+        cache = (jnp.asarray(self.k_pages, self.spec.dtype), jnp.asarray(self.v_pages, self.spec.dtype))
+        ints = (jnp.asarray(a, jnp.int32) for a in (self.page_table, self.lengths, self.query_offsets))
+        return jnp.asarray(self.q, self.spec.dtype), *cache, *ints
+
+    def decode_args(self):
+        q, *rest = self.extend_args()
+        return q[: self.spec.num_seqs], *rest[:-1]
+
+
+@st.composite
+def cases(draw, spec: ArgSpec, *, decode: bool = False) -> Case:
+    """Lengths and queries of every kind that the spec's shapes admit, padding rows and padding tokens included."""
+    longest = spec.pages_per_seq * spec.page_size
+    length = st.one_of(
+        st.integers(0, longest),
+        st.sampled_from([0, 1, spec.page_size, longest]),
+        st.integers(1, spec.pages_per_seq).map(lambda n: n * spec.page_size),
+    )
+    lengths = draw(st.lists(length, min_size=spec.num_seqs, max_size=spec.num_seqs))
+    num_queries = [min(n, 1) for n in lengths]
+    if not decode:
+        room = spec.num_tokens - sum(num_queries)
+        for s, n in enumerate(lengths):
+            more = draw(st.integers(0, max(0, min(n - 1, room))))
+            num_queries[s] += more
+            room -= more
+    shared_pages = draw(st.integers(0, spec.pages_per_seq))
+    return build_case(spec, lengths, num_queries, shared_pages, draw(st.integers(0, 2**32 - 1)))
+
+
+def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared_pages: int, seed: int) -> Case:
+    """Sequences 0 and 1 have their first `shared_pages` pages in common, as far as both own so many."""
+    rng = np.random.default_rng(seed)
+    shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    free = list(1 + rng.permutation(spec.num_pages - 1))
+    page_table = rng.integers(0, spec.num_pages, (spec.num_seqs, spec.pages_per_seq))
+    for s, length in enumerate(lengths):
+        for j in range(-(-length // spec.page_size)):
+            is_shared = s == 1 and j < shared_pages and (j + 1) * spec.page_size <= min(lengths[:2])
+            page = page_table[0, j] if is_shared else free.pop()
+            page_table[s, j] = page
+            used = min(spec.page_size, length - j * spec.page_size)
+            if not is_shared:
+                k_pages[page, :, :used] = rng.normal(size=(spec.num_kv_heads, used, spec.head_dim))
+                v_pages[page, :, :used] = rng.normal(size=(spec.num_kv_heads, used, spec.head_dim))
+    q = rng.normal(size=(max(spec.num_tokens, spec.num_seqs), spec.num_kv_heads * spec.num_groups, spec.head_dim))
+    offsets = np.concatenate([[0], np.cumsum(num_queries)])
+    return Case(spec, q, k_pages, v_pages, page_table, np.array(lengths), offsets)
+
+
+def dense_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, options) -> np.ndarray:
+    """Attention in float64, one query and head at a time over a sequence laid out flat. Zeros where nothing is."""
+    q, k_pages, v_pages = (np.asarray(a, np.float64) for a in (q, k_pages, v_pages))
+    page_table, lengths, query_offsets = (np.asarray(a) for a in (page_table, lengths, query_offsets))
+    num_groups = q.shape[1] // k_pages.shape[1]
+    window = options["sliding_window"] or np.inf
+    cap = options["logit_soft_cap"]
+    out = np.zeros(q.shape)
+    for s, length in enumerate(lengths):
+        begin, end = query_offsets[s : s + 2]
+        k = np.concatenate(k_pages[page_table[s]], axis=1)[:, :length]  # [K, length, H]
+        v = np.concatenate(v_pages[page_table[s]], axis=1)[:, :length]
+        for token in range(begin, end):
+            position = length - (end - token)
+            first = int(max(0, position - window + 1))
+            for head in range(q.shape[1]):
+                keys = k[head // num_groups, first : position + 1]
+                scores = keys @ q[token, head] / np.sqrt(q.shape[2])
+                if cap is not None:
+                    scores = cap * np.tanh(scores / cap)
+                weights = np.exp(scores - scores.max())
+                values = v[head // num_groups, first : position + 1]
+                out[token, head] = weights / weights.sum() @ values
+    return out
+
+
+def assert_close(actual, expected, dtype) -> None:
+    """Within the tolerance of the dtype, relative to the largest value, or to 1 where all are smaller."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    tolerance = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[jnp.dtype(dtype).name]
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))

@@ -1,0 +1,117 @@
+"""Every backend gives what the reference gives, and the reference what a dense float64 softmax gives."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import paged_decode_attention, paged_extend_attention
+from pallas_kernels.arg_specs import SMALL_SPECS, ArgSpec
+from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, dense_attention
+
+BY_NAME = {spec.name: spec for spec in SMALL_SPECS}
+each_spec = pytest.mark.parametrize("name", BY_NAME)
+
+# Fewer examples in the interpreter, whose price is the time of each; the specs multiply either number.
+XLA = pytest.param("xla", 12, id="xla")
+PALLAS_GPU = pytest.param("pallas_gpu", 4, id="pallas_gpu")
+each_backend = pytest.mark.parametrize(("backend", "num_examples"), [XLA, PALLAS_GPU])
+
+
+@functools.cache
+def compiled(op, spec: ArgSpec, backend: str):
+    """One compilation for all the examples of a spec."""
+    interpret = backend.startswith("pallas")
+    return jax.jit(functools.partial(op, backend=backend, interpret=interpret, **spec.options))
+
+
+def check(op, case: Case, backend: str) -> None:
+    args = case.decode_args() if op is paged_decode_attention else case.extend_args()
+    expected = compiled(op, case.spec, "reference")(*args)
+    actual = compiled(op, case.spec, backend)(*args)
+    assert actual.dtype == args[0].dtype
+    assert_close(actual, expected, case.spec.dtype)
+
+
+def run_examples(prop, strategy, num_examples: int) -> None:
+    settings(max_examples=num_examples, deadline=None, derandomize=True, database=None)(given(strategy)(prop))()
+
+
+@each_spec
+@each_backend
+def test_decode_equals_the_reference(name: str, backend: str, num_examples: int) -> None:
+    strategy = cases(BY_NAME[name], decode=True)
+    run_examples(lambda case: check(paged_decode_attention, case, backend), strategy, num_examples)
+
+
+@each_spec
+@each_backend
+def test_extend_equals_the_reference(name: str, backend: str, num_examples: int) -> None:
+    run_examples(lambda case: check(paged_extend_attention, case, backend), cases(BY_NAME[name]), num_examples)
+
+
+@each_spec
+def test_reference_equals_a_dense_softmax(name: str) -> None:
+    def prop(case: Case) -> None:
+        args = case.extend_args()
+        actual = compiled(paged_extend_attention, case.spec, "reference")(*args)
+        assert_close(actual, dense_attention(*args, case.spec.options), case.spec.dtype)
+
+    run_examples(prop, cases(BY_NAME[name]), 4)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_gpu"])
+def test_decode_is_an_extend_by_one_token(backend: str) -> None:
+    spec = BY_NAME["plain"]
+    case = build_case(spec, [17, 0, 80, 1], [1, 0, 1, 1], 1, seed=3)
+    q, *cache, _ = case.extend_args()
+    # A padding row owns a row of a decode's output, but no token of an extend's.
+    decoded = compiled(paged_decode_attention, spec, backend)(q[np.array([0, 3, 1, 2])], *cache)
+    extended = compiled(paged_extend_attention, spec, backend)(*case.extend_args())
+    assert_close(decoded[np.array([0, 2, 3])], extended[:3], spec.dtype)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_gpu"])
+def test_padding_yields_exact_zeros(backend: str) -> None:
+    spec = BY_NAME["plain"]
+    case = build_case(spec, [0, 30, 0, 7], [0, 20, 0, 2], 0, seed=1)
+    decoded = np.asarray(compiled(paged_decode_attention, spec, backend)(*case.decode_args()))
+    assert (decoded[[0, 2]] == 0).all() and (decoded[[1, 3]] != 0).any(axis=2).all()
+    extended = np.asarray(compiled(paged_extend_attention, spec, backend)(*case.extend_args()))
+    assert (extended[22:] == 0).all() and (extended[:22] != 0).any(axis=2).all()
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_gpu"])
+def test_a_batch_of_nothing_but_padding_yields_zeros(backend: str) -> None:
+    case = build_case(BY_NAME["plain"], [0] * 4, [0] * 4, 0, seed=1)
+    for op, args in (
+        (paged_decode_attention, case.decode_args()),
+        (paged_extend_attention, case.extend_args()),
+    ):
+        assert (np.asarray(compiled(op, case.spec, backend)(*args)) == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_gpu"])
+@pytest.mark.parametrize("num_queries", [[300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]])
+def test_extend_over_many_tiles_equals_the_reference(backend: str, num_queries: list[int]) -> None:
+    """Long enough for several query and KV tiles: their borders, and single queries beside long ones."""
+    spec = ArgSpec("many_tiles", 3, 330, 32, 16, 1, 2, 16)
+    check(paged_extend_attention, build_case(spec, [512, 303, 210], num_queries, 5, seed=7), backend)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@given(st.integers(1, 500), st.integers(1, 64))
+def test_any_chunking_of_a_prompt_gives_the_same_output(length: int, chunk: int) -> None:
+    spec = ArgSpec("chunks", 1, 512, 32, 16, 1, 2, 16)
+    case = build_case(spec, [length], [length], 0, seed=length)
+    q, k_pages, v_pages, page_table, lengths, offsets = case.extend_args()
+    whole = compiled(paged_extend_attention, spec, "xla")(q, k_pages, v_pages, page_table, lengths, offsets)
+    begin = (length - 1) // chunk * chunk  # the last chunk
+    count = length - begin
+    part = compiled(paged_extend_attention, spec, "xla")(
+        np.roll(q, -begin, axis=0), k_pages, v_pages, page_table, lengths, np.array([0, count], np.int32)
+    )
+    assert_close(part[:count], whole[begin:length], spec.dtype)

@@ -1,0 +1,132 @@
+"""One point chooses the backend; a wrong request is an error that names what would be right."""
+
+import inspect
+import logging
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels import choose_backend, paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels.arg_specs import SERVING_SPECS, SMALL_SPECS, ArgSpec
+from pallas_kernels.dispatch import no_refusal
+
+PLAIN = SMALL_SPECS[0]
+EVERYTHING = {"reference": no_refusal, "xla": no_refusal, "pallas_gpu": no_refusal}
+
+
+def on_a_device(platform: str, kind: str):
+    """Traces inside see this device as their target, without it being there."""
+    fields = {"device_kind": kind, "num_cores": 132, "platform": platform}
+    known = inspect.signature(AbstractDevice).parameters  # `platform` isn't there in every version
+    device = AbstractDevice(**{name: value for name, value in fields.items() if name in known})
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def on_an_h100():
+    return on_a_device("cuda", "NVIDIA H100 80GB HBM3")
+
+
+def test_auto_follows_the_platform() -> None:
+    assert choose_backend("op", "auto", EVERYTHING) == "xla"
+    with on_an_h100():
+        assert choose_backend("op", "auto", EVERYTHING) == "pallas_gpu"
+    with on_a_device("tpu", "TPU v5 lite"):
+        assert choose_backend("op", "auto", EVERYTHING) == "xla"
+        assert choose_backend("op", "auto", {**EVERYTHING, "pallas_tpu": no_refusal}) == "pallas_tpu"
+
+
+def test_auto_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    refusing = {**EVERYTHING, "pallas_gpu": lambda: "head size is 80 in this test"}
+    with on_an_h100(), caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        for _ in range(3):
+            assert choose_backend("op", "auto", refusing) == "xla"
+    assert [r.message for r in caplog.records] == ["op: using xla instead of pallas_gpu: head size is 80 in this test"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("cuda", "unknown backend 'cuda'; choose one of auto, reference, xla, pallas_gpu"),
+        ("pallas_tpu", "backend 'pallas_tpu' is not implemented for this op; choose one of auto, reference, xla"),
+        ("pallas_gpu", "needs a gpu, this is a cpu"),
+    ],
+)
+def test_an_impossible_backend_is_an_error_with_the_options(backend: str, message: str) -> None:
+    args = [jnp.zeros(a.shape, a.dtype) for a in PLAIN.decode_args()]
+    with pytest.raises(ValueError, match="paged_decode_attention: ") as error:
+        paged_decode_attention(*args, backend=backend)
+    assert message in str(error.value)
+
+
+def test_shapes_that_a_named_backend_refuses_are_an_error() -> None:
+    spec = ArgSpec("head_dim_80", 2, 4, 2, 16, 1, 1, 80)
+    for op, args in (
+        (store_kv, spec.store_args()),
+        (paged_decode_attention, spec.decode_args()),
+        (paged_extend_attention, spec.extend_args()),
+    ):
+        with pytest.raises(ValueError, match=r"backend 'pallas_gpu' is impossible here: head size is 80"):
+            jax.eval_shape(lambda *a, op=op: op(*a, backend="pallas_gpu", interpret=True), *args)
+
+
+@pytest.mark.parametrize("spec", SERVING_SPECS, ids=lambda spec: spec.name)
+def test_every_op_lowers_for_cuda_through_triton(spec: ArgSpec) -> None:
+    ops = (
+        (store_kv, spec.store_args(), {}),
+        (paged_decode_attention, spec.decode_args(), spec.options),
+        (paged_extend_attention, spec.extend_args(), spec.options),
+    )
+    for op, args, options in ops:
+        with on_an_h100():
+            traced = jax.jit(lambda *a, op=op, options=options: op(*a, **options)).trace(*args)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "triton_kernel_call" in text or "__gpu$xla.gpu.triton" in text
+        assert op.__name__ in text
+        assert "scatter" not in text  # "auto" has not fallen back to xla
+
+
+BAD_CALLS = {
+    "different cache shapes": (store_kv, PLAIN.store_args, 1, (9, 2, 16, 16), jnp.float32, "must have one shape"),
+    "page size 512": (store_kv, PLAIN.store_args, None, (9, 2, 512, 16), jnp.float32, "page_size is 512"),
+    "int8 cache": (store_kv, PLAIN.store_args, None, (21, 2, 16, 16), jnp.int8, "k_pages has dtype int8"),
+    "too many slots": (store_kv, PLAIN.store_args, 4, (25,), jnp.int32, r"slots \(25,\)"),
+    "int16 lengths": (paged_decode_attention, PLAIN.decode_args, 4, (4,), jnp.int16, "lengths has dtype int16"),
+    "flat table": (paged_decode_attention, PLAIN.decode_args, 3, (20,), jnp.int32, r"page_table \(20,\)"),
+    "odd heads": (paged_decode_attention, PLAIN.decode_args, 0, (4, 5, 16), jnp.float32, "multiple of the 2 kv heads"),
+    "two tokens": (
+        paged_decode_attention,
+        PLAIN.decode_args,
+        0,
+        (8, 4, 16),
+        jnp.float32,
+        "one token for each of the 4",
+    ),
+    "short offsets": (paged_extend_attention, PLAIN.extend_args, 5, (4,), jnp.int32, r"query_offsets is \(4,\)"),
+}
+
+
+@pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
+def test_arguments_that_do_not_fit_are_errors(call) -> None:
+    op, make_args, index, shape, dtype, message = call
+    args = list(make_args())
+    for i in (0, 1) if index is None else (index,):
+        args[i] = jax.ShapeDtypeStruct(shape, dtype)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(op, *args)
+
+
+@pytest.mark.parametrize("option", [{"sliding_window": 0}, {"logit_soft_cap": -1.0}, {"logit_soft_cap": 0.0}])
+def test_options_out_of_range_are_errors(option: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(option))):
+        jax.eval_shape(lambda *a: paged_decode_attention(*a, **option), *PLAIN.decode_args())
+
+
+def test_the_package_is_importable_alone() -> None:
+    code = (
+        "import sys, pallas_kernels; assert not [m for m in sys.modules if m.partition('.')[0] in ('jaxsgl', 'flax')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
