@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 # Libraries whose debug lines drown ours.
@@ -20,3 +21,5 @@ def configure(level: str, process_name: str) -> None:
     root.setLevel(level.upper())
     for name in _NOISY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    # transformers prints by a handler of its own, and warns about models that we refuse in better words.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

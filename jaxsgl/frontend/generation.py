@@ -21,7 +21,7 @@ from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer
 from jaxsgl.messages import EngineInfo, Reply
 from jaxsgl.request import FinishReason, Request, SamplingParams, check_request
 
-INLINE_CHARS = 2000  # longer prompts are tokenized in a thread: about a millisecond on the event loop
+INLINE_CHARS = 1000  # longer prompts are tokenized in a thread: about a millisecond on the event loop
 MAX_REQUEST_ID_CHARS = 256
 
 logger = logging.getLogger(__name__)

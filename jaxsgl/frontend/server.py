@@ -29,6 +29,7 @@ from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
 
 MAX_MESSAGE_BYTES = 64 << 20
 DRAIN_S = 3.0  # for open calls to finish after Ctrl-C or SIGTERM
+LATECOMERS_S = 0.2  # calls already on their way are told why; a stopping gRPC server would say CANCELLED
 LAST_ANSWERS_S = 1.0  # for statuses to reach their clients before the connections close
 ENGINE_VERDICT_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine knows better why
 POLL_S = 0.02
@@ -73,8 +74,7 @@ class Server:
         await self.start()
         reason = await self._supervisor.death()
         logger.error("%s; ending %d open calls and the server", reason, self._client.num_open)
-        self._client.fail(reason)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._end_calls(reason)
         return 1
 
     async def start(self) -> str:
@@ -97,7 +97,7 @@ class Server:
         deadline_s = time.monotonic() + DRAIN_S
         while self._client.num_open and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
-        self._client.fail(reason)
+        await self._end_calls(reason)
 
     async def close(self) -> None:
         """Ends connections and engine process."""
@@ -108,6 +108,11 @@ class Server:
     def kill(self) -> None:
         """Ends the engine process at once."""
         self._supervisor.kill()
+
+    async def _end_calls(self, reason: str) -> None:
+        self._client.fail(reason)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await asyncio.sleep(LATECOMERS_S)
 
     async def _listen(self) -> str:
         """Starts the gRPC server, not serving yet; returns its address."""

@@ -43,10 +43,10 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
     model = tmp_path / "model"
     model.mkdir()
 
-    def start(*flags: str, model: str = str(model)) -> ServerProcess:
+    def start(*flags: str, model: str = str(model), real_engine: bool = False) -> ServerProcess:
         folder = tmp_path / f"server{len(servers)}"
         folder.mkdir()
-        servers.append(ServerProcess(folder, model, *flags))
+        servers.append(ServerProcess(folder, model, *flags, real_engine=real_engine))
         return servers[-1]
 
     yield start

@@ -43,17 +43,11 @@ def is_alive(pid: int) -> bool:
 
 
 class ServerProcess:
-    def __init__(self, folder: Path, model: str, *flags: str) -> None:
+    def __init__(self, folder: Path, model: str, *flags: str, real_engine: bool = False) -> None:
         self.log_path = folder / "server.log"
         self.temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # not in `folder`: paths of sockets must be short
-        command = [
-            sys.executable,
-            str(Path(__file__).parent / "serve_fake.py"),
-            "--model",
-            model,
-            "--log-level",
-            "debug",
-        ]
+        program = ["-m", "jaxsgl.serve"] if real_engine else [str(Path(__file__).parent / "serve_fake.py")]
+        command = [sys.executable, *program, "--model", model, "--log-level", "debug"]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(

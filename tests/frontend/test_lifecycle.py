@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -39,10 +40,10 @@ def test_killing_the_engine_ends_every_call_within_two_seconds(start_server: Sta
     server.wait_until_ready()
     engine_pid = server.engine_pid
     with server.stub() as stub:
+        waiting = stub.Generate(ids_request(Script.HANG, stream=False))
         streams = [stub.Generate(ids_request(Script.FOREVER)) for _ in range(calls)]
         for stream in streams:
             next(stream)
-        waiting = stub.Generate(ids_request(Script.HANG, stream=False))
         killed_s = time.monotonic()
         os.kill(engine_pid, signal.SIGKILL)
         endings = [ending(call) for call in [*streams, waiting]]
@@ -221,6 +222,18 @@ def test_a_bad_flag_is_one_clear_line(start_server: Start) -> None:
 def test_a_missing_model_folder_is_one_clear_line(start_server: Start) -> None:
     error = error_of(start_server(model="/nowhere/at/all"))
     assert error == "error: the model folder /nowhere/at/all does not exist"
+
+
+def test_the_engines_word_on_a_bad_model_folder_comes_before_the_tokenizers(
+    start_server: Start, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{")
+    (folder / "config.json").write_text('{"architectures": ["OddForCausalLM"], "model_type": "odd"}')
+    error = error_of(start_server(model=str(folder), real_engine=True))
+    assert "OddForCausalLM" in error
+    assert "LlamaForCausalLM" in error
 
 
 def test_a_model_without_a_tokenizer_takes_ids_only(start_server: Start) -> None:
