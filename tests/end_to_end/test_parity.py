@@ -8,14 +8,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from jaxsgl.engine.engine import Engine
 
 from jaxsgl.config import EngineConfig
+from jaxsgl.engine.engine import Engine
 from jaxsgl.request import Request, SamplingParams
-from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
-from tests.end_to_end.offline import outputs, serve
+from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_logits
+from tests.end_to_end.offline import new_scheduler, outputs, serve
 
 KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2", "qwen3")
 NEW_TOKENS = 8
@@ -83,4 +84,18 @@ def test_greedy_tokens_equal_those_of_transformers(
         for overlap in (True, False):
             mailbox = serve(engine, [requests], radix=radix, overlap=overlap)
             assert outputs(mailbox, requests) == expected, (radix, overlap)
+    for prompt in (requests[i].prompt_ids for i in (0, 4, 7, 10, 13)):
+        difference = np.abs(first_logits(engine, prompt) - reference_logits(checkpoint, prompt)[-1].numpy())
+        assert difference.max() < 1e-3
     assert engine.recompiles == 0
+
+
+def first_logits(engine: Engine, prompt: list[int]) -> np.ndarray:
+    """Logits `[V]` of the first new token, through scheduler, buckets and paged KV, chunk by chunk."""
+    scheduler = new_scheduler(engine, radix=True)
+    scheduler.receive([Request("r", prompt, SamplingParams(temperature=0.0, max_tokens=1))])
+    while (inputs := scheduler.launch()) is not None:
+        (forward,) = engine._programs.of(inputs.bucket)
+        out = forward(engine._params, engine._kv, engine._last_tokens, inputs.packed)
+        engine._kv, engine._last_tokens = out.kv, out.last_tokens
+    return np.asarray(out.logits)[0]
