@@ -14,13 +14,24 @@ from jax import lax
 
 from pallas_kernels.options import AttentionOptions
 
+_MANY_ROWS = 128
+_MANY_ROWS_TOKENS = 128
+_FEW_ROWS_TOKENS = 64
+_SINGLE_PAGE_SIZE = 16
+
 # Below any real score; finite, so that subtracting it from itself gives 0 and not NaN.
 _UNSEEN = -1e30
 
 
-def pages_per_tile(page_size: int, tile_tokens: int) -> int:
-    """Pages in one KV tile of about `tile_tokens` tokens; at least one."""
-    return max(1, tile_tokens // page_size)
+def pages_per_tile(page_size: int, num_rows: int) -> int:
+    """Pages in one KV tile, for blocks of `num_rows` query rows.
+
+    Few rows do little with a tile, so that reading it decides: one page at a time, unless pages are tiny. Many rows
+    want a longer tile for their dot products, which pays for the gather.
+    """
+    if num_rows < _MANY_ROWS:
+        return 1 if page_size >= _SINGLE_PAGE_SIZE else _FEW_ROWS_TOKENS // page_size
+    return max(1, _MANY_ROWS_TOKENS // page_size)
 
 
 def pad_page_table(page_table: jax.Array, num_pages_per_tile: int) -> jax.Array:

@@ -9,11 +9,6 @@ from jax import lax
 from pallas_kernels.online_softmax import attend_rows, first_visible, pad_page_table, pages_per_tile
 from pallas_kernels.options import AttentionOptions
 
-# One page per tile from this page size on: reading a single page is so much faster than gathering several that it
-# pays for the shorter tiles. Smaller pages are gathered, more at a time.
-_SINGLE_PAGE_SIZE = 16
-_GATHERED_TOKENS = 128
-
 
 @functools.partial(jax.jit, static_argnames="options")
 def decode_attention(
@@ -28,7 +23,7 @@ def decode_attention(
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     num_groups = num_heads // num_kv_heads
-    tile_pages = 1 if page_size >= _SINGLE_PAGE_SIZE else pages_per_tile(page_size, _GATHERED_TOKENS)
+    tile_pages = pages_per_tile(page_size, num_groups)
 
     def one_sequence(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q_s, page_ids, length = args

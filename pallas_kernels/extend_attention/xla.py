@@ -28,7 +28,8 @@ def extend_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
     num_groups = num_heads // num_kv_heads
-    tile_queries, tile_pages = _tile_shape(num_tokens, lengths.shape[0], page_size)
+    tile_queries = _tile_queries(num_tokens, lengths.shape[0])
+    tile_pages = pages_per_tile(page_size, tile_queries * num_groups)
     page_table = pad_page_table(page_table, tile_pages)
     q = jnp.pad(q, ((0, tile_queries), (0, 0), (0, 0)))  # so that the last tile's slice stays inside
 
@@ -66,9 +67,9 @@ def extend_attention(
     return lax.fori_loop(0, tiles_end[-1], one_tile, jnp.zeros_like(q))[:num_tokens]
 
 
-def _tile_shape(num_tokens: int, num_seqs: int, page_size: int) -> tuple[int, int]:
-    """Queries and pages per tile: near the mean queries per sequence; short ones get short KV tiles as well."""
+def _tile_queries(num_tokens: int, num_seqs: int) -> int:
+    """Queries per tile: near the mean per sequence, so that short ones waste little and long ones run fast."""
     tile_queries = 16
     while tile_queries < 128 and tile_queries < num_tokens // num_seqs:
         tile_queries *= 2
-    return tile_queries, pages_per_tile(page_size, 64 if tile_queries <= 32 else 128)
+    return tile_queries
