@@ -1,7 +1,7 @@
 """Time paged attention on this machine: the backend that "auto" chooses against gathering pages and einsum.
 
-Knows only pallas_kernels. Variants alternate within each repeat, and between calls other memory is written, so that
-the KV is as cold as it is between the layers of a model. The figure is the fastest repeat.
+Knows only pallas_kernels. Attention variants alternate within each repeat, and before each other memory is written,
+so that the KV is as cold as it is between the layers of a model. The figure is the fastest repeat.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def measure(case: BenchCase, page_size: int, repeats: int) -> dict[str, Any]:
 
 
 def measure_store(num_tokens: int, page_size: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds to store so many tokens into a donated cache of 16k slots."""
+    """Milliseconds to store so many tokens into a donated cache of 16k slots, the same slots each time: warm."""
     num_slots = 1 << 14
     cache = jnp.zeros((num_slots // page_size, NUM_KV_HEADS, page_size, HEAD_DIM))
     new = jnp.ones((num_tokens, NUM_KV_HEADS, HEAD_DIM))
