@@ -45,10 +45,20 @@ def test_flags_out_of_range_name_the_value_and_the_limit(argv: list[str], messag
 @pytest.mark.parametrize(
     "values",
     [
-        {"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -2}, {"top_k": 2**31}, {"top_p": 0.0}, {"top_p": 1.5},
-        {"min_p": -1.0}, {"max_tokens": 0}, {"seed": -1}, {"seed": 2**32}, {"stop_token_ids": (1,) * 65},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -2},
+        {"top_k": 2**31},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": -1.0},
+        {"max_tokens": 0},
+        {"seed": -1},
+        {"seed": 2**32},
+        {"stop_token_ids": (1,) * 65},
     ],
-)  # fmt: skip
+)
 def test_sampling_parameters_out_of_range_are_refused(values: dict[str, float]) -> None:
     (name,) = values
     with pytest.raises(InvalidRequest, match=f"{name} is"):
