@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with grpc.insecure_channel(args.addr, options=_CHANNEL_OPTIONS) as channel:
             _wait_until_ready(channel, args.addr, args.wait_s)
-            stub = pb_grpc.JaxsglStub(channel)  # type: ignore[no-untyped-call]
+            stub = pb_grpc.JaxsglStub(channel)
             call = stub.Generate(_request(args, stub))
             try:
                 _show_json(call) if args.json else _show_text(call)

@@ -119,7 +119,7 @@ class Server:
         host = self._config.host
         _check_free(host, self._config.grpc_port)
         service = JaxsglService(self._generator, self._client)
-        pb_grpc.add_JaxsglServicer_to_server(service, self._grpc)  # type: ignore[no-untyped-call]
+        pb_grpc.add_JaxsglServicer_to_server(service, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)

@@ -5,29 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxsgl.engine.engine import Engine
-
 from jaxsgl.messages import Reply, ToEngine
 from jaxsgl.request import Request
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import ScriptedMailbox
-
-
-class CheckedScheduler(Scheduler):
-    """Checks integrity after every event, and counts the tokens that were extended."""
-
-    num_extended = 0
-
-    def launch(self):  # type: ignore[no-untyped-def]
-        inputs = super().launch()
-        self.check()
-        if inputs is not None and inputs.bucket.kind == "extend":
-            self.num_extended += inputs.num_tokens
-        return inputs
-
-    def collect(self, tokens) -> None:  # type: ignore[no-untyped-def]
-        super().collect(tokens)
-        self.check()
+from tests.checked import CheckedScheduler
 
 
 def new_scheduler(engine: Engine, radix: bool, eos_token_ids: Sequence[int] = ()) -> CheckedScheduler:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from jaxsgl.engine.engine import Engine
 
 from jaxsgl.config import EngineConfig
+from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Abort, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint

@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.fixture
 def stub(server: RunningServer) -> Iterator[Any]:
     with grpc.insecure_channel(server.address) as channel:
-        yield pb_grpc.JaxsglStub(channel)  # type: ignore[no-untyped-call]
+        yield pb_grpc.JaxsglStub(channel)
 
 
 def greedy(prompt: str, max_tokens: int = 64, **more: Any) -> pb.GenerateRequest:
@@ -166,7 +166,7 @@ def test_sigterm_ends_everything_cleanly(tmp_path: Path) -> None:
 
 def test_ctrl_c_during_a_stream_ends_the_call_and_the_server(tmp_path: Path) -> None:
     with running_server(tmp_path, FEW_BUCKETS) as server, grpc.insecure_channel(server.address) as channel:
-        call = pb_grpc.JaxsglStub(channel).Generate(greedy("Once upon a time", 10**6, ignore_eos=True))  # type: ignore[no-untyped-call]
+        call = pb_grpc.JaxsglStub(channel).Generate(greedy("Once upon a time", 10**6, ignore_eos=True))
         next(call)
         os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does: to both processes
         try:
@@ -179,7 +179,7 @@ def test_ctrl_c_during_a_stream_ends_the_call_and_the_server(tmp_path: Path) -> 
 
 def test_killing_the_engine_ends_open_calls_within_two_seconds(tmp_path: Path) -> None:
     with running_server(tmp_path, FEW_BUCKETS) as server, grpc.insecure_channel(server.address) as channel:
-        stub = pb_grpc.JaxsglStub(channel)  # type: ignore[no-untyped-call]
+        stub = pb_grpc.JaxsglStub(channel)
         started, ended_s, codes = threading.Barrier(4), [], []
 
         def stream() -> None:

@@ -11,6 +11,7 @@ from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import FakeEngine, ScriptedMailbox, generate
+from tests.checked import CheckedScheduler
 
 VOCAB = 1000
 
@@ -34,20 +35,6 @@ def new_scheduler(sizes: Capacity, *, eos: tuple[int, ...] = (), radix: bool = T
 
 def expected(prompt: Sequence[int], max_tokens: int = 4, stop: frozenset[int] = frozenset()) -> list[int]:
     return generate(prompt, max_tokens, stop, VOCAB)
-
-
-class CheckedScheduler(Scheduler):
-    """Checks integrity after every launch and collect, and keeps what was launched."""
-
-    def launch(self):  # type: ignore[no-untyped-def]
-        inputs = super().launch()
-        self.launched = [*getattr(self, "launched", []), *([inputs] if inputs is not None else [])]
-        self.check()
-        return inputs
-
-    def collect(self, tokens) -> None:  # type: ignore[no-untyped-def]
-        super().collect(tokens)
-        self.check()
 
 
 def serve(
