@@ -1,0 +1,30 @@
+"""A scheduler that checks itself after every event and keeps what it launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.scheduler.scheduler import Scheduler
+
+
+class CheckedScheduler(Scheduler):
+    """Integrity after every launch and collect."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.launched: list[StepInputs] = []
+
+    def launch(self) -> StepInputs | None:
+        inputs = super().launch()
+        if inputs is not None:
+            self.launched.append(inputs)
+        self.check()
+        return inputs
+
+    def collect(self, tokens: Sequence[int] | np.ndarray) -> None:
+        super().collect(tokens)
+        self.check()
