@@ -111,7 +111,7 @@ def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
             add_flags(parser, typing.cast(type, hints[spec.name]))
             continue
         names = [_flag_name(spec.name)] + ([spec.metadata["alias"]] if spec.metadata["alias"] else [])
-        options: dict[str, Any] = {"dest": spec.name, "default": spec.default, "help": spec.metadata["help"]}
+        options: dict[str, Any] = {"dest": spec.name, "default": spec.default, "help": _help_of(spec)}
         if hints[spec.name] is bool:
             options["action"] = "store_true"
         else:
@@ -131,6 +131,14 @@ def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:
         else:
             values[spec.name] = getattr(args, spec.name)
     return config_type(**values)
+
+
+def _help_of(spec: dataclasses.Field[Any]) -> str:
+    """The field's text, with its default where the text doesn't say it."""
+    text: str = spec.metadata["help"]
+    if spec.default in (None, False, ()) or "default" in text:
+        return text
+    return f"{text} (default: {spec.default})"
 
 
 def _parser_of(hint: Any) -> Any:
