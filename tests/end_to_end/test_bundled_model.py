@@ -1,0 +1,99 @@
+"""The bundled model does what its README says, through chunks, pages, shared prefixes and streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+import jaxsgl
+from jaxsgl.llm import LLM
+from tests.end_to_end.texts import filler
+
+GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=220)
+CHUNK = 128
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    yield jaxsgl.LLM(
+        max_running_requests=16, decode_buckets=(1, 16), extend_buckets=(32, CHUNK), chunked_prefill_size=CHUNK
+    )
+
+
+def ask(llm: LLM, *questions: str, system: str | None = None) -> list[str]:
+    """One chat per question, all at once; greedy answers, each of which must end by itself."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    chats = [[*first, {"role": "user", "content": question}] for question in questions]
+    completions = llm.chat(chats, GREEDY, progress=False)
+    assert all(completion.finish_reason == "stop" for completion in completions)
+    return [completion.text for completion in completions]
+
+
+def test_it_holds_a_small_talk_turn(llm: LLM) -> None:
+    hello, how, who, thanks = ask(llm, "Hello!", "How are you?", "Who are you?", "Thank you!")
+    assert "Hello" in hello or "Hi" in hello
+    assert "well" in how or "fine" in how or "good" in how.lower() or "great" in how
+    assert "model" in who or "assistant" in who
+    assert "welcome" in thanks.lower() or "pleasure" in thanks.lower()
+    assert len({hello, how, who, thanks}) == 4
+
+
+def test_it_adds_all_pairs_of_one_digit_numbers(llm: LLM) -> None:
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    answers = ask(llm, *(f"What is {a} + {b}?" for a, b in pairs))
+    assert answers == [f"{a} + {b} = {a + b}." for a, b in pairs]
+
+
+@pytest.mark.parametrize(
+    ("given", "rest"),
+    [
+        ("3 4 5 6", "7 8 9 10"),
+        ("2 4 6 8", "10 12 14 16"),
+        ("Monday Tuesday Wednesday", "Thursday Friday Saturday Sunday"),
+        ("a b c d e", "f g h i"),
+        ("January February March", "April May June July"),
+    ],
+)
+def test_it_continues_a_sequence(llm: LLM, given: str, rest: str) -> None:
+    assert ask(llm, f"Continue: {given}") == [rest]
+
+
+def test_it_emits_a_json_record(llm: LLM) -> None:
+    people = [("Anna", 31, "Paris"), ("Tom", 25, "London"), ("Maria", 64, "Rome")]
+    answers = ask(llm, *(f"Give me JSON for {name}, {age}, {city}" for name, age, city in people))
+    assert [json.loads(answer) for answer in answers] == [
+        {"name": name, "age": age, "city": city} for name, age, city in people
+    ]
+
+
+def test_it_repeats_a_code_word_that_stood_hundreds_of_tokens_earlier(llm: LLM) -> None:
+    words = ["tulip", "banjo", "Kestrel", "mango", "zafiro", "LANTERN"]
+    long = {word: filler(seed) for seed, word in enumerate(words)}
+    questions = [f"The code word is {word}. {text} What is the code word?" for word, text in long.items()]
+    assert all(len(llm.tokenizer.encode(text)) > 400 for text in long.values())
+    assert ask(llm, *questions) == [f"The code word is {word}." for word in words]
+
+
+def test_a_shared_document_is_computed_once_and_still_understood(llm: LLM) -> None:
+    """Six questions to one text of hundreds of tokens: the text's pages are reused and the answers stay right."""
+    document = f"The code word is harbour. {filler(7)} "
+    chats = [
+        [{"role": "user", "content": document + question}]
+        for question in ("What is the code word?", "Tell me the code word.", "What was the code word?")
+    ]
+    (first,) = llm.chat(chats[0], GREEDY, progress=False)
+    rest = llm.chat(chats[1:], GREEDY, progress=False)
+    assert [completion.text for completion in (first, *rest)] == ["The code word is harbour."] * 3
+    assert all(completion.cached_tokens > 400 for completion in rest)
+
+
+def test_it_answers_in_other_scripts(llm: LLM) -> None:
+    (text,) = ask(llm, "Say hello in Japanese.")
+    assert text == "こんにちは!" or "こんにちは" in text
+
+
+def test_counting_is_long_enough_to_watch(llm: LLM) -> None:
+    (text,) = ask(llm, "Count from 1 to 30.")
+    assert text == " ".join(str(n) for n in range(1, 31))
