@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,24 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert command in (ROOT / ".ci/run").read_text().splitlines()
 
 
-def test_the_engine_stays_small() -> None:
-    files = [path for package in ("jaxsgl", "pallas_kernels") for path in (ROOT / package).rglob("*.py")]
-    texts = {path: path.read_text().splitlines() for path in files if "_pb2" not in path.name}
-    assert sum(1 for lines in texts.values() for line in lines if line.strip()) < 6_000
-    longest = max(texts, key=lambda path: len(texts[path]))
-    assert len(texts[longest]) <= 400, longest
+def test_everything_but_the_tests_stays_small() -> None:
+    files = [path for package in ("jaxsgl", "pallas_kernels", "scripts") for path in (ROOT / package).rglob("*.py")]
+    ours = [path for path in files if "_pb2" not in path.name]
+    assert sum(map(lines_of_code, ours)) < 6_000
+    longest = max(ours, key=lambda path: len(path.read_text().splitlines()))
+    assert len(longest.read_text().splitlines()) <= 400, longest
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines that hold code: neither blank, nor comment, nor docstring."""
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: set[int] = set()
+    starts_statement = True
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            docstring = token.type == tokenize.STRING and starts_statement
+            if token.type not in (*silent, tokenize.ENCODING) and not docstring:
+                lines |= set(range(token.start[0], token.end[0] + 1))
+            if token.type not in (tokenize.COMMENT, tokenize.NL):
+                starts_statement = token.type in (*silent, tokenize.ENCODING)
+    return len(lines)
