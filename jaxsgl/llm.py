@@ -1,7 +1,7 @@
 """Offline use: the scheduler and engine of the server in one process, without IPC.
 
 llm = jaxsgl.LLM()
-for completion in llm.generate(["3 + 4 =", "one two three"], jaxsgl.SamplingParams(temperature=0, max_tokens=16)):
+for completion in llm.generate(["3 + 4 =", "3 6 9 12"], jaxsgl.SamplingParams(temperature=0, max_tokens=16)):
     print(completion.text)
 """
 
