@@ -40,7 +40,11 @@ class EngineConfig:
     context_length: int | None = flag(None, "tokens of prompt and output together (default: the model's)")
     page_size: int = flag(16, "tokens per page of the KV cache, 1 to 256")
     max_total_tokens: int | None = flag(None, "tokens in the KV pool (default: from free memory)")
-    mem_fraction_static: float = flag(0.85, "fraction of device memory for weights and KV pool together")
+    mem_fraction_static: float = flag(
+        0.85,
+        "share, for weights and KV pool together, of the memory that JAX may use (on a GPU 0.75 of it, unless "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise)",
+    )
     max_running_requests: int | None = flag(None, "rows: requests running at once (default: 32 on CPU, else 256)")
     chunked_prefill_size: int | None = flag(
         None, "prompt tokens extended in one step, -1: unlimited (default: 512 on CPU, else 2048)"
@@ -51,7 +55,7 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] = flag((), "compiled decode batch sizes, as 1,2,4 (default: derived)")
     extend_buckets: tuple[int, ...] = flag((), "compiled extend sizes in tokens, as 64,512 (default: derived)")
     compilation_cache_dir: str | None = flag(
-        None, "where compiled programs are kept between starts; '': nowhere (default: ~/.cache/jaxsgl/xla)"
+        None, "where compiled programs are kept between starts; '': nowhere (default: jaxsgl/xla in ~/.cache)"
     )
     random_seed: int = flag(0, "seed of dummy weights and of requests that bring none")
 

@@ -7,8 +7,10 @@ for completion in llm.generate(["3 + 4 =", "3 6 9 12"], jaxsgl.SamplingParams(te
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias, cast
 
 from tqdm import tqdm
@@ -86,11 +88,21 @@ class LLM:
         """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
-        chats = [[ChatMessage(turn["role"], turn["content"]) for turn in turns] for turns in many]
+        chats = [[_message(turn) for turn in turns] for turns in many]
         return self._run([self.tokenizer.encode_chat(chat) for chat in chats], sampling_params, progress)
 
+    def close(self) -> None:
+        """Gives the model's and the cache's memory back; the object can't be used afterwards."""
+        self.engine.close()
+
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        try:
+            if isinstance(prompt, str):
+                prompt.encode()  # a lone surrogate is no text
+                return self.tokenizer.encode(prompt)
+            return [operator.index(token_id) for token_id in prompt]
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest(f"a prompt must be a text or a list of token ids: {error}") from None
 
     def _run(
         self,
@@ -152,5 +164,11 @@ class _OfflineMailbox:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One text or one list of ids, as a list of one."""
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Real))
     return cast(Sequence[Prompt], [prompts] if one else prompts)
+
+
+def _message(turn: Mapping[str, str]) -> ChatMessage:
+    if not ("role" in turn and "content" in turn):
+        raise InvalidRequest(f"a turn has the keys {sorted(turn)}, but needs role and content")
+    return ChatMessage(turn["role"], turn["content"])

@@ -55,6 +55,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "seed", "max_tokens"):
+            _check_integer(name, getattr(self, name))
+        for stop_token_id in self.stop_token_ids:
+            _check_integer("a stop token id", stop_token_id)
         _check(0.0 <= self.temperature <= 1e4, "temperature", self.temperature, "0 (greedy) to 10000")
         _check(-1 <= self.top_k <= MAX_TOP_K, "top_k", self.top_k, f"-1 (all), or 1 to {MAX_TOP_K}")
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, up to 1")
@@ -124,6 +128,12 @@ def check_token_ids(what: str, ids: list[int] | tuple[int, ...], vocab_size: int
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise InvalidRequest(f"{what} holds token id {bad}, but ids go from 0 to {vocab_size - 1}")
+
+
+def _check_integer(name: str, value: object) -> None:
+    """Structs don't check types when Python code makes them; a max_tokens of 2.5 would never be reached."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise InvalidRequest(f"{name} is {value!r}, but must be an integer")
 
 
 def _check(ok: bool, name: str, value: float | None, allowed: str) -> None:

@@ -57,6 +57,10 @@ def test_flags_out_of_range_name_the_value_and_the_limit(argv: list[str], messag
         {"seed": -1},
         {"seed": 2**32},
         {"stop_token_ids": (1,) * 65},
+        {"max_tokens": 2.5},
+        {"top_k": 3.0},
+        {"seed": "7"},
+        {"max_tokens": True},
     ],
 )
 def test_sampling_parameters_out_of_range_are_refused(values: dict[str, float]) -> None:

@@ -1,7 +1,8 @@
 """The list of compiled shapes, how a batch finds its own, and how much padding that costs.
 
-Derived from the capacity, or given. Few buckets mean a short warm-up, many mean little waste; sizes double, so a
-batch never pays for more than twice its rows. Knows nothing about requests.
+Derived from the capacity, or given. Few buckets mean a short warm-up, many mean little waste. Derived sizes double, so
+a decode step pays for less than twice its rows, and an extend step beyond the smallest size for less than twice its
+tokens. Knows nothing about requests.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
-DEFAULT_CACHE_DIR = Path("~/.cache/jaxsgl/xla")
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 KeyT = TypeVar("KeyT", bound=Hashable)
@@ -30,12 +29,17 @@ def use_compilation_cache(directory: str | None) -> None:
     """
     if directory == "":
         return
-    folder = (DEFAULT_CACHE_DIR if directory is None else Path(directory)).expanduser()
+    folder = (_default_cache_dir() if directory is None else Path(directory)).expanduser()
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # JAX decides once per process whether it has a cache: without this, a program compiled before settles it.
     compilation_cache.reset_cache()
+
+
+def _default_cache_dir() -> Path:
+    """In the user's cache folder, which XDG_CACHE_HOME may move."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxsgl" / "xla"
 
 
 def compile_all(

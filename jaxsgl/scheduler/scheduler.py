@@ -73,16 +73,6 @@ class Scheduler:
         """Whether nothing can happen before the next message."""
         return not (self._waiting or self._admitted or self._in_flight or self._replies)
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests that are not admitted yet."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Admitted requests."""
-        return len(self._admitted)
-
     def receive(self, messages: Sequence[Request | Abort]) -> None:
         """Queues new requests (or refuses them) and ends aborted ones."""
         for message in messages:

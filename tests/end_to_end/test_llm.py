@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 import jaxsgl
@@ -22,9 +25,28 @@ def test_prompts_may_be_texts_or_token_ids_one_or_many(llm: LLM, capfd: pytest.C
     completions = llm.generate(["3 + 4 =", ids], GREEDY)
     assert "requests: 100%" in capfd.readouterr().err
     assert completions[0].token_ids == completions[1].token_ids
-    assert completions[1] == llm.generate(ids, GREEDY, progress=False)[0] or completions[1].cached_tokens == 0
+    assert llm.generate(ids, GREEDY, progress=False)[0].token_ids == completions[0].token_ids
     assert capfd.readouterr().err == ""
+    assert llm.generate(np.array(ids), GREEDY, progress=False)[0].token_ids == completions[0].token_ids
     assert completions[0].prompt_tokens == len(ids)
+
+
+def test_a_prompt_that_was_served_before_is_cached_in_whole_pages(llm: LLM) -> None:
+    prompt = list(range(40, 90))
+    first, second = (llm.generate(prompt, GREEDY, progress=False)[0] for _ in range(2))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 48)
+    assert first.token_ids == second.token_ids
+
+
+@pytest.mark.parametrize("prompt", [[5.7, 6.2], [[5, "6"]], ["\ud800"], [None]])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match="a prompt must be a text or a list of token ids"):
+        llm.generate(prompt, GREEDY)
+
+
+def test_a_turn_without_content_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="needs role and content"):
+        llm.chat([{"role": "user"}], GREEDY)
 
 
 def test_parameters_may_differ_by_prompt(llm: LLM) -> None:
