@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -16,6 +18,8 @@ from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
 POLL_S = 0.1
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
 _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -31,24 +35,27 @@ class ClientError(JaxsglError):
 def main(argv: list[str] | None = None) -> int:
     """Sends one request; returns the exit status."""
     args = _parser().parse_args(argv)
-    if (args.prompt is None) == (args.token_ids is None):
-        print("error: give either a prompt or --token-ids", file=sys.stderr)
-        return 1
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character still gets the others
     try:
+        _check(args)
         with grpc.insecure_channel(args.addr, options=_CHANNEL_OPTIONS) as channel:
             _wait_until_ready(channel, args.addr, args.wait_s)
             stub = pb_grpc.JaxsglStub(channel)
             call = stub.Generate(_request(args, stub))
             try:
                 _show_json(call) if args.json else _show_text(call)
-            except KeyboardInterrupt:
+                sys.stdout.flush()
+            finally:
                 call.cancel()
-                return 130
     except ClientError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except grpc.RpcError as error:
         print(f"error: {error.code().name}: {error.details()}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, Python writes at its end
         return 1
     except KeyboardInterrupt:
         return 130
@@ -64,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--system", metavar="TEXT", help="the system's turn, before the user's")
     parser.add_argument("--max-tokens", type=int, help="tokens to generate at most (default: as many as fit)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: most likely tokens (default)")
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--top-p", type=float, help="sample from the most likely tokens of this total probability")
+    parser.add_argument("--top-k", type=int, help="sample from so many of the most likely tokens (default: all)")
+    parser.add_argument("--seed", type=int, help="makes sampling reproducible")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
     parser.add_argument("--wait-s", type=float, default=5.0, help="wait so long for the server (default: %(default)s)")
     return parser
@@ -74,6 +81,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _ids(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part.strip()]
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises `ClientError` for what a message can't hold; the server checks the rest."""
+    if (args.prompt is None) == (args.token_ids is None):
+        raise ClientError("give either a prompt or --token-ids")
+    for what, text in (("the prompt", args.prompt), ("--system", args.system)):
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError as error:
+            raise ClientError(f"{what} is no valid text from character {error.start} on: write it in UTF-8") from None
+    for flag, value in (("--max-tokens", args.max_tokens), ("--top-k", args.top_k), ("--seed", args.seed)):
+        if value is not None and abs(value) > MAX_INT64:
+            raise ClientError(f"{flag} is {value}, but must be {-MAX_INT64} to {MAX_INT64}")
+    for token_id in args.token_ids or ():
+        if not 0 <= token_id <= MAX_INT32:
+            raise ClientError(f"--token-ids holds {token_id}, but ids go from 0 to {MAX_INT32} at most")
 
 
 def _wait_until_ready(channel: grpc.Channel, addr: str, wait_s: float) -> None:
@@ -139,7 +163,7 @@ def _show_json(call: Any) -> None:
             "completion_tokens": reply.usage.completion_tokens,
         },
     }
-    print(json.dumps(result, ensure_ascii=False))
+    print(json.dumps(result, ensure_ascii=not sys.stdout.encoding.lower().startswith("utf")))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from jaxsgl import logs
 from jaxsgl.config import ServerConfig, add_flags, from_flags
@@ -33,5 +35,13 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
         return 130
 
 
+def run(engine_command: Sequence[str] = ENGINE_COMMAND) -> NoReturn:
+    """Ends the process with the status of `main`, without joining threads: downloads can't be interrupted."""
+    status = main(engine_command=engine_command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -39,7 +39,9 @@ class ReplyStream:
         return replies
 
     def put(self, reply: Reply) -> None:
-        """Adds a reply."""
+        """Adds a reply; one that comes after the end is dropped."""
+        if self.ended:
+            return
         self.ended = reply.finish_reason is not None or reply.error is not None
         self._replies.append(reply)
         self._news.set()
@@ -78,8 +80,7 @@ class EngineClient:
         """Refuses new requests and ends all open ones with `EngineUnavailable`."""
         self.refuse(reason)
         for stream in self._streams.values():
-            if not stream.ended:
-                stream.fail(reason)
+            stream.fail(reason)
 
     @contextlib.contextmanager
     def open(self, request: Request) -> Iterator[ReplyStream]:

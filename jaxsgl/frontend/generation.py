@@ -6,49 +6,24 @@ protocol: gRPC (service.py) and whatever comes beside it call this.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.detokenizer import Detokenizer
 from jaxsgl.frontend.engine_client import EngineClient, ReplyStream
-from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer
+from jaxsgl.frontend.prompts import Prompt, tokenize
+from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import EngineInfo, Reply
 from jaxsgl.request import FinishReason, Request, SamplingParams, check_request
 
-INLINE_CHARS = 1000  # longer prompts are tokenized in a thread: about a millisecond on the event loop
 MAX_REQUEST_ID_CHARS = 256
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TextPrompt:
-    """Text that is tokenized as it is."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class IdsPrompt:
-    """Token ids."""
-
-    ids: list[int]
-
-
-@dataclass(frozen=True)
-class ChatPrompt:
-    """Messages for the chat template."""
-
-    messages: list[ChatMessage]
-
-
-Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt
 
 
 @dataclass(frozen=True)
@@ -131,10 +106,11 @@ class Generation:
 
 
 class Generator:
-    """Serves prompts with one model."""
+    """Serves prompts with one model. Long prompts are tokenized in `threads`."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, threads: Executor) -> None:
         self._client = client
+        self._threads = threads
         self._model: ServedModel | None = None
 
     @property
@@ -156,8 +132,10 @@ class Generator:
             raise InvalidRequest(
                 f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}"
             )
-        request = Request(request_id, await _tokenize(prompt, model.tokenizer), sampling)
-        check_request(request, model.info.limits)
+        limits = model.info.limits
+        ids = await tokenize(prompt, model.tokenizer, limits.context_length, self._threads)
+        request = Request(request_id, ids, sampling)
+        check_request(request, limits)
         return request
 
     @contextlib.contextmanager
@@ -177,15 +155,3 @@ class Generator:
                     "ended" if stream.ended else "left by the client",
                     time.monotonic() - start_s,
                 )
-
-
-async def _tokenize(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
-    if isinstance(prompt, IdsPrompt):
-        return prompt.ids
-    if isinstance(prompt, TextPrompt):
-        if len(prompt.text) > INLINE_CHARS:
-            return await asyncio.to_thread(tokenizer.encode, prompt.text)
-        return tokenizer.encode(prompt.text)
-    if sum(len(message.content) for message in prompt.messages) > INLINE_CHARS:
-        return await asyncio.to_thread(tokenizer.encode_chat, prompt.messages)
-    return tokenizer.encode_chat(prompt.messages)

@@ -13,6 +13,8 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -33,6 +35,7 @@ LATECOMERS_S = 0.2  # calls already on their way are told why; a stopping gRPC s
 LAST_ANSWERS_S = 1.0  # for statuses to reach their clients before the connections close
 ENGINE_VERDICT_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine knows better why
 POLL_S = 0.02
+MAX_THREADS = 4  # that tokenize long prompts
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,8 @@ class Server:
         self._config = config
         self._supervisor = EngineSupervisor(config.engine, config.log_level, engine_command)
         self._client = EngineClient(self._supervisor.send)
-        self._generator = Generator(self._client)
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # not asyncio's: that one delays the end
+        self._generator = Generator(self._client, self._threads)
         self._health = health.aio.HealthServicer()
         self._grpc = grpc.aio.server(
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
@@ -100,8 +104,9 @@ class Server:
         await self._end_calls(reason)
 
     async def close(self) -> None:
-        """Ends connections and engine process."""
+        """Ends connections and engine process. A thread that tokenizes or downloads may still be at it."""
         await self._grpc.stop(LAST_ANSWERS_S)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         await self._supervisor.stop()
         logger.info("stopped")
 
@@ -134,9 +139,11 @@ class Server:
     async def _load_model(self) -> ServedModel:
         """Waits for the engine while the tokenizer loads beside it."""
         starting = asyncio.create_task(self._supervisor.ready())
-        loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self._config.engine.model))
+        loop = asyncio.get_running_loop()
+        loading = loop.run_in_executor(self._threads, load_tokenizer, self._config.engine.model)
         try:
-            await asyncio.wait({starting, loading}, return_when=asyncio.FIRST_EXCEPTION)
+            either: set[asyncio.Future[Any]] = {starting, loading}
+            await asyncio.wait(either, return_when=asyncio.FIRST_EXCEPTION)
             if _failed(loading):
                 await asyncio.wait({starting}, timeout=ENGINE_VERDICT_S)
             if _failed(starting):
@@ -167,7 +174,7 @@ async def _stop_signal(server: Server) -> None:
     await first.wait()
 
 
-def _failed(task: asyncio.Task[object]) -> bool:
+def _failed(task: asyncio.Future[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
 
 

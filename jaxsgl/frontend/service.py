@@ -18,10 +18,10 @@ import grpc
 import jaxsgl
 from jaxsgl.errors import InvalidRequest, JaxsglError
 from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.generation import ChatPrompt, Generator, IdsPrompt, Piece, Prompt, ServedModel, TextPrompt
+from jaxsgl.frontend.generation import Generator, Piece, ServedModel
+from jaxsgl.frontend.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.frontend.tokenizer import ChatMessage
 from jaxsgl.request import FinishReason, SamplingParams
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Jaxsgl"].full_name
@@ -88,9 +88,9 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
     if kind == "text":
         return TextPrompt(request.text)
     if kind == "token_ids":
-        return IdsPrompt(list(request.token_ids.ids))
+        return IdsPrompt(request.token_ids.ids)
     if kind == "chat":
-        return ChatPrompt([ChatMessage(message.role, message.content) for message in request.chat.messages])
+        return ChatPrompt(request.chat.messages)
     raise InvalidRequest("the request has no input: set one of text, token_ids and chat")
 
 

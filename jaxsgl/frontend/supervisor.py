@@ -22,7 +22,7 @@ from jaxsgl.ipc import Endpoints, EngineLaunch, EngineLine
 from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, Replies, Reply, Shutdown, ToEngine
 
 ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")
-LAST_WORDS_S = 0.2  # a dead process's last message may still be on its way
+LAST_WORDS_S = 0.2  # a dead process's last messages may still be on their way
 STOP_S = 5.0  # for the engine to leave its loop; then it is killed
 
 logger = logging.getLogger(__name__)
@@ -128,10 +128,8 @@ class EngineSupervisor:
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
-        if status >= 0 and not self._death.done():
+        if not self._death.done():
             await asyncio.sleep(LAST_WORDS_S)
-        if self._line is not None:
-            self._line.drain()
         reason = f"the engine process {process.pid} {_how_it_ended(status)}"
         if self._death.done() and self._ready.done():  # its last words came before
             logger.error("%s", reason)

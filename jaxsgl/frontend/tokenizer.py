@@ -18,6 +18,7 @@ from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.frontend.detokenizer import ByteDetokenizer, Detokenizer, NoText, TokenBytes, WindowDetokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+_MIN_MAX_TOKEN_BYTES = 64
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -29,16 +30,23 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class Tokenizer:
-    """Wraps a tokenizer of transformers, or None for a model folder that holds none (ids only)."""
+    """Wraps a tokenizer of transformers, or None for a model folder that holds none (ids only).
+
+    Attributes:
+      max_token_bytes: text of more than n times as many bytes (UTF-8) surely has more than n tokens. Generous for
+        small vocabularies, since a normalizer may shorten text before it becomes tokens.
+    """
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
         self._token_bytes: TokenBytes | None = None
         self._text_ids: frozenset[int] = frozenset()
         self._byte_ids: frozenset[int] = frozenset()
+        self.max_token_bytes = _MIN_MAX_TOKEN_BYTES
         if tokenizer is None:
             return
         special_ids = _special_ids(tokenizer)
+        self.max_token_bytes = max(_MIN_MAX_TOKEN_BYTES, _longest_token_bytes(tokenizer))
         if tokenizer.is_fast and _is_byte_level(tokenizer.backend_tokenizer):
             self._token_bytes = TokenBytes(tokenizer.backend_tokenizer.id_to_token, special_ids)
         else:
@@ -128,6 +136,16 @@ def _is_byte_level(backend: Any) -> bool:
     while decoder["type"] == "Sequence" and len(decoder["decoders"]) == 1:
         (decoder,) = decoder["decoders"]
     return bool(decoder["type"] == "ByteLevel")
+
+
+def _longest_token_bytes(tokenizer: Any) -> int:
+    """Bytes of text that the longest token stands for, or more: byte-level ones write a byte as one character."""
+    added = tokenizer.get_added_vocab()
+    byte_level = tokenizer.is_fast and _is_byte_level(tokenizer.backend_tokenizer)
+    return max(
+        (len(token) if byte_level and token not in added else len(token.encode()) for token in tokenizer.get_vocab()),
+        default=1,
+    )
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:

@@ -31,6 +31,7 @@ class Script:
     FAIL = 903  # EngineFailed after the first token
     FOREVER = 904  # the same token again and again, a step every 5 ms
     REFUSE = 905  # the scheduler refuses it
+    LAST = 907  # one token, which is the last, and 20 ms later SIGKILL
     REPORT = 906  # echoes [running requests, requests ever seen, aborts ever seen]
 
     START_FAILS = 11  # EngineFailed at start
@@ -62,6 +63,9 @@ class FakeEngine:
             replies = [reply for run in list(self.running.values()) if (reply := self.step(run)) is not None]
             if replies:
                 self.mailbox.send(replies)
+            if any(reply.finish_reason and reply.token_ids == (Script.LAST,) for reply in replies):
+                time.sleep(0.02)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def handle(self, message: ToEngine) -> None:
         if isinstance(message, Abort):

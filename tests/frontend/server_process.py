@@ -51,7 +51,7 @@ class ServerProcess:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--grpc-port", "0", *flags], env=environment, stderr=log, stdin=subprocess.DEVNULL
+                [*command, "--grpc-port", "0", *flags], env=environment, stderr=log, stdin=subprocess.PIPE
             )
 
     @property
@@ -94,6 +94,8 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(PATIENCE_S)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 

@@ -70,6 +70,11 @@ def test_token_ids_are_sent_as_they_are(ask) -> None:  # type: ignore[no-untyped
         (["hello", "--top-p", "2"], "INVALID_ARGUMENT: top_p is 2.0"),
         (["hello", "--top-k", "-5"], "INVALID_ARGUMENT: top_k is -5"),
         (["hello", "--seed", "-5"], "INVALID_ARGUMENT: seed is -5"),
+        (["hello", "--max-tokens", "99999999999999999999"], "--max-tokens is 99999999999999999999, but must be"),
+        (["hello", "--seed", "-99999999999999999999"], "--seed is -99999999999999999999, but must be"),
+        (["--token-ids", "5,99999999999"], "--token-ids holds 99999999999, but ids go from 0 to 2147483647"),
+        (["hell\udcff"], "the prompt is no valid text from character 4 on"),
+        (["hello", "--system", "\udcff"], "--system is no valid text from character 0 on"),
         (["--token-ids", "99999"], "INVALID_ARGUMENT: prompt holds token id 99999"),
     ],
 )
@@ -78,6 +83,45 @@ def test_errors_are_one_line_and_status_1(ask, flags: list[str], words: str) -> 
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("error: ")
     assert words in err
+
+
+def client_command(server: ServerProcess, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "jaxsgl.client", "--addr", server.address, *flags]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_reader_that_leaves_ends_the_client_quietly(server: ServerProcess, flags: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end) as pipe:
+        ended = subprocess.run(
+            client_command(server, "--raw", "hello", "--max-tokens", "5", *flags),
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=PATIENCE_S,
+        )
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_a_terminal_without_the_characters_shows_the_others(server: ServerProcess, tokenizer: Tokenizer) -> None:
+    text = "hello 日"
+    flags = ["--raw", text, "--max-tokens", str(len(tokenizer.encode(text)))]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            client_command(server, *flags, *more),
+            env=os.environ | {"PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=PATIENCE_S,
+        )
+
+    shown = run()
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "hello ?\n", "")
+    assert json.loads(run("--json").stdout)["text"] == text
 
 
 def test_without_a_server_it_gives_up_after_the_wait(capsys: pytest.CaptureFixture[str]) -> None:

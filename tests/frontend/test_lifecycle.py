@@ -68,6 +68,15 @@ def test_an_engine_that_dies_in_a_step_ends_the_call(start_server: Start) -> Non
     assert server.wait_for_exit() == 1
 
 
+def test_replies_sent_just_before_the_engine_dies_arrive(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with server.stub() as stub:
+        (reply,) = stub.Generate(ids_request(Script.LAST, stream=False, max_tokens=1))
+    assert (list(reply.token_ids), reply.finish_reason) == ([Script.LAST], pb.FINISH_REASON_LENGTH)
+    assert server.wait_for_exit() == 1
+
+
 def test_an_engine_that_fails_says_why(start_server: Start) -> None:
     server = start_server()
     server.wait_until_ready()
@@ -118,6 +127,28 @@ def test_a_signal_lets_short_calls_finish_and_ends_long_ones(start_server: Start
         assert code == grpc.StatusCode.UNAVAILABLE
         assert "shutting down" in words
     assert server.wait_for_exit() == 0
+
+
+def test_a_thread_at_work_does_not_delay_the_end(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, jaxsgl.frontend.server as server, jaxsgl.serve\n"
+        "server.load_tokenizer = lambda model: time.sleep(1000)\n"
+        "sys.argv[1:] = ['--model', sys.argv[2], '--grpc-port', '0']\n"
+        "jaxsgl.serve.run([sys.executable, '-c', 'raise SystemExit(7)'])\n"
+    )
+    command = [sys.executable, "-c", code, "--", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "ended with exit status 7" in ended.stderr
+
+
+def test_a_server_of_the_tests_ends_with_them(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    assert server.process.stdin is not None
+    server.process.stdin.close()  # as the death of this process would
+    assert server.wait_for_exit() == 1
 
 
 def test_a_second_signal_ends_at_once(start_server: Start) -> None:

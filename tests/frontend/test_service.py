@@ -137,10 +137,34 @@ def test_bad_input_is_refused_before_it_reaches_the_engine(
 
 
 def test_a_text_beyond_the_context_is_refused(stub: pb_grpc.JaxsglStub, tokenizer: Tokenizer) -> None:
-    text = "hello world " * 4000
+    text = "hello world " * 1000
     code, details = refusal(stub, text_request(text))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert f"has {len(tokenizer.encode(text))} tokens" in details
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (pb.GenerateRequest(text="龘" * 1_000_000), ["text has 3000000 bytes", "most 12800", "to 199 tokens"]),
+        (
+            pb.GenerateRequest(
+                chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user" * 2000, content="龘" * 2000)])
+            ),
+            ["chat has 14000 bytes", "most 12800"],
+        ),
+        (
+            pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user")] * 201)),
+            ["201 messages", "at most 200"],
+        ),
+    ],
+)
+def test_what_can_not_fit_is_refused_before_it_is_tokenized(
+    stub: pb_grpc.JaxsglStub, request_: pb.GenerateRequest, words: list[str]
+) -> None:
+    code, details = refusal(stub, request_)
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert all(word in details for word in words), details
 
 
 def test_the_schedulers_refusal_is_the_clients_mistake(stub: pb_grpc.JaxsglStub) -> None:

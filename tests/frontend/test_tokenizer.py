@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_tokenizers import TEXT, byte_fallback, byte_level, save
+from small_tokenizers import KINDS, TEXT, byte_fallback, byte_level, save
+from tokenizers import AddedToken
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.frontend import generation
-from jaxsgl.frontend.generation import ChatPrompt, TextPrompt
 from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 
 
@@ -69,20 +66,15 @@ def test_many_threads_may_encode_at_once(tokenizer: Tokenizer) -> None:
         assert all(result == expected for result in threads.map(encode_all, range(80)))
 
 
-def test_long_prompts_are_tokenized_beside_the_event_loop(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[threading.Thread] = []
-    for name in ("encode", "encode_chat"):
-        whole = getattr(tokenizer, name)
-        monkeypatch.setattr(
-            tokenizer, name, lambda prompt, whole=whole: (threads.append(threading.current_thread()), whole(prompt))[1]
-        )
-    long = "hello " * generation.INLINE_CHARS
-    for text in ("short", long):
-        asyncio.run(generation._tokenize(TextPrompt(text), tokenizer))
-        asyncio.run(generation._tokenize(ChatPrompt([ChatMessage("user", text)]), tokenizer))
-    assert [thread is threading.main_thread() for thread in threads] == [True, True, False, False]
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_has_more_bytes_per_token_than_the_tokenizer_says(kind: str, tmp_path: Path) -> None:
+    backend = KINDS[kind]()
+    longest = "0123456789" * 8
+    backend.add_tokens([AddedToken(longest, special=False)])
+    tokenizer = load_tokenizer(save(backend, tmp_path))
+    assert len(longest) <= tokenizer.max_token_bytes < 2 * len(longest)
+    for text in (*TEXT, longest * 5):
+        assert len(text.encode()) <= len(tokenizer.encode(text)) * tokenizer.max_token_bytes
 
 
 def test_byte_fallback_models_keep_unknown_characters(tmp_path: Path) -> None:

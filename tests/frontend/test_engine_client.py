@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jaxsgl.errors import EngineUnavailable
+from jaxsgl.frontend.detokenizer import NoText
+from jaxsgl.frontend.engine_client import EngineClient
+from jaxsgl.frontend.generation import Generation
+from jaxsgl.messages import Reply, ToEngine
+from jaxsgl.request import FinishReason, Request, SamplingParams
+
+REQUEST = Request("r", [5], SamplingParams())
+
+
+def test_a_reply_after_the_failure_revives_nothing() -> None:
+    sent: list[ToEngine] = []
+    client = EngineClient(sent.append)
+    client.accept()
+    with client.open(REQUEST) as stream:
+        client.fail("the engine died")
+        client.deliver([Reply(stream.engine_id, (7,))])
+        with pytest.raises(EngineUnavailable, match="the engine died"):
+            asyncio.run(stream.next())
+    assert len(sent) == 1, "no abort of what has failed"
+
+
+def test_an_answer_that_was_complete_when_the_engine_died_stays_complete() -> None:
+    client = EngineClient(lambda message: None)
+    client.accept()
+    with client.open(REQUEST) as stream:
+        client.deliver([Reply(stream.engine_id, (7,)), Reply(stream.engine_id, (8,), FinishReason.LENGTH)])
+        client.fail("the engine died")
+        piece = asyncio.run(Generation(REQUEST, stream, NoText()).whole())
+    assert piece.token_ids == [7, 8]
+    assert piece.end is not None
+    assert piece.end.reason is FinishReason.LENGTH

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.prompts import INLINE_CHARS, ChatPrompt, IdsPrompt, Prompt, TextPrompt, tokenize
+from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer
+
+
+class Uncopied(Sequence[int]):
+    """So many ids, none of which may be looked at."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: object) -> int:  # type: ignore[override]
+        raise AssertionError("an id was looked at")
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as threads:
+        yield threads
+
+
+def ids_of(prompt: Prompt, tokenizer: Tokenizer, threads: ThreadPoolExecutor, context_length: int) -> list[int]:
+    return asyncio.run(tokenize(prompt, tokenizer, context_length, threads))
+
+
+def chat(*contents: str, role: str = "user") -> ChatPrompt:
+    return ChatPrompt([ChatMessage(role, content) for content in contents])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "in_thread"),
+    [
+        (TextPrompt("short"), False),
+        (chat("short"), False),
+        (TextPrompt("x" * (INLINE_CHARS + 1)), True),
+        (chat("x" * INLINE_CHARS), True),
+        (chat("x", role="user" * INLINE_CHARS), True),
+        (chat(*[""] * (INLINE_CHARS // 5 + 1)), True),
+        (chat(*[""] * (INLINE_CHARS + 1), role=""), True),
+    ],
+)
+def test_long_prompts_are_tokenized_beside_the_event_loop(
+    prompt: Prompt,
+    in_thread: bool,
+    tokenizer: Tokenizer,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used: list[threading.Thread] = []
+
+    def note(_: object) -> list[int]:
+        used.append(threading.current_thread())
+        return []
+
+    monkeypatch.setattr(tokenizer, "encode", note)
+    monkeypatch.setattr(tokenizer, "encode_chat", note)
+    ids_of(prompt, tokenizer, threads, context_length=10_000)
+    assert [thread is not threading.main_thread() for thread in used] == [in_thread]
+
+
+def test_too_many_ids_are_refused_before_they_are_copied(tokenizer: Tokenizer, threads: ThreadPoolExecutor) -> None:
+    with pytest.raises(InvalidRequest, match=r"has 1000000 tokens, but the context holds 100 .* to 99 tokens"):
+        ids_of(IdsPrompt(Uncopied(1_000_000)), tokenizer, threads, context_length=100)
+
+
+def test_the_longest_text_that_could_fit_is_tokenized(tokenizer: Tokenizer, threads: ThreadPoolExecutor) -> None:
+    text = "龘" * (100 * tokenizer.max_token_bytes // 3)
+    assert ids_of(TextPrompt(text), tokenizer, threads, context_length=100) == tokenizer.encode(text)
+    with pytest.raises(InvalidRequest, match="bytes"):
+        ids_of(TextPrompt(text + "龘"), tokenizer, threads, context_length=100)
