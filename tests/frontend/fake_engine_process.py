@@ -31,12 +31,12 @@ class Script:
     FAIL = 903  # EngineFailed after the first token
     FOREVER = 904  # the same token again and again, a step every 5 ms
     REFUSE = 905  # the scheduler refuses it
-    LAST = 907  # one token, which is the last, and 20 ms later SIGKILL
     REPORT = 906  # echoes [running requests, requests ever seen, aborts ever seen]
 
     START_FAILS = 11  # EngineFailed at start
     START_DIES = 12  # exits with status 7 at start
     START_HANGS = 13  # never ready
+    START_SLOW_WORDS = 14  # SIGKILL at start; its EngineFailed arrives a little later
 
 
 @dataclass
@@ -63,9 +63,6 @@ class FakeEngine:
             replies = [reply for run in list(self.running.values()) if (reply := self.step(run)) is not None]
             if replies:
                 self.mailbox.send(replies)
-            if any(reply.finish_reason and reply.token_ids == (Script.LAST,) for reply in replies):
-                time.sleep(0.02)
-                os.kill(os.getpid(), signal.SIGKILL)
 
     def handle(self, message: ToEngine) -> None:
         if isinstance(message, Abort):
@@ -111,9 +108,13 @@ def main() -> int:
     ignore_terminal_signals()
     launch = read_launch(sys.stdin.buffer)
     follow_parent(sys.stdin.buffer, launch.endpoints)
+    if launch.config.random_seed == Script.START_SLOW_WORDS:
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.03)
     mailbox = EngineMailbox(launch.endpoints)
     match launch.config.random_seed:
-        case Script.START_FAILS:
+        case Script.START_FAILS | Script.START_SLOW_WORDS:
             mailbox.fail("--dtype is odd, but must be even", startup=True)
             mailbox.close()
             return 1

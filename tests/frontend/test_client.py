@@ -96,6 +96,7 @@ def test_a_reader_that_leaves_ends_the_client_quietly(server: ServerProcess, fla
     with os.fdopen(write_end) as pipe:
         ended = subprocess.run(
             client_command(server, "--raw", "hello", "--max-tokens", "5", *flags),
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
             stdout=pipe,
             stderr=subprocess.PIPE,
             text=True,

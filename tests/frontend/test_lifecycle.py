@@ -68,15 +68,6 @@ def test_an_engine_that_dies_in_a_step_ends_the_call(start_server: Start) -> Non
     assert server.wait_for_exit() == 1
 
 
-def test_replies_sent_just_before_the_engine_dies_arrive(start_server: Start) -> None:
-    server = start_server()
-    server.wait_until_ready()
-    with server.stub() as stub:
-        (reply,) = stub.Generate(ids_request(Script.LAST, stream=False, max_tokens=1))
-    assert (list(reply.token_ids), reply.finish_reason) == ([Script.LAST], pb.FINISH_REASON_LENGTH)
-    assert server.wait_for_exit() == 1
-
-
 def test_an_engine_that_fails_says_why(start_server: Start) -> None:
     server = start_server()
     server.wait_until_ready()
@@ -220,6 +211,11 @@ def test_a_failing_start_is_one_clear_line(start_server: Start) -> None:
     server = start_server("--random-seed", str(Script.START_FAILS))
     assert error_of(server) == "error: --dtype is odd, but must be even"
     assert not list(server.temporary.iterdir())
+
+
+def test_last_words_count_though_they_arrive_after_the_death(start_server: Start) -> None:
+    server = start_server("--random-seed", str(Script.START_SLOW_WORDS))
+    assert error_of(server) == "error: --dtype is odd, but must be even"
 
 
 def test_an_engine_that_dies_while_starting_is_one_clear_line(start_server: Start) -> None:
