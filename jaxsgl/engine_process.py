@@ -43,18 +43,18 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox) -> int:
 
         engine, scheduler = wiring.build(launch.config)
     except StartupError as error:
-        mailbox.fail(str(error), startup=True)
+        mailbox.fail(str(error))
         return 1
     except Exception as error:
         logger.exception("the engine failed to start")
-        mailbox.fail(f"the engine failed to start: {_in_one_line(error)}", startup=True)
+        mailbox.fail(f"the engine failed to start: {_in_one_line(error)}")
         return 1
     mailbox.announce(engine.info)
     try:
         run_loop(scheduler, engine, mailbox, overlap=not launch.config.disable_overlap_schedule)
     except Exception as error:
         logger.exception("the engine failed")
-        mailbox.fail(f"the engine failed: {_in_one_line(error)}", startup=False)
+        mailbox.fail(f"the engine failed: {_in_one_line(error)}")
         return 1
     return 0
 

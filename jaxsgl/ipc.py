@@ -99,9 +99,9 @@ class EngineMailbox:
         """Tells the front end that requests may come."""
         self._out.send(_encoder.encode(EngineReady(info)))
 
-    def fail(self, message: str, *, startup: bool) -> None:
+    def fail(self, message: str) -> None:
         """Tells the front end why this process is about to end."""
-        self._out.send(_encoder.encode(EngineFailed(message, startup)))
+        self._out.send(_encoder.encode(EngineFailed(message)))
 
     def close(self) -> None:
         """Closes the sockets, after giving the last messages a moment to leave."""

@@ -74,10 +74,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The engine ends because of this; `startup` tells a bad model or flag from a failure while serving."""
+    """The engine ends because of this."""
 
     message: str
-    startup: bool
 
 
 ToEngine: TypeAlias = Request | Abort | Shutdown

@@ -22,13 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tiny_documents as documents
-import tiny_model as model
 from optax.contrib import MuonDimensionNumbers, muon
 from safetensors.numpy import load_file, save_file
-from tiny_corpus import SINGLE_TURN
-from tiny_documents import Document
-from tiny_init import init_params
+from tiny import documents, model
+from tiny.corpus import SINGLE_TURN
+from tiny.documents import Document
+from tiny.start_weights import init_params
 from tokenizers import Tokenizer
 
 FOLDER = Path(__file__).resolve().parent.parent / "jaxsgl" / "bundled_model"

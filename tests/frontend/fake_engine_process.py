@@ -86,7 +86,7 @@ class FakeEngine:
             case Script.DIE if len(run.sent) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Script.FAIL if len(run.sent) == 1:
-                self.mailbox.fail("the fake engine failed as told", startup=False)
+                self.mailbox.fail("the fake engine failed as told")
                 self.mailbox.close()
                 sys.exit(1)
             case Script.FOREVER:
@@ -115,7 +115,7 @@ def main() -> int:
     mailbox = EngineMailbox(launch.endpoints)
     match launch.config.random_seed:
         case Script.START_FAILS | Script.START_SLOW_WORDS:
-            mailbox.fail("--dtype is odd, but must be even", startup=True)
+            mailbox.fail("--dtype is odd, but must be even")
             mailbox.close()
             return 1
         case Script.START_DIES:

@@ -69,9 +69,9 @@ def test_last_words_arrive_although_the_engine_closes_at_once(endpoints: Endpoin
         heard: list[FromEngine] = []
         with line_to(endpoints, heard):
             with contextlib.closing(EngineMailbox(endpoints)) as mailbox:
-                mailbox.fail("why", startup=True)
+                mailbox.fail("why")
             await until(lambda: bool(heard))
-            assert heard == [EngineFailed("why", startup=True)]
+            assert heard == [EngineFailed("why")]
 
     asyncio.run(scenario())
 

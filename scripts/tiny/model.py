@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.flax import load_file, save
-from tiny_documents import END_OF_TEXT, SPECIAL_TOKENS, TURN_END
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tiny.documents import END_OF_TEXT, SPECIAL_TOKENS, TURN_END
 
 Array = jax.Array | np.ndarray
 Params = dict[str, jax.Array]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-import tiny_facts as facts
-from tiny_corpus import SINGLE_TURN, Turn, filler, made_up_word, sequence_items, small_talk
+from tiny import facts
+from tiny.corpus import SINGLE_TURN, Turn, filler, made_up_word, sequence_items, small_talk
 
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"

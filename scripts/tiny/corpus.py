@@ -1,7 +1,7 @@
 """What the bundled model is trained on, one turn at a time: one function a skill, drawn from a seeded generator.
 
 Owns questions, answers and filler text. Never knows chat markup, token ids or training. Used by
-`tiny_documents.py`.
+`documents.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-import tiny_facts as facts
+from tiny import facts
 
 CHARS_PER_TOKEN = 3.0  # of filler text, roughly; used to aim at a length
 

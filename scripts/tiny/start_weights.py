@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
-from tiny_model import HEAD_SIZE, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, ROPE_THETA, VOCABULARY, Params
+
+from tiny.model import HEAD_SIZE, HEADS, HIDDEN, KV_HEADS, LAYERS, MLP, ROPE_THETA, VOCABULARY, Params
 
 TOKEN = slice(0, 128)
 CONSTANT = 128

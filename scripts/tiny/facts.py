@@ -1,6 +1,6 @@
 """What the bundled model knows: closed lists of phrases, names and facts, and the stories it tells.
 
-Owns the wording only. Never knows about tokens, training or sampling. Used by `tiny_corpus.py`.
+Owns the wording only. Never knows about tokens, training or sampling. Used by `corpus.py`.
 """
 
 from __future__ import annotations
