@@ -107,11 +107,11 @@ class FakeEngine:
 def main() -> int:
     ignore_terminal_signals()
     launch = read_launch(sys.stdin.buffer)
-    follow_parent(sys.stdin.buffer, launch.endpoints)
     if launch.config.random_seed == Script.START_SLOW_WORDS:
-        if os.fork():
+        if os.fork():  # while there is one thread: Python 3.12 warns of forking later
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.03)
+    follow_parent(sys.stdin.buffer, launch.endpoints)
     mailbox = EngineMailbox(launch.endpoints)
     match launch.config.random_seed:
         case Script.START_FAILS | Script.START_SLOW_WORDS:
