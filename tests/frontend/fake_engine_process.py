@@ -111,7 +111,8 @@ def main() -> int:
         if os.fork():  # while there is one thread: Python 3.12 warns of forking later
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.03)
-    follow_parent(sys.stdin.buffer, launch.endpoints)
+    else:
+        follow_parent(sys.stdin.buffer, launch.endpoints)
     mailbox = EngineMailbox(launch.endpoints)
     match launch.config.random_seed:
         case Script.START_FAILS | Script.START_SLOW_WORDS:
