@@ -51,7 +51,7 @@ class Replies(msgspec.Struct, frozen=True, tag="replies"):
 class EngineInfo(msgspec.Struct, frozen=True):
     """What the front end must know about the engine to check requests and to answer GetModelInfo.
 
-    `warmup_s` is the time from process start to ready in seconds; `kv_bytes` the size of all KV buffers.
+    `warmup_s` is the time in seconds that loading and compiling took; `kv_bytes` the size of all KV buffers.
     """
 
     model_path: str

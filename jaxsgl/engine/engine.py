@@ -53,18 +53,17 @@ class Engine:
       info: what the front end is told.
     """
 
-    def __init__(self, config: EngineConfig, *, started_at: float | None = None, progress: bool = True) -> None:
+    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
         """Everything that takes time, until the first step can run.
 
         Args:
           config: flags.
-          started_at: `time.monotonic()` when the process started, for `info.warmup_s`; default: now.
           progress: whether to draw a progress bar on stderr while compiling.
 
         Raises:
           StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
         """
-        started_at = time.monotonic() if started_at is None else started_at
+        start_s = time.monotonic()
         use_compilation_cache(config.compilation_cache_dir)
         folder = resolve_model_folder(config.model)
         self.arch = ModelArch.from_folder(folder)
@@ -101,9 +100,9 @@ class Engine:
             attention_backend=backend,
             platform=platform,
             kv_bytes=page_shape.page_bytes * self.capacity.num_pages,
-            warmup_s=time.monotonic() - started_at,
+            warmup_s=time.monotonic() - start_s,
         )
-        logger.info("%d programs compiled, %.1f s since start", len(self._programs), self.info.warmup_s)
+        logger.info("%d programs compiled, %.1f s of loading and compiling", len(self._programs), self.info.warmup_s)
 
     @property
     def recompiles(self) -> int:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-TENSOR_AXIS = "tp"
+from jaxsgl.weights import TENSOR_AXIS
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
