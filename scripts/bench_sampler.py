@@ -1,6 +1,6 @@
 """What sampling costs on this machine's device: all filters on, for a small and a large vocabulary.
 
-    python scripts/bench_sampler.py
+python scripts/bench_sampler.py
 """
 
 from __future__ import annotations
