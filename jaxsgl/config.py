@@ -21,7 +21,7 @@ from jaxsgl.errors import ConfigError
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_BACKENDS = ("auto", "xla", "pallas_gpu", "pallas_tpu", "reference")
+ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.options import FLOAT8
+
 
 @dataclasses.dataclass(frozen=True)
 class ArgSpec:
@@ -32,6 +34,20 @@ class ArgSpec:
     dtype: Any = jnp.float32
     sliding_window: int | None = None
     logit_soft_cap: float | None = None
+    float8_cache: bool = False
+    """The cache holds float8_e4m3fn, with one scale for K and one per head for V."""
+
+    @property
+    def cache_dtype(self) -> Any:
+        """What the pages hold."""
+        return FLOAT8 if self.float8_cache else self.dtype
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """The cache's scales, as every op takes them; none for a cache of full width."""
+        if not self.float8_cache:
+            return {}
+        return {"k_scale": 0.02, "v_scale": 0.01 * jnp.arange(1, self.num_kv_heads + 1, dtype=jnp.float32)}
 
     @property
     def num_pages(self) -> int:
@@ -41,10 +57,11 @@ class ArgSpec:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the attention ops."""
-        return {"sliding_window": self.sliding_window, "logit_soft_cap": self.logit_soft_cap}
+        return {"sliding_window": self.sliding_window, "logit_soft_cap": self.logit_soft_cap, **self.scales}
 
     def _pages(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.num_pages, self.num_kv_heads, self.page_size, self.head_dim), self.dtype)
+        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        return jax.ShapeDtypeStruct(shape, self.cache_dtype)
 
     def _queries(self, num_tokens: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((num_tokens, self.num_kv_heads * self.num_groups, self.head_dim), self.dtype)
@@ -82,18 +99,60 @@ SMALL_SPECS = (
     ArgSpec("bfloat16", 3, 20, 5, 16, 2, 2, 16, dtype=jnp.bfloat16),
     ArgSpec("float16", 3, 20, 5, 16, 2, 2, 16, dtype=jnp.float16),
     ArgSpec("head_dim_64", 2, 12, 4, 16, 1, 4, 64),
+    ArgSpec("float8", 3, 20, 5, 16, 2, 2, 16, float8_cache=True),
+    ArgSpec("float8_bfloat16", 3, 20, 5, 16, 2, 4, 64, dtype=jnp.bfloat16, float8_cache=True),
 )
 
-# What serving uses; for lowering and compiling, and for measuring.
-SERVING_SPECS = (
-    ArgSpec("0.6b", 32, 1024, 64, 16, 8, 2, 128),
-    ArgSpec("0.6b_bfloat16_page_64", 32, 1024, 16, 64, 8, 2, 128, dtype=jnp.bfloat16),
-    ArgSpec("8b_page_1", 64, 2048, 512, 1, 8, 4, 128, dtype=jnp.bfloat16),
-    ArgSpec("8b_page_128", 64, 2048, 32, 128, 8, 4, 128, dtype=jnp.bfloat16),
-    ArgSpec("head_dim_64_float16", 32, 1024, 32, 16, 8, 7, 64, dtype=jnp.float16),
-    ArgSpec(
-        "head_dim_256_window_and_cap", 8, 512, 32, 16, 4, 2, 256,
-        dtype=jnp.bfloat16, sliding_window=4096, logit_soft_cap=50.0,
-    ),
-    ArgSpec("groups_16", 8, 512, 32, 256, 2, 16, 128, dtype=jnp.bfloat16),
-)  # fmt: skip
+
+def _serving_spec(head_dim: int, num_groups: int, page_size: int, dtype: str, extras: str = "") -> ArgSpec:
+    """32 sequences of up to 4096 tokens, 1024 new ones in an extend. `extras` names float8, window and cap."""
+    chosen = extras.split()
+    return ArgSpec(
+        name="_".join([f"h{head_dim}", f"g{num_groups}", f"p{page_size}", dtype, *chosen]),
+        num_seqs=32,
+        num_tokens=1024,
+        pages_per_seq=4096 // page_size,
+        page_size=page_size,
+        num_kv_heads=8 if num_groups < 8 else 4,
+        num_groups=num_groups,
+        head_dim=head_dim,
+        dtype={"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}[dtype],
+        sliding_window=1024 if "window" in chosen else None,
+        logit_soft_cap=50.0 if "cap" in chosen else None,
+        float8_cache="float8" in chosen,
+    )
+
+
+# What most models serve with.
+COMMON_SPECS = tuple(
+    _serving_spec(128, num_groups, page_size, "bf16") for num_groups in (2, 4, 8) for page_size in (16, 64)
+)
+
+# For lowering and compiling: any two values of two axes meet in some spec (a test holds the list to that).
+GRID_SPECS = (
+    *COMMON_SPECS,
+    _serving_spec(64, 1, 1, "bf16", "float8 window"),
+    _serving_spec(64, 2, 16, "bf16", "cap"),
+    _serving_spec(64, 2, 64, "f16", "float8"),
+    _serving_spec(64, 4, 64, "bf16", "window"),
+    _serving_spec(64, 7, 128, "f32", "float8"),
+    _serving_spec(64, 8, 128, "bf16", "float8 cap"),
+    _serving_spec(64, 16, 1, "f16", "cap"),
+    _serving_spec(64, 16, 64, "bf16", "cap"),
+    _serving_spec(128, 1, 128, "f32", "window cap"),
+    _serving_spec(128, 2, 1, "f32", "window"),
+    _serving_spec(128, 4, 1, "f32", "window cap"),
+    _serving_spec(128, 7, 16, "bf16", "window cap"),
+    _serving_spec(128, 7, 64, "f16", "window cap"),
+    _serving_spec(128, 8, 1, "f16", "float8 cap"),
+    _serving_spec(128, 8, 16, "bf16", "float8 window"),
+    _serving_spec(128, 16, 16, "f32", "float8"),
+    _serving_spec(256, 1, 16, "f16", "float8 window"),
+    _serving_spec(256, 1, 64, "bf16", "float8 cap"),
+    _serving_spec(256, 2, 128, "f16", "float8"),
+    _serving_spec(256, 4, 16, "f16", "float8"),
+    _serving_spec(256, 4, 128, "f16", "float8"),
+    _serving_spec(256, 7, 1, "f16", "cap"),
+    _serving_spec(256, 8, 64, "f32", "window cap"),
+    _serving_spec(256, 16, 128, "f16", "window"),
+)

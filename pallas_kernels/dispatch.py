@@ -1,52 +1,36 @@
-"""The one place where a backend is chosen, by platform, shapes and the caller's flag.
+"""The one place where a backend is chosen, by target device, shapes and the caller's flag.
 
 Owns the list of backends and the reasons for which one is refused. Never knows how a backend computes: an op
 hands in which of them it implements and what each cannot do. Called by every op's `api`, and by start-up code that
 wants to validate a flag early.
 """
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
-import jax
-from jax.sharding import get_abstract_mesh
+from pallas_kernels import tuning
+from pallas_kernels.target import target_device
 
 logger = logging.getLogger(__name__)
 
 # "reference" is never chosen by "auto": it defines what is right and is slow.
-BACKENDS = ("auto", "reference", "xla", "pallas_gpu", "pallas_tpu")
+BACKENDS = ("auto", "reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu")
 
 # Says why a backend can't run these shapes, or None when it can.
 Refusal = Callable[[], str | None]
 
-_PLATFORM_OF_PALLAS = {"pallas_gpu": "gpu", "pallas_tpu": "tpu"}
-
-
-def target_platform() -> str:
-    """ "cpu", "gpu" or "tpu": what the program being traced is for.
-
-    The abstract mesh's device, when one is set, wins over the process's own devices: this is how JAX compiles
-    for hardware that isn't there (`jax.sharding.use_abstract_mesh`).
-    """
-    device = get_abstract_mesh().abstract_device
-    if device is None:
-        return _family(jax.default_backend())
-    platform = getattr(device, "platform", None)
-    if platform is None:  # JAX 0.11 has no such field
-        platform = "tpu" if "TPU" in device.device_kind else "gpu"
-    return _family(platform)
-
-
-def _family(platform: str) -> str:
-    return "gpu" if platform in ("cuda", "rocm") else platform
+_PLATFORM_OF_PALLAS = {"triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
 
 
 def choose_backend(op: str, backend: str, implemented: Mapping[str, Refusal], *, interpret: bool = False) -> str:
     """The name of the backend that `op` should run.
 
     `implemented` maps each backend that the op has to a function saying why these shapes are impossible for it.
-    A named backend runs or raises; "auto" falls back to "xla" and logs the reason once.
+    A named backend runs or raises. "auto" takes the first that can run of those that the tuning table lists for the
+    target device, else "xla", and logs once why the ones before it can't.
 
     Raises:
         ValueError: the name is unknown, the op lacks the backend, the platform is wrong, or the shapes are.
@@ -65,23 +49,19 @@ def choose_backend(op: str, backend: str, implemented: Mapping[str, Refusal], *,
 
 
 def _choose_automatically(op: str, implemented: Mapping[str, Refusal]) -> str:
-    platform = target_platform()
-    wanted = {"gpu": "pallas_gpu", "tpu": "pallas_tpu"}.get(platform)
-    if wanted is None:
-        return "xla"
-    if wanted not in implemented:
-        _log_once(f"{op}: no {wanted} backend, using xla")
-        return "xla"
-    reason = implemented[wanted]()
-    if reason is not None:
-        _log_once(f"{op}: using xla instead of {wanted}: {reason}")
-        return "xla"
-    return wanted
+    for wanted in tuning.preferred_backends(op):
+        if wanted not in implemented:
+            continue
+        reason = _refusal(wanted, implemented, interpret=False)
+        if reason is None:
+            return wanted
+        _log_once(f"{op}: not using {wanted}: {reason}")
+    return "xla"
 
 
 def _refusal(backend: str, implemented: Mapping[str, Refusal], interpret: bool) -> str | None:
     needed = _PLATFORM_OF_PALLAS.get(backend)
-    platform = target_platform()
+    platform = target_device().platform
     if needed is not None and needed != platform and not interpret:
         return f"it needs a {needed}, this is a {platform} (interpret=True runs it slowly anywhere)"
     return implemented[backend]()
@@ -92,6 +72,33 @@ def _log_once(message: str) -> None:
     logger.info(message)
 
 
-def no_refusal() -> str | None:
-    """The `Refusal` of a backend that takes all shapes."""
+def takes_all_shapes(*_args: Any) -> str | None:
+    """The `refuse` of a backend that takes all shapes."""
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One backend of one op."""
+
+    run: Callable[..., Any]
+    """Takes the op's arrays and options in one order for all backends; Pallas backends take `interpret` too."""
+    refuse: Callable[..., str | None] = takes_all_shapes
+    """Takes the arrays that decide; says why the shapes are impossible, or None."""
+
+
+def run(
+    op: str,
+    backend: str,
+    implementations: Mapping[str, Implementation],
+    deciding: tuple[Any, ...],
+    args: tuple[Any, ...],
+    *,
+    interpret: bool,
+) -> Any:
+    """Choose a backend by the arrays in `deciding`, then run it on `args`. Raises as `choose_backend`."""
+    refusals = {name: functools.partial(each.refuse, *deciding) for name, each in implementations.items()}
+    chosen = choose_backend(op, backend, refusals, interpret=interpret)
+    if chosen in _PLATFORM_OF_PALLAS:
+        return implementations[chosen].run(*args, interpret=interpret)
+    return implementations[chosen].run(*args)

@@ -11,7 +11,12 @@ import jax
 import jax.numpy as jnp
 
 MAX_PAGE_SIZE = 256
-_FLOAT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+FLOAT8 = jnp.float8_e4m3fn
+_QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_CACHE_DTYPES = (*_QUERY_DTYPES, FLOAT8)
+
+# One factor for the whole cache array, or `[K]` of them.
+Scale = float | jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +51,7 @@ def check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
     """Check a pair of cache arrays `[num_pages, K, page_size, H]`.
 
     Raises:
-        ValueError: shapes differ or aren't 4-dimensional, page size out of 1..256, or a dtype that isn't a float.
+        ValueError: shapes differ or aren't 4-dimensional, page size out of 1..256, or a dtype the cache can't have.
     """
     if k_pages.ndim != 4 or k_pages.shape != v_pages.shape:
         raise ValueError(
@@ -55,8 +60,10 @@ def check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
     if not 1 <= k_pages.shape[2] <= MAX_PAGE_SIZE:
         raise ValueError(f"page_size is {k_pages.shape[2]} (axis 2 of k_pages); it must be 1..{MAX_PAGE_SIZE}")
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        if pages.dtype not in _FLOAT_DTYPES:
-            raise ValueError(f"{name} has dtype {pages.dtype}; it must be float32, bfloat16 or float16")
+        if pages.dtype not in _CACHE_DTYPES:
+            raise ValueError(f"{name} has dtype {pages.dtype}; it must be float32, bfloat16, float16 or float8_e4m3fn")
+    if k_pages.dtype != v_pages.dtype:
+        raise ValueError(f"k_pages has dtype {k_pages.dtype} and v_pages {v_pages.dtype}; they must have one")
 
 
 def check_queries(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, lengths: jax.Array) -> None:
@@ -65,6 +72,8 @@ def check_queries(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, lengt
     Raises:
         ValueError: a rank, head count, head size, batch size or integer dtype doesn't fit.
     """
+    if q.dtype not in _QUERY_DTYPES:
+        raise ValueError(f"q has dtype {q.dtype}; it must be float32, bfloat16 or float16")
     if q.ndim != 3 or q.shape[2] != k_pages.shape[3]:
         raise ValueError(f"q {q.shape} must be [T, N, H] with the H of k_pages {k_pages.shape}")
     if q.shape[1] % k_pages.shape[1]:
@@ -74,3 +83,32 @@ def check_queries(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, lengt
     for name, array in (("page_table", page_table), ("lengths", lengths)):
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} has dtype {array.dtype}; it must be int32")
+
+
+def refuse_mixed_dtypes(q: jax.Array, k_pages: jax.Array) -> str | None:
+    """Why a kernel on matrix units can't multiply q with the cache, or None: one dtype, or a float8 cache, is fine."""
+    if k_pages.dtype not in (q.dtype, FLOAT8):
+        return f"q is {q.dtype} and the cache {k_pages.dtype}; it takes equal dtypes, or a float8_e4m3fn cache"
+    return None
+
+
+def per_head_scale(name: str, scale: Scale, num_kv_heads: int) -> jax.Array | None:
+    """A cache's scale as float32 `[K]`; None stays None.
+
+    Raises:
+        ValueError: it is neither one number nor one for each kv head.
+    """
+    if scale is None:
+        return None
+    array = jnp.asarray(scale, jnp.float32)
+    if array.shape not in ((), (num_kv_heads,)):
+        raise ValueError(f"{name} has shape {array.shape}; it must be one number or [{num_kv_heads}], one per kv head")
+    return jnp.broadcast_to(array, (num_kv_heads,))
+
+
+def multiply_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """x `[T, N, H]` times `[K]` scales, each for the query heads of one kv head, in x's dtype; None is 1."""
+    if scale is None:
+        return x
+    per_query_head = jnp.repeat(scale, x.shape[1] // scale.shape[0])
+    return (x.astype(jnp.float32) * per_query_head[:, None]).astype(x.dtype)

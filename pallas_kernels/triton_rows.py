@@ -64,7 +64,7 @@ def attend_rows(
     page_table_ref: Any,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Rows q `[R, H]` at `position [R]` (-1: sees nothing, yields zeros); `kv_range` as in `online_softmax`.
+    """Rows q `[R, H]` at `position [R]` (-1: sees nothing, yields zeros); `kv_range` as in `xla_rows`.
 
     Tokens are addressed one by one through the page table, so that any page size works. Returns float32 `[R, H]`.
     """

@@ -2,10 +2,24 @@
 
 import jax
 
-from pallas_kernels.decode_attention import pallas_gpu, reference, xla
-from pallas_kernels.dispatch import choose_backend, no_refusal
-from pallas_kernels.options import attention_options, check_pages, check_queries
+from pallas_kernels import dispatch
+from pallas_kernels.decode_attention import reference, triton, xla
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.options import (
+    Scale,
+    attention_options,
+    check_pages,
+    check_queries,
+    multiply_heads,
+    per_head_scale,
+)
 from pallas_kernels.triton_rows import refuse_shapes
+
+_IMPLEMENTATIONS = {
+    "reference": Implementation(reference.decode_attention),
+    "xla": Implementation(xla.decode_attention),
+    "triton": Implementation(triton.decode_attention, refuse_shapes),
+}
 
 
 def paged_decode_attention(
@@ -18,6 +32,8 @@ def paged_decode_attention(
     sm_scale: float | None = None,
     sliding_window: int | None = None,
     logit_soft_cap: float | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     backend: str = "auto",
     interpret: bool = False,
 ) -> jax.Array:
@@ -32,6 +48,7 @@ def paged_decode_attention(
         sm_scale: factor on q . k; default 1 / sqrt(H).
         sliding_window: see only the last so many tokens, the query's own included.
         logit_soft_cap: scores become cap * tanh(score / cap).
+        k_scale, v_scale: what the cache's numbers stand for is each times its scale: one number or `[K]`, default 1.
         backend: one of `BACKENDS`.
         interpret: run a Pallas backend in its interpreter, on any platform.
 
@@ -43,14 +60,8 @@ def paged_decode_attention(
     if q.shape[0] != lengths.shape[0]:
         raise ValueError(f"q {q.shape} must hold one token for each of the {lengths.shape[0]} sequences in lengths")
     options = attention_options(q.shape[2], sm_scale, sliding_window, logit_soft_cap)
-    implemented = {
-        "reference": no_refusal,
-        "xla": no_refusal,
-        "pallas_gpu": lambda: refuse_shapes(q, k_pages),
-    }
-    chosen = choose_backend("paged_decode_attention", backend, implemented, interpret=interpret)
-    if chosen == "pallas_gpu":
-        return pallas_gpu.decode_attention(q, k_pages, v_pages, page_table, lengths, options, interpret=interpret)
-    if chosen == "reference":
-        return reference.decode_attention(q, k_pages, v_pages, page_table, lengths, options)
-    return xla.decode_attention(q, k_pages, v_pages, page_table, lengths, options)
+    # The scales commute with both products: K's goes to the queries, V's to the output.
+    scaled_q = multiply_heads(q, per_head_scale("k_scale", k_scale, k_pages.shape[1]))
+    args = (scaled_q, k_pages, v_pages, page_table, lengths, options)
+    out = dispatch.run("paged_decode_attention", backend, _IMPLEMENTATIONS, (q, k_pages), args, interpret=interpret)
+    return multiply_heads(out, per_head_scale("v_scale", v_scale, k_pages.shape[1]))

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.online_softmax import attend_rows, first_visible, pad_page_table, pages_per_tile
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.xla_rows import attend_rows, first_visible, pad_page_table, pages_per_tile
 
 
 @functools.partial(jax.jit, static_argnames="options")

@@ -3,10 +3,24 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose_backend, no_refusal
-from pallas_kernels.extend_attention import pallas_gpu, reference, xla
-from pallas_kernels.options import attention_options, check_pages, check_queries
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.extend_attention import reference, triton, xla
+from pallas_kernels.options import (
+    Scale,
+    attention_options,
+    check_pages,
+    check_queries,
+    multiply_heads,
+    per_head_scale,
+)
 from pallas_kernels.triton_rows import refuse_shapes
+
+_IMPLEMENTATIONS = {
+    "reference": Implementation(reference.extend_attention),
+    "xla": Implementation(xla.extend_attention),
+    "triton": Implementation(triton.extend_attention, refuse_shapes),
+}
 
 
 def paged_extend_attention(
@@ -20,6 +34,8 @@ def paged_extend_attention(
     sm_scale: float | None = None,
     sliding_window: int | None = None,
     logit_soft_cap: float | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     backend: str = "auto",
     interpret: bool = False,
 ) -> jax.Array:
@@ -34,7 +50,7 @@ def paged_extend_attention(
         lengths: `[S]` int32, KV tokens of each sequence, the new ones included, at most P * page_size.
         query_offsets: `[S + 1]` int32, ascending from 0. Padding sequences own no query and have length 0; tokens from
             query_offsets[S] on are padding, and their output is zeros.
-        sm_scale, sliding_window, logit_soft_cap, backend, interpret: as in `paged_decode_attention`.
+        sm_scale, sliding_window, logit_soft_cap, k_scale, v_scale, backend, interpret: as in `paged_decode_attention`.
 
     Raises:
         ValueError: shapes or options that don't fit, or a backend that can't run here.
@@ -47,16 +63,8 @@ def paged_extend_attention(
             f"and lengths has S = {lengths.shape[0]}"
         )
     options = attention_options(q.shape[2], sm_scale, sliding_window, logit_soft_cap)
-    implemented = {
-        "reference": no_refusal,
-        "xla": no_refusal,
-        "pallas_gpu": lambda: refuse_shapes(q, k_pages),
-    }
-    chosen = choose_backend("paged_extend_attention", backend, implemented, interpret=interpret)
-    if chosen == "pallas_gpu":
-        return pallas_gpu.extend_attention(
-            q, k_pages, v_pages, page_table, lengths, query_offsets, options, interpret=interpret
-        )
-    if chosen == "reference":
-        return reference.extend_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, options)
-    return xla.extend_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, options)
+    # The scales commute with both products: K's goes to the queries, V's to the output.
+    scaled_q = multiply_heads(q, per_head_scale("k_scale", k_scale, k_pages.shape[1]))
+    args = (scaled_q, k_pages, v_pages, page_table, lengths, query_offsets, options)
+    out = dispatch.run("paged_extend_attention", backend, _IMPLEMENTATIONS, (q, k_pages), args, interpret=interpret)
+    return multiply_heads(out, per_head_scale("v_scale", v_scale, k_pages.shape[1]))

@@ -3,9 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import choose_backend, no_refusal
-from pallas_kernels.options import check_pages
-from pallas_kernels.store_kv import pallas_gpu, reference, xla
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.options import FLOAT8, Scale, check_pages, per_head_scale
+from pallas_kernels.store_kv import reference, triton, xla
+
+_IMPLEMENTATIONS = {
+    "reference": Implementation(reference.store_kv),
+    "xla": Implementation(xla.store_kv),
+    "triton": Implementation(triton.store_kv, triton.refuse_shapes),
+}
 
 
 def store_kv(
@@ -15,6 +22,8 @@ def store_kv(
     v: jax.Array,
     slots: jax.Array,
     *,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -23,9 +32,11 @@ def store_kv(
     Args:
         k_pages, v_pages: the cache `[num_pages, K, page_size, H]`. Donate them to the surrounding jit and they are
             updated in place.
-        k, v: `[T, K, H]`, cast to the cache's dtype.
+        k, v: `[T, K, H]`, cast to the cache's dtype; beyond what float8 can hold they become its largest number.
         slots: `[T]` int32, page * page_size + offset, each within the cache. Padding tokens use slots of page 0; only
             there may a slot occur twice.
+        k_scale, v_scale: k and v are divided by them first: one number or `[K]`, default 1. Attention over this cache
+            takes the same scales.
         backend: one of `BACKENDS`.
         interpret: run a Pallas backend in its interpreter, on any platform.
 
@@ -40,16 +51,19 @@ def store_kv(
             f"k {k.shape} and v {v.shape} must be [T, K, H] and slots {slots.shape} {slots.dtype} [T] int32, "
             f"with the K and H of k_pages {k_pages.shape}"
         )
-    implemented = {
-        "reference": no_refusal,
-        "xla": no_refusal,
-        "pallas_gpu": lambda: pallas_gpu.refuse_shapes(k_pages),
-    }
-    chosen = choose_backend("store_kv", backend, implemented, interpret=interpret)
-    k, v = k.astype(k_pages.dtype), v.astype(v_pages.dtype)
-    if chosen == "pallas_gpu":
-        stored: tuple[jax.Array, jax.Array] = pallas_gpu.store_kv(k_pages, v_pages, k, v, slots, interpret=interpret)
-        return stored
-    if chosen == "reference":
-        return reference.store_kv(k_pages, v_pages, k, v, slots)
-    return xla.store_kv(k_pages, v_pages, k, v, slots)
+    k = _to_cache_dtype(k, per_head_scale("k_scale", k_scale, num_kv_heads), k_pages.dtype)
+    v = _to_cache_dtype(v, per_head_scale("v_scale", v_scale, num_kv_heads), v_pages.dtype)
+    args = (k_pages, v_pages, k, v, slots)
+    stored: tuple[jax.Array, jax.Array] = dispatch.run(
+        "store_kv", backend, _IMPLEMENTATIONS, (k_pages,), args, interpret=interpret
+    )
+    return stored
+
+
+def _to_cache_dtype(new: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    if scale is not None:
+        new = new.astype(jnp.float32) / scale[:, None]
+    if dtype == FLOAT8:
+        largest = float(jnp.finfo(FLOAT8).max)
+        new = jnp.clip(new, -largest, largest)
+    return new.astype(dtype)

@@ -148,5 +148,5 @@ def test_a_context_beyond_the_models_is_refused(tiny_config: ConfigMaker) -> Non
 
 
 def test_kernels_that_can_not_run_here_are_refused_before_warm_up(tiny_config: ConfigMaker) -> None:
-    with pytest.raises(ConfigError, match="--attention-backend pallas_tpu"):
-        Engine(tiny_config(attention_backend="pallas_tpu"), progress=False)
+    with pytest.raises(ConfigError, match="--attention-backend mosaic_tpu"):
+        Engine(tiny_config(attention_backend="mosaic_tpu"), progress=False)

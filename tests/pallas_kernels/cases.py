@@ -26,7 +26,13 @@ class Case:
     query_offsets: np.ndarray
 
     def extend_args(self):
-        cache = (jnp.asarray(self.k_pages, self.spec.dtype), jnp.asarray(self.v_pages, self.spec.dtype))
+        k_scale, v_scale = (
+            np.broadcast_to(self.spec.scales.get(name, 1.0), self.spec.num_kv_heads) for name in ("k_scale", "v_scale")
+        )
+        cache = (
+            jnp.asarray(pages / scale[:, None, None], self.spec.cache_dtype)
+            for pages, scale in ((self.k_pages, k_scale), (self.v_pages, v_scale))
+        )
         ints = (jnp.asarray(a, jnp.int32) for a in (self.page_table, self.lengths, self.query_offsets))
         return jnp.asarray(self.q, self.spec.dtype), *cache, *ints
 
@@ -80,6 +86,10 @@ def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared
 def dense_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, options) -> np.ndarray:
     """Attention in float64, one query and head at a time over a sequence laid out flat. Zeros where nothing is."""
     q, k_pages, v_pages = (np.asarray(a, np.float64) for a in (q, k_pages, v_pages))
+    k_pages, v_pages = (
+        pages * np.broadcast_to(options.get(name, 1.0), pages.shape[1])[:, None, None]
+        for pages, name in ((k_pages, "k_scale"), (v_pages, "v_scale"))
+    )
     page_table, lengths, query_offsets = (np.asarray(a) for a in (page_table, lengths, query_offsets))
     num_groups = q.shape[1] // k_pages.shape[1]
     window = options["sliding_window"] or np.inf

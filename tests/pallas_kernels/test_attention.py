@@ -17,7 +17,7 @@ each_spec = pytest.mark.parametrize("name", BY_NAME)
 
 # Fewer examples in the interpreter, whose price is the time of each; the specs multiply either number.
 XLA = pytest.param("xla", 12, id="xla")
-PALLAS_GPU = pytest.param("pallas_gpu", 4, id="pallas_gpu")
+PALLAS_GPU = pytest.param("triton", 4, id="triton")
 each_backend = pytest.mark.parametrize(("backend", "num_examples"), [XLA, PALLAS_GPU])
 
 
@@ -63,7 +63,7 @@ def test_reference_equals_a_dense_softmax(name: str) -> None:
     run_examples(prop, cases(BY_NAME[name]), 4)
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_gpu"])
+@pytest.mark.parametrize("backend", ["reference", "xla", "triton"])
 def test_decode_is_an_extend_by_one_token(backend: str) -> None:
     spec = BY_NAME["plain"]
     case = build_case(spec, [17, 0, 80, 1], [1, 0, 1, 1], 1, seed=3)
@@ -74,7 +74,7 @@ def test_decode_is_an_extend_by_one_token(backend: str) -> None:
     assert_close(decoded[np.array([0, 2, 3])], extended[:3], spec.dtype)
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla", "pallas_gpu"])
+@pytest.mark.parametrize("backend", ["reference", "xla", "triton"])
 def test_padding_yields_exact_zeros(backend: str) -> None:
     spec = BY_NAME["plain"]
     case = build_case(spec, [0, 30, 0, 7], [0, 20, 0, 2], 0, seed=1)
@@ -84,7 +84,7 @@ def test_padding_yields_exact_zeros(backend: str) -> None:
     assert (extended[22:] == 0).all() and (extended[:22] != 0).any(axis=2).all()
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_gpu"])
+@pytest.mark.parametrize("backend", ["xla", "triton"])
 def test_a_batch_of_nothing_but_padding_yields_zeros(backend: str) -> None:
     case = build_case(BY_NAME["plain"], [0] * 4, [0] * 4, 0, seed=1)
     for op, args in (
@@ -94,7 +94,7 @@ def test_a_batch_of_nothing_but_padding_yields_zeros(backend: str) -> None:
         assert (np.asarray(compiled(op, case.spec, backend)(*args)) == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_gpu"])
+@pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("num_queries", [[300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]])
 def test_extend_over_many_tiles_equals_the_reference(backend: str, num_queries: list[int]) -> None:
     """Long enough for several query and KV tiles: their borders, and single queries beside long ones."""

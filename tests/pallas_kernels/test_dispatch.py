@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import choose_backend, paged_decode_attention, paged_extend_attention, store_kv
-from pallas_kernels.arg_specs import SERVING_SPECS, SMALL_SPECS, ArgSpec
-from pallas_kernels.dispatch import no_refusal
+from pallas_kernels import choose_backend, paged_decode_attention, paged_extend_attention, store_kv, tuning
+from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS, ArgSpec
+from pallas_kernels.dispatch import takes_all_shapes
 
 PLAIN = SMALL_SPECS[0]
-EVERYTHING = {"reference": no_refusal, "xla": no_refusal, "pallas_gpu": no_refusal}
+EVERYTHING = {"reference": takes_all_shapes, "xla": takes_all_shapes, "triton": takes_all_shapes}
 
 
 def on_a_device(platform: str, kind: str):
@@ -30,29 +30,34 @@ def on_an_h100():
     return on_a_device("cuda", "NVIDIA H100 80GB HBM3")
 
 
-def test_auto_follows_the_platform() -> None:
-    assert choose_backend("op", "auto", EVERYTHING) == "xla"
+def test_auto_follows_the_platform_and_its_table() -> None:
+    def chosen(implemented=EVERYTHING) -> str:
+        return choose_backend("paged_decode_attention", "auto", implemented)
+
+    assert chosen() == "xla"
     with on_an_h100():
-        assert choose_backend("op", "auto", EVERYTHING) == "pallas_gpu"
+        assert chosen() == tuning.preferred_backends("paged_decode_attention")[0] == "triton"
+        assert chosen({"xla": takes_all_shapes, "mosaic_gpu": takes_all_shapes}) == "mosaic_gpu"
     with on_a_device("tpu", "TPU v5 lite"):
-        assert choose_backend("op", "auto", EVERYTHING) == "xla"
-        assert choose_backend("op", "auto", {**EVERYTHING, "pallas_tpu": no_refusal}) == "pallas_tpu"
+        assert chosen() == "xla"
+        assert chosen({**EVERYTHING, "mosaic_tpu": takes_all_shapes}) == "mosaic_tpu"
 
 
 def test_auto_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
-    refusing = {**EVERYTHING, "pallas_gpu": lambda: "head size is 80 in this test"}
+    refusing = {**EVERYTHING, "triton": lambda: "head size is 80 in this test"}
     with on_an_h100(), caplog.at_level(logging.INFO, logger="pallas_kernels"):
         for _ in range(3):
-            assert choose_backend("op", "auto", refusing) == "xla"
-    assert [r.message for r in caplog.records] == ["op: using xla instead of pallas_gpu: head size is 80 in this test"]
+            assert choose_backend("paged_decode_attention", "auto", refusing) == "xla"
+    expected = "paged_decode_attention: not using triton: head size is 80 in this test"
+    assert [r.message for r in caplog.records] == [expected]
 
 
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("cuda", "unknown backend 'cuda'; choose one of auto, reference, xla, pallas_gpu"),
-        ("pallas_tpu", "backend 'pallas_tpu' is not implemented for this op; choose one of auto, reference, xla"),
-        ("pallas_gpu", "needs a gpu, this is a cpu"),
+        ("cuda", "unknown backend 'cuda'; choose one of auto, reference, xla, triton"),
+        ("mosaic_tpu", "backend 'mosaic_tpu' is not implemented for this op; choose one of auto, reference, xla"),
+        ("triton", "needs a gpu, this is a cpu"),
     ],
 )
 def test_an_impossible_backend_is_an_error_with_the_options(backend: str, message: str) -> None:
@@ -69,11 +74,11 @@ def test_shapes_that_a_named_backend_refuses_are_an_error() -> None:
         (paged_decode_attention, spec.decode_args()),
         (paged_extend_attention, spec.extend_args()),
     ):
-        with pytest.raises(ValueError, match=r"backend 'pallas_gpu' is impossible here: head size is 80"):
-            jax.eval_shape(lambda *a, op=op: op(*a, backend="pallas_gpu", interpret=True), *args)
+        with pytest.raises(ValueError, match=r"backend 'triton' is impossible here: head size is 80"):
+            jax.eval_shape(lambda *a, op=op: op(*a, backend="triton", interpret=True), *args)
 
 
-@pytest.mark.parametrize("spec", SERVING_SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", GRID_SPECS, ids=lambda spec: spec.name)
 def test_every_op_lowers_for_cuda_through_triton(spec: ArgSpec) -> None:
     ops = (
         (store_kv, spec.store_args(), {}),

@@ -16,12 +16,12 @@ from pallas_kernels.arg_specs import SMALL_SPECS, ArgSpec
 BY_NAME = {spec.name: spec for spec in SMALL_SPECS}
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_gpu"])
+@pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("name", ["plain", "page_size_1", "groups_3_odd_page_size", "bfloat16", "float16"])
 def test_stored_tokens_land_in_their_slots_and_nowhere_else(name: str, backend: str) -> None:
     spec = BY_NAME[name]
     num_slots = spec.num_pages * spec.page_size
-    store = jax.jit(functools.partial(store_kv, backend=backend, interpret=backend == "pallas_gpu"))
+    store = jax.jit(functools.partial(store_kv, backend=backend, interpret=backend == "triton"))
 
     @settings(max_examples=5, deadline=None, derandomize=True, database=None)
     @given(st.integers(0, spec.num_tokens), st.integers(0, 2**32 - 1))

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.online_softmax import first_visible
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.triton_rows import attend_rows, load_rows, store_rows
+from pallas_kernels.xla_rows import first_visible
 
 # Rows of a tile, queries times query heads per kv head: what one program's registers hold well at head size 128.
 _TILE_ROWS = 64

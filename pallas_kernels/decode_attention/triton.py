@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.online_softmax import first_visible
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.triton_rows import MIN_DOT, attend_rows, load_rows, store_rows
+from pallas_kernels.xla_rows import first_visible
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))

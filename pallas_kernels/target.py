@@ -1,0 +1,46 @@
+"""Which device the program being traced is for: the process's own, or one that isn't there.
+
+Owns the reading of JAX's abstract mesh and the little that kernels need to know of a chip. Never knows kernels.
+Called by `dispatch`, `tuning` and kernels that need a minimum of hardware.
+"""
+
+import dataclasses
+
+import jax
+from jax.sharding import get_abstract_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetDevice:
+    """Platform "cpu", "gpu" or "tpu", and the kind as the driver names it, e.g. "NVIDIA H200" or "TPU v5 lite"."""
+
+    platform: str
+    kind: str
+    num_cores: int
+    """Streaming multiprocessors, or TensorCores."""
+
+    @property
+    def is_hopper(self) -> bool:
+        """Has TMA and wgmma (compute capability 9.0)."""
+        return self.platform == "gpu" and any(name in self.kind for name in ("H100", "H200", "H800", "H20", "GH200"))
+
+
+def target_device() -> TargetDevice:
+    """What the program being traced is for.
+
+    The abstract mesh's device, when one is set, wins over the process's own devices: this is how JAX compiles
+    for hardware that isn't there (`jax.sharding.use_abstract_mesh`).
+    """
+    abstract = get_abstract_mesh().abstract_device
+    if abstract is None:
+        device = jax.devices()[0]
+        cores = getattr(device, "core_count", None) or getattr(device, "num_cores", None) or 1
+        return TargetDevice(_family(device.platform), device.device_kind, cores)
+    platform = getattr(abstract, "platform", None)
+    if platform is None:  # JAX 0.11 has no such field
+        platform = "tpu" if "TPU" in abstract.device_kind else "gpu"
+    return TargetDevice(_family(platform), abstract.device_kind, abstract.num_cores or 1)
+
+
+def _family(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform

@@ -1,0 +1,98 @@
+"""Block sizes and backend preferences: one table per device kind, looked up when a kernel is traced.
+
+Owns the reading of `tables/*.json`. Never knows what a size means: a kernel names its op and backend, says what
+shapes it has, and gets its own integers back. `scripts/tune_kernels.py` measures and writes the tables.
+
+A table is `{"devices": [substring of the device kind, ...], "backends": {op: [backend, ...]}, "blocks": [entry, ...]}`.
+An entry is `{"op", "backend", "when": {field: value or list of values}, "blocks": {name: integer}, "source": text}`.
+Of the entries whose `when` holds, the last one wins per name; the default table comes first, the device's after it.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.target import target_device
+
+_DEFAULT = "default.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeClass:
+    """What a table may distinguish. Counts are rounded up to powers of two, so that near shapes share an entry."""
+
+    head_dim: int
+    """H."""
+    num_groups: int
+    """N / K."""
+    page_size: int
+    """Tokens."""
+    kv_bits: int
+    """Bits per element of the cache."""
+    num_seqs: int
+    """S."""
+    num_tokens: int
+    """T; equals S for a decode."""
+
+
+def shape_class(q_shape: tuple[int, ...], pages_shape: tuple[int, ...], pages_dtype: Any, num_seqs: int) -> ShapeClass:
+    """The class of a call with q `[T, N, H]` and pages `[num_pages, K, page_size, H]`."""
+    num_tokens, num_heads, head_dim = q_shape
+    return ShapeClass(
+        head_dim=head_dim,
+        num_groups=_power_of_two(num_heads // pages_shape[1]),
+        page_size=pages_shape[2],
+        kv_bits=jnp.dtype(pages_dtype).itemsize * 8,
+        num_seqs=_power_of_two(num_seqs),
+        num_tokens=_power_of_two(num_tokens),
+    )
+
+
+def blocks(op: str, backend: str, shape: ShapeClass) -> dict[str, int]:
+    """The block sizes of one kernel for the target device.
+
+    Raises:
+        LookupError: the default table has no entry for the op and backend.
+    """
+    found: dict[str, int] = {}
+    fields = dataclasses.asdict(shape)
+    for table in _tables(target_device().kind):
+        for entry in table["blocks"]:
+            if (entry["op"], entry["backend"]) == (op, backend) and _holds(entry["when"], fields):
+                found |= entry["blocks"]
+    if not found:
+        raise LookupError(f"no block sizes for {op} on backend {backend!r}; add an entry to tables/{_DEFAULT}")
+    return found
+
+
+def preferred_backends(op: str) -> list[str]:
+    """Backends that "auto" should try for the target device, best first."""
+    preferred: list[str] = []
+    device = target_device()
+    for table in _tables(device.kind):
+        by_platform = table["backends"].get(op, {})
+        preferred = by_platform.get(device.platform, preferred)
+    return preferred
+
+
+def _holds(when: Mapping[str, Any], fields: Mapping[str, int]) -> bool:
+    return all(fields[name] in (wanted if isinstance(wanted, list) else [wanted]) for name, wanted in when.items())
+
+
+@functools.cache
+def _tables(device_kind: str) -> tuple[dict[str, Any], ...]:
+    """The default table, then those whose device names occur in the kind."""
+    folder = resources.files("pallas_kernels") / "tables"
+    tables = {path.name: json.loads(path.read_text()) for path in folder.iterdir() if path.name.endswith(".json")}
+    default = tables.pop(_DEFAULT)
+    mine = [table for _, table in sorted(tables.items()) if any(name in device_kind for name in table["devices"])]
+    return (default, *mine)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
