@@ -6,6 +6,7 @@ only read the options.
 
 import dataclasses
 import math
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ _QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _CACHE_DTYPES = (*_QUERY_DTYPES, FLOAT8)
 
 # One factor for the whole cache array, or `[K]` of them.
-Scale = float | jax.Array | None
+Scale: TypeAlias = float | jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
