@@ -8,13 +8,16 @@ An entry is `{"op", "backend", "when": {field: value or list of values}, "blocks
 Of the entries whose `when` holds, the last one wins per name; the default table comes first, the device's after it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from importlib import resources
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.target import target_device
@@ -65,9 +68,42 @@ def blocks(op: str, backend: str, shape: ShapeClass) -> dict[str, int]:
         for entry in table["blocks"]:
             if (entry["op"], entry["backend"]) == (op, backend) and _holds(entry["when"], fields):
                 found |= entry["blocks"]
+    forced = _override.get()
+    if forced is not None and (forced.op, forced.backend) == (op, backend):
+        forced.asked.append(shape)
+        found |= forced.sizes
     if not found:
         raise LookupError(f"no block sizes for {op} on backend {backend!r}; add an entry to tables/{_DEFAULT}")
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Override:
+    op: str
+    backend: str
+    sizes: Mapping[str, int]
+    asked: list[ShapeClass]
+
+
+_override: ContextVar[_Override | None] = ContextVar("pallas_kernels.tuning.override", default=None)
+
+
+@contextlib.contextmanager
+def override(op: str, backend: str, sizes: Mapping[str, int]) -> Iterator[list[ShapeClass]]:
+    """Kernels of `op` on `backend` that are traced inside get these sizes, and the table's where a name is missing.
+
+    Yields a list that fills with the shape classes which such kernels ask for; with no sizes it only watches. JAX
+    remembers traces without knowing of sizes, so its caches are emptied on entry and on exit: for tuning and
+    tests. Programs compiled ahead of time inside stay as they are.
+    """
+    asked: list[ShapeClass] = []
+    jax.clear_caches()
+    token = _override.set(_Override(op, backend, sizes, asked))
+    try:
+        yield asked
+    finally:
+        _override.reset(token)
+        jax.clear_caches()
 
 
 def preferred_backends(op: str) -> list[str]:
