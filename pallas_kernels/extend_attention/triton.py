@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.extend_attention.query_tiles import query_tiles
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.triton_rows import attend_rows, load_rows, store_rows
 from pallas_kernels.xla_rows import first_visible
@@ -35,7 +36,7 @@ def extend_attention(
     """See `pallas_kernels.paged_extend_attention`."""
     num_groups_padded = pl.next_power_of_2(q.shape[1] // k_pages.shape[1])
     tile_queries = _TILE_ROWS // num_groups_padded
-    tiles = _query_tiles(lengths, query_offsets, q.shape[0], tile_queries)
+    tiles = query_tiles(lengths, query_offsets, q.shape[0], tile_queries)
     kernel = functools.partial(_extend_kernel, tile_queries=tile_queries, options=options)
     out: jax.Array = pl.pallas_call(
         kernel,
@@ -46,26 +47,6 @@ def extend_attention(
         name="paged_extend_attention",
     )(q, k_pages, v_pages, page_table, tiles)
     return out
-
-
-def _query_tiles(lengths: jax.Array, query_offsets: jax.Array, num_tokens: int, tile_queries: int) -> jax.Array:
-    """`[num_tiles, 4]` int32: sequence, first token, token after the last, position of the first token.
-
-    Padding tokens become tiles of no KV (position -num_tokens or below), so that their output gets written. The number
-    of tiles is an upper bound; those that don't exist hold no tokens.
-    """
-    num_seqs = lengths.shape[0]
-    ends = jnp.append(query_offsets[1:], jnp.int32(num_tokens))
-    counts = ends - query_offsets
-    first_positions = jnp.append(lengths, -num_tokens) - counts
-    num_tiles = (counts + tile_queries - 1) // tile_queries
-    tiles_end = jnp.cumsum(num_tiles)
-    tile = jnp.arange(pl.cdiv(num_tokens, tile_queries) + num_seqs + 1, dtype=jnp.int32)
-    seq = jnp.minimum(jnp.sum(tile[:, None] >= tiles_end, axis=1), num_seqs)
-    done = (tile - (tiles_end - num_tiles)[seq]) * tile_queries
-    begin = query_offsets[seq] + done
-    end = jnp.minimum(begin + tile_queries, ends[seq])
-    return jnp.stack([jnp.minimum(seq, num_seqs - 1), begin, end, first_positions[seq] + done], 1).astype(jnp.int32)
 
 
 def _extend_kernel(
