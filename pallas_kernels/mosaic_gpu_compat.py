@@ -1,0 +1,103 @@
+"""What Pallas Mosaic GPU kernels use of JAX where its versions differ, and where an interpreter can't follow the chip.
+
+Owns the call of `plgpu.kernel` and the few operations that an interpreter on a CPU can't run as the chip does. Never
+knows attention. Called by the `mosaic_gpu` modules; everything else they take from `plgpu`, which is the same on JAX
+0.10, 0.11 and 0.12.
+
+Where the versions differ: thread semantics (0.10 lowers per lane by default, 0.11 and later per warpgroup; every kernel
+here is written for, and lowered per, lane), and where the interpreter's parameters are found. What the interpreters
+lack, on 0.10: `wgmma` with a transposed operand, `layout_cast`, and on all: `wgmma` with an operand in registers. There
+the operations below compute the same on the values. Copies, barriers, loads, stores and loops are interpreted.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Bytes in a row of a tile that `wgmma` reads from shared memory; TMA permutes the tile's 16-byte pieces to match.
+SWIZZLE_BYTES = 128
+# Rows of `wgmma`'s left operand and result.
+WGMMA_ROWS = 64
+
+
+def gpu_kernel(
+    body: Callable[..., None],
+    *,
+    name: str,
+    out_type: Any,
+    scratch_types: Mapping[str, Any],
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...],
+    interpret: bool,
+    num_warpgroups: int | None = None,
+    warpgroup_name: str | None = None,
+    **compiler_params: Any,
+) -> Callable[..., Any]:
+    """`plgpu.kernel`: body(*input refs, *output refs, **scratch refs) over the grid, each warpgroup its own thread."""
+    return plgpu.kernel(  # type: ignore[no-any-return]
+        body,
+        out_type=out_type,
+        scratch_types=dict(scratch_types),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **compiler_params),
+        grid=grid,
+        grid_names=grid_names,
+        num_threads=num_warpgroups,
+        thread_name=warpgroup_name,
+        kernel_name=name,
+        interpret=_interpret_params() if interpret else None,
+    )
+
+
+def _interpret_params() -> Any:
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams()
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # JAX 0.10 has it in no public place
+
+    return InterpretGPUParams()
+
+
+def operand(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for operands of `wgmma`, tiled and swizzled; the last axis a multiple of 128 bytes."""
+    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def matmul(a: Any, b: Any, acc: jax.Array | None = None, *, transpose_b: bool = False, interpret: bool) -> jax.Array:
+    """acc + a @ b by `wgmma`, float32 in layout WGMMA; done, and its operands free for reuse by this warp, on return.
+
+    a: a ref made by `operand`, or an array `[64, k]` in layout WGMMA. b: a ref made by `operand`, `[k, n]`, or `[n, k]`
+    with transpose_b. acc `[rows, n]`, by default zero.
+    """
+    shape = (a.shape[0], b.shape[0] if transpose_b else b.shape[1])
+    if interpret:
+        left = a if isinstance(a, jax.Array) else a[...]
+        right = b[...].T if transpose_b else b[...]
+        product = jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        return product if acc is None else acc + product
+
+    def accumulate(acc_ref: Any) -> None:
+        plgpu.wgmma(acc_ref, a, b.transpose((1, 0)) if transpose_b else b)
+
+    if acc is None:
+
+        def from_zero(acc_ref: Any) -> Any:
+            accumulate(acc_ref)
+            return acc_ref[...]
+
+        return pl.run_scoped(from_zero, plgpu.ACC(shape, jnp.float32))
+    return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+
+
+def in_layout(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """x in the given register layout; the interpreter knows none."""
+    return x if interpret else plgpu.layout_cast(x, layout)
+
+
+def iota(shape: tuple[int, ...], axis: int, layout: Any, *, interpret: bool) -> jax.Array:
+    """int32 numbers along one axis, in the given register layout."""
+    return in_layout(jax.lax.broadcasted_iota(jnp.int32, shape, axis), layout, interpret=interpret)
