@@ -1,0 +1,1 @@
+"""Compiling kernels and engine steps for accelerators that aren't there. Used by `compile_targets.py` alone."""

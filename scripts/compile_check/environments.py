@@ -1,0 +1,80 @@
+"""Virtual environments with the plug-ins that compile for hardware, and running `compile_for` in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from compile_check.targets import JAX_VERSION, Target
+
+ROOT = Path(__file__).parents[2]
+# With room for the wheels while they are unpacked; seen: 4.8 GB and 1.6 GB installed.
+DISK_GB = {"cuda13": 11, "tpu": 4}
+PYTHONS = ("python3.12", "python3.13", "python3.14")
+
+
+def find_python() -> str | None:
+    """An interpreter that JAX_VERSION supports (3.12 or newer), or None."""
+    if sys.version_info >= (3, 12):
+        return sys.executable
+    for name in PYTHONS:
+        path = shutil.which(name)
+        if path and subprocess.run([path, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+def missing_for(extra: str, folder: Path) -> str | None:
+    """Why the environment for `extra` can't be made in `folder`, or None when it can or is there."""
+    if _marker(folder, extra).exists():
+        return None
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e9
+    if free < DISK_GB[extra]:
+        return f"jax[{extra}] needs {DISK_GB[extra]} GB of disk, {free:.1f} GB are free"
+    if find_python() is None:
+        return f"JAX {JAX_VERSION} needs Python 3.12 or newer, none of {', '.join(PYTHONS)} was found"
+    return None
+
+
+def make(extra: str, folder: Path) -> Path:
+    """The environment's python, with `jax[extra]` and this project; made unless it is there. Minutes, gigabytes."""
+    home = folder / extra
+    python = home / "bin/python"
+    if not _marker(folder, extra).exists():
+        interpreter = find_python()
+        assert interpreter is not None, "missing_for says so first"
+        subprocess.run([interpreter, "-m", "venv", "--clear", str(home)], check=True)
+        install = [str(python), "-m", "pip", "install", "-q", "-e", str(ROOT), f"jax[{extra}]=={JAX_VERSION}"]
+        subprocess.run(install, check=True)
+        _marker(folder, extra).touch()
+    return python
+
+
+def _marker(folder: Path, extra: str) -> Path:
+    return folder / extra / f"installed-{JAX_VERSION}"
+
+
+def compile_in(python: Path, target: Target, grid: str, jobs: int) -> Iterator[dict[str, Any]]:
+    """Results of all of the target's programs, compiled by `jobs` processes side by side."""
+    ptxas = next(iter(sorted(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/ptxas"))), Path("ptxas"))
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
+
+    def share(index: int) -> list[dict[str, Any]]:
+        command = [str(python), "-m", "compile_check.compile_for", target.name, grid, str(index), str(jobs), str(ptxas)]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"target"')]
+        if done.returncode:
+            problem = f"process {index} of {jobs} ended with {done.returncode}: {done.stderr[-3000:]}"
+            results.append({"target": target.name, "program": "", "backend": "", "problems": [problem]})
+        return results
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for results in pool.map(share, range(jobs)):
+            yield from results

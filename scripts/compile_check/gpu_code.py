@@ -1,0 +1,92 @@
+"""What the compilers made for a GPU: registers, spills, shared memory and instructions, read from their dumps.
+
+XLA writes PTX per program (`module_*.jit_<name>.*.ptx`), its own fusions and our Triton kernels alike; Mosaic GPU writes
+PTX per kernel, with `*.resources.txt` beside it. `ptxas -v` says what a kernel takes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+# How the names of our pallas_calls begin.
+OUR_NAMES = ("store_kv", "paged_")
+
+# What a kernel is meant to hold, as a reader of PTX finds it.
+INSTRUCTIONS = {
+    "wgmma": r"\bwgmma\.mma_async",
+    "mma": r"\bmma\.sync",
+    "bulk": r"\bcp\.async\.bulk",
+    "cp.async": r"\bcp\.async\.c[ag]",
+    "vector load": r"\bld\.global[.\w:]*\.v4",
+    "vector store": r"\bst\.global[.\w:]*\.v4",
+}
+
+
+@dataclass(frozen=True)
+class KernelCode:
+    """One entry function.
+
+    Attributes:
+      name: of the entry.
+      registers: per thread.
+      spill_bytes: stored to and loaded from local memory because registers ran out, per thread.
+      shared_bytes: shared memory per block, or None where no dump says.
+      instructions: those of INSTRUCTIONS that occur.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int | None
+    instructions: tuple[str, ...]
+
+
+def kernels_in(folder: Path, ptxas: Path) -> list[KernelCode]:
+    """All of a program's Pallas kernels in a folder of dumps; XLA's own fusions are left out."""
+    found = []
+    for ptx_file in sorted(folder.rglob("*.ptx")):
+        ptx = ptx_file.read_text()
+        is_mosaic = "mosaic_gpu_kernel" in ptx
+        for entry in re.findall(r"\.entry\s+([\w$]+)", ptx):
+            if not is_mosaic and not entry.startswith(OUR_NAMES):
+                continue
+            registers, spills = _ptxas(ptx_file, ptx, ptxas)[entry]
+            present = tuple(name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, ptx))
+            shared = _mosaic_shared(ptx_file) if is_mosaic else _xla_shared(entry, folder)
+            found.append(KernelCode(entry, registers, spills, shared, present))
+    return found
+
+
+def _ptxas(ptx_file: Path, ptx: str, ptxas: Path) -> dict[str, tuple[int, int]]:
+    """Registers and spilled bytes of each entry."""
+    target = re.search(r"\.target\s+(\w+)", ptx)
+    assert target is not None, f"{ptx_file} has no .target line"
+    command = [str(ptxas), "-v", f"-arch={target[1]}", str(ptx_file), "-o", "/dev/null"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ptxas failed on {ptx_file}: {done.stderr}")
+    found = {}
+    for part in done.stderr.split("Compiling entry function")[1:]:
+        entry = re.search(r"'([^']+)'", part)
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        registers = re.search(r"Used (\d+) registers", part)
+        assert entry and spills and registers, f"ptxas says something new: {part}"
+        found[entry[1]] = int(registers[1]), int(spills[1]) + int(spills[2])
+    return found
+
+
+def _xla_shared(entry: str, folder: Path) -> int | None:
+    for path in folder.glob("*thunk_sequence.txt"):
+        match = re.search(rf"\b{re.escape(entry)}\b.*shared_memory: (\d+) bytes", path.read_text())
+        if match:
+            return int(match[1])
+    return None
+
+
+def _mosaic_shared(ptx_file: Path) -> int | None:
+    path = ptx_file.with_suffix(".resources.txt")
+    match = re.search(r"smem_scratch_bytes=(\d+)", path.read_text()) if path.exists() else None
+    return int(match[1]) if match else None

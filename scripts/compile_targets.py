@@ -1,0 +1,81 @@
+"""Compile every kernel and whole engine steps for GPUs and TPUs that this machine doesn't have, and check the code.
+
+    python scripts/compile_targets.py                       # all targets, the full grid
+    python scripts/compile_targets.py h200 --grid common    # one target, the shapes that most models serve with
+
+Makes a virtual environment per plug-in (NVIDIA 5 GB, TPU 2 GB), compiles there, and prints for each program: registers,
+spilled bytes, shared memory and the instructions found (wgmma, bulk copies); for whole programs also temporary memory.
+Exits with 1 if a kernel spills, lacks the instructions that it was made for, copies the KV cache or doesn't compile.
+A target whose environment can't be made (disk, Python) is named and left out; --require makes that an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from compile_check import environments
+from compile_check.targets import JAX_VERSION, TARGETS
+
+ROOT = Path(__file__).parents[1]
+
+
+def describe(result: dict[str, Any]) -> str:
+    """One line for one program, and one for each problem."""
+    line = f"{result['target']:<5} {result['program']:<66}"
+    if "refused" in result:
+        line += "refused: " + result["refused"].split("impossible here: ")[-1].split(";")[0]
+    elif "compile_s" in result:
+        for kernel in result["kernels"] if not result["program"].startswith("step") else ():
+            shared = "?" if kernel["shared_bytes"] is None else f"{kernel['shared_bytes'] / 1024:.0f}"
+            line += f" {kernel['registers']:>3} regs {kernel['spill_bytes']} spilled {shared:>3} KiB "
+            line += ",".join(kernel["instructions"]) + ";"
+        aliased = "in place" if result["alias_bytes"] >= 2 * result["cache_bytes"] else "        "
+        line += f" {aliased} temp {result['temp_bytes'] / 2**20:.1f} MiB"
+    return "\n".join([line, *(f"      PROBLEM {problem}" for problem in result["problems"])])
+
+
+def main() -> int:
+    """Compile, print, write; 0 if nothing is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default all")
+    parser.add_argument("--grid", choices=("common", "full"), default="full", help="which shapes")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".venv-targets", help="where to make them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
+    parser.add_argument("--require", action="store_true", help="fail if a target has to be left out")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    options = parser.parse_args()
+    if unknown := set(options.targets) - set(TARGETS):
+        parser.error(f"unknown target {', '.join(sorted(unknown))}; choose from {', '.join(TARGETS)}")
+
+    results: list[dict[str, Any]] = []
+    left_out = 0
+    options.environments.mkdir(parents=True, exist_ok=True)
+    for name in options.targets or TARGETS:
+        target = TARGETS[name]
+        if reason := environments.missing_for(target.extra, options.environments):
+            print(f"{name} left out: {reason}", flush=True)
+            left_out += 1
+            continue
+        python = environments.make(target.extra, options.environments)
+        mine = sorted(
+            environments.compile_in(python, target, options.grid, options.jobs),
+            key=lambda result: (result["backend"], result["program"]),
+        )
+        for result in mine:
+            print(describe(result), flush=True)
+        results += mine
+    wrong = sum(bool(result["problems"]) for result in results)
+    refused = sum("refused" in result for result in results)
+    print(f"{len(results)} programs, {refused} refused, {wrong} with problems, {left_out} targets left out")
+    if options.json:
+        options.json.write_text(json.dumps({"jax": JAX_VERSION, "results": results}, indent=1) + "\n")
+    return int(wrong > 0 or (options.require and left_out > 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

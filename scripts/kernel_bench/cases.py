@@ -1,0 +1,158 @@
+"""Which calls are measured: batches given by what each sequence has cached and what is new.
+
+Owns the lists of cases. Never knows arrays, backends or times; `inputs` fills a case with numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels.arg_specs import ArgSpec
+
+STORE, DECODE, EXTEND = "store_kv", "paged_decode_attention", "paged_extend_attention"
+FUNCTIONS = {STORE: store_kv, DECODE: paged_decode_attention, EXTEND: paged_extend_attention}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCase:
+    """One call of one op: sequence s has `cached[s]` tokens in the cache and brings `new[s]`; 0 and 0 is padding."""
+
+    name: str
+    op: str
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    page_size: int = 16
+    num_kv_heads: int = 8
+    num_groups: int = 4
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    float8_cache: bool = False
+    sliding_window: int | None = None
+    logit_soft_cap: float | None = None
+    padding_tokens: int = 0
+    """Tokens of an extend or a store behind the last sequence's."""
+
+    @property
+    def label(self) -> str:
+        """The name with the page size: unique within a list."""
+        return f"{self.name}, page {self.page_size}"
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """`[S]` tokens of KV, the new ones included."""
+        return np.add(self.cached, self.new)
+
+    @property
+    def num_tokens(self) -> int:
+        """T of the call; a decode has one for each sequence, padding or not."""
+        return len(self.new) if self.op == DECODE else sum(self.new) + self.padding_tokens
+
+    @property
+    def spec(self) -> ArgSpec:
+        """The same as static shapes: dtypes, scales and options are there."""
+        return ArgSpec(
+            name=self.label,
+            num_seqs=len(self.new),
+            num_tokens=self.num_tokens,
+            pages_per_seq=max(1, -(-int(self.lengths.max()) // self.page_size)),
+            page_size=self.page_size,
+            num_kv_heads=self.num_kv_heads,
+            num_groups=self.num_groups,
+            head_dim=self.head_dim,
+            dtype=jnp.dtype(self.dtype),
+            sliding_window=self.sliding_window,
+            logit_soft_cap=self.logit_soft_cap,
+            float8_cache=self.float8_cache,
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of the op."""
+        return self.spec.scales if self.op == STORE else self.spec.options
+
+
+def decode(name: str, lengths: list[int], **fields: Any) -> KernelCase:
+    """One new token for each of the lengths, which include it; length 0 is a padding row."""
+    cached, new = zip(*((max(n - 1, 0), min(n, 1)) for n in lengths), strict=True)
+    return KernelCase(name, DECODE, cached, new, **fields)
+
+
+def extend(name: str, cached: list[int], new: list[int], **fields: Any) -> KernelCase:
+    """`new[s]` tokens behind `cached[s]`."""
+    return KernelCase(name, EXTEND, tuple(cached), tuple(new), **fields)
+
+
+def store(num_tokens: int, **fields: Any) -> KernelCase:
+    """New tokens of sequences of up to 1024, as a prefill stores them."""
+    new = (1024,) * (num_tokens // 1024) + ((num_tokens % 1024,) if num_tokens % 1024 else ())
+    return KernelCase(f"store {num_tokens}", STORE, (0,) * len(new), new, **fields)
+
+
+RAGGED = [17, 100, 333, 1000, 2048, 3000, 4095, 8192] * 4
+
+
+def _accelerator_cases() -> tuple[KernelCase, ...]:
+    decodes = [
+        decode(f"decode {rows} x 4096", [4096] * rows, page_size=page) for rows in (64, 8) for page in (16, 64, 128, 1)
+    ]
+    ragged = [decode("decode 32 ragged", RAGGED, page_size=page) for page in (16, 64)]
+    long = [decode("decode 1 x 32768", [32768]), decode("decode 256 x 1024", [1024] * 256)]
+    float8 = [decode("decode 64 x 4096 float8", [4096] * 64, page_size=page, float8_cache=True) for page in (16, 64)]
+    heads = [
+        decode("decode 64 x 4096, 8 heads of 128 to one", [4096] * 64, num_kv_heads=4, num_groups=8),
+        decode("decode 64 x 4096, heads of 64", [4096] * 64, head_dim=64),
+        decode("decode 64 x 4096, window 1024", [4096] * 64, sliding_window=1024),
+    ]
+    extends = [
+        case
+        for page in (16, 64)
+        for case in (
+            extend("extend 1 x 8192", [0], [8192], page_size=page),
+            extend("extend 2048 on 8192", [8192], [2048], page_size=page),
+            extend("extend 32 x 256", [0] * 32, [256] * 32, page_size=page),
+            extend("extend mixed", [2048] * 31 + [0], [1] * 31 + [2048], page_size=page),
+        )
+    ]
+    float8_extend = extend("extend 1 x 8192 float8", [0], [8192], float8_cache=True)
+    stores = [store(tokens, page_size=page) for page in (16, 64) for tokens in (4096, 16384, 65536)]
+    small_stores = [store(64), store(4096, float8_cache=True), store(4096, page_size=1)]
+    return (*decodes, *ragged, *long, *float8, *heads, *extends, float8_extend, *stores, *small_stores)
+
+
+def _cpu_cases() -> tuple[KernelCase, ...]:
+    fields: dict[str, Any] = {"num_groups": 2, "head_dim": 64, "dtype": "float32"}
+    cases = []
+    for page in (1, 16, 64):
+        fields["page_size"] = page
+        cases += [
+            decode("decode 32 x 512", [512] * 32, **fields),
+            decode("decode ragged", [17, 33, 65, 129] * 7 + [4096] * 4, **fields),
+            extend("extend 1 x 1024", [0], [1024], **fields),
+            extend("extend 32 x 20", [0] * 32, [20] * 32, **fields),
+            extend("extend 64 on 700", [700], [64], **fields),
+            extend("extend mixed", [500] * 31 + [0], [1] * 31 + [480], **fields),
+            store(32, **fields),
+            store(1024, **fields),
+        ]
+    return tuple(cases)
+
+
+ACCELERATOR_CASES = _accelerator_cases()
+CPU_CASES = _cpu_cases()
+
+_QUICK_ACCELERATOR = ("decode 64 x 4096", "decode 8 x 4096", "extend 1 x 8192", "extend mixed", "store 4096")
+_QUICK_CPU = ("decode 32 x 512", "extend 64 on 700", "store 1024")
+
+
+def cases_for(platform: str, *, quick: bool = False) -> tuple[KernelCase, ...]:
+    """The list for "cpu", or for accelerators; `quick` keeps the ones that say most, at page size 16."""
+    cases = CPU_CASES if platform == "cpu" else ACCELERATOR_CASES
+    if not quick:
+        return cases
+    names = _QUICK_CPU if platform == "cpu" else _QUICK_ACCELERATOR
+    return tuple(case for case in cases if case.name in names and case.page_size == 16 and not case.float8_cache)

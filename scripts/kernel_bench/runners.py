@@ -1,0 +1,129 @@
+"""Running and timing: programs that make one call for each layer of a case, enqueued many times and awaited once.
+
+A program calls its contender once per layer, so that the gaps between launches are those of a model's step and not
+those of Python. Never knows what it runs: a contender hands in a `Prepared`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Runner(Protocol):
+    """A contender that is ready to run on a case."""
+
+    calls: int
+    """Calls of the op in one pass."""
+
+    def check(self) -> Any:
+        """The output of one call for the first layer, as JAX arrays; what the call doesn't write is NaN in it."""
+
+    def run(self, passes: int) -> None:
+        """Makes so many passes and waits for the last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """`call(state, *own, *shared) -> (state, out)`, with a state and own arrays for each layer.
+
+    The state is donated: the cache of a store, nothing for attention. `shared` are the arrays that all layers use.
+    """
+
+    call: Callable[..., tuple[Any, Any]]
+    states: Sequence[Any]
+    own: Sequence[tuple[jax.Array, ...]]
+    shared: tuple[jax.Array, ...] = ()
+    finish: Callable[[Any], Any] = lambda result: result
+    """Turns the out, or the state where there is no out, into what the op returns. Not timed."""
+
+
+class JaxRunner:
+    """A `Prepared` as one compiled program over all layers; states and outputs live in donated buffers."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        """Compiles; raises whatever tracing or compiling raises."""
+        self.calls = len(prepared.own)
+        self._call, self._finish = prepared.call, prepared.finish
+        self._inputs = (list(prepared.own), prepared.shared)
+        # Copies: what a program donates must not be the inputs, which others read too.
+        self._states = jax.tree.map(jnp.copy, list(prepared.states))
+        own, shared = self._inputs
+        _, shapes = jax.eval_shape(self._all_layers, self._states, None, own, shared)
+        self._outs = jax.tree.map(lambda shape: jnp.full(shape.shape, jnp.nan, shape.dtype), shapes)
+        begin = time.perf_counter()
+        jitted = jax.jit(self._all_layers, donate_argnums=(0, 1), keep_unused=True)
+        self._program = jitted.lower(self._states, self._outs, own, shared).compile()
+        self.compile_s = time.perf_counter() - begin
+
+    def _all_layers(
+        self, states: list[Any], _outs: Any, own: list[tuple[Any, ...]], shared: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        pairs = [self._call(state, *arrays, *shared) for state, arrays in zip(states, own, strict=True)]
+        return [state for state, _ in pairs], [out for _, out in pairs]
+
+    def check(self) -> Any:
+        """See `Runner`. JAX puts outputs into donated buffers of their shape, and those are full of NaN."""
+        self._outs = jax.tree.map(lambda out: jnp.full(out.shape, jnp.nan, out.dtype), self._outs)
+        self.run(1)
+        return self._finish(jax.tree.map(jnp.copy, self._states[0] if self._outs[0] is None else self._outs[0]))
+
+    def run(self, passes: int) -> None:
+        """See `Runner`."""
+        for _ in range(passes):
+            self._states, self._outs = self._program(self._states, self._outs, *self._inputs)
+        jax.block_until_ready((self._states, self._outs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the figure that counts, and the range over the repeats."""
+
+    seconds: float
+    fastest: float
+    slowest: float
+
+
+def time_alone(runner: Runner, repeats: int = 7, target_s: float = 0.03) -> Timing:
+    """For accelerators: each repeat enqueues passes for about `target_s`; the median counts."""
+    runner.run(2)
+    begin = time.perf_counter()
+    runner.run(1)
+    passes = max(2, min(400, int(target_s / (time.perf_counter() - begin))))
+    seconds = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        runner.run(passes)
+        seconds.append((time.perf_counter() - begin) / (passes * runner.calls))
+    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+
+
+def time_in_turns(runners: dict[str, Runner], repeats: int = 10) -> dict[str, Timing]:
+    """For CPUs: the runners alternate, before each other memory is written, and the fastest repeat counts.
+
+    The KV is then as cold as between the layers of a model, and another process' load hits all alike.
+    """
+    other_memory = np.zeros(1 << 24)
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for _ in range(repeats + 1):
+        for name, runner in runners.items():
+            other_memory += 1
+            begin = time.perf_counter()
+            runner.run(1)
+            seconds[name].append((time.perf_counter() - begin) / runner.calls)
+    warm = {name: times[1:] for name, times in seconds.items()}
+    return {name: Timing(min(times), min(times), max(times)) for name, times in warm.items()}
+
+
+def time_all(runners: dict[str, Runner], platform: str, repeats: int) -> dict[str, Timing]:
+    """The method that suits the platform."""
+    if platform == "cpu":
+        return time_in_turns(runners, repeats)
+    return {name: time_alone(runner, repeats) for name, runner in runners.items()}
