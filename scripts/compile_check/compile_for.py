@@ -116,9 +116,9 @@ def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
         problems.append("no kernel's code was found")
     attention = [k for k in kernels if "attention" in k.name or "mosaic" in k.name]
     if "store" not in program.name and not program.name.startswith("step"):
-        for wanted in MEANT.get(program.backend, ()):
-            if not any(set(wanted) & set(k.instructions) for k in attention):
-                problems.append(f"no {' or '.join(wanted)} in the code")
+        found = {name for kernel in attention for name in kernel.instructions}
+        missing = [wanted for wanted in MEANT.get(program.backend, ()) if not found & set(wanted)]
+        problems += [f"no {' or '.join(wanted)} in the code" for wanted in missing]
     return problems
 
 

@@ -6,29 +6,18 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from compile_check.pythons import find_python
 from compile_check.targets import JAX_VERSION, Target
 
 ROOT = Path(__file__).parents[2]
 # With room for the wheels while they are unpacked; seen: 4.8 GB and 1.6 GB installed.
 DISK_GB = {"cuda13": 11, "tpu": 4}
-PYTHONS = ("python3.12", "python3.13", "python3.14")
-
-
-def find_python() -> str | None:
-    """An interpreter that JAX_VERSION supports (3.12 or newer), or None."""
-    if sys.version_info >= (3, 12):
-        return sys.executable
-    for name in PYTHONS:
-        path = shutil.which(name)
-        if path and subprocess.run([path, "-c", "import venv"], capture_output=True, check=False).returncode == 0:
-            return path
-    return None
+OLDEST_PYTHON = (3, 12)  # of JAX_VERSION
 
 
 def missing_for(extra: str, folder: Path) -> str | None:
@@ -38,8 +27,8 @@ def missing_for(extra: str, folder: Path) -> str | None:
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e9
     if free < DISK_GB[extra]:
         return f"jax[{extra}] needs {DISK_GB[extra]} GB of disk, {free:.1f} GB are free"
-    if find_python() is None:
-        return f"JAX {JAX_VERSION} needs Python 3.12 or newer, none of {', '.join(PYTHONS)} was found"
+    if find_python(OLDEST_PYTHON) is None:
+        return f"JAX {JAX_VERSION} needs Python {'.'.join(map(str, OLDEST_PYTHON))} or newer, and none was found"
     return None
 
 
@@ -48,7 +37,7 @@ def make(extra: str, folder: Path) -> Path:
     home = folder / extra
     python = home / "bin/python"
     if not _marker(folder, extra).exists():
-        interpreter = find_python()
+        interpreter = find_python(OLDEST_PYTHON)
         assert interpreter is not None, "missing_for says so first"
         subprocess.run([interpreter, "-m", "venv", "--clear", str(home)], check=True)
         install = [str(python), "-m", "pip", "install", "-q", "-e", str(ROOT), f"jax[{extra}]=={JAX_VERSION}"]

@@ -1,7 +1,7 @@
 """What the compilers made for a GPU: registers, spills, shared memory and instructions, read from their dumps.
 
-XLA writes PTX per program (`module_*.jit_<name>.*.ptx`), its own fusions and our Triton kernels alike; Mosaic GPU writes
-PTX per kernel, with `*.resources.txt` beside it. `ptxas -v` says what a kernel takes.
+XLA writes PTX per program (`module_*.jit_<name>.*.ptx`), its own fusions and our Triton kernels alike; Mosaic GPU
+writes PTX per kernel, with `*.resources.txt` beside it. `ptxas -v` says what a kernel takes.
 """
 
 from __future__ import annotations

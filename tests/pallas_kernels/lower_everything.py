@@ -1,0 +1,60 @@
+"""Lower every op on every shape of the grid for CUDA and TPU with the JAX at hand, without such hardware.
+
+Run as a program, so that it works in an environment that has JAX alone: prints a line of JSON per kernel, what refused
+it or what custom call it became. An exception ends it.
+"""
+
+import inspect
+import json
+import sys
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels.arg_specs import GRID_SPECS
+
+TARGETS = {
+    "cuda": ("NVIDIA H200", 132, ("triton", "mosaic_gpu")),
+    "tpu": ("TPU v6 lite", 1, ("mosaic_tpu",)),
+}
+CUSTOM_CALLS = ("triton_kernel_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "tpu_custom_call")
+
+
+def on_a_device(platform: str, kind: str, num_cores: int):
+    """Traces inside see this device as their target, without it being there."""
+    fields = {"device_kind": kind, "num_cores": num_cores, "platform": platform}
+    known = inspect.signature(AbstractDevice).parameters  # `platform` isn't there in every version
+    device = AbstractDevice(**{name: value for name, value in fields.items() if name in known})
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def lower(op, args, options, backend: str, platform: str) -> dict[str, str]:
+    """What became of one kernel."""
+    try:
+        traced = jax.jit(lambda *arrays: op(*arrays, backend=backend, **options)).trace(*args)
+    except ValueError as error:
+        if "is impossible here" in str(error) or "is not implemented" in str(error):
+            return {"refused": str(error)}
+        raise
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    return {"custom_call": next((name for name in CUSTOM_CALLS if name in text), "none")}
+
+
+def main() -> None:
+    for platform, (kind, num_cores, backends) in TARGETS.items():
+        for backend in backends:
+            for spec in GRID_SPECS:
+                for op, args, options in (
+                    (store_kv, spec.store_args(), spec.scales),
+                    (paged_decode_attention, spec.decode_args(), spec.options),
+                    (paged_extend_attention, spec.extend_args(), spec.options),
+                ):
+                    with on_a_device(platform, kind, num_cores):
+                        result = lower(op, args, options, backend, platform)
+                    line = {"jax": jax.__version__, "backend": backend, "op": op.__name__, "spec": spec.name, **result}
+                    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
