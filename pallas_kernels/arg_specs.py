@@ -99,7 +99,7 @@ SMALL_SPECS = (
     ArgSpec("bfloat16", 3, 20, 5, 16, 2, 2, 16, dtype=jnp.bfloat16),
     ArgSpec("float16", 3, 20, 5, 16, 2, 2, 16, dtype=jnp.float16),
     ArgSpec("head_dim_64", 2, 12, 4, 16, 1, 4, 64),
-    ArgSpec("float8", 3, 20, 5, 16, 2, 2, 16, float8_cache=True),
+    ArgSpec("float8", 3, 20, 5, 16, 2, 2, 64, float8_cache=True),
     ArgSpec("float8_bfloat16", 3, 20, 5, 16, 2, 4, 64, dtype=jnp.bfloat16, float8_cache=True),
 )
 

@@ -1,110 +1,153 @@
-"""The inner loop of the Triton-backend attention kernels: rows of one kv head over the pages of one sequence.
+"""Inside a Triton-backend kernel: attention of a block of query rows of one kv head over the pages of one sequence.
 
-Owns the loads from pages and the running softmax inside a kernel. Never knows the grid: a kernel says which rows it
-holds, at which position each stands, and which KV positions they see. Runs on NVIDIA GPUs since Ampere, and in the
-interpreter anywhere; every array here has power-of-two extents, as Triton demands.
+Owns the running softmax. Never knows the grid, nor how a tile of KV is read: a kernel says which rows it holds, at
+which position each stands, and which tiles they see. Runs on NVIDIA GPUs since Ampere, and in the interpreter
+anywhere; every array here has power-of-two extents, as Triton demands.
+
+The loop's loads are what the Triton compiler turns into asynchronous copies, some tiles ahead (`num_stages`).
 """
 
-from typing import Any
+import dataclasses
+import functools
+import math
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.options import AttentionOptions
+from pallas_kernels.float8_words import PLANES, UNPACKED_SCALE
+from pallas_kernels.options import FLOAT8, AttentionOptions
+from pallas_kernels.split_kv import EMPTY_LSE
+from pallas_kernels.triton_tiles import PagedKv, holds_words, load_rows, store_rows
 
 # The smallest extent that Triton's dot takes on any axis.
 MIN_DOT = 16
-# KV tokens per iteration.
-TILE_TOKENS = 64
+_LOG2_E = math.log2(math.e)
 
-# Below any real score; finite, so that subtracting it from itself gives 0 and not NaN.
-_UNSEEN = -1e30
+# Arrays `[R, H / planes]`: one, or the planes of a float8 cache (see `float8_words`).
+Planes: TypeAlias = tuple[jax.Array, ...]
 
 
 def refuse_shapes(q: jax.Array, k_pages: jax.Array) -> str | None:
     """Why the Triton-backend attention kernels can't take q `[T, N, H]` and k_pages, or None when they can."""
     head_dim = q.shape[2]
-    if head_dim < MIN_DOT or head_dim & (head_dim - 1):
-        return f"head size is {head_dim}; it takes powers of two from {MIN_DOT}"
+    smallest = MIN_DOT * PLANES if k_pages.dtype == FLOAT8 else MIN_DOT
+    if head_dim < smallest or head_dim & (head_dim - 1):
+        return f"head size is {head_dim}; with a {k_pages.dtype} cache it takes powers of two from {smallest}"
     if q.shape[1] // k_pages.shape[1] > 16:
         return f"{q.shape[1] // k_pages.shape[1]} query heads share a kv head; it takes at most 16"
     return None
 
 
-def load_rows(ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array) -> jax.Array:
-    """`[R, H]` from a ref whose last axis is H: row r is at `index` (each `[R]` or a scalar), zeros unless is_real."""
-    where, mask = _address(ref, index, is_real)
-    return plgpu.load(ref.at[where], mask=mask, other=0)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The queries of a program."""
+
+    q: Planes
+    """What the dot products take."""
+    scale: jax.Array | float
+    """What their results are to be multiplied by, `[R]` or one number, beside the softmax's own scale."""
+    position: jax.Array
+    """`[R]`."""
 
 
-def store_rows(ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, rows: jax.Array) -> None:
-    """The opposite of `load_rows`; rows that aren't real are not written."""
-    where, mask = _address(ref, index, is_real)
-    plgpu.store(ref.at[where], rows.astype(ref.dtype), mask=mask)
+def load_queries(
+    q_ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, position: jax.Array, kv: PagedKv
+) -> Rows:
+    """Row r is at `index` of q `[.., H]`, zeros unless is_real; in the order of planes for a cache of words."""
+    if not holds_words(kv.k_pages):
+        return Rows((load_rows(q_ref, index, is_real),), 1.0, position)
+    width = q_ref.shape[-1] // PLANES
+    q = [load_rows(q_ref, index, is_real, (plane * width, width)) for plane in range(PLANES)]
+    if q_ref.dtype == jnp.float32:
+        return Rows(tuple(q), UNPACKED_SCALE, position)
+    # K unpacks to float16. Queries become that too, each row brought to a largest element of 1 so that all of them fit.
+    wide = [plane.astype(jnp.float32) for plane in q]
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(plane), axis=1) for plane in wide])
+    largest = jnp.where(largest > 0, largest, 1.0)
+    narrow = tuple((plane / largest[:, None]).astype(jnp.float16) for plane in wide)
+    return Rows(narrow, largest * UNPACKED_SCALE, position)
 
 
-def _address(ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    # The last axis is indexed too, and not sliced: JAX's interpreter takes no mixture of index arrays and slices.
-    shape = (is_real.shape[0], ref.shape[-1])
-    column = jnp.arange(shape[1], dtype=jnp.int32)
-    rows = tuple(jnp.broadcast_to(i[:, None] if jnp.ndim(i) else i, shape) for i in index)
-    return (*rows, jnp.broadcast_to(column[None, :], shape)), jnp.broadcast_to(is_real[:, None], shape)
+def store_output(ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, out: Planes) -> None:
+    """The opposite of `load_queries` for a result of `attend_rows`; rows that aren't real are not written."""
+    width = ref.shape[-1] // len(out)
+    for plane, rows in enumerate(out):
+        store_rows(ref, index, is_real, rows, (plane * width, width))
 
 
 def attend_rows(
-    q: jax.Array,
-    position: jax.Array,
-    kv_range: tuple[jax.Array, jax.Array],
-    seq: jax.Array,
-    kv_head: jax.Array,
-    k_pages_ref: Any,
-    v_pages_ref: Any,
-    page_table_ref: Any,
+    rows: Rows,
+    kv: PagedKv,
+    tiles: tuple[jax.Array, jax.Array],
     options: AttentionOptions,
-) -> jax.Array:
-    """Rows q `[R, H]` at `position [R]` (-1: sees nothing, yields zeros); `kv_range` as in `xla_rows`.
+    all_seen_until: jax.Array | None = None,
+) -> tuple[Planes, jax.Array]:
+    """Attention of `rows` over the KV tiles from tiles[0] up to before tiles[1].
 
-    Tokens are addressed one by one through the page table, so that any page size works. Returns float32 `[R, H]`.
+    All rows see all of the tiles before `all_seen_until`, if given, which are then spared the masks. Returns the
+    output, float32, and `[R]` its log-sum-exp as `split_kv` defines it. A row that sees nothing yields zeros.
     """
-    num_rows, head_dim = q.shape
-    page_size = k_pages_ref.shape[2]
-    first, last = kv_range
-
-    def add_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, acc = state
-        kv_position = tile * TILE_TOKENS + jnp.arange(TILE_TOKENS, dtype=jnp.int32)
-        in_range = (kv_position >= first) & (kv_position <= last)
-        page = plgpu.load(page_table_ref.at[seq, kv_position // page_size], mask=in_range, other=0)
-        offset = kv_position % page_size
-        # Masked loads leave unused places unread: they may hold NaN.
-        k = load_rows(k_pages_ref, (page, kv_head, offset), in_range).astype(q.dtype)
-        v = load_rows(v_pages_ref, (page, kv_head, offset), in_range).astype(q.dtype)
-        scores = _dot(q, k.T) * options.sm_scale
-        if options.logit_soft_cap is not None:
-            scores = options.logit_soft_cap * jnp.tanh(scores / options.logit_soft_cap)
-        seen = kv_position[None, :] <= position[:, None]
-        if options.sliding_window is not None:
-            seen &= kv_position[None, :] > position[:, None] - options.sliding_window
-        scores = jnp.where(seen, scores, _UNSEEN)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        # A row that has seen nothing yet collects weights of 1 here; its first real score shrinks them to 0.
-        weights = jnp.exp(scores - new_top[:, None])
-        shrink = jnp.exp(top - new_top)
-        total = total * shrink + jnp.sum(weights, axis=1)
-        acc = acc * shrink[:, None] + _dot(weights.astype(v.dtype), v)
-        return new_top, total, acc
-
-    start = (
-        jnp.full((num_rows,), _UNSEEN, jnp.float32),
+    num_rows = rows.position.shape[0]
+    width = kv.v_pages.shape[3]
+    num_planes = len(rows.q)
+    state: Any = (
+        jnp.full((num_rows,), -jnp.inf, jnp.float32),
         jnp.zeros((num_rows,), jnp.float32),
-        jnp.zeros((num_rows, head_dim), jnp.float32),
+        tuple(jnp.zeros((num_rows, width), jnp.float32) for _ in range(num_planes)),
     )
-    end = (last + TILE_TOKENS) // TILE_TOKENS
-    _, total, acc = lax.fori_loop(first // TILE_TOKENS, end, add_tile, start)
-    # A row that sees something has a total of at least 1, the weight of its top score.
-    return jnp.where((position >= 0)[:, None], acc / jnp.maximum(total, 1.0)[:, None], 0.0)
+    begin, end = tiles
+    if all_seen_until is not None:
+        middle = jnp.clip(all_seen_until, begin, end)
+        state = lax.fori_loop(begin, middle, functools.partial(_add_tile, rows, kv, options, False), state)
+        begin = middle
+    top, total, acc = lax.fori_loop(begin, end, functools.partial(_add_tile, rows, kv, options, True), state)
+    factor = (UNPACKED_SCALE if num_planes > 1 else 1.0) / jnp.where(total > 0, total, 1.0)
+    lse = jnp.where(total > 0, top + jnp.log(total) * _LOG2_E, EMPTY_LSE)
+    return tuple(plane * factor[:, None] for plane in acc), lse
+
+
+def _add_tile(
+    rows: Rows, kv: PagedKv, options: AttentionOptions, is_masked: bool, tile: jax.Array, state: Any
+) -> tuple[jax.Array, jax.Array, Planes]:
+    """One step of the running softmax, in powers of two: what the state holds of a score is score * log2(e)."""
+    top, total, acc = state
+    kv_position, k, v = kv.load(tile, is_masked, rows.q[0].dtype)
+    scores, scale = _scaled(functools.reduce(jnp.add, map(_dot_transposed, rows.q, k)), rows.scale, options)
+    if is_masked:
+        seen = kv_position[None, :] <= rows.position[:, None]
+        if options.sliding_window is not None:
+            seen &= kv_position[None, :] > rows.position[:, None] - options.sliding_window
+        scores = jnp.where(seen, scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * scale)
+    # While a row has seen nothing its top is -inf; any finite number then keeps the differences from being NaN.
+    base = jnp.where(new_top > -jnp.inf, new_top, 0.0) if is_masked else new_top
+    weights = jnp.exp2(scores * _column(scale) - base[:, None])
+    shrink = jnp.exp2(top - base)
+    total = total * shrink + jnp.sum(weights, axis=1)
+    weights = weights.astype(v[0].dtype)
+    return new_top, total, tuple(a * shrink[:, None] + _dot(weights, plane) for a, plane in zip(acc, v, strict=True))
+
+
+def _scaled(
+    scores: jax.Array, scale: jax.Array | float, options: AttentionOptions
+) -> tuple[jax.Array, jax.Array | float]:
+    """Scores, and the positive factor that makes them what 2 is raised to; it waits for the exponent's own product."""
+    if options.logit_soft_cap is not None:
+        capped = jnp.tanh(scores * _column(scale * (options.sm_scale / options.logit_soft_cap)))
+        return capped, options.logit_soft_cap * _LOG2_E
+    if options.sm_scale <= 0:
+        return scores * _column(scale * options.sm_scale), _LOG2_E
+    return scores, scale * (options.sm_scale * _LOG2_E)
+
+
+def _column(scale: jax.Array | float) -> jax.Array | float:
+    return scale if isinstance(scale, float) else scale[:, None]
+
+
+def _dot_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
+    return _dot(a, b.T)
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:

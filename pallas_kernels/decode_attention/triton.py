@@ -1,4 +1,4 @@
-"""`paged_decode_attention` as a Pallas kernel for the Triton backend: one program per (sequence, kv head).
+"""`paged_decode_attention` as a Pallas kernel for the Triton backend: a program per (kv head, sequence, KV split).
 
 The query heads that share a kv head are the rows of one program, so that K and V are loaded once for all of them.
 Called by `api` only.
@@ -12,8 +12,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.triton_rows import MIN_DOT, attend_rows, load_rows, store_rows
+from pallas_kernels import float8_words, tuning
+from pallas_kernels.options import FLOAT8, AttentionOptions
+from pallas_kernels.split_kv import choose_num_splits, merge_splits, split_tiles
+from pallas_kernels.target import target_device
+from pallas_kernels.triton_rows import MIN_DOT, attend_rows, load_queries, store_output
+from pallas_kernels.triton_tiles import PagedKv
 from pallas_kernels.xla_rows import first_visible
 
 
@@ -28,37 +32,52 @@ def decode_attention(
     interpret: bool,
 ) -> jax.Array:
     """See `pallas_kernels.paged_decode_attention`."""
-    kernel = functools.partial(_decode_kernel, options=options)
-    out: jax.Array = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(q.shape[0], k_pages.shape[1]),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+    num_seqs, num_heads, _ = q.shape
+    num_kv_heads, page_size = k_pages.shape[1:3]
+    shape = tuning.shape_class(q.shape, k_pages.shape, k_pages.dtype, num_seqs)
+    blocks = tuning.blocks("paged_decode_attention", "triton", shape)
+    longest_kv = page_table.shape[1] * page_size
+    num_splits = choose_num_splits(
+        num_seqs,
+        num_kv_heads,
+        longest_kv if options.sliding_window is None else min(longest_kv, options.sliding_window),
+        min_tokens=blocks["min_split_tokens"],
+        programs_at_once=target_device().num_cores * blocks["programs_per_core"],
+    )
+    is_float8 = k_pages.dtype == FLOAT8
+    if is_float8:
+        q, k_pages, v_pages = float8_words.planes_first(q), *map(float8_words.as_words, (k_pages, v_pages))
+    part = jax.ShapeDtypeStruct((num_splits, *q.shape), q.dtype if num_splits == 1 else jnp.float32)
+    lse = jax.ShapeDtypeStruct((num_splits, num_seqs, num_heads), jnp.float32)
+    parts = pl.pallas_call(
+        functools.partial(_decode_kernel, tile_tokens=blocks["tile_tokens"], options=options),
+        out_shape=(part,) if num_splits == 1 else (part, lse),
+        # Heads first: programs that run side by side read tiles that lie side by side.
+        grid=(num_kv_heads, num_seqs, num_splits),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
         name="paged_decode_attention",
     )(q, k_pages, v_pages, page_table, lengths)
-    return out
+    out: jax.Array = parts[0][0] if num_splits == 1 else merge_splits(*parts).astype(q.dtype)
+    return float8_words.planes_last(out) if is_float8 else out
 
 
 def _decode_kernel(
     q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, lengths_ref: Any, out_ref: Any,
-    *, options: AttentionOptions
+    lse_ref: Any = None, *, tile_tokens: int, options: AttentionOptions
 ) -> None:  # fmt: skip
-    seq, kv_head = pl.program_id(0), pl.program_id(1)
+    kv_head, seq, split = (pl.program_id(axis) for axis in range(3))
     num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
     row = jnp.arange(max(MIN_DOT, pl.next_power_of_2(num_groups)), dtype=jnp.int32)
     head = kv_head * num_groups + row
     is_real = row < num_groups
     last = lengths_ref[seq] - 1
-    result = attend_rows(
-        load_rows(q_ref, (seq, head), is_real),
-        jnp.broadcast_to(last, row.shape),
-        (first_visible(last, options), last),
-        seq,
-        kv_head,
-        k_pages_ref,
-        v_pages_ref,
-        page_table_ref,
-        options,
+    kv = PagedKv(
+        k_pages_ref, v_pages_ref, page_table_ref, seq, kv_head, first_visible(last, options), last, tile_tokens
     )
-    store_rows(out_ref, (seq, head), is_real, result)
+    rows = load_queries(q_ref, (seq, head), is_real, jnp.broadcast_to(last, row.shape), kv)
+    tiles = split_tiles((kv.first, kv.last), split, out_ref.shape[0], tile_tokens)
+    out, lse = attend_rows(rows, kv, tiles, options)
+    store_output(out_ref, (split, seq, head), is_real, out)
+    if lse_ref is not None:
+        plgpu.store(lse_ref.at[split, seq, head], lse, mask=is_real)

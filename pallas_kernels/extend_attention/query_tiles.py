@@ -1,7 +1,7 @@
 """The work list of an extend: which queries of which sequence make up each tile, computed on the device.
 
-Owns the table of query tiles. Never knows kernels, pages or heads. Called by the Pallas backends of the op; JAX computes
-it once for all layers of a step, since it depends on lengths and offsets alone.
+Owns the table of query tiles. Never knows kernels, pages or heads. Called by the Pallas backends of the op; XLA
+computes it once for all layers of a step, since it depends on lengths and offsets alone.
 """
 
 import jax

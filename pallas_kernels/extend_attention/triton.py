@@ -1,4 +1,4 @@
-"""`paged_extend_attention` as a Pallas kernel for the Triton backend: one program per (query tile, kv head).
+"""`paged_extend_attention` as a Pallas kernel for the Triton backend: one program per (kv head, query tile).
 
 A query tile holds queries of one sequence; which one and where it starts is a small table computed on the device
 before the kernel. The query heads that share a kv head are packed into the rows beside the queries, so that K and V
@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.extend_attention.query_tiles import query_tiles
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.triton_rows import attend_rows, load_rows, store_rows
+from pallas_kernels import float8_words, tuning
+from pallas_kernels.extend_attention.query_tiles import BEGIN, END, POSITION, SEQUENCE, query_tiles
+from pallas_kernels.options import FLOAT8, AttentionOptions
+from pallas_kernels.triton_rows import attend_rows, load_queries, store_output
+from pallas_kernels.triton_tiles import PagedKv
 from pallas_kernels.xla_rows import first_visible
-
-# Rows of a tile, queries times query heads per kv head: what one program's registers hold well at head size 128.
-_TILE_ROWS = 64
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
@@ -34,43 +33,54 @@ def extend_attention(
     interpret: bool,
 ) -> jax.Array:
     """See `pallas_kernels.paged_extend_attention`."""
-    num_groups_padded = pl.next_power_of_2(q.shape[1] // k_pages.shape[1])
-    tile_queries = _TILE_ROWS // num_groups_padded
+    shape = tuning.shape_class(q.shape, k_pages.shape, k_pages.dtype, lengths.shape[0])
+    blocks = tuning.blocks("paged_extend_attention", "triton", shape)
+    num_kv_heads = k_pages.shape[1]
+    tile_queries = blocks["tile_rows"] // pl.next_power_of_2(q.shape[1] // num_kv_heads)
     tiles = query_tiles(lengths, query_offsets, q.shape[0], tile_queries)
-    kernel = functools.partial(_extend_kernel, tile_queries=tile_queries, options=options)
+    is_float8 = k_pages.dtype == FLOAT8
+    if is_float8:
+        q, k_pages, v_pages = float8_words.planes_first(q), *map(float8_words.as_words, (k_pages, v_pages))
     out: jax.Array = pl.pallas_call(
-        kernel,
+        functools.partial(
+            _extend_kernel, tile_queries=tile_queries, tile_tokens=blocks["tile_tokens"], options=options
+        ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        grid=(tiles.shape[0], k_pages.shape[1]),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        grid=(num_kv_heads, tiles.shape[0]),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
         name="paged_extend_attention",
     )(q, k_pages, v_pages, page_table, tiles)
-    return out
+    return float8_words.planes_last(out) if is_float8 else out
 
 
 def _extend_kernel(
     q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, tiles_ref: Any, out_ref: Any,
-    *, tile_queries: int, options: AttentionOptions
+    *, tile_queries: int, tile_tokens: int, options: AttentionOptions
 ) -> None:  # fmt: skip
-    tile, kv_head = pl.program_id(0), pl.program_id(1)
+    kv_head = pl.program_id(0)
+    # From the last tile on: later ones of a sequence see more KV, and the long ones should not begin last.
+    tile = tiles_ref.shape[0] - 1 - pl.program_id(1)
     num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
     num_groups_padded = pl.next_power_of_2(num_groups)
-    seq, begin, end, first = (tiles_ref[tile, i] for i in range(4))
+    seq, begin, end, first = (tiles_ref[tile, column] for column in (SEQUENCE, BEGIN, END, POSITION))
 
     row = jnp.arange(tile_queries * num_groups_padded, dtype=jnp.int32)
     query, group = row // num_groups_padded, row % num_groups_padded
     token, head = begin + query, kv_head * num_groups + group
     is_real = (token < end) & (group < num_groups)
-    result = attend_rows(
-        load_rows(q_ref, (token, head), is_real),
-        jnp.where(is_real, first + query, -1),
-        (first_visible(first, options), first + end - begin - 1),
-        seq,
-        kv_head,
+    kv = PagedKv(
         k_pages_ref,
         v_pages_ref,
         page_table_ref,
-        options,
+        seq,
+        kv_head,
+        first_visible(first, options),
+        first + end - begin - 1,
+        tile_tokens,
     )
-    store_rows(out_ref, (token, head), is_real, result)
+    rows = load_queries(q_ref, (token, head), is_real, first + query, kv)
+    # Without a window, what lies before the first query is seen by all: most tiles of a long prompt.
+    all_seen_until = (first + 1) // tile_tokens if options.sliding_window is None else None
+    out, _ = attend_rows(rows, kv, kv.tile_range, options, all_seen_until)
+    store_output(out_ref, (token, head), is_real, out)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.triton_rows import load_rows, store_rows
-
-_TILE_TOKENS = 32
+from pallas_kernels import float8_words, tuning
+from pallas_kernels.options import FLOAT8
+from pallas_kernels.triton_tiles import load_rows, store_rows
 
 
 def refuse_shapes(k_pages: jax.Array) -> str | None:
@@ -30,28 +30,37 @@ def store_kv(
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.store_kv`."""
     num_tokens, num_kv_heads, _ = k.shape
+    shape = tuning.shape_class(k.shape, k_pages.shape, k_pages.dtype, num_tokens)
+    blocks = tuning.blocks("store_kv", "triton", shape)
+    is_float8 = k_pages.dtype == FLOAT8
+    if is_float8:
+        k_pages, v_pages, k, v = map(float8_words.as_words, (k_pages, v_pages, k, v))
     stored: tuple[jax.Array, jax.Array] = pl.pallas_call(
-        _store_kernel,
+        functools.partial(_store_kernel, tile_tokens=blocks["tile_tokens"]),
         out_shape=(
             jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
             jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
         ),
-        grid=(pl.cdiv(num_tokens, _TILE_TOKENS), num_kv_heads),
+        grid=(num_kv_heads, pl.cdiv(num_tokens, blocks["tile_tokens"])),
         input_output_aliases={3: 0, 4: 1},
-        compiler_params=plgpu.CompilerParams(num_warps=4),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"]),
         interpret=interpret,
         name="store_kv",
     )(k, v, slots, k_pages, v_pages)
-    return stored
+    return (float8_words.from_words(stored[0]), float8_words.from_words(stored[1])) if is_float8 else stored
 
 
-def _store_kernel(k_ref: Any, v_ref: Any, slots_ref: Any, _k_in: Any, _v_in: Any, k_out: Any, v_out: Any) -> None:
+def _store_kernel(
+    k_ref: Any, v_ref: Any, slots_ref: Any, _k_in: Any, _v_in: Any, k_out: Any, v_out: Any, *, tile_tokens: int
+) -> None:
     num_tokens = k_ref.shape[0]
     page_size = k_out.shape[2]
-    head = pl.program_id(1)
-    token = pl.program_id(0) * _TILE_TOKENS + jnp.arange(_TILE_TOKENS, dtype=jnp.int32)
+    head = pl.program_id(0)
+    token = pl.program_id(1) * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32)
     is_real = token < num_tokens
     slot = plgpu.load(slots_ref.at[token], mask=is_real, other=0)
-    for new_ref, pages_ref in ((k_ref, k_out), (v_ref, v_out)):
-        new = load_rows(new_ref, (token, head), is_real)
-        store_rows(pages_ref, (slot // page_size, head, slot % page_size), is_real, new)
+    # Both loads before both stores: more bytes in flight.
+    k, v = load_rows(k_ref, (token, head), is_real), load_rows(v_ref, (token, head), is_real)
+    where = (slot // page_size, head, slot % page_size)
+    store_rows(k_out, where, is_real, k)
+    store_rows(v_out, where, is_real, v)
