@@ -92,17 +92,18 @@ def attend_rows(
     num_rows = rows.position.shape[0]
     width = kv.v_pages.shape[3]
     num_planes = len(rows.q)
+    begin, end = tiles
     state: Any = (
+        kv.page(begin),
         jnp.full((num_rows,), -jnp.inf, jnp.float32),
         jnp.zeros((num_rows,), jnp.float32),
         tuple(jnp.zeros((num_rows, width), jnp.float32) for _ in range(num_planes)),
     )
-    begin, end = tiles
     if all_seen_until is not None:
         middle = jnp.clip(all_seen_until, begin, end)
         state = lax.fori_loop(begin, middle, functools.partial(_add_tile, rows, kv, options, False), state)
         begin = middle
-    top, total, acc = lax.fori_loop(begin, end, functools.partial(_add_tile, rows, kv, options, True), state)
+    _, top, total, acc = lax.fori_loop(begin, end, functools.partial(_add_tile, rows, kv, options, True), state)
     factor = (UNPACKED_SCALE if num_planes > 1 else 1.0) / jnp.where(total > 0, total, 1.0)
     lse = jnp.where(total > 0, top + jnp.log(total) * _LOG2_E, EMPTY_LSE)
     return tuple(plane * factor[:, None] for plane in acc), lse
@@ -110,10 +111,15 @@ def attend_rows(
 
 def _add_tile(
     rows: Rows, kv: PagedKv, options: AttentionOptions, is_masked: bool, tile: jax.Array, state: Any
-) -> tuple[jax.Array, jax.Array, Planes]:
-    """One step of the running softmax, in powers of two: what the state holds of a score is score * log2(e)."""
-    top, total, acc = state
-    kv_position, k, v = kv.load(tile, is_masked, rows.q[0].dtype)
+) -> tuple[jax.Array, jax.Array, jax.Array, Planes]:
+    """One step of the running softmax, in powers of two: what the state holds of a score is score * log2(e).
+
+    The page of a tile is looked up one step before: a chain of two loads within a step would cost the compiler's
+    pipeline a stage, and the copies their head start.
+    """
+    page, top, total, acc = state
+    k, v = kv.load(tile, page, is_masked, rows.q[0].dtype)
+    kv_position = kv.position(tile)
     scores, scale = _scaled(functools.reduce(jnp.add, map(_dot_transposed, rows.q, k)), rows.scale, options)
     if is_masked:
         seen = kv_position[None, :] <= rows.position[:, None]
@@ -127,7 +133,8 @@ def _add_tile(
     shrink = jnp.exp2(top - base)
     total = total * shrink + jnp.sum(weights, axis=1)
     weights = weights.astype(v[0].dtype)
-    return new_top, total, tuple(a * shrink[:, None] + _dot(weights, plane) for a, plane in zip(acc, v, strict=True))
+    acc = tuple(a * shrink[:, None] + _dot(weights, plane) for a, plane in zip(acc, v, strict=True))
+    return kv.page(tile + 1), new_top, total, acc
 
 
 def _scaled(

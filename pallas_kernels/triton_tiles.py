@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.float8_words import unpack
@@ -75,27 +76,31 @@ class PagedKv:
         """The first tile in view, and the tile after the last."""
         return self.first // self.tile_tokens, (self.last + self.tile_tokens) // self.tile_tokens
 
-    def load(self, tile: jax.Array, is_masked: bool, dtype: Any) -> tuple[jax.Array, Any, Any]:
-        """KV positions `[tile_tokens]` of a tile, and its K and V for dot products with `dtype`.
+    def position(self, tile: jax.Array) -> jax.Array:
+        """KV positions of a tile, `[tile_tokens]`."""
+        return tile * self.tile_tokens + jnp.arange(self.tile_tokens, dtype=jnp.int32)
 
-        K and V are tuples of arrays `[tile_tokens, ...]`: one, or the planes of a float8 cache. Unless is_masked, all
-        of the tile has to be in view. K may hold anything where it isn't: its scores are masked.
-        """
-        kv_position = tile * self.tile_tokens + jnp.arange(self.tile_tokens, dtype=jnp.int32)
-        in_view = (kv_position >= self.first) & (kv_position <= self.last) if is_masked else None
+    def page(self, tile: jax.Array) -> jax.Array:
+        """The page of a tile that lies in one, else of each of its tokens `[tile_tokens]`; any page past the end."""
         page_size = self.k_pages.shape[2]
-        if page_size % self.tile_tokens == 0:
-            tiles_per_page = page_size // self.tile_tokens
-            page = self.page_table[self.seq, tile // tiles_per_page]
-            offset = kv_position - tile // tiles_per_page * page_size
-        else:
-            # A page for every token: to the compiler these are equal addresses, one read, within a page.
-            where = self.page_table.at[self.seq, kv_position // page_size]
-            page = plgpu.load(where, mask=in_view, other=None if in_view is None else 0)
-            offset = kv_position % page_size
-        index = (page, self.head, offset)
+        position = tile * self.tile_tokens if page_size % self.tile_tokens == 0 else self.position(tile)
+        # A padding row has no last position, but looks up a page like all others. Positions aren't negative, so that
+        # lax's division does, which is shorter than a rounding one.
+        page_index = lax.div(jnp.minimum(position, jnp.maximum(self.last, 0)), jnp.int32(page_size))
+        return self.page_table[self.seq, page_index]
+
+    def load(self, tile: jax.Array, page: jax.Array, is_masked: bool, dtype: Any) -> tuple[Any, Any]:
+        """K and V of a tile whose page is known, for dot products with `dtype`.
+
+        They are tuples of arrays `[tile_tokens, ...]`: one, or the planes of a float8 cache. Unless is_masked, all of
+        the tile has to be in view. K may hold anything where it isn't: its scores are masked.
+        """
+        position = self.position(tile)
+        in_view = (position >= self.first) & (position <= self.last) if is_masked else None
+        index = (page, self.head, lax.rem(position, jnp.int32(self.k_pages.shape[2])))
         k = load_rows(self.k_pages, index, None)
         v = load_rows(self.v_pages, index, in_view)
         if not holds_words(self.k_pages):
-            return kv_position, (k.astype(dtype),), (v.astype(dtype),)
-        return kv_position, *(tuple(plane.astype(dtype) for plane in unpack(words)) for words in (k, v))
+            return (k.astype(dtype),), (v.astype(dtype),)
+        k, v = (tuple(plane.astype(dtype) for plane in unpack(words)) for words in (k, v))
+        return k, v
