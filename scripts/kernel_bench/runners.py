@@ -7,6 +7,7 @@ those of Python. Never knows what it runs: a contender hands in a `Prepared`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -49,19 +50,25 @@ class JaxRunner:
     """A `Prepared` as one compiled program over all layers; states and outputs live in donated buffers."""
 
     def __init__(self, prepared: Prepared) -> None:
-        """Compiles; raises whatever tracing or compiling raises."""
+        """Traces; raises whatever tracing raises."""
         self.calls = len(prepared.own)
+        self.compile_s = 0.0
         self._call, self._finish = prepared.call, prepared.finish
         self._inputs = (list(prepared.own), prepared.shared)
         # Copies: what a program donates must not be the inputs, which others read too.
         self._states = jax.tree.map(jnp.copy, list(prepared.states))
-        own, shared = self._inputs
-        _, shapes = jax.eval_shape(self._all_layers, self._states, None, own, shared)
+        _, shapes = jax.eval_shape(self._all_layers, self._states, None, *self._inputs)
         self._outs = jax.tree.map(lambda shape: jnp.full(shape.shape, jnp.nan, shape.dtype), shapes)
-        begin = time.perf_counter()
         jitted = jax.jit(self._all_layers, donate_argnums=(0, 1), keep_unused=True)
-        self._program = jitted.lower(self._states, self._outs, own, shared).compile()
+        self._lowered = jitted.lower(self._states, self._outs, *self._inputs)
+
+    @functools.cached_property
+    def program(self) -> Any:
+        """Compiled at its first use, which may be in another thread."""
+        begin = time.perf_counter()
+        program = self._lowered.compile()
         self.compile_s = time.perf_counter() - begin
+        return program
 
     def _all_layers(
         self, states: list[Any], _outs: Any, own: list[tuple[Any, ...]], shared: tuple[Any, ...]
@@ -78,7 +85,7 @@ class JaxRunner:
     def run(self, passes: int) -> None:
         """See `Runner`."""
         for _ in range(passes):
-            self._states, self._outs = self._program(self._states, self._outs, *self._inputs)
+            self._states, self._outs = self.program(self._states, self._outs, *self._inputs)
         jax.block_until_ready((self._states, self._outs))
 
 
