@@ -41,9 +41,17 @@ class ShapeClass:
     """S."""
     num_tokens: int
     """T; equals S for a decode."""
+    q_bits: int = 16
+    """Bits per element of the queries: those of the cache, unless it is float8."""
 
 
-def shape_class(q_shape: tuple[int, ...], pages_shape: tuple[int, ...], pages_dtype: Any, num_seqs: int) -> ShapeClass:
+def shape_class(
+    q_shape: tuple[int, ...],
+    pages_shape: tuple[int, ...],
+    pages_dtype: Any,
+    num_seqs: int,
+    q_dtype: Any = jnp.bfloat16,
+) -> ShapeClass:
     """The class of a call with q `[T, N, H]` and pages `[num_pages, K, page_size, H]`."""
     num_tokens, num_heads, head_dim = q_shape
     return ShapeClass(
@@ -53,6 +61,7 @@ def shape_class(q_shape: tuple[int, ...], pages_shape: tuple[int, ...], pages_dt
         kv_bits=jnp.dtype(pages_dtype).itemsize * 8,
         num_seqs=_power_of_two(num_seqs),
         num_tokens=_power_of_two(num_tokens),
+        q_bits=jnp.dtype(q_dtype).itemsize * 8,
     )
 
 

@@ -34,7 +34,7 @@ def decode_attention(
     """See `pallas_kernels.paged_decode_attention`."""
     num_seqs, num_heads, _ = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
-    shape = tuning.shape_class(q.shape, k_pages.shape, k_pages.dtype, num_seqs)
+    shape = tuning.shape_class(q.shape, k_pages.shape, k_pages.dtype, num_seqs, q.dtype)
     blocks = tuning.blocks("paged_decode_attention", "triton", shape)
     longest_kv = page_table.shape[1] * page_size
     num_splits = choose_num_splits(

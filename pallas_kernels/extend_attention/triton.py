@@ -33,7 +33,7 @@ def extend_attention(
     interpret: bool,
 ) -> jax.Array:
     """See `pallas_kernels.paged_extend_attention`."""
-    shape = tuning.shape_class(q.shape, k_pages.shape, k_pages.dtype, lengths.shape[0])
+    shape = tuning.shape_class(q.shape, k_pages.shape, k_pages.dtype, lengths.shape[0], q.dtype)
     blocks = tuning.blocks("paged_extend_attention", "triton", shape)
     num_kv_heads = k_pages.shape[1]
     tile_queries = blocks["tile_rows"] // pl.next_power_of_2(q.shape[1] // num_kv_heads)
