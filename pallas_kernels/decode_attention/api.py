@@ -3,7 +3,7 @@
 import jax
 
 from pallas_kernels import dispatch
-from pallas_kernels.decode_attention import reference, triton, xla
+from pallas_kernels.decode_attention import mosaic_gpu, reference, triton, xla
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.options import (
     Scale,
@@ -19,6 +19,7 @@ _IMPLEMENTATIONS = {
     "reference": Implementation(reference.decode_attention),
     "xla": Implementation(xla.decode_attention),
     "triton": Implementation(triton.decode_attention, refuse_shapes),
+    "mosaic_gpu": Implementation(mosaic_gpu.decode_attention, mosaic_gpu.refuse_shapes),
 }
 
 

@@ -1,0 +1,88 @@
+"""The decode for Hopper in its interpreter: shapes that TMA and wgmma take, and the edges of tiles and splits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_decode_attention, tuning
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.decode_attention.mosaic_gpu import refuse_shapes
+from tests.pallas_kernels.cases import assert_close, build_case, cases
+from tests.pallas_kernels.test_attention import check, run_examples
+
+# A tile is 64 tokens: several pages, one, a part of one, and one whose size no tile is a multiple of.
+SPECS = {
+    spec.name: spec
+    for spec in (
+        ArgSpec("page_16", 3, 3, 9, 16, 2, 2, 64, dtype=jnp.bfloat16),
+        ArgSpec("page_64_groups_7", 2, 2, 3, 64, 1, 7, 64, dtype=jnp.float16),
+        ArgSpec("page_128_groups_16", 2, 2, 2, 128, 1, 16, 64, dtype=jnp.bfloat16),
+        ArgSpec("page_24", 2, 2, 7, 24, 1, 1, 64, dtype=jnp.bfloat16),
+        ArgSpec("head_dim_128_cap", 2, 2, 9, 16, 1, 4, 128, dtype=jnp.bfloat16, logit_soft_cap=3.0),
+        ArgSpec("head_dim_256", 2, 2, 2, 64, 1, 2, 256, dtype=jnp.float16),
+        ArgSpec("window", 3, 3, 20, 16, 1, 2, 64, dtype=jnp.bfloat16, sliding_window=70),
+    )
+}
+
+
+def splitting(num_splits_at_least: int):
+    """What is traced inside cuts every sequence into several parts, as a chip with many cores would want it."""
+    sizes = {"programs_per_core": num_splits_at_least, "min_split_tokens": 64}
+    return tuning.override("paged_decode_attention", "mosaic_gpu", sizes)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_equals_the_reference(name: str) -> None:
+    strategy = cases(SPECS[name], decode=True)
+    run_examples(lambda case: check(paged_decode_attention, case, "mosaic_gpu"), strategy, 3)
+
+
+def test_a_ring_goes_round_several_times() -> None:
+    """More tiles than stages, so that every barrier is waited for again and again, and the last round isn't full."""
+    spec = ArgSpec("long", 1, 1, 40, 16, 1, 2, 64, dtype=jnp.bfloat16)
+    for length in (640, 64 * 7 + 1):
+        check(paged_decode_attention, build_case(spec, [length], [1], 0, seed=length), "mosaic_gpu")
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_splits_equal_the_reference(window: int | None) -> None:
+    """Splits of several tiles, of one, and empty ones; a sequence of none."""
+    spec = ArgSpec("splits", 4, 4, 20, 16, 1, 2, 64, dtype=jnp.float16, sliding_window=window)
+    args = build_case(spec, [320, 0, 1, 129], [1, 0, 1, 1], 1, seed=5).decode_args()
+    expected = paged_decode_attention(*args, backend="reference", **spec.options)
+    with splitting(12):
+        run = jax.jit(functools.partial(paged_decode_attention, backend="mosaic_gpu", interpret=True, **spec.options))
+        assert "f16[2,3,4,1,8,64]" in str(run.trace(*args).jaxpr)  # two parts of each of three splits
+        actual = run(*args)
+    assert_close(actual, expected, spec.dtype)
+    assert (np.asarray(actual[1]) == 0).all()
+
+
+def test_the_merge_of_splits_rounds_once() -> None:
+    """The mean of V over two splits is the float32 mean, rounded to bfloat16 at the very end and not in each split."""
+    spec = ArgSpec("exact", 1, 1, 8, 16, 1, 2, 64, dtype=jnp.bfloat16)
+    q, k_pages, v_pages, *rest = build_case(spec, [128], [1], 0, seed=2).decode_args()
+    v_pages = jnp.nan_to_num(v_pages)
+    with splitting(2):
+        run = functools.partial(paged_decode_attention, backend="mosaic_gpu", interpret=True)
+        actual = run(q, jnp.zeros_like(k_pages), v_pages, *rest)
+    used = np.asarray(v_pages[rest[0][0]], np.float64).reshape(128, 64)
+    expected = jnp.asarray(used.mean(axis=0), jnp.bfloat16)
+    assert (actual[0] == expected).mean() > 0.97
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (ArgSpec("", 2, 2, 4, 16, 1, 1, 64), "q has dtype float32"),
+        (ArgSpec("", 2, 2, 4, 16, 1, 1, 80, dtype=jnp.bfloat16), "head size is 80"),
+        (ArgSpec("", 2, 2, 4, 1, 1, 1, 64, dtype=jnp.bfloat16), "page_size is 1; it copies 8 tokens"),
+        (ArgSpec("", 2, 2, 4, 16, 1, 65, 64, dtype=jnp.bfloat16), "65 query heads share a kv head"),
+    ],
+)
+def test_shapes_that_the_chip_can_not_take_are_refused(spec: ArgSpec, reason: str) -> None:
+    q, k_pages, *_ = spec.decode_args()
+    assert reason in refuse_shapes(q, k_pages)
