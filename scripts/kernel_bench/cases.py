@@ -6,6 +6,7 @@ Owns the lists of cases. Never knows arrays, backends or times; `inputs` fills a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,11 @@ from pallas_kernels import paged_decode_attention, paged_extend_attention, store
 from pallas_kernels.arg_specs import ArgSpec
 
 STORE, DECODE, EXTEND = "store_kv", "paged_decode_attention", "paged_extend_attention"
-FUNCTIONS = {STORE: store_kv, DECODE: paged_decode_attention, EXTEND: paged_extend_attention}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    STORE: store_kv,
+    DECODE: paged_decode_attention,
+    EXTEND: paged_extend_attention,
+}
 
 
 @dataclasses.dataclass(frozen=True)

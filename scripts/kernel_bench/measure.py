@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kernel_bench import ours
-from kernel_bench.baselines import baselines_for
+from kernel_bench.baselines import Prepare, baselines_for
 from kernel_bench.cases import STORE, KernelCase
 from kernel_bench.inputs import Inputs, layers_for, make_inputs
 from kernel_bench.ours import Unsupported
@@ -78,10 +78,10 @@ def contenders_for(case: KernelCase, platform: str, wanted: list[str]) -> dict[s
     chosen: dict[str, Callable[[Inputs], Runner]] = {}
     for backend in ours.backends_for(platform):
         if backend in wanted:
-            chosen[backend] = lambda inputs, backend=backend: JaxRunner(ours.prepare(backend, inputs))
+            chosen[backend] = functools.partial(_run_ours, backend)
     if BASELINES in wanted:
         for name, prepare in baselines_for(case.op, platform).items():
-            chosen[name] = lambda inputs, prepare=prepare: JaxRunner(prepare(inputs))
+            chosen[name] = functools.partial(_run_prepared, prepare)
         chosen |= torch_baselines(case.op, platform)
     return chosen
 
@@ -114,6 +114,14 @@ def measure_case(case: KernelCase, platform: str, wanted: list[str], roofline: R
         del runners
 
 
+def _run_ours(backend: str, inputs: Inputs) -> Runner:
+    return JaxRunner(ours.prepare(backend, inputs))
+
+
+def _run_prepared(prepare: Prepare, inputs: Inputs) -> Runner:
+    return JaxRunner(prepare(inputs))
+
+
 def check_error(inputs: Inputs, runner: Runner) -> float:
     """The error of the first layer's output, or of its cache for a store."""
     check = store_error if inputs.case.op == STORE else attention_error
@@ -131,7 +139,7 @@ def _checked(make: Callable[[Inputs], Runner], inputs: Inputs) -> tuple[Runner |
     return runner, found
 
 
-def _times(timing: Timing | None) -> dict[str, float]:
+def _times(timing: Timing | None) -> dict[str, Any]:
     return {} if timing is None else dataclasses.asdict(timing)
 
 

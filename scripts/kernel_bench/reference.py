@@ -118,4 +118,5 @@ def _flat(pages: jax.Array, length: int) -> np.ndarray:
     """`[P, K, page_size, H]` to float64 `[K, length, H]`; tokens behind the length are cut off, NaN or not."""
     array = np.asarray(pages).astype(np.float64)
     _, num_kv_heads, _, head_dim = array.shape
-    return array.swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :length]
+    flat: np.ndarray = array.swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
+    return flat[:, :length]

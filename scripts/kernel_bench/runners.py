@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -112,7 +112,7 @@ def time_alone(runner: Runner, repeats: int = 7, target_s: float = 0.03) -> Timi
     return Timing(statistics.median(seconds), min(seconds), max(seconds))
 
 
-def time_in_turns(runners: dict[str, Runner], repeats: int = 10) -> dict[str, Timing]:
+def time_in_turns(runners: Mapping[str, Runner], repeats: int = 10) -> dict[str, Timing]:
     """For CPUs: the runners alternate, before each other memory is written, and the fastest repeat counts.
 
     The KV is then as cold as between the layers of a model, and another process' load hits all alike.
@@ -129,7 +129,7 @@ def time_in_turns(runners: dict[str, Runner], repeats: int = 10) -> dict[str, Ti
     return {name: Timing(min(times), min(times), max(times)) for name, times in warm.items()}
 
 
-def time_all(runners: dict[str, Runner], platform: str, repeats: int) -> dict[str, Timing]:
+def time_all(runners: Mapping[str, Runner], platform: str, repeats: int) -> dict[str, Timing]:
     """The method that suits the platform."""
     if platform == "cpu":
         return time_in_turns(runners, repeats)

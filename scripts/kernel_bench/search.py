@@ -7,6 +7,7 @@ halved or doubled. Sizes that don't trace, compile or give the right result are 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,10 +117,10 @@ def _right_runners(backend: str, inputs: Inputs, candidates: list[Sizes]) -> dic
     with ThreadPoolExecutor(max_workers=4) as pool:
         list(pool.map(lambda runner: _or_none(lambda: runner.program), runners.values()))
     right: dict[str, Runner] = {}
-    for i, runner in runners.items():
-        error = _or_none(lambda runner=runner: check_error(inputs, runner))
+    for name, runner in runners.items():
+        error = _or_none(functools.partial(check_error, inputs, runner))
         if error is not None and error < MAX_ERROR:
-            right[i] = runner
+            right[name] = runner
     return right
 
 

@@ -6,6 +6,7 @@ On a GPU the calls of all layers are one CUDA graph, replayed; so launch gaps do
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -69,15 +70,12 @@ def torch_baselines(op: str, platform: str) -> dict[str, Callable[[Inputs], Torc
     if on_gpu and not torch.cuda.is_available():
         return {}
     if op == STORE:
-        return {"torch index_copy_, slot-major": lambda inputs: _index_copy(inputs, on_gpu)}
+        return {"torch index_copy_, slot-major": functools.partial(_index_copy, on_gpu)}
     kernels = ("flash", "cudnn") if on_gpu else ("any",)
-    return {
-        f"torch SDPA {kernel} (unpaged)": lambda inputs, kernel=kernel: _sdpa(inputs, kernel, on_gpu)
-        for kernel in kernels
-    }
+    return {f"torch SDPA {kernel} (unpaged)": functools.partial(_sdpa, kernel, on_gpu) for kernel in kernels}
 
 
-def _sdpa(inputs: Inputs, kernel: str, on_gpu: bool) -> TorchRunner:
+def _sdpa(kernel: str, on_gpu: bool, inputs: Inputs) -> TorchRunner:
     import torch
     from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 
@@ -108,7 +106,7 @@ def _sdpa(inputs: Inputs, kernel: str, on_gpu: bool) -> TorchRunner:
     )
 
 
-def _index_copy(inputs: Inputs, on_gpu: bool) -> TorchRunner:
+def _index_copy(on_gpu: bool, inputs: Inputs) -> TorchRunner:
     case = inputs.case
     if case.float8_cache:
         raise Unsupported("no float8 cache")
