@@ -1,6 +1,7 @@
 """Every backend gives what the reference gives, and the reference what a dense float64 softmax gives."""
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import paged_decode_attention, paged_extend_attention
+from pallas_kernels import paged_decode_attention, paged_extend_attention, tuning
 from pallas_kernels.arg_specs import SMALL_SPECS, ArgSpec
 from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, dense_attention
 
@@ -92,6 +93,25 @@ def test_a_batch_of_nothing_but_padding_yields_zeros(backend: str) -> None:
         (paged_extend_attention, case.extend_args()),
     ):
         assert (np.asarray(compiled(op, case.spec, backend)(*args)) == 0).all()
+
+
+@pytest.mark.parametrize("name", ["plain", "page_size_64", "window_and_cap", "float8"])
+def test_a_decode_in_several_splits_equals_the_reference(name: str) -> None:
+    spec = BY_NAME[name]
+    longest = spec.pages_per_seq * spec.page_size
+    lengths = [longest, 0, 17, longest - 1][: spec.num_seqs]  # a padding row, and one with more splits than tiles
+    case = build_case(spec, lengths, [min(n, 1) for n in lengths], 0, seed=5)
+    many_programs = {"programs_per_core": 1000, "min_split_tokens": 16, "tile_tokens": 16}
+    with tuning.override("paged_decode_attention", "triton", many_programs):
+        decode = functools.partial(paged_decode_attention, backend="triton", interpret=True, **spec.options)
+        lse = re.search(
+            rf"f32\[(\d+),{spec.num_seqs},{case.q.shape[1]}\]", str(jax.make_jaxpr(decode)(*case.decode_args()))
+        )
+        assert lse is not None and int(lse[1]) > 1
+        actual = decode(*case.decode_args())
+    expected = compiled(paged_decode_attention, spec, "reference")(*case.decode_args())
+    assert_close(actual, expected, spec.dtype)
+    assert (np.asarray(actual)[1] == 0).all()
 
 
 @pytest.mark.parametrize("backend", ["xla", "triton"])

@@ -17,7 +17,7 @@ BY_NAME = {spec.name: spec for spec in SMALL_SPECS}
 
 
 @pytest.mark.parametrize("backend", ["xla", "triton"])
-@pytest.mark.parametrize("name", ["plain", "page_size_1", "groups_3_odd_page_size", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["plain", "page_size_1", "groups_3_odd_page_size", "bfloat16", "float16", "float8"])
 def test_stored_tokens_land_in_their_slots_and_nowhere_else(name: str, backend: str) -> None:
     spec = BY_NAME[name]
     num_slots = spec.num_pages * spec.page_size
