@@ -111,7 +111,8 @@ def _attend(inputs: Inputs, layer: Layer, s: int, sampled: np.ndarray) -> np.nda
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     out = (weights @ v).reshape(case.num_kv_heads, len(sampled), -1, case.head_dim)
-    return out.swapaxes(0, 1).reshape(q.shape)
+    right: np.ndarray = out.swapaxes(0, 1).reshape(q.shape)
+    return right
 
 
 def _flat(pages: jax.Array, length: int) -> np.ndarray:

@@ -1,11 +1,12 @@
 """Search results as a table of `pallas_kernels/tables`: entries by shape class, and the order of the backends.
 
-An entry holds for its own head size, groups, page size and cache width, and among batches for all that are nearer
-to it than to another that was measured. Entries of an op and backend that were there before are replaced.
+An entry holds for its own head size, groups, page size and dtypes, and among batches for all that are nearer to it
+than to another that was measured. Entries of an op and backend that were there before are replaced.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -16,8 +17,10 @@ from typing import Any
 
 from kernel_bench.search import Found
 from pallas_kernels.target import TargetDevice
+from pallas_kernels.tuning import ShapeClass
 
-_MODEL_FIELDS = ("head_dim", "num_groups", "page_size", "kv_bits")
+_BATCH_FIELDS = ("num_seqs", "num_tokens")
+_MODEL_FIELDS = [field.name for field in dataclasses.fields(ShapeClass) if field.name not in _BATCH_FIELDS]
 _POWERS = [1 << i for i in range(17)]
 
 
