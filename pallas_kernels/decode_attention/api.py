@@ -2,8 +2,8 @@
 
 import jax
 
-from pallas_kernels import dispatch
-from pallas_kernels.decode_attention import mosaic_gpu, reference, triton, xla
+from pallas_kernels import dispatch, mosaic_tpu_attention
+from pallas_kernels.decode_attention import mosaic_gpu, mosaic_tpu, reference, triton, xla
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.options import (
     Scale,
@@ -20,6 +20,7 @@ _IMPLEMENTATIONS = {
     "xla": Implementation(xla.decode_attention),
     "triton": Implementation(triton.decode_attention, refuse_shapes),
     "mosaic_gpu": Implementation(mosaic_gpu.decode_attention, mosaic_gpu.refuse_shapes),
+    "mosaic_tpu": Implementation(mosaic_tpu.decode_attention, mosaic_tpu_attention.refuse_shapes),
 }
 
 

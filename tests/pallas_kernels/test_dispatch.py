@@ -56,7 +56,7 @@ def test_auto_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> 
     ("backend", "message"),
     [
         ("cuda", "unknown backend 'cuda'; choose one of auto, reference, xla, triton"),
-        ("mosaic_tpu", "backend 'mosaic_tpu' is not implemented for this op; choose one of auto, reference, xla"),
+        ("mosaic_tpu", "needs a tpu, this is a cpu"),
         ("triton", "needs a gpu, this is a cpu"),
     ],
 )
@@ -65,6 +65,11 @@ def test_an_impossible_backend_is_an_error_with_the_options(backend: str, messag
     with pytest.raises(ValueError, match="paged_decode_attention: ") as error:
         paged_decode_attention(*args, backend=backend)
     assert message in str(error.value)
+
+
+def test_a_backend_that_the_op_lacks_is_an_error_with_the_options() -> None:
+    with pytest.raises(ValueError, match="'mosaic_tpu' is not implemented for this op; choose one of auto, reference"):
+        choose_backend("paged_decode_attention", "mosaic_tpu", EVERYTHING)
 
 
 def test_shapes_that_a_named_backend_refuses_are_an_error() -> None:

@@ -1,0 +1,185 @@
+"""Attention of query tiles over pages as one Mosaic TPU kernel, for decode and extend.
+
+Owns the walk over a list of query tiles, and all copies: pages into a ring of KV tiles, queries in, results out. Never
+knows where the list comes from: a decode has one query per tile, an extend cuts ragged sequences. Called by
+`*/mosaic_tpu.py`.
+
+One program walks the query tiles in order. K and V of all heads of a page come in one copy each. The ring is filled
+ahead of the walk, also across the border to the next query tile, so that copies are always in flight; queries come
+and results leave in double buffers.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.mosaic_tpu_copies import BEGIN, END, POSITION, PageRing, QueryTiles, Ring, TokenCopies
+from pallas_kernels.mosaic_tpu_pages import LANES, PageForm, page_form, refuse_float16, refuse_pages, view_pages
+from pallas_kernels.mosaic_tpu_rows import Rows, RowsState
+from pallas_kernels.options import AttentionOptions, refuse_mixed_dtypes
+from pallas_kernels.tuning import blocks, shape_class
+
+# What the compiler may take for values that don't fit registers, beside the buffers counted here.
+_SPILL_BYTES = 8 << 20
+
+
+def refuse_shapes(q: jax.Array, k_pages: jax.Array) -> str | None:
+    """Why the Mosaic TPU attention kernels can't take q `[T, N, H]` and k_pages, or None when they can."""
+    return refuse_float16(q) or refuse_pages(k_pages) or refuse_mixed_dtypes(q, k_pages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Block sizes of one call, from the tuning table."""
+
+    tile_queries: int
+    """Most queries of one sequence in a query tile; a power of two."""
+    tile_pages: int
+    """Pages in a KV tile; a power of two."""
+    num_buffers: int
+    """KV tiles in the ring; all but the one being worked on are in flight."""
+
+
+def plan(op: str, q: jax.Array, k_pages: jax.Array, num_seqs: int) -> Plan:
+    """Block sizes for q `[T, N, H]` over k_pages `[num_pages, K, page_size, H]`; a decode's table has no tile_rows."""
+    _, num_kv_heads, page_size, head_dim = k_pages.shape
+    sizes = blocks(op, "mosaic_tpu", shape_class(q.shape, k_pages.shape, k_pages.dtype, num_seqs))
+    token_bytes = num_kv_heads * head_dim * k_pages.dtype.itemsize
+    tile_tokens = max(LANES, _power_of_two_within(sizes["tile_kib"] * 1024 // token_bytes))
+    num_groups = q.shape[1] // num_kv_heads
+    return Plan(
+        tile_queries=_power_of_two_within(min(q.shape[0], max(1, sizes.get("tile_rows", 0) // num_groups))),
+        tile_pages=max(1, _power_of_two_within(tile_tokens // page_size)),
+        num_buffers=sizes["num_buffers"],
+    )
+
+
+def _power_of_two_within(n: int) -> int:
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
+def attend_query_tiles(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    tiles: jax.Array,
+    chosen: Plan,
+    options: AttentionOptions,
+    *,
+    interpret: bool,
+    name: str,
+) -> jax.Array:
+    """Attention of `tiles` over pages; returns `[T, N, H]` in q's dtype.
+
+    `tiles` is `[n, 4]` int32: sequence, first token, token after the last, position of the first token. Tiles of no
+    token come last and are skipped; a negative position makes the results of a tile zeros. Each token must be in some
+    tile, which has at most `chosen.tile_queries`.
+    """
+    num_tiles = jnp.sum(tiles[:, BEGIN] < tiles[:, END], dtype=jnp.int32)
+    tile_list = jnp.concatenate([tiles.reshape(-1), num_tiles[None]])
+    k_view, v_view = view_pages(k_pages), view_pages(v_pages)
+    scratch = _scratch(q, k_view, page_table.shape[1], chosen)
+    vmem_bytes = sum(_padded_bytes(each) for each in scratch if each.memory_space == pltpu.VMEM)
+    kernel = functools.partial(
+        _kernel, chosen=chosen, page_size=k_pages.shape[2], form=page_form(k_pages), options=options
+    )
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    out: jax.Array = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            in_specs=[in_hbm] * 4,
+            out_specs=in_hbm,
+            scratch_shapes=scratch,
+        ),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes + _SPILL_BYTES),
+        interpret=pltpu.InterpretParams() if interpret else False,
+        name=name,
+    )(tile_list, page_table[:, None], q, k_view, v_view)
+    return out
+
+
+def _scratch(q: jax.Array, k_view: jax.Array, num_pages: int, chosen: Plan) -> list[Any]:
+    _, num_heads, head_dim = q.shape
+    num_kv_heads = k_view.shape[1]
+    rows = -(-chosen.tile_queries * num_heads // num_kv_heads // 16) * 16
+    tokens = pltpu.VMEM((2, chosen.tile_queries, num_heads, head_dim), q.dtype)
+    kv_tiles = pltpu.VMEM((chosen.num_buffers, chosen.tile_pages, *k_view.shape[1:]), k_view.dtype)
+    row_lanes = pltpu.VMEM((num_kv_heads, rows, LANES), jnp.float32)
+    return [
+        tokens,
+        tokens,
+        kv_tiles,
+        kv_tiles,
+        pltpu.VMEM((num_kv_heads, rows, head_dim), q.dtype),
+        row_lanes,
+        row_lanes,
+        pltpu.VMEM((num_kv_heads, rows, head_dim), jnp.float32),
+        pltpu.SMEM((2, 1, num_pages), jnp.int32),
+        *[pltpu.SemaphoreType.DMA((2,))] * 3,
+        pltpu.SemaphoreType.DMA((chosen.num_buffers,)),
+    ]
+
+
+def _padded_bytes(buffer: Any) -> int:
+    """Bytes of a scratch buffer, its last two axes padded to tiles."""
+    *major, rows, lanes = buffer.shape
+    size = -(-rows // 8) * 8 * -(-lanes // LANES) * LANES * jnp.dtype(buffer.dtype).itemsize
+    for extent in major:
+        size *= extent
+    return int(size)
+
+
+def _kernel(
+    tiles_ref: Any, table: Any, q: Any, k: Any, v: Any, out: Any,
+    q_buf: Any, out_buf: Any, k_buf: Any, v_buf: Any, queries: Any, top: Any, total: Any, acc: Any,
+    row_buf: Any, row_sem: Any, q_sem: Any, out_sem: Any, kv_sem: Any,
+    *, chosen: Plan, page_size: int, form: PageForm, options: AttentionOptions,
+) -> None:  # fmt: skip
+    tiles = QueryTiles(tiles_ref, _tile_tokens(chosen, page_size), options)
+    pages = PageRing(tiles, table, row_buf, row_sem, (k, v), (k_buf, v_buf), kv_sem, page_size)
+    inputs = TokenCopies(tiles, q, q_buf, q_sem)
+    results = TokenCopies(tiles, out, out_buf, out_sem)
+    state = RowsState(queries, top, total, acc)
+    num_groups = q.shape[1] // k.shape[1]
+
+    def work(num_queries: int, tile: jax.Array, ring: Ring) -> Ring:
+        rows = Rows(state, num_queries, num_groups, form, options)
+        part = pl.ds(0, num_queries)
+        rows.begin(q_buf.at[tile % 2, part])
+        first = tiles.column(tile, POSITION) - inputs.skipped(tile, num_queries)
+
+        def add(kv_tile: jax.Array, ring: Ring) -> Ring:
+            ring, slot = pages.take(tile, kv_tile, ring)
+            start = kv_tile * tiles.tile_tokens
+            rows.add_tile(k_buf.at[slot], v_buf.at[slot], start, tiles.kv_range(tile), first)
+            return ring
+
+        ring = lax.fori_loop(*tiles.kv_tiles(tile), add, ring)
+        rows.end(out_buf.at[tile % 2, part])
+        return ring
+
+    def one_tile(tile: jax.Array, ring: Ring) -> Ring:
+        inputs.start_load(tile + 1)
+        inputs.wait_load(tile)
+        results.wait_store(tile - 2)
+        ring = inputs.by_size(tile, work, ring)
+        results.start_store(tile)
+        return ring
+
+    inputs.start_load(jnp.int32(0))
+    lax.fori_loop(0, tiles.count, one_tile, pages.fill())
+    results.wait_store(tiles.count - 2)
+    results.wait_store(tiles.count - 1)
+
+
+def _tile_tokens(chosen: Plan, page_size: int) -> int:
+    return chosen.tile_pages * page_size
