@@ -1,0 +1,96 @@
+"""Run the bundled model on this machine's device with each attention backend and compare the tokens with XLA's.
+
+    python scripts/check_engine.py --json engine.json
+
+Greedy tokens must not depend on the backend, but for ties that rounding breaks: a prompt counts as equal up to the
+first token that differs. Needs msgspec besides what the kernels need; says so and leaves with status 2 where it is
+missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kernel_bench.ours import backends_for
+
+from pallas_kernels.target import target_device
+
+PROMPTS = ["3 + 4 =", "3 6 9 12", "Once upon a time", "one two three four", "12 + 30 =", "a b c d e f"]
+NUM_TOKENS = 48
+
+
+def generate(backend: str) -> dict[str, Any]:
+    """Greedy tokens of all prompts, and the seconds to start and to generate (a second time, warm)."""
+    import jaxsgl
+
+    begin = time.perf_counter()
+    llm = jaxsgl.LLM(
+        attention_backend=backend,
+        max_total_tokens=4096,
+        max_running_requests=8,
+        decode_buckets=(8,),
+        extend_buckets=(128,),
+        compilation_cache_dir="",
+    )
+    started = time.perf_counter()
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    llm.generate(PROMPTS, params, progress=False)
+    warm = time.perf_counter()
+    completions = llm.generate(PROMPTS, params, progress=False)
+    generate_s = time.perf_counter() - warm
+    llm.close()
+    return {
+        "token_ids": [completion.token_ids for completion in completions],
+        "start_s": started - begin,
+        "generate_s": generate_s,
+    }
+
+
+def common_prefix(left: list[int], right: list[int]) -> int:
+    """Tokens that are equal before the first that isn't."""
+    return next(
+        (i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), min(len(left), len(right))
+    )
+
+
+def main() -> int:
+    """Runs XLA first, then the others; a backend that can't run is reported and passed over."""
+    platform = target_device().platform
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    others = [name for name in backends_for(platform) if name != "xla"]
+    parser.add_argument("--backends", nargs="+", metavar="NAME", default=["auto", *others], help="compared with xla")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no backend after so many seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome here, after each backend")
+    options = parser.parse_args()
+    try:
+        import jaxsgl.llm  # noqa: F401
+    except ImportError as error:
+        print(f"the engine can't be imported here ({error}); install what is missing, or put its wheel on PYTHONPATH")
+        return 2
+    begin = time.monotonic()
+    expected = generate("xla")
+    results: dict[str, Any] = {"xla": expected}
+    for backend in options.backends:
+        if time.monotonic() - begin > options.budget_s:
+            results[backend] = {"note": "no time left"}
+            continue
+        try:
+            results[backend] = generate(backend)
+            pairs = zip(results[backend]["token_ids"], expected["token_ids"], strict=True)
+            results[backend]["equal_tokens"] = [common_prefix(left, right) for left, right in pairs]
+        except Exception as error:  # this backend's failure is the finding
+            results[backend] = {"note": f"{type(error).__name__}: {str(error)[:300]}"}
+        told = {name: value for name, value in results[backend].items() if name != "token_ids"}
+        print(f"{backend}: {told}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Check every op and backend on this machine's device, on real arrays of the shapes that models serve with.
+
+    python scripts/check_kernels.py --json checks.json
+    python scripts/check_kernels.py --backends triton --budget-s 120
+
+Each spec of `pallas_kernels.arg_specs.GRID_SPECS` gets a ragged batch (padding rows and tokens, one token, full
+pages, shared and permuted pages, NaN in every place that no sequence owns) and each result is compared with float64,
+with the XLA backend, and with itself over many runs. Leaves with status 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+from kernel_bench.check import CRASHED, FAILED, Check, check_spec
+from kernel_bench.ours import backends_for
+
+from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS
+from pallas_kernels.target import target_device
+
+
+def main() -> int:
+    """Checks spec by spec until all are done or the budget is spent."""
+    platform = target_device().platform
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backends", nargs="+", metavar="NAME", default=backends_for(platform), help="only these")
+    parser.add_argument("--specs", metavar="TEXT", default="", help="only specs whose name contains this")
+    parser.add_argument("--small", action="store_true", help="the interpreters' small specs; Pallas is interpreted")
+    parser.add_argument("--runs", type=int, default=20, help="runs on the same inputs that must agree (20)")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no spec after so many seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes here, after each spec")
+    options = parser.parse_args()
+
+    begin = time.monotonic()
+    checks: list[Check] = []
+    left_out = []
+    for spec in SMALL_SPECS if options.small else GRID_SPECS:
+        if options.specs not in spec.name:
+            continue
+        if time.monotonic() - begin > options.budget_s:
+            left_out.append(spec.name)
+            continue
+        for backend in options.backends:
+            new = check_spec(spec, backend, runs=options.runs, interpret=options.small and backend != "xla")
+            checks += new
+            for check in new:
+                print(f"{check.op:<24}{backend:<12}{spec.name:<28}{check.verdict} {check.note}", flush=True)
+        if options.json:
+            result = {"checks": [dataclasses.asdict(check) for check in checks], "left_out": left_out}
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+    counts = collections.Counter(check.verdict for check in checks)
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    if left_out:
+        print(f"no time left for: {', '.join(left_out)}")
+    return int(counts[FAILED] + counts[CRASHED] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
