@@ -35,6 +35,7 @@ def generate(backend: str) -> dict[str, Any]:
         max_running_requests=8,
         decode_buckets=(8,),
         extend_buckets=(128,),
+        chunked_prefill_size=128,
         compilation_cache_dir="",
     )
     started = time.perf_counter()
@@ -53,9 +54,7 @@ def generate(backend: str) -> dict[str, Any]:
 
 def common_prefix(left: list[int], right: list[int]) -> int:
     """Tokens that are equal before the first that isn't."""
-    return next(
-        (i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), min(len(left), len(right))
-    )
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ Shares are of what the same run measured: copy bandwidth for decode and store, t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -55,9 +56,7 @@ def judge_checks(checks: Iterable[Mapping[str, Any]]) -> list[Verdict]:
         by_backend.setdefault(check["backend"], []).append(check)
     verdicts = []
     for backend, mine in by_backend.items():
-        counts = {
-            verdict: sum(c["verdict"] == verdict for c in mine) for verdict in sorted({c["verdict"] for c in mine})
-        }
+        counts = collections.Counter(check["verdict"] for check in mine)
         bad = [f"{c['op']} {c['spec']}" for c in mine if c["verdict"] in ("failed", "crashed")]
         detail = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         detail += f": {'; '.join(bad[:6])}{' ...' if len(bad) > 6 else ''}" if bad else ""
@@ -67,9 +66,8 @@ def judge_checks(checks: Iterable[Mapping[str, Any]]) -> list[Verdict]:
 
 def fastest(rows: Rows, case: str, *, ours: bool) -> Mapping[str, Any] | None:
     """The fastest right row of a case, among our backends or among the others."""
-    right = [
-        row for row in rows if row["case"] == case and row["is_ours"] == ours and row["seconds"] and row["is_right"]
-    ]
+    mine = [row for row in rows if row["case"] == case and row["is_ours"] == ours]
+    right = [row for row in mine if row["seconds"] and row["is_right"]]
     return min(right, key=lambda row: row["seconds"], default=None)
 
 
