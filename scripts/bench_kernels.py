@@ -29,6 +29,7 @@ from kernel_bench import show
 from kernel_bench.cases import cases_for
 from kernel_bench.measure import BASELINES, Row, measure_case
 from kernel_bench.ours import backends_for
+from kernel_bench.plot import plot
 from kernel_bench.roofline import measure_roofline
 
 from pallas_kernels.target import target_device
@@ -77,7 +78,12 @@ def main() -> None:
     if left_out:
         print(f"no time left for: {'; '.join(left_out)}")
     if options.plot:
-        show.plot(rows, roofline, f"{device.kind}, JAX {jax.__version__}", options.plot)
+        plot(
+            [row.as_json() for row in rows],
+            dataclasses.asdict(roofline),
+            f"{device.kind}, JAX {jax.__version__}",
+            options.plot,
+        )
 
 
 if __name__ == "__main__":

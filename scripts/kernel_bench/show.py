@@ -1,9 +1,6 @@
-"""Rows as text and as a picture."""
+"""Rows as lines of a table."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
 
 from kernel_bench.measure import Row
 from kernel_bench.work import Roofline
@@ -29,39 +26,3 @@ def roofline_line(roofline: Roofline) -> str:
         f"measured here: copy {roofline.bytes_per_s / 1e9:.1f} GB/s (read plus written), "
         f"matrix product {roofline.flops_per_s / 1e12:.3f} TFLOP/s"
     )
-
-
-def plot(rows: Sequence[Row], roofline: Roofline, title: str, path: Path) -> None:
-    """Left: FLOP/s over FLOPs per byte under the roofline. Right: the fraction of it, by case and contender.
-
-    Raises:
-        ImportError: matplotlib isn't installed.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    timed = [row for row in rows if row.seconds is not None and row.is_right]
-    cases = list(dict.fromkeys(row.case for row in timed))
-    names = list(dict.fromkeys(row.contender for row in timed))
-    figure, (roof, bars) = plt.subplots(1, 2, figsize=(18, 3 + 0.35 * len(cases)), layout="constrained")
-    figure.suptitle(title)
-    ridge = roofline.flops_per_s / roofline.bytes_per_s
-    roof.plot([0.1, ridge, 100 * ridge], [0.1 * roofline.bytes_per_s, *[roofline.flops_per_s] * 2], color="black")
-    roof.set(xscale="log", yscale="log", xlabel="FLOP per byte (useful)", ylabel="FLOP/s")
-    bars.axvline(1, color="black")
-    bars.set(xlabel="fraction of the measured roofline", yticks=range(len(cases)), yticklabels=cases)
-    bars.invert_yaxis()
-    for i, name in enumerate(names):
-        mine = [row for row in timed if row.contender == name]
-        style = {"label": name, "color": f"C{i}", "marker": "o" if mine[0].is_ours else "x", "linestyle": "none"}
-        with_flops = [row for row in mine if row.flops]
-        roof.plot(
-            [row.flops / row.num_bytes for row in with_flops], [row.flops_per_s for row in with_flops], **style
-        )  # a store has none
-        bars.plot([row.fraction for row in mine], [cases.index(row.case) for row in mine], **style)
-    bars.grid(axis="x", alpha=0.3)
-    bars.legend(fontsize="small")
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
