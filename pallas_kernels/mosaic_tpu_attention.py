@@ -20,13 +20,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mosaic_tpu_copies import BEGIN, END, POSITION, PageRing, QueryTiles, Ring, TokenCopies
-from pallas_kernels.mosaic_tpu_pages import LANES, PageForm, page_form, refuse_float16, refuse_pages, view_pages
+from pallas_kernels.mosaic_tpu_pages import (
+    LANES,
+    PageForm,
+    page_form,
+    refuse_float16,
+    refuse_pages,
+    view_pages,
+    vmem_limit_bytes,
+)
 from pallas_kernels.mosaic_tpu_rows import Rows, RowsState
 from pallas_kernels.options import AttentionOptions, refuse_mixed_dtypes
 from pallas_kernels.tuning import blocks, shape_class
-
-# What the compiler may take for values that don't fit registers, beside the buffers counted here.
-_SPILL_BYTES = 8 << 20
 
 
 def refuse_shapes(q: jax.Array, k_pages: jax.Array) -> str | None:
@@ -86,7 +91,6 @@ def attend_query_tiles(
     tile_list = jnp.concatenate([tiles.reshape(-1), num_tiles[None]])
     k_view, v_view = view_pages(k_pages), view_pages(v_pages)
     scratch = _scratch(q, k_view, page_table.shape[1], chosen)
-    vmem_bytes = sum(_padded_bytes(each) for each in scratch if each.memory_space == pltpu.VMEM)
     kernel = functools.partial(
         _kernel, chosen=chosen, page_size=k_pages.shape[2], form=page_form(k_pages), options=options
     )
@@ -100,7 +104,7 @@ def attend_query_tiles(
             out_specs=in_hbm,
             scratch_shapes=scratch,
         ),
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_bytes + _SPILL_BYTES),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes(scratch)),
         interpret=pltpu.InterpretParams() if interpret else False,
         name=name,
     )(tile_list, page_table[:, None], q, k_view, v_view)
@@ -127,15 +131,6 @@ def _scratch(q: jax.Array, k_view: jax.Array, num_pages: int, chosen: Plan) -> l
         *[pltpu.SemaphoreType.DMA((2,))] * 3,
         pltpu.SemaphoreType.DMA((chosen.num_buffers,)),
     ]
-
-
-def _padded_bytes(buffer: Any) -> int:
-    """Bytes of a scratch buffer, its last two axes padded to tiles."""
-    *major, rows, lanes = buffer.shape
-    size = -(-rows // 8) * 8 * -(-lanes // LANES) * LANES * jnp.dtype(buffer.dtype).itemsize
-    for extent in major:
-        size *= extent
-    return int(size)
 
 
 def _kernel(

@@ -9,14 +9,19 @@ those that cost nothing: their row-major tiles are the bytes that lie there alre
 """
 
 import enum
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.options import FLOAT8
 
 LANES = 128
 SUBLANES = 8
+# Room for what the compiler keeps beside the buffers that a kernel asks for: values that don't fit registers.
+_SPILL_BYTES = 8 << 20
 
 
 class PageForm(enum.Enum):
@@ -96,3 +101,14 @@ def unview_pages(view: jax.Array, form: PageForm) -> jax.Array:
     if form is PageForm.HEADS:
         return view[:, :, None, :]
     return jnp.swapaxes(view, 2, 3) if form is PageForm.COLUMNS else view
+
+
+def vmem_limit_bytes(scratch: list[Any]) -> int:
+    """VMEM that a kernel with these scratch buffers may use, their last two axes padded to tiles."""
+    total = _SPILL_BYTES
+    for buffer in scratch:
+        if getattr(buffer, "memory_space", None) == pltpu.VMEM:
+            *major, rows, lanes = buffer.shape
+            tiles = math.prod(major) * -(-rows // SUBLANES) * -(-lanes // LANES)
+            total += tiles * SUBLANES * LANES * jnp.dtype(buffer.dtype).itemsize
+    return total

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.options import FLOAT8, Scale, check_pages, per_head_scale
-from pallas_kernels.store_kv import reference, triton, xla
+from pallas_kernels.store_kv import mosaic_tpu, reference, triton, xla
 
 _IMPLEMENTATIONS = {
     "reference": Implementation(reference.store_kv),
     "xla": Implementation(xla.store_kv),
     "triton": Implementation(triton.store_kv, triton.refuse_shapes),
+    "mosaic_tpu": Implementation(mosaic_tpu.store_kv, mosaic_tpu.refuse_shapes),
 }
 
 
