@@ -7,9 +7,9 @@
 Sections, each in processes of its own with a time limit, so that a hang or a crash of one kernel costs no other: the
 correctness grid (a process per backend, side by side), the kernel benchmark (a process per backend and one for
 the baselines, one after the other), the engine, and the search for block sizes. Unused time goes to later sections.
-The folder holds summary.md (each criterion passed or failed), report.json (all figures), log.txt (all output), kernels.png
-(where matplotlib is) and a table of block sizes (with --tune), rewritten after each section. Leaves with status 1 if
-something was found wrong. Needs only what the kernels need; the engine needs msgspec too.
+The folder holds summary.md (each criterion passed or failed), report.json (all figures), log.txt (all output),
+kernels.png (where matplotlib is) and a table of block sizes (with --tune), rewritten after each section. Leaves with
+status 1 if something was found wrong. Needs only what the kernels need; the engine needs msgspec too.
 """
 
 from __future__ import annotations

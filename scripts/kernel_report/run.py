@@ -5,6 +5,7 @@ Knows no kernels and imports no JAX: the device belongs to the sections' process
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,8 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kernel_bench.plot import plot
+
 from kernel_report.plan import SCRIPTS, Phase, Section
-from kernel_report.summary import summary
+from kernel_report.summary import best_roofline, summary
 
 _GRACE_S = 15  # between asking a section to end by itself and ending it
 _DESCRIBE = """
@@ -104,6 +107,12 @@ class Report:
         (self._out / "summary.md").write_text(text)
         everything = {"machine": self.machine, **self._results}
         (self._out / "report.json").write_text(json.dumps(everything, indent=1) + "\n")
+        if self._results["bench"]:
+            title = f"{self.machine.get('kind')}, JAX {self.machine.get('packages', {}).get('jax')}"
+            with contextlib.suppress(ImportError):  # no matplotlib: no picture
+                plot(
+                    self._results["bench"], best_roofline(self._results["rooflines"]), title, self._out / "kernels.png"
+                )
 
     def _section_log(self, section: Section) -> Path:
         return self._work / f"{section.name.replace(' ', '-')}.log"

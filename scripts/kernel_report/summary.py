@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kernel_bench.criteria import Verdict, fastest, judge, judge_checks
@@ -14,7 +14,7 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str
     """Markdown, and whether anything is wrong: a wrong result, or a section that died. Slowness is no such thing."""
     checks = judge_checks(results["check"])
     rooflines = results["rooflines"]
-    roofline = {name: max((r[name] for r in rooflines), default=0.0) for name in ("bytes_per_s", "flops_per_s")}
+    roofline = best_roofline(rooflines)
     speed = judge(results["bench"], roofline) if results["bench"] else []
     wrong_rows = [row for row in results["bench"] if row["seconds"] and not row["is_right"]]
     died = [section for section in results["sections"] if section["status"] or section["timed_out"]]
@@ -52,6 +52,11 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str
     return "\n".join(lines), is_wrong
 
 
+def best_roofline(rooflines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The highest ceilings that any section measured."""
+    return {name: max((each[name] for each in rooflines), default=0.0) for name in ("bytes_per_s", "flops_per_s")}
+
+
 def _line(verdict: Verdict) -> str:
     return f"- {_WORDS[verdict.passed]}: {verdict.what}: {verdict.detail}"
 
@@ -59,9 +64,8 @@ def _line(verdict: Verdict) -> str:
 def _engine(told: Mapping[str, Any]) -> str:
     if "note" in told:
         return str(told["note"])
-    return (
-        f"{told.get('equal_tokens', 'the reference')}, started in {told['start_s']:.1f} s, {told['generate_s']:.2f} s"
-    )
+    seconds = f"started in {told['start_s']:.1f} s, generated in {told['generate_s']:.2f} s"
+    return f"{told.get('equal_tokens', 'the reference')}, {seconds}"
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
