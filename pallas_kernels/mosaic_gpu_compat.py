@@ -60,21 +60,31 @@ def _interpret_params() -> Any:
     return InterpretGPUParams()
 
 
-def operand(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for operands of `wgmma`, tiled and swizzled; the last axis a multiple of 128 bytes."""
-    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
+def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = SWIZZLE_BYTES) -> Any:
+    """Shared memory for operands of `wgmma`, swizzled; row_bytes 128, 64 or 32 divide its last axis."""
+    itemsize = jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, row_bytes // itemsize)), plgpu.SwizzleTransform(row_bytes))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def matmul(a: Any, b: Any, acc: jax.Array | None = None, *, transpose_b: bool = False, interpret: bool) -> jax.Array:
+def matmul(
+    a: Any,
+    b: Any,
+    acc: jax.Array | None = None,
+    *,
+    transpose_b: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+    interpret: bool,
+) -> jax.Array:
     """acc + a @ b by `wgmma`, float32 in layout WGMMA; done, and its operands free for reuse by this warp, on return.
 
     a: a ref made by `operand`, or an array `[64, k]` in layout WGMMA. b: a ref made by `operand`, `[k, n]`, or `[n, k]`
-    with transpose_b. acc `[rows, n]`, by default zero.
+    with transpose_b. acc `[rows, n]`, by default zero. meanwhile: called between the start and the wait.
     """
     shape = (a.shape[0], b.shape[0] if transpose_b else b.shape[1])
     if interpret:
+        if meanwhile is not None:
+            meanwhile()
         left = a if isinstance(a, jax.Array) else a[...]
         right = b[...].T if transpose_b else b[...]
         product = jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
@@ -82,6 +92,8 @@ def matmul(a: Any, b: Any, acc: jax.Array | None = None, *, transpose_b: bool = 
 
     def accumulate(acc_ref: Any) -> None:
         plgpu.wgmma(acc_ref, a, b.transpose((1, 0)) if transpose_b else b)
+        if meanwhile is not None:
+            meanwhile()
 
     if acc is None:
 

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
-from pallas_kernels.decode_attention.mosaic_gpu_program import Program, Ring
-from pallas_kernels.mosaic_gpu_compat import WGMMA_ROWS, gpu_kernel, operand
-from pallas_kernels.options import AttentionOptions
+from pallas_kernels.decode_attention.mosaic_gpu_program import Program, Ring, float8_columns
+from pallas_kernels.mosaic_gpu_compat import SWIZZLE_BYTES, WGMMA_ROWS, gpu_kernel, operand
+from pallas_kernels.options import FLOAT8, AttentionOptions
 from pallas_kernels.split_kv import EMPTY_LSE, choose_num_splits, merge_splits, split_tiles
 from pallas_kernels.target import target_device
 
@@ -34,8 +34,8 @@ def refuse_shapes(q: jax.Array, k_pages: jax.Array) -> str | None:
         return f"it needs TMA and wgmma, which Hopper GPUs have (H100, H200) and {device.kind} lacks"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"q has dtype {q.dtype}; wgmma takes bfloat16 and float16"
-    if k_pages.dtype != q.dtype:
-        return f"the cache has dtype {k_pages.dtype} and q {q.dtype}; it takes one dtype"
+    if k_pages.dtype not in (q.dtype, FLOAT8):
+        return f"the cache has dtype {k_pages.dtype} and q {q.dtype}; it takes q's dtype and float8_e4m3fn"
     if head_dim % 64 or head_dim > 256:
         return f"head size is {head_dim}; it takes multiples of 64 up to 256"
     if page_size % _COPY_ROWS:
@@ -106,10 +106,12 @@ def _num_splits(
 def _scratch(q: jax.Array, k_pages: jax.Array, blocks: dict[str, int]) -> dict[str, Any]:
     """The shared memory of a program."""
     num_stages, tile_tokens = blocks["num_stages"], blocks["tile_tokens"]
-    tiles = operand((num_stages, tile_tokens, q.shape[2]), k_pages.dtype)
+    is_float8 = k_pages.dtype == FLOAT8
+    row_bytes = float8_columns(q.shape[2]) if is_float8 else SWIZZLE_BYTES
+    tiles = operand((num_stages, tile_tokens, q.shape[2]), k_pages.dtype, row_bytes)
     copies = tile_tokens // math.gcd(k_pages.shape[2], tile_tokens)
     arrived = plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages)
-    return {
+    scratch = {
         "q_tile": operand((WGMMA_ROWS, q.shape[2]), q.dtype),
         "q_arrived": plgpu.Barrier(num_arrivals=1),
         "k_tiles": tiles,
@@ -117,18 +119,21 @@ def _scratch(q: jax.Array, k_pages: jax.Array, blocks: dict[str, int]) -> dict[s
         "v_tiles": tiles,
         "v_arrived": arrived,
     }
+    if is_float8:
+        scratch["wide_k"] = scratch["wide_v"] = operand((tile_tokens, q.shape[2]), q.dtype)
+    return scratch
 
 
 def _decode_kernel(
     q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, lengths_ref: Any, out_ref: Any,
     lse_ref: Any = None, *, q_tile: Any, q_arrived: Any, k_tiles: Any, k_arrived: Any, v_tiles: Any, v_arrived: Any,
-    num_splits: int, options: AttentionOptions, interpret: bool,
+    wide_k: Any = None, wide_v: Any = None, num_splits: int, options: AttentionOptions, interpret: bool,
 ) -> None:  # fmt: skip
     seq, split, kv_head = (lax.axis_index(name) for name in ("seq", "split", "kv_head"))
     last = lengths_ref[seq] - 1
     first = 0 if options.sliding_window is None else lax.max(last - options.sliding_window + 1, 0)
     program = Program(
-        Ring(k_pages_ref, k_tiles, k_arrived, kv_head), Ring(v_pages_ref, v_tiles, v_arrived, kv_head),
+        Ring(k_pages_ref, k_tiles, k_arrived, wide_k, kv_head), Ring(v_pages_ref, v_tiles, v_arrived, wide_v, kv_head),
         page_table_ref, seq, first, last, options, interpret,
     )  # fmt: skip
     tiles = split_tiles((first, last), split, num_splits, program.tile_tokens)

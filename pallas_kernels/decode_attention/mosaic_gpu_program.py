@@ -41,6 +41,8 @@ class Ring:
     """`[stages, tile, H]`, shared memory."""
     arrived: Any
     """A barrier per stage; each expects as many arrivals as a tile has copies."""
+    wide: Any
+    """`[tile, H]` of the queries' dtype, shared memory, where `wgmma` can't take the tiles as they are; else None."""
     kv_head: jax.Array
 
     def start(self, stage: Any, pages: Pages) -> None:
@@ -51,9 +53,28 @@ class Ring:
             target = self.tiles.at[stage, pl.ds(copy * num_tokens, num_tokens)]
             plgpu.copy_gmem_to_smem(source, target, self.arrived.at[stage])
 
-    def wait(self, stage: Any) -> None:
-        """Wait until the tile last started for this stage is there; once per start."""
+    def wait(self, stage: Any, *, interpret: bool) -> Any:
+        """Wait until the tile last started for this stage is there, and return what to multiply; once per start.
+
+        That is the stage itself, or the wide tile holding its numbers: then the stage is free for the next start.
+        """
         plgpu.barrier_wait(self.arrived.at[stage])
+        if self.wide is None:
+            return self.tiles.at[stage]
+        head_dim = self.wide.shape[1]
+        columns = float8_columns(head_dim)
+        for column in range(0, head_dim, columns):
+            part = self.tiles.at[stage, :, pl.ds(column, columns)]
+            found = in_layout(part[...], plgpu.Layout.WGMMA, interpret=interpret)
+            # By way of float16, the only type that the chip converts float8 to.
+            self.wide[:, pl.ds(column, columns)] = found.astype(jnp.float16).astype(self.wide.dtype)
+        plgpu.commit_smem()
+        return self.wide
+
+
+def float8_columns(head_dim: int) -> int:
+    """Columns of the swizzled tiles that a float8 cache is copied to: as wide as the head and the registers allow."""
+    return SWIZZLE_BYTES if head_dim == SWIZZLE_BYTES else SWIZZLE_BYTES // 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,26 +122,37 @@ class Program:
         q_tile: `[64, H]` in shared memory, there already. Its rows are independent: what rows without a query hold goes
         nowhere. Without tiles the output is zeros and the log-sum-exp has no meaning.
         """
+        is_widened = self.k.wide is not None
 
         def add_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             top, total, acc = state
             stage = lax.rem(tile - begin, self.num_stages)
             later = tile + self.num_stages
             later_pages = self._pages(later)  # read early, so that they are there when the copies start
-            self.k.wait(stage)
-            products = matmul(q_tile, self.k.tiles.at[stage], transpose_b=True, interpret=self.interpret)
-            pl.when(later < end)(lambda: self.k.start(stage, later_pages))
+
+            def refill(ring: Ring) -> None:
+                pl.when(later < end)(lambda: ring.start(stage, later_pages))
+
+            keys = self.k.wait(stage, interpret=self.interpret)
+            if is_widened:
+                values = self.v.wait(stage, interpret=self.interpret)
+                refill(self.k)
+                refill(self.v)
+            products = matmul(q_tile, keys, transpose_b=True, interpret=self.interpret)
+            if not is_widened:
+                refill(self.k)
             scores = self._mask(self._scores(products), tile)
             new_top = lax.max(top, jnp.max(scores, axis=1))
             weights = jnp.exp2(scores - to_matrix(new_top, self.tile_tokens))
             shrink = jnp.exp2(top - new_top)
             total = total * shrink + jnp.sum(weights, axis=1)
             acc = acc * to_matrix(shrink, self.head_dim)
-            self.v.wait(stage)
-            values = self.v.tiles.at[stage]
+            if not is_widened:
+                values = self.v.wait(stage, interpret=self.interpret)
             self._clear_unseen(values, tile)
             acc = matmul(weights.astype(values.dtype), values, acc, interpret=self.interpret)
-            pl.when(later < end)(lambda: self.v.start(stage, later_pages))
+            if not is_widened:
+                refill(self.v)
             return new_top, total, acc
 
         start = (self.column(_UNSEEN), self.column(0.0), self._zero_rows())

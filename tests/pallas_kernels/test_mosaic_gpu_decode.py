@@ -24,6 +24,8 @@ SPECS = {
         ArgSpec("head_dim_128_cap", 2, 2, 9, 16, 1, 4, 128, dtype=jnp.bfloat16, logit_soft_cap=3.0),
         ArgSpec("head_dim_256", 2, 2, 2, 64, 1, 2, 256, dtype=jnp.float16),
         ArgSpec("window", 3, 3, 20, 16, 1, 2, 64, dtype=jnp.bfloat16, sliding_window=70),
+        ArgSpec("float8", 2, 2, 9, 16, 2, 2, 64, dtype=jnp.bfloat16, float8_cache=True),
+        ArgSpec("float8_head_dim_128", 2, 2, 4, 64, 1, 2, 128, dtype=jnp.float16, float8_cache=True, sliding_window=70),
     )
 }
 
@@ -78,6 +80,7 @@ def test_the_merge_of_splits_rounds_once() -> None:
     ("spec", "reason"),
     [
         (ArgSpec("", 2, 2, 4, 16, 1, 1, 64), "q has dtype float32"),
+        (ArgSpec("", 2, 2, 4, 16, 1, 1, 64, float8_cache=True), "q has dtype float32"),
         (ArgSpec("", 2, 2, 4, 16, 1, 1, 80, dtype=jnp.bfloat16), "head size is 80"),
         (ArgSpec("", 2, 2, 4, 1, 1, 1, 64, dtype=jnp.bfloat16), "page_size is 1; it copies 8 tokens"),
         (ArgSpec("", 2, 2, 4, 16, 1, 65, 64, dtype=jnp.bfloat16), "65 query heads share a kv head"),
