@@ -87,6 +87,7 @@ def matmul(
             meanwhile()
         left = a if isinstance(a, jax.Array) else a[...]
         right = b[...].T if transpose_b else b[...]
+        plgpu.commit_smem()  # as after the wait for `wgmma`: the operands may be overwritten by a copy
         product = jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
         return product if acc is None else acc + product
 
