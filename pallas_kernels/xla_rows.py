@@ -1,42 +1,44 @@
-"""Attention of a block of queries over a range of KV tiles, for the XLA backends.
+"""Attention of a block of queries over a range of KV tiles, and the reading of tiles, for the XLA backends.
 
-Owns the running softmax and the reading of a tile of pages. Never knows which queries make up the block: decode
-and extend lay out their queries as rows, say at which position each row stands, and read back rows.
+Owns the running softmax of one block and how a tile leaves the pages. Never knows which queries make up a block, nor
+block sizes: extend lays out its queries as rows, says at which position each row stands, and reads back rows; decode
+takes the parts. Called by `*/xla.py` only.
 
-What shaped it, measured on CPU (docs/kernels.md): a dynamic slice of one page runs at memory speed, a gather of
-several at less than half of it; every op in the loop's body costs about a microsecond per tile and some
-milliseconds of compilation.
+What shaped it, measured on CPU (docs/kernels.md): dynamic slices of a few pages run at memory speed, and so does a
+gather whose contiguous runs are of 128 numbers or more; one of runs of 64 takes three times as long. Every op in a
+loop's body costs a microsecond or two per iteration and some 15 milliseconds of compilation.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.options import AttentionOptions
-
-_MANY_ROWS = 128
-_MANY_ROWS_TOKENS = 128
-_FEW_ROWS_TOKENS = 64
-_SINGLE_PAGE_SIZE = 16
+from pallas_kernels.options import FLOAT8, AttentionOptions
 
 # Below any real score; finite, so that subtracting it from itself gives 0 and not NaN.
-_UNSEEN = -1e30
+UNSEEN = -1e30
+
+# As slices, more pages than this take longer to compile than they save.
+_MOST_SLICES = 8
 
 
-def pages_per_tile(page_size: int, num_rows: int) -> int:
-    """Pages in one KV tile, for blocks of `num_rows` query rows.
+def take(array: jax.Array, index: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+    """`array[index]`, the indices known to be in range and not negative."""
+    return array.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
-    Few rows do little with a tile, so that reading it decides: one page at a time, unless pages are tiny. Many rows
-    want a longer tile for their dot products, which pays for the gather.
+
+def as_bits(array: jax.Array) -> jax.Array:
+    """Types that XLA's CPU back end can't move come as unsigned integers; the others as they are.
+
+    It would widen the whole cache instead, and then move that.
     """
-    if num_rows < _MANY_ROWS:
-        return 1 if page_size >= _SINGLE_PAGE_SIZE else _FEW_ROWS_TOKENS // page_size
-    return max(1, _MANY_ROWS_TOKENS // page_size)
+    bits = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(FLOAT8): jnp.uint8}.get(array.dtype)
+    return array if bits is None else lax.bitcast_convert_type(array, bits)
 
 
-def pad_page_table(page_table: jax.Array, num_pages_per_tile: int) -> jax.Array:
-    """`[S, P]` to `[S, P']`, P' a multiple of the pages in a tile, padded with the dummy page."""
-    return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % num_pages_per_tile)))
+def from_bits(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The opposite of `as_bits`."""
+    return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 
 def first_visible(position: jax.Array, options: AttentionOptions) -> jax.Array:
@@ -46,6 +48,28 @@ def first_visible(position: jax.Array, options: AttentionOptions) -> jax.Array:
     return jnp.maximum(position - options.sliding_window + 1, 0)
 
 
+def soft_cap(scores: jax.Array, options: AttentionOptions) -> jax.Array:
+    """Scaled scores as the options cap them."""
+    if options.logit_soft_cap is None:
+        return scores
+    return options.logit_soft_cap * jnp.tanh(scores / options.logit_soft_cap)
+
+
+def dot_precision(q: jax.Array) -> lax.Precision | None:
+    """Of dot products for queries of q's dtype: float32 stays float32 also where the default would round it."""
+    return lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+
+def gather_tiles(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+    """The pages `page_ids [..., n]` of `[num_pages, K, page_size, H]` as `[..., K, n * page_size, H]`."""
+    _, num_kv_heads, page_size, head_dim = pages.shape
+    # Rows of one page and head, so that the gather puts them in order and nothing is transposed afterwards. An axis of
+    # length 1 would tempt XLA into another layout, and into copying the cache to get it.
+    rows = pages.reshape((-1, head_dim) if page_size == 1 else (-1, page_size, head_dim))
+    index = page_ids[..., None, :] * num_kv_heads + jnp.arange(num_kv_heads)[:, None]
+    return take(rows, index).reshape(*index.shape[:-1], -1, head_dim)
+
+
 def attend_rows(
     q: jax.Array,
     position: jax.Array,
@@ -53,47 +77,46 @@ def attend_rows(
     page_ids: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    num_pages_per_tile: int,
+    tile_pages: int,
     options: AttentionOptions,
+    precision: lax.Precision | None,
 ) -> jax.Array:
-    """Rows q `[K, R, H]` at `position [R]` over the pages `page_ids [P']` of one sequence.
+    """Scaled float32 rows q `[K, R, H]` at `position [R]` over the pages `page_ids [P]` of one sequence.
 
-    `kv_range` is the first and the last KV position that any row sees; only tiles that touch it are read. A row at
-    position -1 sees nothing and yields zeros. Returns float32 `[K, R, H]`.
+    `kv_range` is the first and the last KV position that any row sees; only tiles that touch it are read, `tile_pages`
+    pages each. A row at position -1 sees nothing and yields zeros. Returns float32 `[K, R, H]`.
     """
     num_kv_heads, num_rows, head_dim = q.shape
+    page_size = k_pages.shape[2]
     first, last = kv_range
-    tile_tokens = num_pages_per_tile * k_pages.shape[2]
-    q = q.astype(jnp.float32) * options.sm_scale
+    tile_tokens = tile_pages * page_size
 
     def add_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = state
-        ids = lax.dynamic_slice_in_dim(
-            page_ids, tile * num_pages_per_tile, num_pages_per_tile, allow_negative_indices=False
-        )
-        k, v = _read_tile(k_pages, ids), _read_tile(v_pages, ids)
+        # Past the range the last page is read again: the table may end there.
+        ids = take(page_ids, jnp.minimum(tile * tile_pages + jnp.arange(tile_pages), last // page_size))
         kv_position = tile * tile_tokens + jnp.arange(tile_tokens)
+        k = _read_tile(k_pages, ids)
         # Places that no row sees may hold NaN, which a weight of zero would not silence.
-        v = jnp.where(((kv_position >= first) & (kv_position <= last))[:, None], v, 0)
-        scores = jnp.einsum("krh,kth->krt", q, k, preferred_element_type=jnp.float32)
-        if options.logit_soft_cap is not None:
-            scores = options.logit_soft_cap * jnp.tanh(scores / options.logit_soft_cap)
+        v = jnp.where(((kv_position >= first) & (kv_position <= last))[:, None], _read_tile(v_pages, ids), 0)
+        scores = soft_cap(jnp.einsum("krh,kth->krt", q, k, precision=precision), options)
         seen = kv_position <= position[:, None]
         if options.sliding_window is not None:
             seen &= kv_position > position[:, None] - options.sliding_window
-        scores = jnp.where(seen, scores, _UNSEEN)
+        scores = jnp.where(seen, scores, UNSEEN)
         new_top = jnp.maximum(top, jnp.max(scores, axis=2))
         # A row that has seen nothing yet collects weights of 1 here; its first real score shrinks them to 0.
         weights = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=2)
-        acc = acc * shrink[..., None] + jnp.einsum("krt,kth->krh", weights, v, preferred_element_type=jnp.float32)
+        acc = acc * shrink[..., None] + jnp.einsum("krt,kth->krh", weights, v, precision=precision)
         return new_top, total, acc
 
+    rows = (num_kv_heads, num_rows)
     start = (
-        jnp.full((num_kv_heads, num_rows), _UNSEEN, jnp.float32),
-        jnp.zeros((num_kv_heads, num_rows), jnp.float32),
-        jnp.zeros((num_kv_heads, num_rows, head_dim), jnp.float32),
+        jnp.full(rows, UNSEEN, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros((*rows, head_dim), jnp.float32),
     )
     end = (last + tile_tokens) // tile_tokens
     _, total, acc = lax.fori_loop(first // tile_tokens, end, add_tile, start)
@@ -104,9 +127,15 @@ def attend_rows(
 def _read_tile(pages: jax.Array, ids: jax.Array) -> jax.Array:
     """The pages `ids [n]` as float32 `[K, n * page_size, H]`."""
     _, num_kv_heads, page_size, head_dim = pages.shape
-    if ids.shape[0] == 1:
-        start = (ids[0], 0, 0, 0)
+    if ids.shape[0] > _MOST_SLICES:
+        tile = gather_tiles(as_bits(pages), ids)
+    else:
         sizes = (1, num_kv_heads, page_size, head_dim)
-        return lax.dynamic_slice(pages, start, sizes, allow_negative_indices=False)[0].astype(jnp.float32)
-    tile = pages.at[ids].get(mode="promise_in_bounds")
-    return jnp.swapaxes(tile, 0, 1).reshape(num_kv_heads, -1, head_dim).astype(jnp.float32)
+        tile = jnp.concatenate(
+            [
+                lax.dynamic_slice(as_bits(pages), (page, 0, 0, 0), sizes, allow_negative_indices=False)[0]
+                for page in ids
+            ],
+            axis=1,
+        )
+    return from_bits(tile, pages.dtype).astype(jnp.float32)

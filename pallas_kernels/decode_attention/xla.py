@@ -1,13 +1,33 @@
-"""`paged_decode_attention` as plain XLA: a loop over sequences, inside it one over KV tiles. Called by `api` only."""
+"""`paged_decode_attention` as plain XLA: a loop over equal shares of all KV tiles. Called by `api` only.
+
+A tile is some consecutive tokens of one sequence. The tiles of all sequences form one list, and each iteration takes
+the next few of it, whichever sequences they belong to (flash-decoding's split of the KV, walked in order): so short
+sequences fill an iteration as well as long ones do. Each tile has its own softmax; those of one sequence are merged
+by log-sum-exp into a running state per sequence.
+
+Why so many at once: an op inside a loop costs XLA's CPU back end a microsecond or two before it does anything, and
+only an op over some hundred KB runs on several cores.
+"""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import tuning
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.xla_rows import attend_rows, first_visible, pad_page_table, pages_per_tile
+from pallas_kernels.xla_rows import (
+    UNSEEN,
+    as_bits,
+    dot_precision,
+    first_visible,
+    from_bits,
+    gather_tiles,
+    soft_cap,
+    take,
+)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -22,16 +42,109 @@ def decode_attention(
     """See `pallas_kernels.paged_decode_attention`. Time follows the sum of the lengths, not the table's width."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k_pages.shape[1:3]
-    num_groups = num_heads // num_kv_heads
-    tile_pages = pages_per_tile(page_size, num_groups)
-
-    def one_sequence(args: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        q_s, page_ids, length = args
-        last = length - 1
-        position = jnp.full((num_groups,), last)
-        kv_range = (first_visible(last, options), last)
-        return attend_rows(q_s, position, kv_range, page_ids, k_pages, v_pages, tile_pages, options)
-
-    grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
-    out = lax.map(one_sequence, (grouped, pad_page_table(page_table, tile_pages), lengths))
+    blocks = tuning.blocks(
+        "paged_decode_attention", "xla", tuning.shape_class(q.shape, k_pages.shape, k_pages.dtype, num_seqs, q.dtype)
+    )
+    tile_pages = max(1, blocks["tile_tokens"] // page_size)
+    grouped = q.reshape(num_seqs, num_kv_heads, -1, head_dim).astype(jnp.float32) * options.sm_scale
+    args = (page_table, lengths, options, tile_pages, blocks["batch_tiles"], dot_precision(q))
+    joined = math.gcd(num_kv_heads, blocks["joined_heads"])
+    if page_size > 1 or joined == 1:
+        out = _attend(grouped, k_pages, v_pages, *args)
+    else:
+        # A page of one token is a row of all heads: reading several heads as one is faster than it costs to multiply
+        # each head's queries with the others' zeros.
+        joined_pages = (pages.reshape(-1, num_kv_heads // joined, 1, joined * head_dim) for pages in (k_pages, v_pages))
+        out = _split_heads(_attend(_join_heads(grouped, joined), *joined_pages, *args), joined)
     return out.reshape(num_seqs, num_heads, head_dim).astype(q.dtype)
+
+
+def _join_heads(q: jax.Array, joined: int) -> jax.Array:
+    """`[S, K, G, H]` to `[S, K / j, j * G, j * H]`: each head's queries beside zeros for the heads joined to it."""
+    num_seqs, num_kv_heads, num_groups, head_dim = q.shape
+    own = jnp.eye(joined)[:, None, :, None]
+    blocks = q.reshape(num_seqs, -1, joined, num_groups, 1, head_dim) * own
+    return blocks.reshape(num_seqs, num_kv_heads // joined, joined * num_groups, joined * head_dim)
+
+
+def _split_heads(out: jax.Array, joined: int) -> jax.Array:
+    """The opposite of `_join_heads`; what a query got from the other heads is dropped."""
+    num_seqs, num_joints, num_rows, row_dim = out.shape
+    blocks = out.reshape(num_seqs, num_joints, joined, num_rows // joined, joined, row_dim // joined)
+    return jnp.stack([blocks[:, :, head, :, head] for head in range(joined)], axis=2)
+
+
+def _attend(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    options: AttentionOptions,
+    tile_pages: int,
+    batch: int,
+    precision: lax.Precision | None,
+) -> jax.Array:
+    """Scaled q `[S, K, G, H]`, `batch` tiles of `tile_pages` pages an iteration; returns float32 `[S, K, G, H]`."""
+    num_seqs, num_kv_heads, num_groups, head_dim = q.shape
+    page_size = k_pages.shape[2]
+    tile_tokens = tile_pages * page_size
+    last = lengths - 1
+    first = first_visible(last, options)
+    num_tiles = jnp.where(lengths > 0, last // tile_tokens - first // tile_tokens + 1, 0)
+    # Sums over a triangle and not `cumsum`, which XLA's CPU back end makes four kernels of.
+    upto = jnp.arange(num_seqs)[:, None] >= jnp.arange(num_seqs)
+    ends = jnp.sum(jnp.where(upto, num_tiles, 0), axis=1)
+    # The running states are kept without gaps for padding rows, so that the sequences of an iteration are neighbours.
+    place = jnp.sum(upto & (num_tiles > 0), axis=1) - 1
+    of_seq = jnp.stack([first, last, place, first // tile_tokens - ends + num_tiles], axis=1)
+
+    def add_tiles(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        item = i * batch + jnp.arange(batch)
+        seq = jnp.minimum(jnp.sum(ends <= item[:, None], axis=1), num_seqs - 1)
+        first, last, place, shift = (take(of_seq, seq)[:, j] for j in range(4))
+        last = jnp.where(item < ends[-1], last, -1)
+        kv_tile = item + shift
+        # Past its end a sequence reads its last page again, which is in the processor's cache.
+        page = kv_tile[:, None] * tile_pages + jnp.arange(tile_pages)
+        page = jnp.minimum(page, jnp.maximum(last, 0)[:, None] // page_size)
+        page_ids = take(page_table, (seq[:, None], page))
+        position = kv_tile[:, None] * tile_tokens + jnp.arange(tile_tokens)
+        seen = (position >= first[:, None]) & (position <= last[:, None])  # [B, tokens]
+        k = _read_tiles(k_pages, page_ids)
+        # Unseen places may hold NaN, which a weight of zero would not silence.
+        v = jnp.where(seen[:, None, :, None], _read_tiles(v_pages, page_ids), 0)
+        scores = soft_cap(jnp.einsum("bkgh,bkth->bkgt", take(q, seq), k, precision=precision), options)
+        scores = jnp.where(seen[:, None, None], scores, UNSEEN)
+        tile_top = jnp.max(scores, axis=3)
+        weights = jnp.exp(scores - tile_top[..., None])
+        tile_total = jnp.sum(weights, axis=3)
+        tile_acc = jnp.einsum("bkgt,bkth->bkgh", weights, v, precision=precision)
+
+        begin = place[0]
+        top, total, acc = (lax.dynamic_slice_in_dim(a, begin, batch, allow_negative_indices=False) for a in state)
+        owns = place - begin == jnp.arange(batch)[:, None]  # [state, tile]
+        owns_rows = owns[:, :, None, None]
+        new_top = jnp.maximum(top, jnp.max(jnp.where(owns_rows, tile_top, UNSEEN), axis=1))
+        factor = jnp.exp(tile_top - take(new_top, place - begin))
+        shrink = jnp.exp(top - new_top)
+        total = total * shrink + jnp.sum(jnp.where(owns_rows, factor * tile_total, 0), axis=1)
+        added = owns.astype(jnp.float32) @ (factor[..., None] * tile_acc).reshape(batch, -1)
+        acc = acc * shrink[..., None] + added.reshape(acc.shape)
+        new = (new_top, total, acc)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(a, n, begin, axis=0, allow_negative_indices=False)
+            for a, n in zip(state, new, strict=True)
+        )
+
+    rows = (num_seqs + batch, num_kv_heads, num_groups)  # `batch` more, so that a slice at any sequence stays inside
+    start = (jnp.full(rows, UNSEEN), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
+    _, total, acc = lax.fori_loop(0, (ends[-1] + batch - 1) // batch, add_tiles, start)
+    place = jnp.maximum(place, 0)
+    out = take(acc, place) / jnp.maximum(take(total, place), 1)[..., None]
+    return jnp.where((lengths > 0)[:, None, None, None], out, 0)
+
+
+def _read_tiles(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+    """The pages `page_ids [B, n]` as float32 `[B, K, n * page_size, H]`."""
+    return from_bits(gather_tiles(as_bits(pages), page_ids), pages.dtype).astype(jnp.float32)

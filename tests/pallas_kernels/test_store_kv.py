@@ -52,7 +52,7 @@ def test_reference_agrees_with_a_loop_over_tokens() -> None:
 @pytest.mark.parametrize("kind", ["decode", "extend"])
 def test_a_donated_cache_is_never_copied(kind: str, dtype: jnp.dtype) -> None:
     """Two layers of store and attention: each cache array is aliased, and no temporary comes near its size."""
-    spec = ArgSpec("step", 5, 11, 64, 16, 2, 2, 16, dtype=dtype)
+    spec = ArgSpec("step", 5, 11, 512, 16, 2, 2, 16, dtype=dtype)
 
     def step(caches, q, k, v, slots, *rest):
         new_caches = []
