@@ -53,11 +53,12 @@ def gpu_kernel(
 
 
 def _interpret_params() -> Any:
+    """The interpreter looks for races too: a copy into memory that is still read, a read without a wait."""
     if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams()
+        return plgpu.InterpretGPUParams(detect_races=True)
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # JAX 0.10 has it in no public place
 
-    return InterpretGPUParams()
+    return InterpretGPUParams(detect_races=True)
 
 
 def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = SWIZZLE_BYTES) -> Any:
