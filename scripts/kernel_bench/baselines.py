@@ -166,6 +166,8 @@ def _only_plain_attention(inputs: Inputs) -> None:
     case = inputs.case
     if case.float8_cache or case.sliding_window or case.logit_soft_cap:
         raise Unsupported("no float8 cache, window or soft cap")
+    if case.padding_tokens or 0 in case.new:
+        raise Unsupported("no padding")
 
 
 def _cache(layer: Layer) -> tuple[jax.Array, jax.Array]:

@@ -95,7 +95,8 @@ def extend(name: str, cached: list[int], new: list[int], **fields: Any) -> Kerne
 def store(num_tokens: int, **fields: Any) -> KernelCase:
     """New tokens of sequences of up to 1024, as a prefill stores them."""
     new = (1024,) * (num_tokens // 1024) + ((num_tokens % 1024,) if num_tokens % 1024 else ())
-    return KernelCase(f"store {num_tokens}", STORE, (0,) * len(new), new, **fields)
+    name = f"store {num_tokens}{' float8' if fields.get('float8_cache') else ''}"
+    return KernelCase(name, STORE, (0,) * len(new), new, **fields)
 
 
 RAGGED = [17, 100, 333, 1000, 2048, 3000, 4095, 8192] * 4

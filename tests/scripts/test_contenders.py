@@ -1,0 +1,109 @@
+"""Every contender of the benchmark computes the same function; what is wrong is marked as wrong."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_bench import baselines, ours
+from kernel_bench.cases import decode, extend, store
+from kernel_bench.inputs import make_inputs
+from kernel_bench.measure import MAX_ERROR, check_error, contenders_for, measure_case
+from kernel_bench.reference import attention_error, store_error
+from kernel_bench.runners import JaxRunner, Prepared
+from kernel_bench.work import Roofline
+
+SMALL = {"num_kv_heads": 2, "num_groups": 2, "head_dim": 16, "page_size": 4, "dtype": "float32"}
+DECODE = decode("decode", [33, 20, 7], **SMALL)
+EXTEND = extend("chunks", [20, 0, 0], [3, 0, 5], padding_tokens=4, **SMALL)
+CASES = [
+    DECODE,
+    decode("decode, equal", [32, 32], **SMALL),
+    EXTEND,
+    extend("prompts", [0, 0], [12, 12], **SMALL),
+    extend("chunk", [9], [6], **SMALL),
+    extend("window", [20, 0], [3, 9], sliding_window=5, **SMALL),
+    extend("soft cap", [20, 0], [3, 9], logit_soft_cap=2.0, **SMALL),
+    extend("float8", [20, 0], [3, 9], float8_cache=True, **SMALL),
+    store(40, **SMALL),
+    store(40, **SMALL, float8_cache=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label + (" float8" if case.float8_cache else ""))
+def test_all_contenders_are_right(case) -> None:
+    inputs = make_inputs(case, num_layers=2)
+    right = []
+    for name, make in contenders_for(case, "cpu", ["xla", "baselines"]).items():
+        try:
+            runner = make(inputs)
+        except ours.Unsupported:
+            continue
+        assert check_error(inputs, runner) < 1e-6, name
+        runner.run(2)  # what is timed gives the same as what is checked, states and all
+        assert check_error(inputs, runner) < 1e-6, name
+        right.append(name)
+    assert "xla" in right
+
+
+def test_jax_paged_attention_is_called_rightly() -> None:
+    case = decode("decode", [33, 64, 7], **{**SMALL, "page_size": 8})
+    inputs = make_inputs(case)
+    prepared = baselines.jax_paged_attention(inputs, k_splits=2, tile_tokens=16, interpret=True)
+    assert check_error(inputs, JaxRunner(prepared)) < 1e-5
+
+
+def test_the_error_is_relative_to_the_right_output() -> None:
+    inputs = make_inputs(EXTEND)
+    (layer,) = inputs.layers
+    right = JaxRunner(ours.prepare("xla", inputs)).check()
+    assert attention_error(inputs, layer, right) < 1e-6
+    assert attention_error(inputs, layer, 1.1 * right) == pytest.approx(0.1, rel=1e-4)
+    assert np.isnan(attention_error(inputs, layer, right.at[2, 1, 3].set(jnp.nan)))
+    assert attention_error(inputs, layer, right.at[-1, 0, 0].set(1e-3)) == np.inf  # padding must be zero
+
+
+def test_a_store_that_touches_another_place_is_infinitely_wrong() -> None:
+    inputs = make_inputs(store(38, **SMALL))
+    (layer,) = inputs.layers
+    k_pages, v_pages = JaxRunner(ours.prepare("xla", inputs)).check()
+    last_page = int(inputs.page_table[0, -1])
+    assert store_error(inputs, layer, (k_pages, v_pages)) == 0
+    assert store_error(inputs, layer, (k_pages.at[last_page, 0, 1, 0].add(1), v_pages)) > 1e-3
+    assert store_error(inputs, layer, (k_pages.at[last_page, 0, 2, 0].add(1), v_pages)) == np.inf
+    assert store_error(inputs, layer, (k_pages.at[0, 0, 2, 0].add(1), v_pages)) == 0  # the dummy page
+
+
+def test_outputs_live_in_buffers_that_were_full_of_nan() -> None:
+    runner = JaxRunner(Prepared(lambda _, q: (None, 2 * q), [None], [(jnp.ones(4),)]))
+    assert runner.program.memory_analysis().alias_size_in_bytes == 16
+    assert (runner.check() == 2).all()
+
+
+@pytest.mark.parametrize("name", ["raises", "wrong"])
+def test_a_contender_that_fails_is_a_row_and_not_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(inputs):
+        raise RuntimeError("out of memory\nand more")
+
+    def wrong(inputs):
+        prepared = ours.prepare("xla", inputs)
+        return dataclasses.replace(prepared, call=lambda *args: (None, 2 * prepared.call(*args)[1]))
+
+    fakes = {"fake": {"raises": raises, "wrong": wrong}[name]}
+    monkeypatch.setattr("kernel_bench.measure.baselines_for", lambda op, platform: fakes)
+    monkeypatch.setattr("kernel_bench.measure.torch_baselines", lambda op, platform: {})
+    rows = {row.contender: row for row in measure_case(DECODE, "cpu", ["xla", "baselines"], Roofline(1e9, 1e9), 1)}
+    assert rows["xla"].is_right and rows["xla"].error < MAX_ERROR
+    assert not rows["fake"].is_right
+    if name == "raises":
+        assert rows["fake"].seconds is None and rows["fake"].note == "RuntimeError: out of memory"
+    else:
+        assert rows["fake"].error == pytest.approx(1.0)
+
+
+def test_a_refusal_says_why() -> None:
+    case = decode("odd", [9], **{**SMALL, "head_dim": 80})
+    prepare = functools.partial(ours.prepare, "triton", make_inputs(case), interpret=True)
+    with pytest.raises(ours.Unsupported, match="80"):
+        prepare()
