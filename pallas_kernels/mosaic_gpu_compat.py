@@ -4,12 +4,14 @@ Owns the call of `plgpu.kernel` and the few operations that an interpreter on a 
 knows attention. Called by the `mosaic_gpu` modules; everything else they take from `plgpu`, which is the same on JAX
 0.10, 0.11 and 0.12.
 
-Where the versions differ: thread semantics (0.10 lowers per lane by default, 0.11 and later per warpgroup; every kernel
-here is written for, and lowered per, lane), and where the interpreter's parameters are found. What the interpreters
-lack, on 0.10: `wgmma` with a transposed operand, `layout_cast`, and on all: `wgmma` with an operand in registers. There
-the operations below compute the same on the values. Copies, barriers, loads, stores and loops are interpreted.
+Where the versions differ: the names of `plgpu.kernel`'s arguments, thread semantics (0.10 lowers per lane by default,
+0.11 and later per warpgroup; every kernel here is written for, and lowered per, lane), and where the interpreter's
+parameters are found. What the interpreters lack, on 0.10: `wgmma` with a transposed operand, `layout_cast`, and on all:
+`wgmma` with an operand in registers. There the operations below compute the same on the values. Copies, barriers,
+loads, stores and loops are interpreted. JAX 0.10 imports the package absl-py here without requiring it.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,10 +40,13 @@ def gpu_kernel(
     **compiler_params: Any,
 ) -> Callable[..., Any]:
     """`plgpu.kernel`: body(*input refs, *output refs, **scratch refs) over the grid, each warpgroup its own thread."""
+    # JAX 0.10.0 has the old names only, 0.11 the new ones only.
+    names = ("out_type", "scratch_types")
+    if "out_type" not in inspect.signature(plgpu.kernel).parameters:
+        names = ("out_shape", "scratch_shapes")
     return plgpu.kernel(  # type: ignore[no-any-return]
         body,
-        out_type=out_type,
-        scratch_types=dict(scratch_types),
+        **dict(zip(names, (out_type, dict(scratch_types)), strict=True)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **compiler_params),
         grid=grid,
         grid_names=grid_names,
