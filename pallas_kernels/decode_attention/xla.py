@@ -49,13 +49,14 @@ def decode_attention(
     grouped = q.reshape(num_seqs, num_kv_heads, -1, head_dim).astype(jnp.float32) * options.sm_scale
     args = (page_table, lengths, options, tile_pages, blocks["batch_tiles"], dot_precision(q))
     joined = math.gcd(num_kv_heads, blocks["joined_heads"])
-    if page_size > 1 or joined == 1:
-        out = _attend(grouped, k_pages, v_pages, *args)
+    if page_size == 1:
+        # A page of one token is a row of all heads. Reading several heads as one saves more time than it costs to
+        # multiply each head's queries with the others' keys and values, beside zeros.
+        joined_shape = (-1, num_kv_heads // joined, 1, joined * head_dim)
+        k_pages, v_pages = k_pages.reshape(joined_shape), v_pages.reshape(joined_shape)
+        out = _split_heads(_attend(_join_heads(grouped, joined), k_pages, v_pages, *args), joined)
     else:
-        # A page of one token is a row of all heads: reading several heads as one is faster than it costs to multiply
-        # each head's queries with the others' zeros.
-        joined_pages = (pages.reshape(-1, num_kv_heads // joined, 1, joined * head_dim) for pages in (k_pages, v_pages))
-        out = _split_heads(_attend(_join_heads(grouped, joined), *joined_pages, *args), joined)
+        out = _attend(grouped, k_pages, v_pages, *args)
     return out.reshape(num_seqs, num_heads, head_dim).astype(q.dtype)
 
 
