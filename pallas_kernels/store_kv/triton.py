@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -61,6 +62,6 @@ def _store_kernel(
     slot = plgpu.load(slots_ref.at[token], mask=is_real, other=0)
     # Both loads before both stores: more bytes in flight.
     k, v = load_rows(k_ref, (token, head), is_real), load_rows(v_ref, (token, head), is_real)
-    where = (slot // page_size, head, slot % page_size)
+    where = (lax.div(slot, jnp.int32(page_size)), head, lax.rem(slot, jnp.int32(page_size)))
     store_rows(k_out, where, is_real, k)
     store_rows(v_out, where, is_real, v)
