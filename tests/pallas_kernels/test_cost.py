@@ -1,6 +1,11 @@
-"""The XLA backend's time follows the real lengths, not the padded shapes."""
+"""What the XLA backend costs on a CPU: time that follows the real lengths, and a decode far ahead of a gather.
+
+Times are the fastest of many, the variants taking turns, so that a busy machine slows both; and a bound is tried a few
+times before it counts as missed. The bounds are loose against what docs/kernels.md measured (4 to 5 times).
+"""
 
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,26 +14,84 @@ import pytest
 
 from pallas_kernels import paged_decode_attention, paged_extend_attention
 
+NUM_SEQS, LENGTH, NUM_KV_HEADS, NUM_GROUPS, HEAD_DIM = 32, 512, 8, 2, 64
 
-def fastest(op, pages_per_seq: int, num_tokens: int) -> float:
-    """Seconds for 4 sequences of 64 tokens through a table of the given width."""
-    cache = jnp.ones((33, 2, 16, 64), jnp.float32)
-    table = np.zeros((4, pages_per_seq), np.int32)
-    table[:, :4] = 1 + np.arange(16).reshape(4, 4)
-    q = jnp.ones((num_tokens, 4, 64))
-    args = [q, cache, cache, jnp.asarray(table), jnp.full((4,), 64, jnp.int32)]
-    if op is paged_extend_attention:
-        args.append(jnp.arange(5, dtype=jnp.int32) * 8)
-    step = jax.jit(op)
-    seconds = []
-    for _ in range(15):
-        begin = time.perf_counter()
-        jax.block_until_ready(step(*args))
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+
+def fastest(calls: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[str, float]:
+    """Seconds of each call, which take turns."""
+    seconds = dict.fromkeys(calls, float("inf"))
+    for _ in range(repeats):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name] = min(seconds[name], time.perf_counter() - begin)
+    return seconds
+
+
+def holds_in_some_round(calls: dict[str, Callable[[], jax.Array]], holds: Callable[[dict[str, float]], bool]) -> None:
+    rounds = []
+    for _ in range(5):
+        rounds.append(fastest(calls, repeats=8))
+        if holds(rounds[-1]):
+            return
+    pytest.fail(f"seconds of each round: {rounds}")
 
 
 @pytest.mark.parametrize(("op", "num_tokens"), [(paged_decode_attention, 4), (paged_extend_attention, 32)])
 def test_a_wide_page_table_costs_no_time(op, num_tokens: int) -> None:
+    cache = jnp.ones((33, 2, 16, 64), jnp.float32)
+    q = jnp.ones((num_tokens, 4, 64))
+    step = jax.jit(op)
+    calls = {}
+    for name, pages_per_seq in (("narrow", 4), ("wide", 2048)):
+        table = np.zeros((4, pages_per_seq), np.int32)
+        table[:, :4] = 1 + np.arange(16).reshape(4, 4)
+        args = [q, cache, cache, jnp.asarray(table), jnp.full((4,), 64, jnp.int32)]
+        if op is paged_extend_attention:
+            args.append(jnp.arange(5, dtype=jnp.int32) * 8)
+        calls[name] = lambda args=args: step(*args)
+    fastest(calls, repeats=1)  # compiles
     # Work in proportion to the width would be 512 times as much.
-    assert fastest(op, 2048, num_tokens) < 8 * fastest(op, 4, num_tokens)
+    holds_in_some_round(calls, lambda seconds: seconds["wide"] < 4 * seconds["narrow"])
+
+
+def decode_args(page_size: int) -> tuple[jax.Array, ...]:
+    """Of 32 sequences x 512 tokens, without the lengths; pages in random order."""
+    rng = np.random.default_rng(0)
+    pages_per_seq = LENGTH // page_size
+    table = 1 + rng.permutation(NUM_SEQS * pages_per_seq).reshape(NUM_SEQS, pages_per_seq)
+    pages = (1 + NUM_SEQS * pages_per_seq, NUM_KV_HEADS, page_size, HEAD_DIM)
+    shapes = ((NUM_SEQS, NUM_KV_HEADS * NUM_GROUPS, HEAD_DIM), pages, pages)
+    return *(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes), jnp.asarray(table, jnp.int32)
+
+
+def gather_and_einsum(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, table: jax.Array, lengths: jax.Array):
+    """The obvious way."""
+    k, v = (jnp.swapaxes(p[table], 2, 3).reshape(NUM_SEQS, -1, NUM_KV_HEADS, HEAD_DIM) for p in (k_pages, v_pages))
+    grouped = q.reshape(NUM_SEQS, NUM_KV_HEADS, NUM_GROUPS, HEAD_DIM)
+    scores = jnp.einsum("skgh,slkh->skgl", grouped, k) * HEAD_DIM**-0.5
+    seen = jnp.arange(k.shape[1]) < lengths[:, None]
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf))
+    return jnp.einsum("skgl,slkh->skgh", weights, v).reshape(q.shape)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
+def test_decode_is_far_ahead_of_gathering_all_pages(page_size: int) -> None:
+    args = (*decode_args(page_size), jnp.full((NUM_SEQS,), LENGTH, jnp.int32))
+    ours, gather = jax.jit(paged_decode_attention), jax.jit(gather_and_einsum)
+    np.testing.assert_allclose(ours(*args), gather(*args), atol=1e-5)
+    calls = {"ours": lambda: ours(*args), "gather": lambda: gather(*args)}
+    holds_in_some_round(calls, lambda seconds: 2 * seconds["ours"] < seconds["gather"])
+
+
+def test_decode_takes_time_for_the_real_lengths_only() -> None:
+    args, ours = decode_args(16), jax.jit(paged_decode_attention)
+    lengths = {
+        "full": [LENGTH] * NUM_SEQS,
+        "an eighth": [LENGTH // 8] * NUM_SEQS,
+        "one long": [LENGTH] + [8] * (NUM_SEQS - 1),
+        "padding": [LENGTH] * 2 + [0] * (NUM_SEQS - 2),
+    }
+    calls = {name: (lambda n=jnp.asarray(n, jnp.int32): ours(*args, n)) for name, n in lengths.items()}
+    fastest(calls, repeats=1)  # compiles
+    holds_in_some_round(calls, lambda seconds: all(3 * seconds[name] < seconds["full"] for name in list(lengths)[1:]))
