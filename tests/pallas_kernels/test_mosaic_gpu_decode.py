@@ -11,7 +11,7 @@ from pallas_kernels import paged_decode_attention, tuning
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.decode_attention.mosaic_gpu import refuse_shapes
 from tests.pallas_kernels.cases import assert_close, build_case, cases
-from tests.pallas_kernels.test_attention import check, run_examples
+from tests.pallas_kernels.test_attention import check, compiled, run_examples
 
 # A tile is 64 tokens: several pages, one, a part of one, and one whose size no tile is a multiple of.
 SPECS = {
@@ -47,6 +47,19 @@ def test_a_ring_goes_round_several_times() -> None:
     spec = ArgSpec("long", 1, 1, 40, 16, 1, 2, 64, dtype=jnp.bfloat16)
     for length in (640, 64 * 7 + 1):
         check(paged_decode_attention, build_case(spec, [length], [1], 0, seed=length), "mosaic_gpu")
+
+
+def test_what_the_window_has_left_behind_is_not_read() -> None:
+    """NaN in front of the window, within its first page and its first tile."""
+    spec = SPECS["window"]
+    case = build_case(spec, [200, 71, 320], [1, 1, 1], 0, seed=4)
+    expected = compiled(paged_decode_attention, spec, "reference")(*case.decode_args())
+    for length, pages in zip(case.lengths, case.page_table, strict=True):
+        for position in range(length - spec.sliding_window):
+            page, offset = pages[position // spec.page_size], position % spec.page_size
+            case.k_pages[page, :, offset] = case.v_pages[page, :, offset] = np.nan
+    actual = compiled(paged_decode_attention, spec, "mosaic_gpu")(*case.decode_args())
+    assert_close(actual, expected, spec.dtype)
 
 
 @pytest.mark.parametrize("window", [None, 200])
