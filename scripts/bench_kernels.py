@@ -26,12 +26,13 @@ from pathlib import Path
 
 import jax
 from kernel_bench import show
-from kernel_bench.cases import cases_for
+from kernel_bench.cases import FUNCTIONS, cases_for
 from kernel_bench.measure import BASELINES, Row, measure_case
 from kernel_bench.ours import backends_for
 from kernel_bench.plot import plot
 from kernel_bench.roofline import measure_roofline
 
+from pallas_kernels import tuning
 from pallas_kernels.target import target_device
 
 
@@ -58,6 +59,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "command": " ".join(["python", *sys.argv]),
         "roofline": dataclasses.asdict(roofline),
+        "preferred": {op: tuning.preferred_backends(op) for op in FUNCTIONS},
     }
     print(f"{device.kind}, JAX {jax.__version__}\n{show.roofline_line(roofline)}\n\n{show.HEADER}", flush=True)
     wanted = options.contenders or [*backends_for(device.platform), BASELINES]
@@ -69,7 +71,8 @@ def main() -> None:
         if time.monotonic() - begin > options.budget_s:
             left_out.append(case.label)
             continue
-        for row in measure_case(case, device.platform, wanted, roofline, options.repeats):
+        same_batch = {row.contender: row for row in rows if row.case.startswith(f"{case.name}, page ")}
+        for row in measure_case(case, device.platform, wanted, roofline, options.repeats, same_batch):
             rows.append(row)
             print(show.line(row), flush=True)
         if options.json:

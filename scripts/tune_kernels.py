@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--cases", metavar="TEXT", default="", help="only cases whose name contains this")
     parser.add_argument("--page-sizes", type=int, nargs="+", metavar="N", help="only cases of these page sizes")
     parser.add_argument("--quick", action="store_true", help="a few cases at page size 16")
+    parser.add_argument("--repeats", type=int, default=9, help="repeats of each measurement (9)")
     parser.add_argument("--budget-s", type=float, default=1800, help="stop after about so many seconds (1800)")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"the table (default: {table_path(TABLES, device)})")
     options = parser.parse_args()
@@ -64,13 +65,13 @@ def main() -> None:
         if time.monotonic() > deadline:
             print(f"no time left for {case.label}")
             continue
-        found += tune_case(case, options.backends, device.platform, deadline, found)
+        found += tune_case(case, options.backends, device.platform, deadline, options.repeats, found)
         if found:
             write_table(path, updated_table(old, found, device, source))
 
 
 def tune_case(
-    case: KernelCase, backends: list[str], platform: str, deadline: float, before: list[Found]
+    case: KernelCase, backends: list[str], platform: str, deadline: float, repeats: int, before: list[Found]
 ) -> list[Found]:
     """What each backend ends with on a case; prints it. A shape class that was searched `before` is only timed."""
     inputs = make_inputs(case, layers_for(case, platform))
@@ -82,7 +83,8 @@ def tune_case(
             same = [one.best for one in before if (one.op, one.backend, one.shape) == (case.op, backend, shape)]
             if backend == "xla" and platform != "cpu" and shape is not None:  # the fall-back there
                 same = [tuning.blocks(case.op, backend, shape)]
-            one = search(backend, inputs, platform, deadline, print, known=same[0] if same else None)
+            known = same[0] if same else None
+            one = search(backend, inputs, platform, deadline, print, known=known, repeats=repeats)
         except Unsupported as error:
             print(f"    {error}")
             continue

@@ -19,7 +19,7 @@ from kernel_bench.cases import DECODE, EXTEND, STORE, KernelCase
 from kernel_bench.inputs import Inputs, make_inputs
 from kernel_bench.measure import check_error
 from kernel_bench.ours import Unsupported
-from kernel_bench.runners import JaxRunner
+from kernel_bench.runners import JaxRunner, Runner
 from pallas_kernels.arg_specs import ArgSpec
 
 # Relative to the norm (float64), or to the largest element (XLA, and runs among themselves).
@@ -96,13 +96,14 @@ def check_spec(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = Fals
             future.exception()  # shows again where the program is used
     for op, runner in runners.items():
         try:
-            checks.append(_check(batches[op], backend, runner, others.get(op), runs))
+            checks.append(judge_runs(batches[op], backend, runner, others.get(op), runs))
         except Exception as error:
             checks.append(Check(op, backend, spec.name, CRASHED, note=_short(error)))
     return checks
 
 
-def _check(inputs: Inputs, backend: str, runner: JaxRunner, other: JaxRunner | None, runs: int) -> Check:
+def judge_runs(inputs: Inputs, backend: str, runner: Runner, other: Runner | None, runs: int) -> Check:
+    """Judges the results of so many runs; `other` is XLA's runner on the same inputs, for attention."""
     case = inputs.case
     tolerance = TOLERANCE[case.dtype]
     error = check_error(inputs, runner)

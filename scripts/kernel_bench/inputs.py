@@ -22,7 +22,7 @@ _ROTATED_BYTES = 1 << 29  # several times the largest L2 of any accelerator here
 _MIN_LAYERS, _MAX_LAYERS = 4, 32
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Layer:
     """q `[T, N, H]`, the cache `[num_pages, K, page_size, H]`, and for a store the new k and v `[T, K, H]`."""
 
@@ -33,7 +33,7 @@ class Layer:
     v: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
     """A case with numbers. The integer arrays are on the host: `[S, P]`, `[S]`, `[S + 1]` and `[T]` int32."""
 

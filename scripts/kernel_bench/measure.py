@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kernel_bench import ours
@@ -17,11 +17,13 @@ from kernel_bench.cases import STORE, KernelCase
 from kernel_bench.inputs import Inputs, layers_for, make_inputs
 from kernel_bench.ours import Unsupported
 from kernel_bench.reference import attention_error, store_error
-from kernel_bench.runners import JaxRunner, Runner, Timing, time_all
+from kernel_bench.runners import JaxRunner, Runner, time_all
 from kernel_bench.torch_baselines import torch_baselines
 from kernel_bench.work import Roofline, work_of
 
 BASELINES = "baselines"
+# How the names of contenders end that need no pages.
+UNPAGED = "(unpaged)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,32 +88,53 @@ def contenders_for(case: KernelCase, platform: str, wanted: list[str]) -> dict[s
     return chosen
 
 
-def measure_case(case: KernelCase, platform: str, wanted: list[str], roofline: Roofline, repeats: int) -> Iterator[Row]:
-    """A row for each contender. On a CPU they take turns; elsewhere one is freed before the next is made."""
+def measure_case(
+    case: KernelCase, platform: str, wanted: list[str], roofline: Roofline, repeats: int, known: Mapping[str, Row]
+) -> Iterator[Row]:
+    """A row for each contender. On a CPU they take turns; elsewhere one is freed before the next is made.
+
+    `known` holds rows of the same batch at another page size: unpaged contenders are not measured again.
+    """
     inputs = make_inputs(case, layers_for(case, platform))
     work = work_of(case)
-    contenders = contenders_for(case, platform, wanted)
-    groups = [list(contenders)] if platform == "cpu" else [[name] for name in contenders]
     own_names = ours.backends_for(platform)
-    for names in groups:
-        rows, runners = {}, {}
-        for name in names:
-            rows[name] = functools.partial(
-                Row, case.label, case.op, name, name in own_names, work.num_bytes, work.flops,
-                roofline.floor_s(work), roofline.bound(work),
-            )  # fmt: skip
-            runner, found = _checked(contenders[name], inputs)
-            rows[name] = functools.partial(rows[name], **found)
-            if runner is not None:
-                runners[name] = runner
+    contenders = contenders_for(case, platform, wanted)
+    for name in [name for name in contenders if name.endswith(UNPAGED) and name in known]:
+        yield dataclasses.replace(known[name], case=case.label)
+        del contenders[name]
+
+    def row(name: str, **found: Any) -> Row:
+        floor_s, bound = roofline.floor_s(work), roofline.bound(work)
+        is_ours = name in own_names
+        return Row(case.label, case.op, name, is_ours, work.num_bytes, work.flops, floor_s, bound, **found)
+
+    for names in [list(contenders)] if platform == "cpu" else [[name] for name in contenders]:
+        measured = _measure(inputs, {name: contenders[name] for name in names}, platform, repeats)
+        yield from (row(name, **measured[name]) for name in names)
+
+
+def _measure(
+    inputs: Inputs, contenders: Mapping[str, Callable[[Inputs], Runner]], platform: str, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """What is found out about each contender, by the names of `Row`'s fields."""
+    found: dict[str, dict[str, Any]] = {}
+    runners: dict[str, Runner] = {}
+    for name, make in contenders.items():
         try:
-            timings = time_all(runners, platform, repeats)
-        except Exception as error:
-            timings = {}
-            rows = {name: functools.partial(row, note=_first_line(error)) for name, row in rows.items()}
-        for name in names:
-            yield rows[name](**_times(timings.get(name)))
-        del runners
+            runner = make(inputs)
+            found[name] = {"error": check_error(inputs, runner), "compile_s": getattr(runner, "compile_s", None)}
+            runners[name] = runner
+        except Unsupported as error:
+            found[name] = {"note": str(error)}
+        except Exception as error:  # a baseline's own limits, a kernel that doesn't compile: the others still count
+            found[name] = {"note": first_line(error)}
+    try:
+        for name, timing in time_all(runners, platform, repeats).items():
+            found[name] |= dataclasses.asdict(timing)
+    except Exception as error:  # the device is lost: what was checked before is told with that
+        for name in runners:
+            found[name]["note"] = first_line(error)
+    return found
 
 
 def _run_ours(backend: str, inputs: Inputs) -> Runner:
@@ -128,21 +151,7 @@ def check_error(inputs: Inputs, runner: Runner) -> float:
     return check(inputs, inputs.layers[0], runner.check())
 
 
-def _checked(make: Callable[[Inputs], Runner], inputs: Inputs) -> tuple[Runner | None, dict[str, Any]]:
-    try:
-        runner = make(inputs)
-        found = {"error": check_error(inputs, runner), "compile_s": getattr(runner, "compile_s", None)}
-    except Unsupported as error:
-        return None, {"note": str(error)}
-    except Exception as error:  # a baseline's own limits, a kernel that doesn't compile: the others still count
-        return None, {"note": _first_line(error)}
-    return runner, found
-
-
-def _times(timing: Timing | None) -> dict[str, Any]:
-    return {} if timing is None else dataclasses.asdict(timing)
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Kind and first words of an error."""
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0][:200]}"

@@ -97,7 +97,8 @@ def search(
         improved = timings[fastest].seconds < _GAIN * timings[0].seconds
         if improved:  # the fastest of many is often the luckiest: once more, the two alone
             again = time_all({i: runners[i] for i in ("0", str(fastest))}, platform, repeats)
-            improved = again[str(fastest)].seconds < _GAIN * again["0"].seconds
+            timings |= {0: again["0"], fastest: again[str(fastest)]}
+            improved = timings[fastest].seconds < _GAIN * timings[0].seconds
         best = candidates[fastest] if improved else best
         best_s = timings[fastest if improved else 0].seconds
         usual_s = found.usual_s if found else timings[0].seconds

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).resolve().parent.parent
+BUDGET = "{budget}"
 OURS = {"cpu": ["xla"], "gpu": ["triton", "mosaic_gpu", "xla"], "tpu": ["mosaic_tpu", "xla"]}
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One process. `{budget}` in the command becomes the seconds after which it should start nothing new."""
+    """One process. `BUDGET` in the command becomes the seconds after which it should start nothing new."""
 
     name: str
     kind: str
@@ -44,7 +45,7 @@ def phases(machine: Mapping[str, Any], work: Path, *, tune: bool, smoke: bool) -
         command = (sys.executable, str(SCRIPTS / script), "--json", str(result), *flags)
         return Section(name, kind, command, result)
 
-    budget = ("--budget-s", "{budget}")
+    budget = ("--budget-s", BUDGET)
     grid = ("--small", "--specs", "page_size_64", "--runs", "2") if smoke else budget
     checked = ["xla", "triton"] if smoke else backends
     checks = [section(f"check {b}", "check", "check_kernels.py", "--backends", b, *grid) for b in checked]

@@ -17,7 +17,7 @@ from typing import Any
 
 from kernel_bench.plot import plot
 
-from kernel_report.plan import SCRIPTS, Phase, Section
+from kernel_report.plan import BUDGET, SCRIPTS, Phase, Section
 from kernel_report.summary import best_roofline, summary
 
 _GRACE_S = 15  # between asking a section to end by itself and ending it
@@ -70,9 +70,12 @@ class Report:
         self._write()
 
     def _start(self, section: Section, limit_s: float, num_beside: int) -> subprocess.Popen[bytes]:
-        command = [part.format(budget=max(1, round(limit_s - _GRACE_S))) for part in section.command]
+        budget_s = str(max(1, round(limit_s - _GRACE_S)))
+        command = [part.replace(BUDGET, budget_s) for part in section.command]
         paths = [str(SCRIPTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        # Sections of equal shapes share what they compile; a driver's or a user's own cache stays untouched.
+        env |= {"JAX_COMPILATION_CACHE_DIR": str(self._work / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         if num_beside > 1:
             env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / num_beside:.2f}")
         with self._section_log(section).open("wb") as log:

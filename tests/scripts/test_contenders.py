@@ -15,6 +15,7 @@ from kernel_bench.runners import JaxRunner, Prepared
 from kernel_bench.work import Roofline
 
 SMALL = {"num_kv_heads": 2, "num_groups": 2, "head_dim": 16, "page_size": 4, "dtype": "float32"}
+ROOFLINE = Roofline(1e9, 1e9)
 DECODE = decode("decode", [33, 20, 7], **SMALL)
 EXTEND = extend("chunks", [20, 0, 0], [3, 0, 5], padding_tokens=4, **SMALL)
 CASES = [
@@ -93,7 +94,7 @@ def test_a_contender_that_fails_is_a_row_and_not_the_end(name: str, monkeypatch:
     fakes = {"fake": {"raises": raises, "wrong": wrong}[name]}
     monkeypatch.setattr("kernel_bench.measure.baselines_for", lambda op, platform: fakes)
     monkeypatch.setattr("kernel_bench.measure.torch_baselines", lambda op, platform: {})
-    rows = {row.contender: row for row in measure_case(DECODE, "cpu", ["xla", "baselines"], Roofline(1e9, 1e9), 1)}
+    rows = {row.contender: row for row in measure_case(DECODE, "cpu", ["xla", "baselines"], ROOFLINE, 1, {})}
     assert rows["xla"].is_right and rows["xla"].error < MAX_ERROR
     assert not rows["fake"].is_right
     if name == "raises":
@@ -107,3 +108,14 @@ def test_a_refusal_says_why() -> None:
     prepare = functools.partial(ours.prepare, "triton", make_inputs(case), interpret=True)
     with pytest.raises(ours.Unsupported, match="80"):
         prepare()
+
+
+def test_what_needs_no_pages_is_measured_once_for_all_page_sizes() -> None:
+    case = decode("decode", [8, 8], **SMALL)
+    rows = {row.contender: row for row in measure_case(case, "cpu", ["baselines"], ROOFLINE, 1, {})}
+    other = dataclasses.replace(case, page_size=8)
+    again = {row.contender: row for row in measure_case(other, "cpu", ["baselines"], ROOFLINE, 1, rows)}
+    assert again.keys() == rows.keys()
+    for name, row in again.items():
+        assert row.case == "decode, page 8"
+        assert (row.seconds == rows[name].seconds) == name.endswith("(unpaged)")

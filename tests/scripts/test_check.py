@@ -1,0 +1,87 @@
+"""A kernel that is wrong, leaves holes or gives another result the next time does not pass on a device."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_bench import ours
+from kernel_bench.cases import DECODE, EXTEND, STORE
+from kernel_bench.check import FAILED, PASSED, REFUSED, check_spec, judge_runs, ragged_case
+from kernel_bench.inputs import make_inputs
+from kernel_bench.runners import JaxRunner
+
+from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS, ArgSpec
+
+SPEC = ArgSpec("small", 4, 24, 5, 16, 2, 2, 16)
+
+
+class Results:
+    """A runner whose runs give these results one after the other, the last one for ever."""
+
+    calls = 1
+
+    def __init__(self, *results) -> None:
+        self._results = list(results)
+
+    def check(self):
+        return self._results.pop(0) if len(self._results) > 1 else self._results[0]
+
+    def run(self, passes: int) -> None:
+        raise AssertionError("only checked here")
+
+
+@pytest.fixture(scope="module")
+def extend():
+    """Inputs of an extend and its right output."""
+    inputs = make_inputs(ragged_case(EXTEND, SPEC, seed=1), adverse=True)
+    return inputs, JaxRunner(ours.prepare("xla", inputs)).check()
+
+
+def test_equal_right_results_pass(extend) -> None:
+    inputs, right = extend
+    check = judge_runs(inputs, "fake", Results(right), Results(right), runs=5)
+    assert (check.verdict, check.moved, check.disagreement, check.note) == (PASSED, 0, 0, "")
+
+
+def test_a_result_that_moves_fails(extend) -> None:
+    inputs, right = extend
+    moved = right.at[0, 0, 0].add(0.5)
+    check = judge_runs(inputs, "fake", Results(right, right, right, moved, right), None, runs=5)
+    assert check.verdict == FAILED and check.note.startswith("moved between runs")
+
+
+def test_a_hole_fails(extend) -> None:
+    inputs, right = extend
+    check = judge_runs(inputs, "fake", Results(right.at[3].set(jnp.nan)), None, runs=2)
+    assert check.verdict == FAILED and "error nan" in check.note
+
+
+def test_one_wrong_element_among_all_fails_even_if_its_token_was_not_sampled(extend) -> None:
+    inputs, right = extend
+    check = judge_runs(inputs, "fake", Results(right), Results(right.at[5, 1, 3].add(0.1)), runs=2)
+    assert check.verdict == FAILED and check.note.startswith("disagreement with xla")
+
+
+@pytest.mark.parametrize("name", ["page_size_64", "window_and_cap"])
+def test_xla_passes_all_ops(name: str) -> None:
+    (spec,) = [spec for spec in SMALL_SPECS if spec.name == name]
+    checks = check_spec(spec, "xla", runs=2)
+    assert [(check.op, check.verdict) for check in checks] == [(op, PASSED) for op in (STORE, DECODE, EXTEND)]
+
+
+def test_a_refused_spec_says_why() -> None:
+    spec = ArgSpec("head_dim_80", 2, 8, 2, 16, 1, 2, 80)
+    checks = check_spec(spec, "triton", runs=1, interpret=True)
+    assert {check.verdict for check in checks} == {REFUSED}
+    assert all("80" in check.note for check in checks)
+
+
+@pytest.mark.parametrize("spec", [*SMALL_SPECS, *GRID_SPECS], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("op", [STORE, DECODE, EXTEND])
+def test_ragged_batches_fit_the_specs_shapes(op: str, spec: ArgSpec) -> None:
+    for seed in range(5):
+        case = ragged_case(op, spec, seed)
+        assert case.num_tokens == (spec.num_seqs if op == DECODE else spec.num_tokens)
+        assert case.spec.pages_per_seq == spec.pages_per_seq
+        assert all(cached >= 0 for cached in case.cached)
+        assert (np.array(case.new) > 0).tolist() == (case.lengths > 0).tolist()
+        assert 0 in case.lengths or spec.num_seqs == 1

@@ -1,0 +1,73 @@
+"""A summary passes what was reached, fails what wasn't, and never takes silence or a wrong result for success."""
+
+import pytest
+from kernel_bench.criteria import CRITERIA, judge, judge_checks
+from kernel_report.summary import summary
+
+ROOFLINE = {"bytes_per_s": 4e12, "flops_per_s": 8e14}
+
+
+def row(case: str, contender: str, share: float, *, is_ours: bool = True, is_right: bool = True) -> dict:
+    """A row that reaches a share of both ceilings."""
+    figures = {"bytes_per_s": share * 4e12, "flops_per_s": share * 8e14, "fraction": share}
+    known = {"case": case, "contender": contender, "is_ours": is_ours, "is_right": is_right, "error": 1e-3}
+    return {**known, **figures, "seconds": 1e-4 / share}
+
+
+def verdict_on(case: str, *rows: dict, what: str = "ceiling"):
+    (verdict,) = [v for v in judge(rows, ROOFLINE) if v.what.startswith(case) and what in v.what]
+    return verdict
+
+
+@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda each: each.case)
+def test_a_criterion_passes_from_its_share_on(criterion) -> None:
+    assert verdict_on(criterion.case, row(criterion.case, "triton", criterion.share + 0.001)).passed is True
+    assert verdict_on(criterion.case, row(criterion.case, "triton", criterion.share - 0.001)).passed is False
+    assert verdict_on(criterion.case).passed is None
+
+
+def test_the_best_right_backend_counts() -> None:
+    case = "decode 64 x 4096, page 16"
+    verdict = verdict_on(case, row(case, "triton", 0.5), row(case, "mosaic_gpu", 0.9), row(case, "xla", 0.1))
+    assert verdict.passed and "90.0% by mosaic_gpu" in verdict.detail
+    wrong = row(case, "mosaic_gpu", 0.9, is_right=False)
+    assert verdict_on(case, row(case, "triton", 0.5), wrong).passed is False
+
+
+def test_being_ahead_is_judged_against_the_fastest_baseline() -> None:
+    slow, fast = (row("x", name, share, is_ours=False) for name, share in (("gather", 0.1), ("cuDNN", 0.6)))
+    assert verdict_on("x", row("x", "triton", 0.7), slow, fast, what="baseline").passed is True
+    behind = verdict_on("x", row("x", "triton", 0.5), slow, fast, what="baseline")
+    assert behind.passed is False and "triton is 0.83 x as fast as cuDNN" in behind.detail
+    assert verdict_on("x", row("x", "triton", 0.5), what="baseline").passed is None
+
+
+def test_failed_and_crashed_checks_fail_their_backend_only() -> None:
+    def check(backend: str, verdict: str) -> dict:
+        return {"backend": backend, "verdict": verdict, "op": "store_kv", "spec": verdict}
+
+    checks = [check("xla", "passed"), check("triton", "crashed"), check("triton", "passed"), check("xla", "refused")]
+    xla, triton = judge_checks(checks)
+    assert xla.passed is True and xla.detail == "1 passed, 1 refused"
+    assert triton.passed is False and "store_kv crashed" in triton.detail
+
+
+def nothing_but(**results) -> dict:
+    return {"sections": [], "check": [], "bench": [], "rooflines": [], "engine": {}, **results}
+
+
+def test_a_summary_is_wrong_if_a_section_died_or_a_result_is_wrong() -> None:
+    section = {"name": "bench triton", "status": 0, "seconds": 3.0, "timed_out": False}
+    assert summary({}, nothing_but(sections=[section]))[1] is False
+    text, is_wrong = summary({}, nothing_but(sections=[{**section, "status": -9, "timed_out": True}]))
+    assert is_wrong and "bench triton: status -9, 3.0 s, ended by its time limit" in text
+    bad = row("decode 8 x 4096, page 16", "triton", 0.9, is_right=False)
+    text, is_wrong = summary({}, nothing_but(bench=[bad], rooflines=[ROOFLINE]))
+    assert is_wrong and "wrong result: triton on decode 8 x 4096, page 16" in text
+
+
+def test_slowness_is_told_but_is_no_error() -> None:
+    slow = row("decode 8 x 4096, page 16", "triton", 0.2)
+    text, is_wrong = summary({}, nothing_but(bench=[slow], rooflines=[ROOFLINE]))
+    assert not is_wrong
+    assert "**FAIL**: decode 8 x 4096, page 16: at least 60% of the ceiling (goal 92%): 20.0% by triton" in text

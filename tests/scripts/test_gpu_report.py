@@ -1,0 +1,101 @@
+"""One call runs every section, and what happens to one section costs no other."""
+
+import functools
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kernel_report.plan import BUDGET, Phase, Section, phases
+from kernel_report.run import Report
+
+from tests.scripts.running import run_script
+
+
+def python(work: Path, name: str, code: str, kind: str = "check") -> Section:
+    result = work / f"{name}.json"
+    return Section(name, kind, (sys.executable, "-c", code, str(result), BUDGET), result)
+
+
+def write(checks: str) -> str:
+    return f"import json, sys; open(sys.argv[1], 'w').write(json.dumps({checks})); print('told', sys.argv[2])"
+
+
+@functools.cache
+def usage_of(script: str) -> str:
+    return run_script(script, "--help").stdout
+
+
+PASSED = "{'checks': [{'backend': 'xla', 'op': 'store_kv', 'spec': 'x', 'verdict': 'passed'}], 'left_out': ['y']}"
+
+
+def run(tmp_path: Path, *sections: Section, budget_s: float = 60) -> tuple[Report, dict]:
+    report = Report(tmp_path, tmp_path, budget_s)
+    report.run(Phase(sections, weight=1), weight_left=1)
+    return report, json.loads((tmp_path / "report.json").read_text())
+
+
+def test_a_hanging_section_is_ended_and_keeps_what_it_had_written(tmp_path: Path) -> None:
+    hangs = python(tmp_path, "hangs", write(PASSED) + "; import time; time.sleep(600)")
+    begin = time.monotonic()
+    report, result = run(tmp_path, hangs, python(tmp_path, "fine", write(PASSED)), budget_s=4)
+    assert time.monotonic() - begin < 30
+    hung, fine = result["sections"]
+    assert hung["timed_out"] and not fine["timed_out"] and fine["status"] == 0
+    assert len(result["check"]) == 2
+    assert report.found_wrong
+
+
+def test_a_crash_leaves_its_last_words_and_the_others_results(tmp_path: Path) -> None:
+    crash = python(tmp_path, "crash", "print('illegal address'); import os; os.abort()")
+    report, result = run(tmp_path, crash, python(tmp_path, "fine", write(PASSED)))
+    crashed, fine = result["sections"]
+    assert crashed["status"] == -6 and "illegal address" in crashed["last_words"]
+    assert fine["status"] == 0 and len(result["check"]) == 1
+    assert report.found_wrong
+    assert "illegal address" in (tmp_path / "log.txt").read_text()
+
+
+def test_sections_are_told_their_time(tmp_path: Path) -> None:
+    report, result = run(tmp_path, python(tmp_path, "fine", write(PASSED)), budget_s=100)
+    assert not report.found_wrong
+    assert "told 85" in (tmp_path / "log.txt").read_text()
+    assert result["sections"][0]["left_out"] == ["y"]
+
+
+def test_unused_time_goes_to_later_phases(tmp_path: Path) -> None:
+    report = Report(tmp_path, tmp_path, budget_s=100)
+    for name, weight_left in (("first", 4), ("second", 1)):
+        report.run(Phase((python(tmp_path, name, write(PASSED)),), weight=1), weight_left)
+    first, second = (int(line.split()[1]) for line in (tmp_path / "log.txt").read_text().splitlines() if "told" in line)
+    assert first == 10 and second > 75
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_every_command_of_the_plan_is_one_that_its_script_takes(platform: str, tmp_path: Path) -> None:
+    plan = phases({"platform": platform}, tmp_path, tune=True, smoke=False)
+    sections = [section for phase in plan for section in phase.sections]
+    assert {section.kind for section in sections} >= {"check", "bench", "engine", "tune"}
+    for script in {section.command[1] for section in sections}:
+        usage = usage_of(Path(script).name)
+        for section in sections:
+            if section.command[1] == script:
+                assert all(flag in usage for flag in section.command if flag.startswith("--"))
+
+
+def test_a_smoke_run_does_all_of_it(tmp_path: Path) -> None:
+    run_script("gpu_report.py", "--smoke", "--tune", "--out", tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert all(section["status"] == 0 for section in report["sections"]), report["sections"]
+    names = [section["name"] for section in report["sections"]]
+    assert names == ["check xla", "check triton", "bench xla", "bench baselines", "engine", "tune"]
+    assert {check["backend"] for check in report["check"]} == {"xla", "triton"}
+    assert all(check["verdict"] == "passed" for check in report["check"])
+    assert {row["is_ours"] for row in report["bench"]} == {True, False}
+    assert all(count == 48 for count in report["engine"]["auto"]["equal_tokens"])
+    assert report["machine"]["platform"] == "cpu" and report["machine"]["packages"]["jax"]
+    summary = (tmp_path / "summary.md").read_text()
+    assert "pass: correct on this device: triton" in summary and "not measured: decode 64 x 4096" in summary
+    assert json.loads((tmp_path / "table.json").read_text())["devices"] == ["cpu"]
+    assert len(list(tmp_path.iterdir())) <= 8
