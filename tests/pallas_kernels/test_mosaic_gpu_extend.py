@@ -1,0 +1,134 @@
+"""The extend for Hopper in its interpreter: what TMA and wgmma take, rings of stages, and the borders of its tiles.
+
+Its three warpgroups are threads of the interpreter. JAX 0.10 compiles each of them anew in every call, some seconds
+each, so where JAX is older than 0.11 these tests run in an environment with the newest. And a warpgroup that waits at a
+barrier keeps a thread of XLA's pool, which has one per core: with two they would wait for ever. NPROC, which XLA reads
+when it starts, sets the size of the pool.
+"""
+
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_extend_attention, tuning
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.extend_attention.mosaic_gpu import refuse_shapes
+from scripts.compile_check.pythons import find_python
+from tests.pallas_kernels.cases import build_case, cases
+from tests.pallas_kernels.lower_everything import on_a_device
+from tests.pallas_kernels.test_attention import check, compiled, run_examples
+
+ROOT = Path(__file__).parents[2]
+INTERPRETS_THREADS = jax.__version_info__ >= (0, 11)
+POOL_THREADS = int(os.environ.get("NPROC", os.cpu_count() or 1))
+interpreted = pytest.mark.skipif(
+    not INTERPRETS_THREADS or POOL_THREADS < 4, reason="runs in an environment with the newest JAX and NPROC=8"
+)
+
+BF16, F16 = jnp.bfloat16, jnp.float16
+# Pages that are a part of a KV tile, one, and more than one; query heads that fill a tile's rows and that don't.
+SPECS = {
+    spec.name: spec
+    for spec in (
+        ArgSpec("page_16", 3, 24, 9, 16, 2, 4, 64, dtype=BF16),
+        ArgSpec("page_64_groups_7", 3, 24, 3, 64, 1, 7, 64, dtype=F16),
+        ArgSpec("page_128_groups_16", 2, 12, 2, 128, 1, 16, 64, dtype=BF16),
+        ArgSpec("page_24_groups_1", 2, 140, 7, 24, 1, 1, 64, dtype=BF16),
+        ArgSpec("groups_3_window", 3, 90, 20, 16, 1, 3, 64, dtype=BF16, sliding_window=70),
+        ArgSpec("head_dim_128_cap", 2, 40, 9, 16, 1, 2, 128, dtype=F16, logit_soft_cap=3.0),
+        ArgSpec("head_dim_256", 2, 40, 3, 64, 1, 2, 256, dtype=BF16),
+        ArgSpec("float8", 2, 40, 10, 16, 2, 2, 64, dtype=BF16, sliding_window=70, float8_cache=True),
+        ArgSpec("float8_one_stage", 2, 40, 5, 64, 1, 2, 256, dtype=F16, float8_cache=True),
+    )
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_kv_tiles():
+    """So that short sequences have several."""
+    with tuning.override("paged_extend_attention", "mosaic_gpu", {"tile_tokens": 64}):
+        yield
+
+
+def check_without_races(spec: ArgSpec, case) -> None:
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    check(paged_extend_attention, case, "mosaic_gpu")
+    assert not interpret_pallas_call.get_races().races_found
+
+
+@pytest.mark.skipif(INTERPRETS_THREADS and POOL_THREADS >= 4, reason="this process runs the tests below itself")
+@pytest.mark.timeout(600)
+def test_the_newest_jax_passes_these_tests(tmp_path: Path) -> None:
+    python = find_python((3, 12))
+    if python is None:
+        pytest.skip("JAX 0.12 needs Python 3.12 or newer, and this machine has none")
+    subprocess.run([python, "-m", "venv", str(tmp_path)], check=True)
+    mine = str(tmp_path / "bin/python")
+    wanted = ["jax>=0.12,<0.13", "pytest", "pytest-timeout", "hypothesis"]
+    subprocess.run([mine, "-m", "pip", "install", "-q", *wanted], check=True)
+    done = subprocess.run(
+        [mine, "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-q", "-p", "no:cacheprovider", __file__],
+        cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "8"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("name", SPECS)
+def test_equals_the_reference(name: str) -> None:
+    spec = SPECS[name]
+    run_examples(lambda case: check_without_races(spec, case), cases(spec), 3)
+
+
+@interpreted
+@pytest.mark.parametrize("num_queries", [[300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]])
+@pytest.mark.parametrize("num_programs", [1, 3])
+def test_many_tiles_equal_the_reference(num_queries: list[int], num_programs: int) -> None:
+    """Several items per program and several rounds of the ring; single queries beside long ones, tiles cut short."""
+    spec = ArgSpec(f"many_tiles_{num_programs}", 3, 330, 32, 16, 1, 2, 64, dtype=BF16)
+    with on_a_device("cuda", "NVIDIA H100 80GB HBM3", num_programs):
+        check_without_races(spec, build_case(spec, [512, 303, 210], num_queries, 5, seed=7))
+
+
+@interpreted
+def test_a_window_that_begins_in_the_middle_of_a_tile_hides_what_is_before() -> None:
+    spec = ArgSpec("window", 2, 80, 40, 16, 1, 1, 64, dtype=F16, sliding_window=100)
+    for lengths in ([640, 64], [449, 163]):
+        check_without_races(spec, build_case(spec, lengths, [70, 10], 0, seed=lengths[0]))
+
+
+@interpreted
+def test_padding_yields_exact_zeros() -> None:
+    spec = SPECS["page_16"]
+    for lengths, num_queries in (([0, 30, 0], [0, 20, 0]), ([0, 0, 0], [0, 0, 0])):
+        args = build_case(spec, lengths, num_queries, 0, seed=1).extend_args()
+        out = np.asarray(compiled(paged_extend_attention, spec, "mosaic_gpu")(*args))
+        count = sum(num_queries)
+        assert (out[count:] == 0).all() and (out[:count] != 0).any(axis=2).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (ArgSpec("", 2, 2, 4, 16, 1, 1, 64), "q has dtype float32"),
+        (ArgSpec("", 2, 2, 4, 16, 1, 1, 80, dtype=BF16), "head size is 80"),
+        (ArgSpec("", 2, 2, 4, 1, 1, 1, 64, dtype=BF16), "page_size is 1; TMA copies 8 tokens"),
+        (ArgSpec("", 2, 2, 4, 16, 1, 17, 64, dtype=BF16), "17 query heads share a kv head"),
+    ],
+)
+def test_shapes_that_the_chip_can_not_take_are_refused(spec: ArgSpec, reason: str) -> None:
+    q, k_pages, *_ = spec.extend_args()
+    assert reason in refuse_shapes(q, k_pages)
+
+
+def test_other_gpus_are_refused() -> None:
+    q, k_pages, *_ = SPECS["page_16"].extend_args()
+    with on_a_device("cuda", "NVIDIA A100-SXM4-80GB", 108):
+        assert "A100-SXM4-80GB lacks" in refuse_shapes(q, k_pages)
