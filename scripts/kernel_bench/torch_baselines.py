@@ -101,7 +101,7 @@ def _sdpa(kernel: str, on_gpu: bool, inputs: Inputs) -> TorchRunner:
     shape = inputs.layers[0].q.shape
     return TorchRunner(
         [call_for(layer) for layer in inputs.layers],
-        lambda out: jnp.from_dlpack(out.transpose(1, 2).contiguous()).reshape(shape),
+        lambda out: from_torch(out.transpose(1, 2).contiguous()).reshape(shape),
         on_gpu,
     )
 
@@ -120,7 +120,7 @@ def _index_copy(on_gpu: bool, inputs: Inputs) -> TorchRunner:
     shape = (-1, case.page_size, case.num_kv_heads, case.head_dim)
     return TorchRunner(
         [call_for(layer) for layer in inputs.layers],
-        lambda cache: tuple(jnp.swapaxes(jnp.from_dlpack(a).reshape(shape), 1, 2) for a in cache),
+        lambda cache: tuple(jnp.swapaxes(from_torch(a).reshape(shape), 1, 2) for a in cache),
         on_gpu,
     )
 
@@ -129,4 +129,19 @@ def to_torch(array: jax.Array) -> Any:
     """A copy that is torch's own, on the same device."""
     import torch
 
-    return torch.from_dlpack(jax.block_until_ready(array)).clone()
+    copy = torch.from_dlpack(jax.block_until_ready(array)).clone()
+    _wait(copy)  # else JAX may use the original's memory again before it is read
+    return copy
+
+
+def from_torch(tensor: Any) -> jax.Array:
+    """The same memory as a JAX array."""
+    _wait(tensor)
+    return jnp.from_dlpack(tensor)
+
+
+def _wait(tensor: Any) -> None:
+    if tensor.is_cuda:
+        import torch
+
+        torch.cuda.synchronize()
