@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.options import FLOAT8, AttentionOptions
+from pallas_kernels.target import target_device
 
 # Below any real score; finite, so that subtracting it from itself gives 0 and not NaN.
 UNSEEN = -1e30
@@ -28,10 +29,12 @@ def take(array: jax.Array, index: jax.Array | tuple[jax.Array, ...]) -> jax.Arra
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """Types that XLA's CPU back end can't move come as unsigned integers; the others as they are.
+    """On a CPU, types that XLA can't move there come as unsigned integers; everything else as it is.
 
-    It would widen the whole cache instead, and then move that.
+    It would widen the whole cache instead, and then move that. On a TPU it's the bits that would be copied.
     """
+    if target_device().platform != "cpu":
+        return array
     bits = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(FLOAT8): jnp.uint8}.get(array.dtype)
     return array if bits is None else lax.bitcast_convert_type(array, bits)
 
