@@ -32,10 +32,10 @@ class TokenRuns(NamedTuple):
 
 
 def token_runs(slots: jax.Array, chunk_tokens: int, tile_slots: int, page_size: int) -> TokenRuns:
-    """Sort slots `[T]` within chunks of so many tokens; the last chunk ends with the last token, and others overlap not.
+    """Sort slots `[T]` within chunks of C = chunk_tokens tokens, at most T.
 
-    A chunk may therefore begin before its own tokens: C is added only to positions, and tokens of an earlier chunk are
-    left out of a later one.
+    All chunks are whole: the last one begins early enough to end with the last token, and leaves out the tokens that
+    the chunk before it has stored.
     """
     num_tokens = slots.shape[0]
     starts = chunk_starts(num_tokens, chunk_tokens)

@@ -1,0 +1,175 @@
+"""The TPU kernels in their interpreter: it starts copies late, fills unwritten memory with NaN and can detect races."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the detector's verdict has no public name
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv, tuning
+from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.mosaic_tpu_attention import refuse_shapes
+from pallas_kernels.store_kv.token_runs import token_runs
+from tests.pallas_kernels.cases import Case, assert_close, build_case, cases
+from tests.pallas_kernels.test_attention import compiled, run_examples
+
+# One per form of a page, and between them every option and dtype.
+SPECS = {
+    spec.name: spec
+    for spec in (
+        ArgSpec("rows", 4, 24, 5, 16, 2, 2, 128),
+        ArgSpec("rows_float8_groups_3_window", 3, 20, 5, 16, 1, 3, 128, jnp.bfloat16, 33, None, True),
+        ArgSpec("single_tokens_cap", 3, 20, 40, 1, 2, 2, 128, jnp.bfloat16, None, 3.0),
+        ArgSpec("columns_window_and_cap", 3, 20, 2, 128, 1, 2, 64, jnp.float32, 90, 2.0),
+    )
+}
+DECODE, EXTEND = "paged_decode_attention", "paged_extend_attention"
+
+
+def check(op, case: Case, run=None) -> None:
+    """One program at a time: the interpreter calls back into JAX, which a second program in flight may block."""
+    args = case.decode_args() if op is paged_decode_attention else case.extend_args()
+    expected = jax.block_until_ready(compiled(op, case.spec, "reference")(*args))
+    actual = jax.block_until_ready((run or compiled(op, case.spec, "mosaic_tpu"))(*args))
+    assert_close(actual, expected, case.spec.dtype)
+
+
+def interpreted(op, spec: ArgSpec):
+    """Compiled anew, for what is traced in a context."""
+    return jax.jit(functools.partial(op, backend="mosaic_tpu", interpret=True, **spec.options))
+
+
+def small_tiles(op: str, **sizes: int):
+    """KV tiles of 128 tokens, the fewest, so that a few hundred tokens go round the ring."""
+    return tuning.override(op, "mosaic_tpu", {"tile_kib": 1, "num_buffers": 2, **sizes})
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_decode_equals_the_reference(name: str) -> None:
+    strategy = cases(SPECS[name], decode=True)
+    run_examples(lambda case: check(paged_decode_attention, case), strategy, 4)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_extend_equals_the_reference(name: str) -> None:
+    run_examples(lambda case: check(paged_extend_attention, case), cases(SPECS[name]), 4)
+
+
+def detecting_races():
+    return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan"))
+
+
+def test_mixed_batches_over_many_tiles_have_no_races() -> None:
+    """Query tiles of 32 and of 1, parts of one also at the end of q, rings that go round across sequences' borders."""
+    spec = ArgSpec("many_tiles", 4, 80, 24, 16, 1, 2, 128)
+    run = interpreted(paged_extend_attention, spec)
+    with small_tiles(EXTEND, tile_rows=64), detecting_races():
+        for num_queries in ([75, 1, 0, 1], [1, 33, 0, 40]):
+            check(paged_extend_attention, build_case(spec, [384, 303, 0, 150], num_queries, 5, seed=7), run)
+            assert not interpret_pallas_call.races.races_found
+
+
+def test_a_window_skips_tiles_of_a_decode_without_races() -> None:
+    spec = ArgSpec("window", 5, 5, 24, 16, 1, 2, 128, sliding_window=100)
+    run = interpreted(paged_decode_attention, spec)
+    with small_tiles(DECODE, num_buffers=3), detecting_races():
+        check(paged_decode_attention, build_case(spec, [384, 0, 227, 1, 0], [1, 0, 1, 1, 0], 5, seed=7), run)
+    assert not interpret_pallas_call.races.races_found
+
+
+def test_padding_yields_exact_zeros() -> None:
+    spec = SPECS["rows"]
+    case = build_case(spec, [0, 30, 0, 7], [0, 20, 0, 2], 0, seed=1)
+    run = {"backend": "mosaic_tpu", "interpret": True}
+    decoded = np.asarray(paged_decode_attention(*case.decode_args(), **run))
+    assert (decoded[[0, 2]] == 0).all() and (decoded[[1, 3]] != 0).any(axis=2).all()
+    extended = np.asarray(paged_extend_attention(*case.extend_args(), **run))
+    assert (extended[22:] == 0).all() and (extended[:22] != 0).any(axis=2).all()
+    nothing = build_case(spec, [0] * 4, [0] * 4, 0, seed=1)
+    assert (np.asarray(paged_decode_attention(*nothing.decode_args(), **run)) == 0).all()
+    assert (np.asarray(paged_extend_attention(*nothing.extend_args(), **run)) == 0).all()
+
+
+STORES = (
+    ArgSpec("rows", 3, 40, 4, 16, 2, 1, 128),
+    ArgSpec("rows_bfloat16", 3, 40, 4, 16, 1, 1, 128, jnp.bfloat16),
+    ArgSpec("rows_float8", 3, 70, 2, 64, 1, 1, 128, jnp.bfloat16, float8_cache=True),
+    ArgSpec("single_tokens", 3, 40, 40, 1, 2, 1, 128, jnp.bfloat16),
+    ArgSpec("columns", 3, 140, 2, 128, 1, 1, 64),
+)
+
+
+@pytest.mark.parametrize("spec", STORES, ids=lambda spec: spec.name)
+def test_stores_in_any_order_equal_the_reference_without_races(spec: ArgSpec) -> None:
+    """Tokens of one tile far apart, in chunks of 32 with fewer buffers than tiles; runs; repeated slots of page 0."""
+    num_slots = spec.num_pages * spec.page_size
+    rng = np.random.default_rng(0)
+    cache_and_new = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in spec.store_args()[:4]]
+    scales = {"k_scale": 0.5, "v_scale": 2.0} if spec.float8_cache else {}
+    free = np.arange(spec.page_size, num_slots)
+    store = jax.jit(functools.partial(store_kv, backend="mosaic_tpu", interpret=True, **scales))
+    for kind in ("shuffled", "runs"):
+        slots = rng.permutation(free) if kind == "shuffled" else np.roll(free, -spec.page_size - 3)
+        slots = slots[: spec.num_tokens]
+        slots[rng.integers(0, spec.num_tokens, 5)] = rng.integers(0, spec.page_size, 5)
+        args = (*cache_and_new, jnp.asarray(slots, jnp.int32))
+        with tuning.override("store_kv", "mosaic_tpu", {"chunk_tokens": 32, "num_buffers": 4}), detecting_races():
+            stored = jax.block_until_ready(store(*args))
+        assert not interpret_pallas_call.races.races_found
+        reference = jax.block_until_ready(store_kv(*args, backend="reference", **scales))
+        for actual, expected in zip(stored, reference, strict=True):
+            assert (np.asarray(actual, np.float32)[1:] == np.asarray(expected, np.float32)[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "chunk_tokens", "tile_slots"), [(40, 16, 8), (37, 37, 32), (40, 7, 32), (1, 1, 8)]
+)
+def test_runs_hold_every_token_once_and_no_tile_twice(num_tokens: int, chunk_tokens: int, tile_slots: int) -> None:
+    for seed in range(6):
+        check_runs(num_tokens, chunk_tokens, tile_slots, seed)
+
+
+def check_runs(num_tokens: int, chunk_tokens: int, tile_slots: int, seed: int) -> None:
+    page_size = 32
+    slots = np.random.default_rng(seed).permutation(96)[:num_tokens]
+    slots = np.sort(slots) if seed % 2 else slots
+    compiled_runs = jax.jit(token_runs, static_argnums=(1, 2, 3))
+    runs = jax.tree.map(np.asarray, compiled_runs(jnp.asarray(slots, jnp.int32), chunk_tokens, tile_slots, page_size))
+    seen = []
+    for chunk, count in enumerate(runs.count):
+        start = min(chunk * chunk_tokens, num_tokens - chunk_tokens)
+        tiles, entry = [], 0
+        while entry < count:
+            tiles.append(runs.slot[chunk, entry] // tile_slots)
+            run = entry
+            while run < runs.tile_end[chunk, entry]:
+                for i in range(run, runs.run_end[chunk, run]):
+                    assert runs.slot[chunk, i] // tile_slots == tiles[-1]
+                    assert runs.slot[chunk, i] - runs.slot[chunk, run] == i - run
+                    assert runs.token[chunk, i] - runs.token[chunk, run] == i - run
+                    assert slots[start + runs.token[chunk, i]] == runs.slot[chunk, i]
+                    seen.append(runs.slot[chunk, i])
+                run = runs.run_end[chunk, run]
+            entry = runs.tile_end[chunk, entry]
+        assert len(set(tiles)) == len(tiles)
+    assert sorted(seen) == sorted(slots[slots >= page_size])
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (ArgSpec("float16", 2, 2, 2, 16, 8, 1, 128, jnp.float16), "no float16"),
+        (ArgSpec("float16_queries", 2, 2, 2, 16, 8, 1, 128, jnp.float16, float8_cache=True), "no float16"),
+        (ArgSpec("head_dim_64", 2, 2, 2, 64, 8, 1, 64), "padded to 128 lanes"),
+        (ArgSpec("page_size_12", 2, 2, 2, 12, 8, 1, 128), "multiples of 8"),
+        (ArgSpec("one_packed_head", 2, 2, 2, 1, 1, 1, 128, jnp.bfloat16), "don't fill whole tiles"),
+        (ArgSpec("wide_single_tokens", 2, 2, 2, 1, 8, 1, 256), "isn't one tile wide"),
+    ],
+    ids=lambda value: value.name if isinstance(value, ArgSpec) else "",
+)
+def test_shapes_that_would_copy_the_cache_are_refused(spec: ArgSpec, reason: str) -> None:
+    q, k_pages, *_ = spec.decode_args()
+    assert reason in str(refuse_shapes(q, k_pages))
