@@ -120,3 +120,11 @@ def in_layout(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
 def iota(shape: tuple[int, ...], axis: int, layout: Any, *, interpret: bool) -> jax.Array:
     """int32 numbers along one axis, in the given register layout."""
     return in_layout(jax.lax.broadcasted_iota(jnp.int32, shape, axis), layout, interpret=interpret)
+
+
+def store_plain(ref: Any, value: jax.Array) -> None:
+    """To shared memory without a swizzle, whose rows lie one after the other. Rows share banks: slower, and sliceable."""
+    if hasattr(plgpu, "store"):  # JAX 0.12, which refuses `ref[...] = value` where banks conflict
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

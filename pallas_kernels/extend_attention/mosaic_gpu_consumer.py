@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.extend_attention.mosaic_gpu_plan import Item, Plan, Refs, for_each_item
-from pallas_kernels.mosaic_gpu_compat import WGMMA_ROWS, in_layout, iota, matmul
+from pallas_kernels.mosaic_gpu_compat import WGMMA_ROWS, in_layout, iota, matmul, store_plain
 
 _LOG2_E = math.log2(math.e)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -141,7 +141,7 @@ def _write(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, acc: jax.Ar
         columns = pl.ds(column, plan.staging_columns)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # earlier copies have read out_tile
         block = acc if plan.staging_columns == plan.head_dim else acc[:, column : column + plan.staging_columns]
-        refs.out_tile[pl.ds(begin_row, WGMMA_ROWS)] = block.astype(refs.out_tile.dtype)
+        store_plain(refs.out_tile.at[pl.ds(begin_row, WGMMA_ROWS)], block.astype(refs.out_tile.dtype))
         plgpu.commit_smem()
         write_group = functools.partial(_write_group, plan, refs, item, begin_row, columns)
         lax.fori_loop(0, plan.num_groups, write_group, None)
