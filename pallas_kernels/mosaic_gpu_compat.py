@@ -123,7 +123,7 @@ def iota(shape: tuple[int, ...], axis: int, layout: Any, *, interpret: bool) -> 
 
 
 def store_plain(ref: Any, value: jax.Array) -> None:
-    """To shared memory without a swizzle, whose rows lie one after the other. Rows share banks: slower, and sliceable."""
+    """To shared memory whose rows lie one after the other, unswizzled: slower, as they share banks, but sliceable."""
     if hasattr(plgpu, "store"):  # JAX 0.12, which refuses `ref[...] = value` where banks conflict
         plgpu.store(ref, value, optimized=False)
     else:
