@@ -47,7 +47,8 @@ def decode_attention(
     )
     tile_pages = max(1, blocks["tile_tokens"] // page_size)
     grouped = q.reshape(num_seqs, num_kv_heads, -1, head_dim).astype(jnp.float32) * options.sm_scale
-    args = (page_table, lengths, options, tile_pages, blocks["batch_tiles"], dot_precision(q))
+    batch = max(1, blocks["batch_tokens"] // (tile_pages * page_size))
+    args = (page_table, lengths, options, tile_pages, batch, dot_precision(q))
     joined = math.gcd(num_kv_heads, blocks["joined_heads"])
     if page_size == 1:
         # A page of one token is a row of all heads. Reading several heads as one saves more time than it costs to

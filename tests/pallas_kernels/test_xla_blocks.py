@@ -22,12 +22,12 @@ def case_of(page_size: int, sliding_window: int | None):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "tile_tokens", "batch_tiles", "joined_heads", "window"),
-    [(1, 7, 3, 4, 21), (1, 64, 16, 3, None), (8, 24, 1, 1, 21), (8, 1, 5, 2, None), (8, 512, 2, 1, None)],
+    ("page_size", "tile_tokens", "batch_tokens", "joined_heads", "window"),
+    [(1, 7, 21, 4, 21), (1, 64, 1024, 3, None), (8, 24, 1, 1, 21), (8, 1, 40, 2, None), (8, 512, 1024, 1, None)],
 )
-def test_decode_is_right_for_any_block_sizes(page_size, tile_tokens, batch_tiles, joined_heads, window) -> None:
+def test_decode_is_right_for_any_block_sizes(page_size, tile_tokens, batch_tokens, joined_heads, window) -> None:
     case = case_of(page_size, window)
-    sizes = {"tile_tokens": tile_tokens, "batch_tiles": batch_tiles, "joined_heads": joined_heads}
+    sizes = {"tile_tokens": tile_tokens, "batch_tokens": batch_tokens, "joined_heads": joined_heads}
     q, *cache = case.decode_args()
     is_real = np.array(LENGTHS) > 0
     offsets = np.concatenate([[0], np.cumsum(is_real)])  # an extend gives padding no row
