@@ -23,6 +23,7 @@ from pallas_kernels.mosaic_tpu_copies import BEGIN, END, POSITION, PageRing, Que
 from pallas_kernels.mosaic_tpu_pages import (
     LANES,
     PageForm,
+    keep_in_hbm,
     page_form,
     refuse_float16,
     refuse_pages,
@@ -89,7 +90,7 @@ def attend_query_tiles(
     """
     num_tiles = jnp.sum(tiles[:, BEGIN] < tiles[:, END], dtype=jnp.int32)
     tile_list = jnp.concatenate([tiles.reshape(-1), num_tiles[None]])
-    k_view, v_view = view_pages(k_pages), view_pages(v_pages)
+    k_view, v_view = (keep_in_hbm(view_pages(pages), interpret) for pages in (k_pages, v_pages))
     scratch = _scratch(q, k_view, page_table.shape[1], chosen)
     kernel = functools.partial(
         _kernel, chosen=chosen, page_size=k_pages.shape[2], form=page_form(k_pages), options=options

@@ -96,6 +96,11 @@ def view_pages(pages: jax.Array) -> jax.Array:
     return jnp.swapaxes(pages, 2, 3) if form is PageForm.COLUMNS else pages
 
 
+def keep_in_hbm(view: jax.Array, interpret: bool) -> jax.Array:
+    """Keep XLA from moving a cache that happens to fit VMEM there and back around a kernel."""
+    return view if interpret else pltpu.with_memory_space_constraint(view, pltpu.HBM)
+
+
 def unview_pages(view: jax.Array, form: PageForm) -> jax.Array:
     """The inverse of `view_pages`."""
     if form is PageForm.HEADS:
