@@ -96,7 +96,9 @@ class Pages:
         """Stores this step's K and V of the layer, then attends over all of each sequence's; `[T, N, H]`."""
         a, backend = self._arrays, self._backend
         old = self._k[layer_index], self._v[layer_index]
-        k_pages, v_pages = store_kv(*old, k_TKH, v_TKH, a.slots, backend=backend)
+        # "mosaic_gpu" is attention alone: for stores the best of the others serves.
+        store_backend = "auto" if backend == "mosaic_gpu" else backend
+        k_pages, v_pages = store_kv(*old, k_TKH, v_TKH, a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = k_pages, v_pages
         if self._bucket.kind == "decode":
             return paged_decode_attention(q_TNH, k_pages, v_pages, a.page_table, a.lengths, backend=backend)
