@@ -22,11 +22,11 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert command in (ROOT / ".ci/run").read_text().splitlines()
 
 
-def test_everything_but_the_tests_stays_small() -> None:
-    files = [path for package in ("jaxsgl", "pallas_kernels", "scripts") for path in (ROOT / package).rglob("*.py")]
-    ours = [path for path in files if "_pb2" not in path.name]
-    assert sum(map(lines_of_code, ours)) < 6_000
-    longest = max(ours, key=lambda path: len(path.read_text().splitlines()))
+@pytest.mark.parametrize(("package", "most"), [("jaxsgl", 5_000), ("pallas_kernels", 3_500), ("scripts", 4_500)])
+def test_everything_but_the_tests_stays_small(package: str, most: int) -> None:
+    files = [path for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name]
+    assert sum(map(lines_of_code, files)) < most
+    longest = max(files, key=lambda path: len(path.read_text().splitlines()))
     assert len(longest.read_text().splitlines()) <= 400, longest
 
 
