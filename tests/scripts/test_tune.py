@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from kernel_bench import cases as bench_cases
-from kernel_bench.cases import DECODE, EXTEND, decode
+from kernel_bench.cases import DECODE, EXTEND, STORE, store
 from kernel_bench.inputs import make_inputs
 from kernel_bench.search import Found, neighbours, search
 from kernel_bench.tuned_table import backend_order, table_path, updated_table, write_table
@@ -18,7 +18,7 @@ from pallas_kernels.target import TargetDevice
 from tests.scripts.running import run_script
 
 H200 = TargetDevice("gpu", "NVIDIA H200", 132)
-CASE = decode("fake", [8] * 4, num_kv_heads=2, num_groups=2, head_dim=16, dtype="float32")
+CASE = store(8, num_kv_heads=2, num_groups=1, head_dim=16, dtype="float32")
 
 
 def shape(num_seqs: int, num_tokens: int, page_size: int = 16) -> tuning.ShapeClass:
@@ -29,26 +29,25 @@ def found(op: str, backend: str, case: str, seconds: float, asked=None, **best: 
     return Found(op, backend, case, asked, {}, seconds, best, seconds)
 
 
-def fake_decode(q, k_pages, v_pages, table, lengths, *, backend: str, interpret: bool, **options) -> jax.Array:
+def fake_store(k_pages, v_pages, k, v, slots, *, backend: str, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Right and fast with a tile of 16, slower the further away; fails or lies where a test needs it."""
-    asked = tuning.shape_class(q.shape, k_pages.shape, k_pages.dtype, lengths.shape[0])
-    sizes = tuning.blocks(DECODE, backend, asked)
+    sizes = tuning.blocks(STORE, backend, tuning.shape_class(k.shape, k_pages.shape, k_pages.dtype, 1, k.dtype))
     if sizes["warps"] == 8:
         raise NotImplementedError("more registers than there are")
-    real = bench_cases.paged_decode_attention(q, k_pages, v_pages, table, lengths, backend="reference", **options)
-    work = jnp.broadcast_to(real.sum(), (60_000 * abs(sizes["tile"] - 16),))
-    out = jnp.where(jnp.cumsum(work)[-1:].sum() == 0.123, 0.0, real)
-    return 2 * out if sizes["tile"] == 16 and sizes["num_stages"] == 3 else out
+    waste = jnp.cumsum(jnp.broadcast_to(k.sum(), (100_000 * abs(sizes["tile"] - 16),))).sum()
+    k = jnp.where(waste == 0.123, 0.0, k)
+    lies = sizes["tile"] == 16 and sizes["num_stages"] == 3
+    return bench_cases.store_kv(k_pages, v_pages, 2 * k if lies else k, v, slots, backend="reference")
 
 
 @pytest.fixture
 def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op with a backend "triton" whose sizes are those that `fake_decode` reads."""
+    """An op with a backend "triton" whose sizes are those that `fake_store` reads."""
     usual = {"devices": [], "backends": {}, "blocks": []}
-    entry = {"op": DECODE, "backend": "triton", "when": {}, "source": "a test"}
-    usual["blocks"] = [{**entry, "blocks": {"tile": 64, "warps": 4, "num_stages": 2}}]
+    entry = {"op": STORE, "backend": "triton", "when": {}, "source": "a test"}
+    usual["blocks"] = [{**entry, "blocks": {"tile": 32, "warps": 4, "num_stages": 2}}]
     monkeypatch.setattr(tuning, "_tables", lambda kind: (usual,))
-    monkeypatch.setitem(bench_cases.FUNCTIONS, DECODE, fake_decode)
+    monkeypatch.setitem(bench_cases.FUNCTIONS, STORE, fake_store)
 
 
 def test_the_search_ends_at_the_fastest_right_sizes(fake_kernel: None) -> None:
@@ -56,14 +55,14 @@ def test_the_search_ends_at_the_fastest_right_sizes(fake_kernel: None) -> None:
     result = search("triton", make_inputs(CASE), "cpu", time.monotonic() + 100, lines.append, repeats=5)
     assert result is not None
     assert result.best["tile"] == 16 and result.best_s < result.usual_s
-    assert result.usual == {"tile": 64, "warps": 4, "num_stages": 2}
-    assert result.shape == tuning.shape_class((4, 4, 16), (5, 2, 16, 16), jnp.float32, 4)
+    assert result.usual == {"tile": 32, "warps": 4, "num_stages": 2}
+    assert result.shape == tuning.shape_class((8, 2, 16), (2, 2, 16, 16), jnp.float32, 1, jnp.float32)
     assert not [line for line in lines if "'warps': 8" in line]  # it doesn't compile
     assert not [line for line in lines if "'tile': 16" in line and "'num_stages': 3" in line]  # it lies
 
 
 def test_known_sizes_are_only_timed(fake_kernel: None) -> None:
-    known = {"tile": 32, "warps": 4, "num_stages": 2}
+    known = {"tile": 8, "warps": 4, "num_stages": 2}
     lines: list[str] = []
     result = search("triton", make_inputs(CASE), "cpu", time.monotonic(), lines.append, known=known, repeats=1)
     assert result is not None and result.best == known and len(lines) == 1
