@@ -77,7 +77,7 @@ def torch_baselines(op: str, platform: str) -> dict[str, Callable[[Inputs], Torc
 
 def _sdpa(kernel: str, on_gpu: bool, inputs: Inputs) -> TorchRunner:
     import torch
-    from torch.nn.attention import SDPBackend, bias, sdpa_kernel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     case = inputs.case
     if case.float8_cache or case.sliding_window or case.logit_soft_cap:
@@ -86,7 +86,9 @@ def _sdpa(kernel: str, on_gpu: bool, inputs: Inputs) -> TorchRunner:
     chosen = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}.get(kernel)
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": num_new > 1 and num_new == length}
     if num_new > 1 and num_new != length:
-        options["attn_mask"] = bias.causal_lower_right(num_new, length)
+        from torch.nn.attention.bias import causal_lower_right  # slow to import, seldom needed
+
+        options["attn_mask"] = causal_lower_right(num_new, length)
 
     def call_for(layer: Layer) -> Callable[[], Any]:
         q = layer.q.reshape(len(case.new), num_new, *layer.q.shape[1:])
