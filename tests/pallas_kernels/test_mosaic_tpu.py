@@ -34,6 +34,7 @@ def check(op, case: Case, run=None) -> None:
     args = case.decode_args() if op is paged_decode_attention else case.extend_args()
     expected = jax.block_until_ready(compiled(op, case.spec, "reference")(*args))
     actual = jax.block_until_ready((run or compiled(op, case.spec, "mosaic_tpu"))(*args))
+    assert actual.dtype == args[0].dtype
     assert_close(actual, expected, case.spec.dtype)
 
 
