@@ -61,11 +61,13 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
     def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = state
         turn = done + step
-        stage = lax.rem(turn, plan.num_stages)
+        # Opaque, so that the addresses of the tiles' parts are computed in each step: kept over the loop they cost so
+        # many registers that others were spilled.
+        mine, stage = lax.optimization_barrier((warpgroup, lax.rem(turn, plan.num_stages)))
         k_slot, v_slot = plan.slot(turn, 0), plan.slot(turn, 1)
         plgpu.barrier_wait(refs.arrived.at[k_slot])
         scores = matmul(
-            refs.q_tile.at[warpgroup],
+            refs.q_tile.at[mine],
             refs.k_tiles.at[stage],
             transpose_b=True,
             meanwhile=lambda: _take_turn(refs),
