@@ -43,7 +43,7 @@ SPECS = {
         ArgSpec("head_dim_128_cap", 2, 40, 9, 16, 1, 2, 128, dtype=F16, logit_soft_cap=3.0),
         ArgSpec("head_dim_256", 2, 40, 3, 64, 1, 2, 256, dtype=BF16),
         ArgSpec("float8", 2, 40, 10, 16, 2, 2, 64, dtype=BF16, sliding_window=70, float8_cache=True),
-        ArgSpec("float8_one_stage", 2, 40, 5, 64, 1, 2, 256, dtype=F16, float8_cache=True),
+        ArgSpec("float8_one_stage", 1, 16, 3, 64, 1, 8, 256, dtype=F16, float8_cache=True),
     )
 }
 
