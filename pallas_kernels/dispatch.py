@@ -61,9 +61,11 @@ def _choose_automatically(op: str, implemented: Mapping[str, Refusal]) -> str:
 
 def _refusal(backend: str, implemented: Mapping[str, Refusal], interpret: bool) -> str | None:
     needed = _PLATFORM_OF_PALLAS.get(backend)
-    platform = target_device().platform
-    if needed is not None and needed != platform and not interpret:
-        return f"it needs a {needed}, this is a {platform} (interpret=True runs it slowly anywhere)"
+    device = target_device()
+    if needed is not None and needed != device.platform and not interpret:
+        return f"it needs a {needed}, this is a {device.platform} (interpret=True runs it slowly anywhere)"
+    if needed == "gpu" and device.is_before_ampere and not interpret:
+        return f"it needs an Ampere GPU or a newer one, and {device.kind} is older"
     return implemented[backend]()
 
 

@@ -38,8 +38,10 @@ def attention_options(
     """Fill in the default scale, 1 / sqrt(H), and check the ranges.
 
     Raises:
-        ValueError: a window below 1, or a soft cap that isn't positive and finite.
+        ValueError: a window below 1, or a scale or soft cap that isn't positive and finite.
     """
+    if sm_scale is not None and not (0 < sm_scale < math.inf):
+        raise ValueError(f"sm_scale is {sm_scale}; it must be positive, or None for 1 / sqrt(head size)")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1, or None for no window")
     if logit_soft_cap is not None and not (0 < logit_soft_cap < math.inf):

@@ -18,6 +18,13 @@ class TargetDevice:
     kind: str
     num_cores: int
     """Streaming multiprocessors, or TensorCores."""
+    compute_capability: float | None = None
+    """8.0 for an A100, say; None for what is no NVIDIA GPU, or isn't there."""
+
+    @property
+    def is_before_ampere(self) -> bool:
+        """Known to lack the asynchronous copies and bfloat16 products that came with compute capability 8.0."""
+        return self.compute_capability is not None and self.compute_capability < 8.0
 
     @property
     def is_hopper(self) -> bool:
@@ -35,11 +42,16 @@ def target_device() -> TargetDevice:
     if abstract is None:
         device = jax.devices()[0]
         cores = getattr(device, "core_count", None) or getattr(device, "num_cores", None) or 1
-        return TargetDevice(_family(device.platform), device.device_kind, cores)
+        return TargetDevice(_family(device.platform), device.device_kind, cores, _compute_capability(device))
     platform = getattr(abstract, "platform", None)
     if platform is None:  # JAX 0.11 has no such field
         platform = "tpu" if "TPU" in abstract.device_kind else "gpu"
     return TargetDevice(_family(platform), abstract.device_kind, abstract.num_cores or 1)
+
+
+def _compute_capability(device: jax.Device) -> float | None:
+    text = str(getattr(device, "compute_capability", ""))
+    return float(text) if text[:1].isdigit() else None  # other makers' GPUs have names there
 
 
 def _family(platform: str) -> str:

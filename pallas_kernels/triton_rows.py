@@ -144,8 +144,6 @@ def _scaled(
     if options.logit_soft_cap is not None:
         capped = jnp.tanh(scores * _column(scale * (options.sm_scale / options.logit_soft_cap)))
         return capped, options.logit_soft_cap * _LOG2_E
-    if options.sm_scale <= 0:
-        return scores * _column(scale * options.sm_scale), _LOG2_E
     return scores, scale * (options.sm_scale * _LOG2_E)
 
 

@@ -3,7 +3,7 @@
 Owns the reading of `tables/*.json`. Never knows what a size means: a kernel names its op and backend, says what
 shapes it has, and gets its own integers back. `scripts/tune_kernels.py` measures and writes the tables.
 
-A table is `{"devices": [substring of the device kind, ...], "backends": {op: [backend, ...]}, "blocks": [entry, ...]}`.
+A table is `{"devices": [words of the device kind, ...], "backends": {op: [backend, ...]}, "blocks": [entry, ...]}`.
 An entry is `{"op", "backend", "when": {field: value or list of values}, "blocks": {name: integer}, "source": text}`.
 Of the entries whose `when` holds, the last one wins per name; the default table comes first, the device's after it.
 """
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from importlib import resources
@@ -131,12 +132,16 @@ def _holds(when: Mapping[str, Any], fields: Mapping[str, int]) -> bool:
 
 @functools.cache
 def _tables(device_kind: str) -> tuple[dict[str, Any], ...]:
-    """The default table, then those whose device names occur in the kind."""
+    """The default table, then those whose device names occur in the kind as whole words: "A10" isn't in "A100"."""
     folder = resources.files("pallas_kernels") / "tables"
     tables = {path.name: json.loads(path.read_text()) for path in folder.iterdir() if path.name.endswith(".json")}
     default = tables.pop(_DEFAULT)
-    mine = [table for _, table in sorted(tables.items()) if any(name in device_kind for name in table["devices"])]
+    mine = [table for _, table in sorted(tables.items()) if any(_names(name, device_kind) for name in table["devices"])]
     return (default, *mine)
+
+
+def _names(name: str, device_kind: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", device_kind) is not None
 
 
 def _power_of_two(n: int) -> int:

@@ -131,7 +131,8 @@ def _attend(
         factor = jnp.exp(tile_top - take(new_top, place - begin))
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(jnp.where(owns_rows, factor * tile_total, 0), axis=1)
-        added = owns.astype(jnp.float32) @ (factor[..., None] * tile_acc).reshape(batch, -1)
+        shares = (factor[..., None] * tile_acc).reshape(batch, -1)
+        added = jnp.matmul(owns.astype(jnp.float32), shares, precision=precision)
         acc = acc * shrink[..., None] + added.reshape(acc.shape)
         new = (new_top, total, acc)
         return tuple(

@@ -1,5 +1,6 @@
 """One point chooses the backend; a wrong request is an error that names what would be right."""
 
+import dataclasses
 import inspect
 import logging
 import subprocess
@@ -50,6 +51,25 @@ def test_auto_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> 
             assert choose_backend("paged_decode_attention", "auto", refusing) == "xla"
     expected = "paged_decode_attention: not using triton: head size is 80 in this test"
     assert [r.message for r in caplog.records] == [expected]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What JAX tells of a GPU that is there."""
+
+    device_kind: str
+    compute_capability: str
+    platform: str = "gpu"
+    core_count: int = 40
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"), [(Gpu("Tesla T4", "7.5"), "xla"), (Gpu("NVIDIA A10", "8.6"), "triton"),
+                          (Gpu("NVIDIA B200", "10.0"), "triton"), (Gpu("AMD Instinct MI300X", "gfx942"), "triton")]
+)  # fmt: skip
+def test_gpus_older_than_ampere_get_xla(gpu: Gpu, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    assert choose_backend("store_kv", "auto", EVERYTHING) == expected
 
 
 @pytest.mark.parametrize(
@@ -129,7 +149,16 @@ def test_arguments_that_do_not_fit_are_errors(call) -> None:
         jax.eval_shape(op, *args)
 
 
-@pytest.mark.parametrize("option", [{"sliding_window": 0}, {"logit_soft_cap": -1.0}, {"logit_soft_cap": 0.0}])
+OPTIONS_OUT_OF_RANGE = [
+    {"sliding_window": 0},
+    {"logit_soft_cap": -1.0},
+    {"logit_soft_cap": 0.0},
+    {"sm_scale": 0.0},
+    {"sm_scale": -1.0},
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS_OUT_OF_RANGE)
 def test_options_out_of_range_are_errors(option: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         jax.eval_shape(lambda *a: paged_decode_attention(*a, **option), *PLAIN.decode_args())
