@@ -69,12 +69,12 @@ def test_an_interrupted_call_leaves_a_usable_model(llm: LLM, monkeypatch: pytest
     expected = llm.generate("Count from 1 to 30", GREEDY, progress=False)[0].token_ids
     collect, calls = type(llm._scheduler).collect, 0
 
-    def interrupted(self: object, tokens: object) -> None:
+    def interrupted(self: object, tokens: object, scores: object) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        collect(self, tokens)  # type: ignore[arg-type]
+        collect(self, tokens, scores)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(llm._scheduler), "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):

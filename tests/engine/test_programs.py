@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsgl.batch.inputs import Bucket, host_views, packed_len
+from jaxsgl.batch.inputs import Bucket, host_views, layout, packed_len
 from jaxsgl.engine.kv_buffers import KvBuffers, KvShape, allocate
 from jaxsgl.engine.programs import ProgramSpec
 from jaxsgl.engine.step import unpack
@@ -57,10 +58,13 @@ def test_a_step_lowers_for_accelerators(spec: ProgramSpec, bucket: Bucket, platf
     assert "stablehlo" in spec.trace_sampling(4).lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_the_device_unpacks_what_the_host_packed() -> None:
-    bucket = Bucket("extend", 8, 3, 5, True)
+@pytest.mark.parametrize("kind", ["extend", "score"])
+def test_the_device_unpacks_what_the_host_packed(kind: Literal["extend", "score"]) -> None:
+    bucket = Bucket(kind, 8, 3, 5, True)
     packed = np.random.default_rng(0).integers(-(2**31), 2**31, packed_len(bucket), dtype=np.int32)
     on_device = jax.jit(lambda x: vars(unpack(x, bucket)))(packed)
-    for name, view in vars(host_views(packed, bucket)).items():
+    on_host = vars(host_views(packed, bucket))
+    assert (on_host["targets"] is None) == (on_device["targets"] is None) == (kind == "extend")
+    for name, view in ((name, on_host[name]) for name in layout(bucket)):
         assert on_device[name].dtype == view.dtype
         assert np.asarray(on_device[name]).tobytes() == view.tobytes(), name
