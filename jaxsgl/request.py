@@ -71,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] = {}  # noqa: RUF012 (a Struct gives every instance its own)
+    logit_bias: dict[int, float] = {}
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0

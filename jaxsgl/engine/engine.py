@@ -1,8 +1,9 @@
 """The engine: loads the model, sizes the KV cache, compiles every bucket, then runs steps. The only device code of a
 running server.
 
-Owns the parameters, the KV pages, the last-token table and the tables of logit edits. Knows nothing of requests, page owners or text: the
-scheduler says what to compute in `StepInputs`, and gets token ids back. Called by the serving loop, from one thread.
+Owns the parameters, the KV pages, the last-token table and the tables of logit edits. Knows nothing of requests, page
+owners or text: the scheduler says what to compute in `StepInputs`, and gets token ids back. Called by the serving loop,
+from one thread.
 """
 
 from __future__ import annotations

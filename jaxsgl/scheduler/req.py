@@ -1,4 +1,5 @@
-"""`Req`: the scheduler's view of one sample of a request. Owns its lengths, its output and its state; nobody else moves them.
+"""`Req`: the scheduler's view of one sample of a request. Owns its lengths, its output and its state; nobody
+else moves them.
 
 prompt_ids  |=========== cached ===========|=== chunk ===|.........|
             0                       kv_len before    kv_len after   prompt_len
