@@ -21,8 +21,8 @@ from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine import edits
 from jaxsgl.engine.kv_buffers import allocate
-from jaxsgl.engine.mesh import make_mesh, replicated
 from jaxsgl.engine.logprobs import Logprobs
+from jaxsgl.engine.mesh import make_mesh, replicated
 from jaxsgl.engine.programs import Programs, ProgramSpec
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
 from jaxsgl.engine.step import Forwarded

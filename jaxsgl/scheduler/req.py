@@ -39,8 +39,20 @@ class Req:
     """
 
     __slots__ = (
-        "cached_tokens", "key", "kv_len", "leader", "lease", "max_new_tokens", "num_launched", "output_ids",
-        "prompt_ids", "sampling", "seed", "state", "stop_ids", "_prompt_logprobs",
+        "_prompt_logprobs",
+        "cached_tokens",
+        "key",
+        "kv_len",
+        "leader",
+        "lease",
+        "max_new_tokens",
+        "num_launched",
+        "output_ids",
+        "prompt_ids",
+        "sampling",
+        "seed",
+        "state",
+        "stop_ids",
     )  # fmt: skip
 
     def __init__(

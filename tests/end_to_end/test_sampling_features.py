@@ -104,11 +104,8 @@ def test_forty_requests_with_and_without_features_yield_the_tokens_of_numpy(
     rng = random.Random(7)
     requests = []
     for i in range(40):
-        params = (
-            SamplingParams(**random_features(rng, greedy=i % 2 == 0))
-            if i % 5
-            else SamplingParams(temperature=0.0, max_tokens=9)
-        )
+        features = random_features(rng, greedy=i % 2 == 0) if i % 5 else {"temperature": 0.0, "max_tokens": 9}
+        params = SamplingParams(**features)
         requests.append(Request(f"r{i}", prompt_of(rng.choice([1, 7, 30, 90]), seed=i % 6), params))
     mailbox = run(engine, *requests, radix=radix, overlap=overlap)
     for request in requests:
@@ -122,14 +119,16 @@ def test_log_probabilities_of_outputs_are_those_of_the_models_own_logits(
 ) -> None:
     """Before penalties, bias and temperature."""
     prompt = prompt_of(61)
+    kinds = {
+        "greedy": {"temperature": 0.0, "logprobs": 20},
+        "alone": {"temperature": 0.0, "logprobs": 0},
+        "without": {"temperature": 0.0},
+        "edited": {"temperature": 1.5, "seed": 3, "presence_penalty": 2.0, "logit_bias": {9: 4.0}, "logprobs": 5},
+    }
     requests = [
-        Request("greedy", prompt, SamplingParams(temperature=0.0, max_tokens=10, logprobs=20, ignore_eos=True)),
-        Request("alone", prompt, SamplingParams(temperature=0.0, max_tokens=10, logprobs=0, ignore_eos=True)),
-        Request("without", prompt, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)),
-        Request("edited", prompt, SamplingParams(
-            temperature=1.5, seed=3, presence_penalty=2.0, logit_bias={9: 4.0}, max_tokens=10, logprobs=5, ignore_eos=True
-        )),
-    ]  # fmt: skip
+        Request(name, prompt, SamplingParams(max_tokens=10, ignore_eos=True, **params))
+        for name, params in kinds.items()
+    ]
     mailbox = run(engine, *requests)
     for request in requests:
         replies = of_sample(mailbox, request.request_id)
@@ -201,7 +200,7 @@ def test_no_stop_token_comes_before_min_tokens_and_the_most_likely_one_right_aft
 
 def test_as_many_biases_and_stop_tokens_as_allowed_work_together(engine: Engine) -> None:
     """Tokens 0 .. 191 are biased up, 64 of them must wait: what is left over of them is chosen."""
-    bias = {token: 50.0 for token in range(min(192, MAX_LOGIT_BIAS))}
+    bias = dict.fromkeys(range(min(192, MAX_LOGIT_BIAS)), 50.0)
     params = SamplingParams(
         temperature=0.0, max_tokens=6, min_tokens=6, logit_bias=bias, stop_token_ids=tuple(range(64))
     )
