@@ -27,7 +27,9 @@ class Req:
     """One sample of a request from its arrival to its end.
 
     Attributes:
-      key: names it among all of the scheduler's.
+      request_id, index: of the request, as the front end knows it, and which of its samples this is.
+      key: both, its name among all of the scheduler's.
+      wants_scores: whether log-probabilities go into its replies.
       leader: sample 0 of the same request, whose prompt it waits for; None for sample 0 itself.
       prompt_ids: `[n]` int32.
       output_ids: tokens read from the device so far.
@@ -39,20 +41,9 @@ class Req:
     """
 
     __slots__ = (
-        "_prompt_logprobs",
-        "cached_tokens",
-        "key",
-        "kv_len",
-        "leader",
-        "lease",
-        "max_new_tokens",
-        "num_launched",
-        "output_ids",
-        "prompt_ids",
-        "sampling",
-        "seed",
-        "state",
-        "stop_ids",
+        "_prompt_logprobs", "cached_tokens", "index", "key", "kv_len", "leader", "lease", "max_new_tokens",
+        "num_launched", "output_ids", "prompt_ids", "request_id", "sampling", "seed", "state", "stop_ids",
+        "wants_scores",
     )  # fmt: skip
 
     def __init__(
@@ -64,9 +55,12 @@ class Req:
         index: int = 0,
         leader: Req | None = None,
     ) -> None:
+        self.request_id = request.request_id
+        self.index = index
         self.key: Key = (request.request_id, index)
         self.leader = leader
         self.sampling = request.sampling
+        self.wants_scores = request.sampling.logprobs is not None or request.sampling.prompt_logprobs is not None
         self.prompt_ids: IntArray = np.array(request.prompt_ids, dtype=np.int32)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -80,16 +74,6 @@ class Req:
         self.num_launched = 0
         self.cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprob] = []
-
-    @property
-    def request_id(self) -> str:
-        """As the front end knows it."""
-        return self.key[0]
-
-    @property
-    def index(self) -> int:
-        """Which of the request's samples."""
-        return self.key[1]
 
     @property
     def may_start(self) -> bool:

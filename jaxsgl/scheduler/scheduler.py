@@ -116,7 +116,10 @@ class Scheduler:
             if req is None or req.state is State.FINISHED:
                 continue  # a chunk that yields no token, or the extra token of a request that has ended
             reason = req.append(token_id)
-            self._replies.append(_reply(req, token_id, reason, s, scores))
+            logprob, of_prompt = _logprobs(req, s, scores) if req.wants_scores else (None, None)
+            self._replies.append(
+                Reply(req.request_id, (token_id,), reason, req.cached_tokens, None, req.index, logprob, of_prompt)
+            )
             if reason is not None:
                 self._release(req)
 
@@ -245,11 +248,10 @@ def _end(req: Req, reason: FinishReason) -> Reply:
     return Reply(req.request_id, (), reason, req.cached_tokens, index=req.index)
 
 
-def _reply(req: Req, token_id: int, reason: FinishReason | None, place: int, scores: StepScores) -> Reply:
-    """One new token, which stands at `place` in its batch."""
+def _logprobs(req: Req, place: int, scores: StepScores) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...] | None]:
+    """Of the token that `req` just got, which stands at `place` in its batch, and of the prompt if it is the first."""
     logprob: TokenLogprob | None = None
     if req.sampling.logprobs is not None:
         assert scores.sampled is not None, f"{req.key} wants log-probabilities, but its step has none"
         (logprob,) = token_logprobs(scores.sampled, place, 1, req.sampling.logprobs)
-    prompt_logprobs = req.take_prompt_logprobs()
-    return Reply(req.request_id, (token_id,), reason, req.cached_tokens, None, req.index, logprob, prompt_logprobs)
+    return logprob, req.take_prompt_logprobs()
