@@ -85,22 +85,27 @@ def choose(
     return int(np.searchsorted(ends, where * ends[-1], side="right"))
 
 
-def generate(
+def replay(
     logits_of: Callable[[list[int]], np.ndarray],
     prompt: Sequence[int],
+    output: Sequence[int],
     params: SamplingParams,
     eos_ids: frozenset[int] = frozenset(),
     index: int = 0,
 ) -> list[int]:
-    """All tokens of one sample; `logits_of` gives the last row `[V]` of a sequence's logits."""
+    """What `output` must be: each token is chosen behind those of `output` that stand before it.
+
+    So one look at the model is enough, `logits_of` giving `[T, V]`. An output that ends too early or too late has
+    another length.
+    """
     assert params.max_tokens is not None
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
-    output: list[int] = []
-    while len(output) < params.max_tokens:
-        output.append(choose(logits_of([*prompt, *output]), params, prompt, output, stop_ids, index))
-        if output[-1] in stop_ids:
+    expected: list[int] = []
+    for place, logits in enumerate(logits_of([*prompt, *output])[len(prompt) - 1 :]):
+        if place == params.max_tokens or (expected and expected[-1] in stop_ids):
             break
-    return output
+        expected.append(choose(logits, params, prompt, output[:place], stop_ids, index))
+    return expected
 
 
 def logprobs(logits: np.ndarray) -> np.ndarray:

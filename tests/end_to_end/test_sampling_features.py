@@ -109,8 +109,9 @@ def test_forty_requests_with_and_without_features_yield_the_tokens_of_numpy(
         requests.append(Request(f"r{i}", prompt_of(rng.choice([1, 7, 30, 90]), seed=i % 6), params))
     mailbox = run(engine, *requests, radix=radix, overlap=overlap)
     for request in requests:
-        expected = numpy_sampling.generate(lambda ids: reference(ids)[-1], request.prompt_ids, request.sampling, EOS)
-        assert tokens_of(mailbox, request.request_id) == expected, request.sampling
+        tokens = tokens_of(mailbox, request.request_id)
+        expected = numpy_sampling.replay(reference, request.prompt_ids, tokens, request.sampling, EOS)
+        assert tokens == expected, request.sampling
     assert engine.recompiles == 0
 
 
@@ -175,8 +176,8 @@ def test_log_probabilities_of_a_prompt_hold_over_chunks_and_beside_cached_prefix
             first.prompt_logprobs, prompt[1:], numpy_sampling.logprobs(reference(prompt)[:-1]), strict=True
         ):
             check_logprob(given, token, row, num_top=i)
-        expected = numpy_sampling.generate(lambda ids: reference(ids)[-1], prompt, request.sampling)
-        assert tokens_of(mailbox, request.request_id) == expected
+        tokens = tokens_of(mailbox, request.request_id)
+        assert tokens == numpy_sampling.replay(reference, prompt, tokens, request.sampling)
     assert of_sample(mailbox, "plain")[0].cached_tokens == (48 if radix else 0)
     assert of_sample(mailbox, "plain")[0].prompt_logprobs is None
     assert engine.recompiles == 0
@@ -217,8 +218,7 @@ def test_samples_of_one_prompt_share_its_pages_and_draw_with_seeds_of_their_own(
     mailbox = run(engine, Request("r", prompt, params), radix=radix)
     samples = [tokens_of(mailbox, "r", index) for index in range(5)]
     for index, sample in enumerate(samples):
-        expected = numpy_sampling.generate(lambda ids: reference(ids)[-1], prompt, params, index=index)
-        assert sample == expected
+        assert sample == numpy_sampling.replay(reference, prompt, sample, params, index=index)
     assert len({tuple(sample) for sample in samples}) == 5
     cached = [of_sample(mailbox, "r", index)[0].cached_tokens for index in range(5)]
     assert cached == ([0, 100, 100, 100, 100] if radix else [0] * 5)
@@ -236,10 +236,8 @@ def test_a_row_forgets_the_request_that_had_it_before(
         requests = [Request(f"r{i}", prompt_of(10 + i), params) for i, params in enumerate(wave)]
         mailbox = run(engine, *requests)
         for request in requests:
-            expected = numpy_sampling.generate(
-                lambda ids: reference(ids)[-1], request.prompt_ids, request.sampling, EOS
-            )
-            assert tokens_of(mailbox, request.request_id) == expected
+            tokens = tokens_of(mailbox, request.request_id)
+            assert tokens == numpy_sampling.replay(reference, request.prompt_ids, tokens, request.sampling, EOS)
 
 
 def test_batches_without_features_touch_none_of_their_state(engine: Engine) -> None:
