@@ -1,5 +1,4 @@
-"""`Req`: the scheduler's view of one sample of a request. Owns its lengths, its output and its state; nobody
-else moves them.
+"""`Req`: the scheduler's view of one sample of a request. Owns its lengths, output and state; nobody else moves them.
 
 prompt_ids  |=========== cached ===========|=== chunk ===|.........|
             0                       kv_len before    kv_len after   prompt_len
@@ -31,7 +30,7 @@ class Req:
       key: both, its name among all of the scheduler's.
       wants_scores: whether log-probabilities go into its replies.
       leader: sample 0 of the same request, whose prompt it waits for; None for sample 0 itself.
-      prompt_ids: `[n]` int32.
+      prompt_ids: `[n]` int32; one array for all samples.
       output_ids: tokens read from the device so far.
       max_new_tokens: tokens it may generate, capped by context and pool.
       kv_len: tokens whose KV is stored, or will be by steps in flight.
@@ -61,7 +60,7 @@ class Req:
         self.leader = leader
         self.sampling = request.sampling
         self.wants_scores = request.sampling.logprobs is not None or request.sampling.prompt_logprobs is not None
-        self.prompt_ids: IntArray = np.array(request.prompt_ids, dtype=np.int32)
+        self.prompt_ids: IntArray = leader.prompt_ids if leader else np.array(request.prompt_ids, dtype=np.int32)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
