@@ -17,6 +17,10 @@ from jaxsgl.errors import JaxsglError
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
+_OPTIONAL_PARAMS = (
+    "max_tokens", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens",
+    "logprobs", "prompt_logprobs", "n",
+)  # fmt: skip
 POLL_S = 0.1
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
@@ -74,6 +78,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, help="sample from the most likely tokens of this total probability")
     parser.add_argument("--top-k", type=int, help="sample from so many of the most likely tokens (default: all)")
     parser.add_argument("--seed", type=int, help="makes sampling reproducible")
+    parser.add_argument("--frequency-penalty", type=float, help="lower tokens by this for each time they came, -2 to 2")
+    parser.add_argument("--presence-penalty", type=float, help="lower tokens by this if they came at all, -2 to 2")
+    parser.add_argument("--repetition-penalty", type=float, help="scale down tokens of prompt and output, up to 2")
+    parser.add_argument("--min-tokens", type=int, help="tokens to generate at least")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end where this text comes up; may be repeated")
+    parser.add_argument(
+        "--logprobs", type=int, metavar="K", help="log-probabilities, and the K most likely; with --json"
+    )
+    parser.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same of the prompt; with --json")
+    parser.add_argument("-n", type=int, help="so many answers; above 1 with --json, which prints an object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
     parser.add_argument("--wait-s", type=float, default=5.0, help="wait so long for the server (default: %(default)s)")
     return parser
@@ -87,13 +101,18 @@ def _check(args: argparse.Namespace) -> None:
     """Raises `ClientError` for what a message can't hold; the server checks the rest."""
     if (args.prompt is None) == (args.token_ids is None):
         raise ClientError("give either a prompt or --token-ids")
-    for what, text in (("the prompt", args.prompt), ("--system", args.system)):
+    if not args.json and ((args.n or 1) > 1 or args.logprobs is not None or args.prompt_logprobs is not None):
+        raise ClientError("-n above 1, --logprobs and --prompt-logprobs need --json")
+    texts = [("the prompt", args.prompt), ("--system", args.system), *(("--stop", text) for text in args.stop or ())]
+    for what, text in texts:
         try:
             (text or "").encode()
         except UnicodeEncodeError as error:
             raise ClientError(f"{what} is no valid text from character {error.start} on: write it in UTF-8") from None
-    for flag, value in (("--max-tokens", args.max_tokens), ("--top-k", args.top_k), ("--seed", args.seed)):
+    for name in ("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "n"):
+        value = getattr(args, name)
         if value is not None and abs(value) > MAX_INT64:
+            flag = "-n" if name == "n" else "--" + name.replace("_", "-")
             raise ClientError(f"{flag} is {value}, but must be {-MAX_INT64} to {MAX_INT64}")
     for token_id in args.token_ids or ():
         if not 0 <= token_id <= MAX_INT32:
@@ -124,8 +143,8 @@ def _wait_until_ready(channel: grpc.Channel, addr: str, wait_s: float) -> None:
 
 
 def _request(args: argparse.Namespace, stub: pb_grpc.JaxsglStub) -> pb.GenerateRequest:
-    sampling = pb.SamplingParams(temperature=args.temperature)
-    for name in ("max_tokens", "top_p", "top_k", "seed"):
+    sampling = pb.SamplingParams(temperature=args.temperature, stop=args.stop or ())
+    for name in _OPTIONAL_PARAMS:
         value = getattr(args, name)
         if value is not None:
             setattr(sampling, name, value)
@@ -151,19 +170,34 @@ def _show_text(call: Any) -> None:
 
 
 def _show_json(call: Any) -> None:
-    (reply,) = call
+    ascii_only = not sys.stdout.encoding.lower().startswith("utf")
+    for reply in call:
+        print(json.dumps(_as_dict(reply), ensure_ascii=ascii_only))
+
+
+def _as_dict(reply: pb.GenerateReply) -> dict[str, Any]:
+    """One sample; log-probabilities only where some came."""
     result = {
+        "index": reply.index,
         "text": reply.text,
         "token_ids": list(reply.token_ids),
         "finish_reason": pb.FinishReason.Name(reply.finish_reason).removeprefix("FINISH_REASON_").lower(),
         "matched_stop_token": reply.matched_stop_token if reply.HasField("matched_stop_token") else None,
+        "matched_stop_string": reply.matched_stop_string if reply.HasField("matched_stop_string") else None,
         "usage": {
             "prompt_tokens": reply.usage.prompt_tokens,
             "cached_tokens": reply.usage.cached_tokens,
             "completion_tokens": reply.usage.completion_tokens,
         },
     }
-    print(json.dumps(result, ensure_ascii=not sys.stdout.encoding.lower().startswith("utf")))
+    for name in ("logprobs", "prompt_logprobs"):
+        given = [
+            {"logprob": entry.logprob, "top": [[top.token_id, top.logprob] for top in entry.top]}
+            for entry in getattr(reply, name)
+        ]
+        if given:
+            result[name] = given
+    return result
 
 
 if __name__ == "__main__":

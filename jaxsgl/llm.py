@@ -17,9 +17,10 @@ from tqdm import tqdm
 
 from jaxsgl.config import BUNDLED_MODEL, EngineConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.tokenizer import ChatMessage, load_tokenizer
-from jaxsgl.messages import Reply, Shutdown, ToEngine
-from jaxsgl.request import FinishReason, Request, SamplingParams, check_request
+from jaxsgl.frontend.sample import Piece, Sample, join
+from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer, load_tokenizer
+from jaxsgl.messages import Abort, Reply, Shutdown, ToEngine, TokenLogprob
+from jaxsgl.request import Request, SamplingParams, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.wiring import build, build_scheduler
 
@@ -29,13 +30,17 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt.
+    """One answer to one prompt.
 
     Attributes:
-      text: the output as text; a stop token gives none. Empty if the model has no tokenizer.
-      token_ids: the output; a stop token is included.
+      text: the output as text; a stop token gives none, and a stop string ends it. Empty if the model has no tokenizer.
+      token_ids: the output; a stop token, or the token that completes a stop string, is included.
       finish_reason: "stop" or "length".
       prompt_tokens, cached_tokens: tokens of the prompt, and how many of them were in the prefix cache.
+      index: which of the prompt's n samples.
+      matched_stop: the EOS or stop token, or the stop string, that ended it.
+      logprobs: of each of `token_ids`, if asked for.
+      prompt_logprobs: of the prompt's tokens but the first, if asked for; with sample 0.
     """
 
     text: str
@@ -43,6 +48,10 @@ class Completion:
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
+    index: int = 0
+    matched_stop: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class LLM:
@@ -65,7 +74,7 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Completes all prompts (texts or lists of token ids) together; answers in the order of the prompts.
+        """Completes all prompts (texts or lists of token ids) together; answers in their order, n for each.
 
         Args:
           prompts: one prompt or many.
@@ -118,48 +127,67 @@ class LLM:
             )
         requests = [Request(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, per_prompt, strict=True))]
         for request in requests:
+            if request.sampling.stop:
+                self.tokenizer.check_text_comes_back("stop strings")
             check_request(request, self.engine.capacity.limits)
-        with tqdm(total=len(requests), desc="requests", disable=not progress) as bar:
-            mailbox = _OfflineMailbox(requests, bar)
+        with tqdm(total=sum(params.n for params in per_prompt), desc="requests", disable=not progress) as bar:
+            mailbox = _OfflineMailbox(requests, self.tokenizer, bar)
             try:
                 run_loop(self._scheduler, self.engine, mailbox, not self.config.disable_overlap_schedule)
             except BaseException:  # Ctrl-C too: what was in the middle is dropped, the next call starts clean
                 self._scheduler = build_scheduler(self.config, self.engine)
                 raise
-        return [self._completion(request, mailbox.replies[request.request_id]) for request in requests]
+        return [_completion(join(pieces)) for pieces in mailbox.pieces.values()]
 
-    def _completion(self, request: Request, replies: list[Reply]) -> Completion:
-        token_ids = [token_id for reply in replies for token_id in reply.token_ids]
-        reason = replies[-1].finish_reason
-        assert reason is not None
-        text_ids = token_ids[:-1] if reason is FinishReason.STOP else token_ids
-        return Completion(
-            text=self.tokenizer.decode(text_ids) if self.tokenizer.exists else "",
-            token_ids=token_ids,
-            finish_reason=reason.value,
-            prompt_tokens=len(request.prompt_ids),
-            cached_tokens=replies[0].cached_tokens,
-        )
+
+def _completion(answer: Piece) -> Completion:
+    assert answer.end is not None
+    return Completion(
+        text=answer.text,
+        token_ids=answer.token_ids,
+        finish_reason=answer.end.reason.value,
+        prompt_tokens=answer.end.prompt_tokens,
+        cached_tokens=answer.end.cached_tokens,
+        index=answer.index,
+        matched_stop=answer.end.matched_stop,
+        logprobs=answer.logprobs,
+        prompt_logprobs=answer.prompt_logprobs,
+    )
 
 
 class _OfflineMailbox:
-    """Delivers all requests at the first call, and `Shutdown` once the loop has nothing left to do."""
+    """Delivers all requests at the first call, and `Shutdown` once the loop has nothing left to do.
 
-    def __init__(self, requests: list[Request], bar: Any) -> None:
-        self._requests = requests
+    Keeps the pieces of every sample, in the order of requests and samples; one that a stop string ends is aborted.
+    """
+
+    def __init__(self, requests: list[Request], tokenizer: Tokenizer, bar: Any) -> None:
+        self._messages: list[ToEngine] = list(requests)
         self._bar = bar
-        self.replies: dict[str, list[Reply]] = {request.request_id: [] for request in requests}
+        self._samples = {
+            (request.request_id, index): Sample(request, index, tokenizer.detokenizer())
+            for request in requests
+            for index in range(request.sampling.n)
+        }
+        self.pieces: dict[tuple[str, int], list[Piece]] = {key: [] for key in self._samples}
 
     def receive(self, block: bool) -> list[ToEngine]:
-        """All requests, then nothing, then the end."""
-        messages, self._requests = self._requests, []
-        return list(messages) or ([Shutdown()] if block else [])
+        """All requests, then aborts, if any, then the end."""
+        messages, self._messages = self._messages, []
+        return messages or ([Shutdown()] if block else [])
 
     def send(self, replies: Sequence[Reply]) -> None:
-        """Keeps the replies."""
+        """Keeps what is new of samples that have not ended."""
         for reply in replies:
-            self.replies[reply.request_id].append(reply)
-            self._bar.update(reply.finish_reason is not None)
+            key = (reply.request_id, reply.index)
+            sample = self._samples[key]
+            if sample.ended:
+                continue
+            self.pieces[key].append(sample.take([reply]))
+            if sample.ended:
+                self._bar.update()
+                if reply.finish_reason is None:
+                    self._messages.append(Abort(*key))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

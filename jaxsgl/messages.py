@@ -15,17 +15,35 @@ from jaxsgl.request import FinishReason, Request
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """The client gave up; an unknown or finished id is ignored."""
+    """The client gave up, or one sample has all that it needs; what is unknown or has finished is ignored.
+
+    Attributes:
+      request_id: as in `Request`.
+      index: the sample to end; None: all of the request's.
+    """
 
     request_id: str
+    index: int | None = None
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and end the process."""
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities at one position.
+
+    Attributes:
+      logprob: of the token that stands there.
+      top: (token id, log-probability) of the most likely ones, best first; as many as were asked for.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """News about one request: at most one new token, and its end if it ended.
+    """News about one sample of a request: at most one new token, and its end if it ended.
 
     Attributes:
       request_id: as in `Request`.
@@ -33,6 +51,10 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
       finish_reason: None while it runs.
       cached_tokens: prompt tokens whose KV was already cached when it was admitted.
       error: set when the scheduler refused the request; the client's mistake, in words for the client.
+      index: which of the request's n samples.
+      logprob: of the new token, if asked for.
+      prompt_logprobs: of prompt tokens 1, 2, ... (nothing stands before token 0), if asked for; comes once, with the
+        first token of sample 0.
     """
 
     request_id: str
@@ -40,6 +62,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     error: str | None = None
+    index: int = 0
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Replies(msgspec.Struct, frozen=True, tag="replies"):

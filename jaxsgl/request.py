@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 MAX_SEED = 2**32 - 1
 MAX_TOP_K = 2**31 - 1  # int32 on the device
 MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_LOGIT_BIAS = 300  # entries
+MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 128
 
 
 class FinishReason(enum.Enum):
     """Why a request ended."""
 
-    STOP = "stop"  # an EOS or stop token was sampled
+    STOP = "stop"  # an EOS or stop token was sampled, or a stop string came up in the text
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # the client gave up
 
@@ -40,30 +45,79 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Holtzman et al. 2020).
       min_p: keep tokens at least min_p times as likely as the most likely one (Nguyen et al. 2024).
       seed: makes sampling reproducible: a token depends on (seed, its position) alone, not on its neighbours.
+      frequency_penalty: taken off a token's logit for each time it stands in the output (OpenAI).
+      presence_penalty: taken off once if it stands in the output at all (OpenAI).
+      repetition_penalty: divides a positive logit, multiplies a negative one, of every token of prompt and output
+        (CTRL, Keskar et al. 2019; as in Hugging Face); 1 changes nothing.
+      logit_bias: token id -> what is added to its logit, -100 to 100. Penalties come before it, temperature after.
       max_tokens: tokens to generate at most; None: as many as the context holds.
+      min_tokens: so many tokens come before any EOS token, stop token or stop string may end the request.
       stop_token_ids: sampled, they end the request; they are part of the returned ids, not of the text.
+      stop: texts that end the request where they come up, whatever tokens they are made of. Text before the first
+        of them is returned; the token that completes it is the last of the returned ids.
+      include_stop_str_in_output: leave the stop string, or the text of the stop token, in the returned text.
       ignore_eos: go on after the model's end-of-sequence tokens (benchmarks).
+      logprobs: return the log-probability of every output token and of the k most likely ones in its place, by the
+        model's own logits, before penalties and temperature. None: nothing; 0: of the output token alone.
+      prompt_logprobs: the same for every prompt token but the first. The prompt is then computed anew, since a
+        prefix cache holds no logits.
+      n: independent samples of one prompt, which is computed once. Sample i draws with seed + i.
     """
 
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "seed", "max_tokens"):
+        self._check_integers()
+        self._check_choice()
+        self._check_end()
+        for name in ("logprobs", "prompt_logprobs"):
+            top = getattr(self, name)
+            _check(top is None or 0 <= top <= MAX_TOP_LOGPROBS, name, top, f"0 to {MAX_TOP_LOGPROBS}")
+        _check(1 <= self.n <= MAX_SAMPLES, "n", self.n, f"1 to {MAX_SAMPLES}")
+
+    def _check_integers(self) -> None:
+        """Structs don't check types when Python code makes them; a max_tokens of 2.5 would never be reached."""
+        for name in ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"):
             _check_integer(name, getattr(self, name))
         for stop_token_id in self.stop_token_ids:
             _check_integer("a stop token id", stop_token_id)
+        for token_id in self.logit_bias:
+            _check_integer("a token id of logit_bias", token_id)
+
+    def _check_choice(self) -> None:
+        """What chooses a token."""
         _check(0.0 <= self.temperature <= 1e4, "temperature", self.temperature, "0 (greedy) to 10000")
         _check(-1 <= self.top_k <= MAX_TOP_K, "top_k", self.top_k, f"-1 (all), or 1 to {MAX_TOP_K}")
         _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, up to 1")
         _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 to 1")
         _check(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check(-2.0 <= getattr(self, name) <= 2.0, name, getattr(self, name), "-2 to 2")
+        _check(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty", self.repetition_penalty, "above 0, up to 2")
+        count = len(self.logit_bias)
+        _check(count <= MAX_LOGIT_BIAS, "the number of logit_bias entries", count, f"0 to {MAX_LOGIT_BIAS}")
+        for token_id, bias in self.logit_bias.items():
+            _check(-100.0 <= bias <= 100.0, f"the logit_bias of token {token_id}", bias, "-100 to 100")
+
+    def _check_end(self) -> None:
+        """What ends a request."""
         _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 and more")
         _check(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
@@ -71,6 +125,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             len(self.stop_token_ids),
             f"0 to {MAX_STOP_TOKEN_IDS}",
         )
+        _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 and more")
+        if self.max_tokens is not None:
+            _check(
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"max_tokens={self.max_tokens} at most",
+            )
+        if isinstance(self.stop, str):
+            raise InvalidRequest(f"stop is the text {self.stop!r}, but must be a list of texts: write [{self.stop!r}]")
+        _check(
+            len(self.stop) <= MAX_STOP_STRINGS, "the number of stop strings", len(self.stop), f"0 to {MAX_STOP_STRINGS}"
+        )
+        for text in self.stop:
+            if not isinstance(text, str):
+                raise InvalidRequest(f"a stop string is {text!r}, but must be a text")
+            allowed = f"1 to {MAX_STOP_STRING_CHARS} characters"
+            _check(1 <= len(text) <= MAX_STOP_STRING_CHARS, "the length of a stop string", len(text), allowed)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits change before a token is chosen: penalties, bias, or stop tokens that must wait."""
+        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def greedy(self) -> bool:
@@ -101,6 +179,7 @@ def check_request(request: Request, limits: Limits) -> None:
         )
     check_token_ids("prompt", request.prompt_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
+    check_token_ids("logit_bias", tuple(request.sampling.logit_bias), limits.vocab_size)
     asked = request.sampling.max_tokens
     needed = prompt_len + (min(asked, limits.context_length - prompt_len) if asked is not None else 1)
     if needed > limits.pool_tokens:
@@ -131,7 +210,6 @@ def check_token_ids(what: str, ids: list[int] | tuple[int, ...], vocab_size: int
 
 
 def _check_integer(name: str, value: object) -> None:
-    """Structs don't check types when Python code makes them; a max_tokens of 2.5 would never be reached."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise InvalidRequest(f"{name} is {value!r}, but must be an integer")
 

@@ -2,7 +2,8 @@
 
 `FakeEngine` writes each token at its slot and rebuilds every sequence through the page table; the next token is a
 hash of the rebuilt sequence. A stale page, a wrong slot, an early eviction or a use after free therefore changes the
-tokens. `next_token` of the plain sequence is the oracle for chunking, caching and overlap alike.
+tokens. `next_token` of the plain sequence is the oracle for chunking, caching and overlap alike. It holds the tables of
+logit edits too, as the host set them and steps moved them, and compares them with the sequence that it rebuilt.
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.engine_api import StepScores, TokenScores
+from jaxsgl.batch.inputs import StepArrays, StepInputs
+from jaxsgl.batch.logit_edits import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray, slots_of, tokens_in
 from jaxsgl.messages import Reply, Shutdown, ToEngine
+from jaxsgl.request import MAX_TOP_LOGPROBS
 
 
 def next_token(sequence: Sequence[int] | IntArray, vocab_size: int) -> int:
@@ -26,11 +31,27 @@ def next_token(sequence: Sequence[int] | IntArray, vocab_size: int) -> int:
     return zlib.crc32(np.asarray(sequence, dtype=np.int32).tobytes()) % vocab_size
 
 
-def generate(prompt: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int], vocab_size: int) -> list[int]:
+def next_allowed(sequence: Sequence[int] | IntArray, banned: Collection[int], vocab_size: int) -> int:
+    """`next_token`, or the first token behind it that isn't banned."""
+    token = next_token(sequence, vocab_size)
+    while token in banned:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def logprob(sequence: Sequence[int] | IntArray, token: int) -> float:
+    """The log-probability that `FakeEngine` gives to `token` after `sequence`; the i-th best one's is less by i."""
+    return -float(next_token([*sequence, token], 1000))
+
+
+def generate(
+    prompt: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int], vocab_size: int, min_tokens: int = 0
+) -> list[int]:
     """What a request must yield, whatever runs beside it."""
     sequence = list(prompt)
     while len(sequence) < len(prompt) + max_new_tokens:
-        sequence.append(next_token(sequence, vocab_size))
+        banned = stop_ids if len(sequence) < len(prompt) + min_tokens else ()
+        sequence.append(next_allowed(sequence, banned, vocab_size))
         if sequence[-1] in stop_ids:
             break
     return sequence[len(prompt) :]
@@ -43,10 +64,17 @@ class FakeHandle:
         self.inputs = inputs
         self._engine = engine
         self._ready_at = ready_at
-        self.result: npt.NDArray[np.int32] | None = None
+        self.result: tuple[npt.NDArray[np.int32], StepScores] | None = None
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """Runs all steps up to this one, in order; waits until the fake device would be done."""
+        return self._wait()[0]
+
+    def scores(self) -> StepScores:
+        """Likewise."""
+        return self._wait()[1]
+
+    def _wait(self) -> tuple[npt.NDArray[np.int32], StepScores]:
         while self.result is None:
             self._engine.run_oldest()
         delay = self._ready_at - time.perf_counter()
@@ -70,6 +98,8 @@ class FakeEngine:
         num_slots = tokens_in(capacity.num_pages, capacity.page_size)
         self._kv: npt.NDArray[np.int32] = np.full((num_slots, 2), -1, dtype=np.int32)  # token id, position
         self._last_tokens: IntArray = np.zeros(capacity.num_rows + 1, dtype=np.int32)
+        self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
+        self._counts: IntArray = np.zeros((capacity.num_rows + 1, capacity.vocab_size), dtype=np.int32)
         self._pending: deque[FakeHandle] = deque()
 
     def submit(self, inputs: StepInputs) -> FakeHandle:
@@ -84,21 +114,79 @@ class FakeEngine:
         handle = self._pending.popleft()
         handle.result = self._step(handle.inputs)
 
-    def _step(self, inputs: StepInputs) -> npt.NDArray[np.int32]:
+    def _step(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], StepScores]:
         arrays = inputs.arrays
         ids = np.where(arrays.token_ids < 0, self._last_tokens[~np.minimum(arrays.token_ids, -1)], arrays.token_ids)
         self._kv[arrays.slots] = np.stack((ids, arrays.positions), axis=1)
+        sequences = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
+        rows = self._edit_rows(inputs, sequences)
         tokens = np.zeros(inputs.bucket.num_seqs, dtype=np.int32)
-        for s in range(inputs.num_seqs):
-            length = int(arrays.lengths[s])
-            first, end = arrays.query_offsets[s : s + 2]
-            assert end > first, f"sequence {s} of {inputs.bucket} has no token to compute, so no logits"
-            assert arrays.positions[first:end].tolist() == list(range(length - (end - first), length))
-            stored = self._kv[slots_of(arrays.page_table[s], 0, length, self._capacity.page_size)]
-            assert (stored[:, 1] == np.arange(length)).all(), f"sequence {s} of {inputs.bucket} reads a foreign page"
-            tokens[s] = next_token(np.ascontiguousarray(stored[:, 0]), self._capacity.vocab_size)
+        for s, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
+            tokens[s] = next_allowed(sequence, self._banned(row, len(sequence)), self._capacity.vocab_size)
+            self._counts[row, tokens[s]] += 2
         self._last_tokens[arrays.sample_rows] = tokens
-        return tokens[: inputs.num_seqs]
+        return tokens[: inputs.num_seqs], self._scores(inputs, arrays, sequences, tokens)
+
+    def _rebuilt(self, inputs: StepInputs, arrays: StepArrays[npt.NDArray[Any]], s: int) -> IntArray:
+        """Token ids of sequence s, as its page table says."""
+        length = int(arrays.lengths[s])
+        first, end = arrays.query_offsets[s : s + 2]
+        assert end > first, f"sequence {s} of {inputs.bucket} has no token to compute, so no logits"
+        assert arrays.positions[first:end].tolist() == list(range(length - (end - first), length))
+        stored = self._kv[slots_of(arrays.page_table[s], 0, length, self._capacity.page_size)]
+        assert (stored[:, 1] == np.arange(length)).all(), f"sequence {s} of {inputs.bucket} reads a foreign page"
+        return np.ascontiguousarray(stored[:, 0])
+
+    def _banned(self, row: int, position: int) -> list[int]:
+        """Tokens that may not stand at `position`."""
+        if row == self._capacity.num_rows:
+            return []
+        edits = self._edits[row]
+        where = (edits[VALUES].view(np.float32) == -np.inf) & (position < edits[UNTIL])
+        banned: list[int] = edits[IDS][where].tolist()
+        return banned
+
+    def _edit_rows(self, inputs: StepInputs, sequences: Sequence[IntArray]) -> list[int]:
+        """Sets the rows that the batch brings; every row that edits must then have counted its whole sequence."""
+        dummy_row = self._capacity.num_rows
+        if inputs.features is None:
+            return [dummy_row] * inputs.num_seqs
+        for setup in inputs.features.row_setups:
+            self._edits[setup[0]], self._counts[setup[0]] = setup[1 : 1 + EDITS_LEN], setup[1 + EDITS_LEN :]
+        rows: list[int] = inputs.features.edit_rows[: inputs.num_seqs].tolist()
+        for row, sequence in zip(rows, sequences, strict=True):
+            if row != dummy_row:
+                counted = np.flatnonzero(self._counts[row])
+                assert counted.tolist() == sorted(set(sequence.tolist())), f"row {row} counts a foreign sequence"
+        return rows
+
+    def _scores(
+        self,
+        inputs: StepInputs,
+        arrays: StepArrays[npt.NDArray[Any]],
+        sequences: Sequence[IntArray],
+        tokens: npt.NDArray[np.int32],
+    ) -> StepScores:
+        sampled = prompt = None
+        if inputs.features is not None and inputs.features.logprobs:
+            sampled = _token_scores([(seq, int(token)) for seq, token in zip(sequences, tokens, strict=False)])
+        if arrays.targets is not None:
+            prompt = _token_scores(
+                [
+                    (sequence[: arrays.positions[t] + 1], int(arrays.targets[t]))
+                    for s, sequence in enumerate(sequences)
+                    for t in range(arrays.query_offsets[s], arrays.query_offsets[s + 1])
+                ]
+            )
+        return StepScores(sampled, prompt)
+
+
+def _token_scores(parts: Sequence[tuple[IntArray, int]]) -> TokenScores:
+    """Of (sequence, token behind it): the token itself is the best one, the ids behind it follow."""
+    logprobs = np.array([logprob(*part) for part in parts], dtype=np.float32)
+    ranks = np.arange(MAX_TOP_LOGPROBS, dtype=np.int32)
+    tokens = np.array([token for _, token in parts], dtype=np.int32)
+    return TokenScores(logprobs, tokens[:, None] + ranks, logprobs[:, None] - ranks)
 
 
 class ScriptedMailbox:

@@ -1,4 +1,5 @@
-"""What sampling costs on this machine's device: all filters on, for a small and a large vocabulary.
+"""What sampling costs on this machine's device: all filters on, for a small and a large vocabulary, with and without
+penalties, bias and log-probabilities (the featured program).
 
 python scripts/bench_sampler.py
 """
@@ -9,25 +10,40 @@ import argparse
 import json
 import timeit
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxsgl.engine import sampler
+from jaxsgl.batch.logit_edits import pack_edits, row_setup
+from jaxsgl.engine import edits
+from jaxsgl.engine.mesh import make_mesh
+from jaxsgl.engine.step import SAMPLING_FIELDS, featured_step, sample_step
+from jaxsgl.request import SamplingParams
 
 SHAPES = ((32, 1024), (8, 151_936))  # rows, vocabulary
 CALLS, REPEATS = 5, 7
 
 
-def milliseconds(rows: int, vocab_size: int) -> float:
-    """Time of one call, the fastest of several repeats."""
+def milliseconds(rows: int, vocab_size: int, featured: bool) -> float:
+    """Time of one call of the program that follows a forward program, the fastest of several repeats."""
     logits = 3 * jax.random.normal(jax.random.key(0), (rows, vocab_size))
     ones = jnp.ones(rows, jnp.float32)
-    filters = {"temperature": ones, "top_p": 0.9 * ones, "min_p": 0.01 * ones, "top_k": jnp.full(rows, 50)}
-    draw = jax.jit(sampler.sample)
+    floats = {"temperature": ones, "top_p": 0.9 * ones, "min_p": 0.01 * ones}
+    ints = {"lengths": jnp.arange(rows), "sample_rows": jnp.arange(rows), "top_k": jnp.full(rows, 50)}
+    bits = {name: jax.lax.bitcast_convert_type(values, jnp.int32) for name, values in floats.items()}
+    fields = {**ints, **bits, "seeds": jnp.arange(rows)}
+    sampling = jnp.stack([fields[name].astype(jnp.int32) for name in SAMPLING_FIELDS])
+    arguments: list[Any] = [logits, sampling, jnp.zeros(rows + 1, jnp.int32)]
+    if featured:
+        tables = edits.allocate(rows, vocab_size, make_mesh())
+        setup = row_setup(0, pack_edits(SamplingParams(presence_penalty=1.0), (), 0), np.ones(vocab_size, np.int32))
+        arguments += [edits.set_row(tables, jnp.asarray(setup)), jnp.arange(rows)]
+    program = jax.jit(featured_step if featured else sample_step)
 
     def call() -> None:
-        draw(logits, seeds=jnp.arange(rows), positions=jnp.arange(rows), **filters).block_until_ready()
+        jax.block_until_ready(program(*arguments))
 
     call()
     return 1e3 * min(timeit.repeat(call, number=CALLS, repeat=REPEATS)) / CALLS
@@ -38,9 +54,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    figures = {f"{rows} x {vocab_size}": milliseconds(rows, vocab_size) for rows, vocab_size in SHAPES}
+    figures = {
+        f"{rows} x {vocab_size}{' featured' if featured else ''}": milliseconds(rows, vocab_size, featured)
+        for rows, vocab_size in SHAPES
+        for featured in (False, True)
+    }
     for shape, time_ms in figures.items():
-        print(f"{shape:>12}  {time_ms:8.2f} ms")
+        print(f"{shape:>20}  {time_ms:8.2f} ms")
     if args.json:
         args.json.write_text(json.dumps({"platform": jax.default_backend(), "ms": figures}, indent=2) + "\n")
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.scheduler import NO_SCORES, Scheduler
 
 
 class CheckedScheduler(Scheduler):
@@ -25,6 +26,6 @@ class CheckedScheduler(Scheduler):
         self.check()
         return inputs
 
-    def collect(self, tokens: Sequence[int] | np.ndarray) -> None:
-        super().collect(tokens)
+    def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
+        super().collect(tokens, scores)
         self.check()

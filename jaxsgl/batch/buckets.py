@@ -15,6 +15,7 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.errors import ConfigError
 
 MIN_EXTEND_TOKENS = 16
+VARIANTS = ((False, False), (True, False), (True, True))  # sampled, featured
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
 
 
@@ -55,27 +56,31 @@ class BucketSet:
         extend_seqs = tuple(sorted({min(FEW_SEQS, rows), rows}))
         return cls(decode_sizes, extend_sizes, extend_seqs, capacity.max_pages_per_seq)
 
-    def decode(self, num_seqs: int, sampled: bool) -> Bucket:
+    def decode(self, num_seqs: int, sampled: bool, featured: bool = False) -> Bucket:
         """The smallest decode bucket that holds `num_seqs` sequences."""
         size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
-        return Bucket("decode", size, size, self.num_pages, sampled)
+        return Bucket("decode", size, size, self.num_pages, sampled or featured, featured)
 
-    def extend(self, num_tokens: int, num_seqs: int, sampled: bool) -> Bucket:
+    def extend(self, num_tokens: int, num_seqs: int, sampled: bool, featured: bool = False) -> Bucket:
         """The smallest extend bucket that holds `num_tokens` tokens of `num_seqs` sequences."""
         tokens = self.extend_sizes[bisect_left(self.extend_sizes, num_tokens)]
         seqs = self.extend_seqs[bisect_left(self.extend_seqs, num_seqs)]
-        return Bucket("extend", tokens, min(seqs, tokens), self.num_pages, sampled)
+        return Bucket("extend", tokens, min(seqs, tokens), self.num_pages, sampled or featured, featured)
+
+    def score(self, sampled: bool, featured: bool = False) -> Bucket:
+        """The one shape that extends with log-probabilities of the prompt: rarely used, so one program must do."""
+        tokens, seqs = self.extend_sizes[-1], self.extend_seqs[-1]
+        return Bucket("score", tokens, min(seqs, tokens), self.num_pages, sampled or featured, featured)
 
     def all(self) -> list[Bucket]:
         """Every program that warm-up compiles; larger ones first, so that the last to finish are short."""
-        decode = {self.decode(size, sampled) for size in self.decode_sizes for sampled in (False, True)}
-        extend = {
-            self.extend(tokens, seqs, sampled)
-            for tokens in self.extend_sizes
-            for seqs in self.extend_seqs
-            for sampled in (False, True)
-        }
-        return sorted(decode | extend, key=lambda bucket: (-bucket.num_tokens, bucket))
+        buckets = {self.score(*variant) for variant in VARIANTS}
+        for variant in VARIANTS:
+            buckets |= {self.decode(size, *variant) for size in self.decode_sizes}
+            buckets |= {
+                self.extend(tokens, seqs, *variant) for tokens in self.extend_sizes for seqs in self.extend_seqs
+            }
+        return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
 
 
 def doubling(first: int, last: int) -> tuple[int, ...]:

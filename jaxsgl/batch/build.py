@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.inputs import Bucket, StepArrays, StepInputs, host_views, packed_len
+from jaxsgl.batch.inputs import Bucket, StepArrays, StepFeatures, StepInputs, host_views, packed_len
 from jaxsgl.batch.sampling_rows import SamplingRows
 from jaxsgl.cache.pages import IntArray, slots_at, slots_of
 
@@ -26,12 +26,16 @@ class Work:
       token_ids: `[n]` the tokens to compute, at positions start .. start + n - 1.
       start: tokens before them, whose KV is stored or in flight.
       sample: whether the last of them yields the sequence's next token (not so for a chunk that isn't the last).
+      targets: `[n]` the prompt token behind each, if its log-probability is wanted.
+      setup: what must be in the row's edit tables before it samples for the first time, if it edits logits.
     """
 
     row: int
     token_ids: IntArray
     start: int
     sample: bool
+    targets: IntArray | None = None
+    setup: IntArray | None = None
 
 
 class BatchBuilder:
@@ -47,7 +51,7 @@ class BatchBuilder:
     def decode(self, rows: IntArray, positions: IntArray) -> StepInputs:
         """One token for each row `[S]`: the row's last sampled token, which goes to `positions [S]`."""
         n = len(rows)
-        bucket = self._buckets.decode(n, self._sampling.any_sampled(rows))
+        bucket = self._buckets.decode(n, self._sampling.any_sampled(rows), self._sampling.any_featured(rows))
         packed, arrays = self._padded(bucket)
         tables = self._page_tables[rows]
         arrays.token_ids[:n] = ~rows
@@ -57,7 +61,7 @@ class BatchBuilder:
         arrays.query_offsets[:] = np.minimum(np.arange(bucket.num_seqs + 1), n)
         arrays.page_table[:n] = tables
         arrays.sample_rows[:n] = rows
-        return self._finish(bucket, packed, arrays, rows, num_tokens=n)
+        return self._finish(bucket, packed, arrays, rows, n, works=())
 
     def extend(self, works: Sequence[Work]) -> StepInputs:
         """Several tokens for each of `works`, in their order."""
@@ -65,7 +69,9 @@ class BatchBuilder:
         counts = [len(work.token_ids) for work in works]
         num_tokens = sum(counts)
         sampling_rows = rows[[work.sample for work in works]]
-        bucket = self._buckets.extend(num_tokens, len(works), self._sampling.any_sampled(sampling_rows))
+        variant = self._sampling.any_sampled(sampling_rows), self._sampling.any_featured(sampling_rows)
+        scored = any(work.targets is not None for work in works)
+        bucket = self._buckets.score(*variant) if scored else self._buckets.extend(num_tokens, len(works), *variant)
         packed, arrays = self._padded(bucket)
         offset = 0
         for s, (work, count) in enumerate(zip(works, counts, strict=True)):
@@ -76,10 +82,13 @@ class BatchBuilder:
             arrays.lengths[s] = stop
             arrays.query_offsets[s] = offset
             arrays.sample_rows[s] = work.row if work.sample else self._dummy_row
+            if work.targets is not None:
+                assert arrays.targets is not None
+                arrays.targets[offset:end] = work.targets
             offset = end
         arrays.query_offsets[len(works) :] = offset
         arrays.page_table[: len(works)] = self._page_tables[rows]
-        return self._finish(bucket, packed, arrays, rows, num_tokens)
+        return self._finish(bucket, packed, arrays, rows, num_tokens, works)
 
     def _padded(self, bucket: Bucket) -> tuple[IntArray, StepArrays[Any]]:
         """A fresh buffer (the device may still read the last one) that holds padding only."""
@@ -90,10 +99,25 @@ class BatchBuilder:
         return packed, arrays
 
     def _finish(
-        self, bucket: Bucket, packed: IntArray, arrays: StepArrays[Any], rows: IntArray, num_tokens: int
+        self,
+        bucket: Bucket,
+        packed: IntArray,
+        arrays: StepArrays[Any],
+        rows: IntArray,
+        num_tokens: int,
+        works: Sequence[Work],
     ) -> StepInputs:
         if bucket.sampled:
             for name in ("temperature", "top_p", "min_p", "top_k", "seeds"):
                 getattr(arrays, name)[: len(rows)] = getattr(self._sampling, name)[rows]
+        features = self._features(arrays.sample_rows, works) if bucket.featured else None
         packed.flags.writeable = False
-        return StepInputs(bucket, packed, len(rows), num_tokens)
+        return StepInputs(bucket, packed, len(rows), num_tokens, features)
+
+    def _features(self, sample_rows: IntArray, works: Sequence[Work]) -> StepFeatures:
+        """Rows whose token means nothing are the dummy row already, and so edit and count nothing."""
+        return StepFeatures(
+            edit_rows=self._sampling.edit_rows(sample_rows),
+            row_setups=tuple(work.setup for work in works if work.setup is not None),
+            logprobs=self._sampling.any_logprobs(sample_rows),
+        )

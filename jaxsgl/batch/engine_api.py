@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,11 +11,43 @@ import numpy.typing as npt
 from jaxsgl.batch.inputs import StepInputs
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities (natural, by the model's own logits) of n tokens, with K = `request.MAX_TOP_LOGPROBS`.
+
+    Attributes:
+      logprobs: `[n]` float32, of the tokens.
+      top_ids: `[n, K]` int32, the most likely ones in their places, best first; fewer where the vocabulary ends.
+      top_logprobs: `[n, K]` float32, theirs.
+    """
+
+    logprobs: npt.NDArray[np.float32]
+    top_ids: npt.NDArray[np.int32]
+    top_logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """What a step yields besides tokens.
+
+    Attributes:
+      sampled: of the sampled tokens `[num_seqs]`, if the batch asked for it.
+      prompt: of the `targets` of a "score" step, `[num_tokens]` in the order of its tokens.
+    """
+
+    sampled: TokenScores | None = None
+    prompt: TokenScores | None = None
+
+
 class StepHandle(Protocol):
     """A step that was launched."""
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """Waits for the step; sampled token ids `[num_seqs]`, in the order of the batch."""
+        ...
+
+    def scores(self) -> StepScores:
+        """Log-probabilities, where the batch asked for some; waits like `tokens`."""
         ...
 
 

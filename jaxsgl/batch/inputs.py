@@ -22,21 +22,24 @@ class Bucket:
     """The padded static shape of a compiled step.
 
     Attributes:
-      kind: "decode" (one token per sequence, T = S) or "extend".
+      kind: "decode" (one token per sequence, T = S), "extend", or "score": an extend that also yields the
+        log-probabilities of prompt tokens.
       num_tokens: T, padded tokens.
       num_seqs: S, padded sequences.
       num_pages: P, width of the page tables.
       sampled: whether the sampling program follows; greedy-only batches go without.
+      featured: whether it is the one that also edits logits and yields log-probabilities; implies `sampled`.
     """
 
-    kind: Literal["decode", "extend"]
+    kind: Literal["decode", "extend", "score"]
     num_tokens: int
     num_seqs: int
     num_pages: int
     sampled: bool
+    featured: bool = False
 
     def __str__(self) -> str:
-        sampling = "sampled" if self.sampled else "greedy"
+        sampling = "featured" if self.featured else "sampled" if self.sampled else "greedy"
         return f"{self.kind} T={self.num_tokens} S={self.num_seqs} P={self.num_pages} {sampling}"
 
 
@@ -56,6 +59,7 @@ class StepArrays(Generic[ArrayT]):
       top_k: `[S]` 0: all.
       seeds: `[S]` bits of a uint32.
       temperature, top_p, min_p: `[S]` float32. Greedy buckets leave the sampling fields as they are.
+      targets: `[T]` the prompt token behind each token, where its log-probability is wanted; in "score" buckets only.
     """
 
     token_ids: ArrayT
@@ -70,6 +74,7 @@ class StepArrays(Generic[ArrayT]):
     temperature: ArrayT
     top_p: ArrayT
     min_p: ArrayT
+    targets: ArrayT | None = None
 
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p")
@@ -93,16 +98,18 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
         "top_p": (s,),
         "min_p": (s,),
     }
+    if bucket.kind == "score":
+        shapes["targets"] = (t,)
     places, offset = {}, 0
-    for spec in fields(StepArrays):
-        places[spec.name] = (offset, shapes[spec.name])
-        offset += math.prod(shapes[spec.name])
+    for name in (spec.name for spec in fields(StepArrays) if spec.name in shapes):
+        places[name] = (offset, shapes[name])
+        offset += math.prod(shapes[name])
     return places
 
 
 def packed_len(bucket: Bucket) -> int:
     """Length of the packed int32 buffer of `bucket`."""
-    offset, shape = layout(bucket)["min_p"]
+    offset, shape = list(layout(bucket).values())[-1]
     return offset + math.prod(shape)
 
 
@@ -118,20 +125,37 @@ def host_views(packed: npt.NDArray[np.int32], bucket: Bucket) -> StepArrays[npt.
 
 
 @dataclass(frozen=True)
+class StepFeatures:
+    """What a featured batch brings besides `StepInputs.packed`.
+
+    Attributes:
+      edit_rows: `[S]` row of the edit tables of each sequence; the dummy row where logits stay as they are.
+      row_setups: arrays of `logit_edits.row_setup`, to be written to the tables before the batch runs.
+      logprobs: whether the log-probabilities of the batch's tokens are wanted.
+    """
+
+    edit_rows: npt.NDArray[np.int32]
+    row_setups: tuple[npt.NDArray[np.int32], ...]
+    logprobs: bool
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """One padded batch, ready for the device. Read-only: neither side may change it after it is built.
 
     Attributes:
       bucket: which compiled program runs it.
-      packed: `[packed_len(bucket)]` int32, the only thing that is transferred.
+      packed: `[packed_len(bucket)]` int32, the only thing that is transferred unless the batch is featured.
       num_seqs: real sequences; the rest of S is padding.
       num_tokens: real tokens; the rest of T is padding.
+      features: of featured batches only.
     """
 
     bucket: Bucket
     packed: npt.NDArray[np.int32]
     num_seqs: int
     num_tokens: int
+    features: StepFeatures | None = None
 
     @property
     def arrays(self) -> StepArrays[npt.NDArray[Any]]:

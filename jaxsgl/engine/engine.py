@@ -1,8 +1,9 @@
 """The engine: loads the model, sizes the KV cache, compiles every bucket, then runs steps. The only device code of a
 running server.
 
-Owns the parameters, the KV pages and the last-token table. Knows nothing of requests, page owners or text: the
-scheduler says what to compute in `StepInputs`, and gets token ids back. Called by the serving loop, from one thread.
+Owns the parameters, the KV pages, the last-token table and the tables of logit edits. Knows nothing of requests, page
+owners or text: the scheduler says what to compute in `StepInputs`, and gets token ids back. Called by the serving loop,
+from one thread.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.engine_api import StepScores, TokenScores
+from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
+from jaxsgl.engine import edits
 from jaxsgl.engine.kv_buffers import allocate
+from jaxsgl.engine.logprobs import Logprobs
 from jaxsgl.engine.mesh import make_mesh, replicated
 from jaxsgl.engine.programs import Programs, ProgramSpec
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
+from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages import EngineInfo
@@ -31,16 +36,29 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceHandle:
-    """A step on its way: its tokens are being computed and copied to the host."""
+    """A step on its way: what the host wants of it is being computed and copied."""
 
-    def __init__(self, tokens: jax.Array, num_seqs: int) -> None:
+    def __init__(
+        self, inputs: StepInputs, tokens: jax.Array, sampled: Logprobs | None = None, prompt: Logprobs | None = None
+    ) -> None:
+        self._inputs = inputs
         self._tokens = tokens
-        self._num_seqs = num_seqs
-        tokens.copy_to_host_async()
+        self._sampled = sampled
+        self._prompt = prompt
+        for array in jax.tree.leaves((tokens, sampled, prompt)):
+            array.copy_to_host_async()
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """Waits for the step; sampled ids `[num_seqs]`. Raises what the device raised, if the step failed."""
-        return np.asarray(self._tokens)[: self._num_seqs]
+        return np.asarray(self._tokens)[: self._inputs.num_seqs]
+
+    def scores(self) -> StepScores:
+        """Waits for the step; log-probabilities, as far as the batch asked for some."""
+        sampled, prompt = self._sampled, self._prompt
+        return StepScores(
+            None if sampled is None else TokenScores(*(np.asarray(x)[: self._inputs.num_seqs] for x in sampled)),
+            None if prompt is None else TokenScores(*(np.asarray(x)[: self._inputs.num_tokens] for x in prompt)),
+        )
 
 
 class Engine:
@@ -82,6 +100,7 @@ class Engine:
         self.buckets = BucketSet.derive(self.capacity, config.decode_buckets, config.extend_buckets)
         self._kv = allocate(page_shape, self.capacity.num_pages, mesh)
         self._last_tokens = jax.device_put(np.zeros(self.capacity.num_rows + 1, np.int32), replicated(mesh))
+        self._edit_tables = edits.allocate(self.capacity.num_rows, self.arch.vocab_size, mesh)
         self._params = jax.tree.leaves(params)
         graphdef, _ = abstract_model(self.arch, dtype)
         backend = config.attention_backend
@@ -112,20 +131,33 @@ class Engine:
     def submit(self, inputs: StepInputs) -> DeviceHandle:
         """Launches one step and returns; never waits for the device.
 
-        The host array goes to the device as it is, the only transfer of a step. Raises `JaxsglError` for a bucket
-        that wasn't compiled, and what XLA raises; after that the engine can't go on.
+        The host array goes to the device as it is, the only transfer of a step without sampling features. Raises
+        `JaxsglError` for a bucket that wasn't compiled, and what XLA raises; after that the engine can't go on.
         """
-        forward, *sampling = self._programs.of(inputs.bucket)
+        forward, *after = self._programs.of(inputs.bucket)
         out = forward(self._params, self._kv, self._last_tokens, inputs.packed)
-        self._kv, self._last_tokens, tokens = out.kv, out.last_tokens, out.tokens
-        for sample in sampling:
+        self._kv, self._last_tokens = out.kv, out.last_tokens
+        if inputs.features is not None:
+            return self._submit_featured(after[0], out, inputs, inputs.features)
+        tokens = out.tokens
+        for sample in after:
             self._last_tokens, tokens = sample(out.logits, out.sampling, self._last_tokens)
-        return DeviceHandle(tokens, inputs.num_seqs)
+        return DeviceHandle(inputs, tokens, prompt=out.prompt_scores)
+
+    def _submit_featured(
+        self, program: jax.stages.Compiled, forwarded: Forwarded, inputs: StepInputs, features: StepFeatures
+    ) -> DeviceHandle:
+        for setup in features.row_setups:
+            self._edit_tables = self._programs.set_row(self._edit_tables, setup)
+        out = program(forwarded.logits, forwarded.sampling, self._last_tokens, self._edit_tables, features.edit_rows)
+        self._last_tokens, self._edit_tables = out.last_tokens, out.tables
+        sampled = out.scores if features.logprobs else None
+        return DeviceHandle(inputs, out.tokens, sampled, forwarded.prompt_scores)
 
     def close(self) -> None:
         """Stops counting compilations and lets go of the device's memory."""
         self._compiles.close()
-        for array in jax.tree.leaves((self._kv, self._last_tokens, self._params)):
+        for array in jax.tree.leaves((self._kv, self._last_tokens, self._edit_tables, self._params)):
             array.delete()
 
 

@@ -59,6 +59,7 @@ def choose_num_pages(
     max_total_tokens: int | None,
     mem_fraction_static: float,
     useful_tokens: int,
+    reserved_bytes: int,
 ) -> int:
     """Pages of the pool, the dummy page included.
 
@@ -68,11 +69,12 @@ def choose_num_pages(
       max_total_tokens: asked for, else as many as fit.
       mem_fraction_static: share of an accelerator's memory for weights and pool together.
       useful_tokens: more than all rows can fill; bounds the pool on CPU, where memory is shared with everything else.
+      reserved_bytes: that other tables will take.
 
     Raises:
       ConfigError: the pool doesn't fit into memory, or can't hold one request of one prompt token.
     """
-    memory = free_bytes(device, mem_fraction_static)
+    memory = free_bytes(device, mem_fraction_static) - reserved_bytes
     if max_total_tokens is not None:
         return _asked_pages(shape, max_total_tokens, memory)
     if device.platform == "cpu":

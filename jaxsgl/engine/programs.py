@@ -16,13 +16,19 @@ from jax.sharding import Mesh
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import Bucket, packed_len
+from jaxsgl.batch.logit_edits import EDITS_LEN
+from jaxsgl.engine import edits
+from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.kv_buffers import KvBuffers
 from jaxsgl.engine.mesh import replicated
 from jaxsgl.engine.step import (
+    FEATURED_DONATES,
     FORWARD_DONATES,
     SAMPLING_DONATES,
     SAMPLING_FIELDS,
+    SET_ROW_DONATES,
     Forwarded,
+    featured_step,
     make_forward,
     sample_step,
 )
@@ -60,40 +66,63 @@ class ProgramSpec:
         jitted = jax.jit(
             make_forward(self.graphdef, treedef, bucket, self.attention_backend),
             donate_argnums=FORWARD_DONATES,
-            out_shardings=Forwarded(kv_shardings, everywhere, everywhere, everywhere, everywhere),
+            out_shardings=Forwarded(*[kv_shardings, *[everywhere] * 4, everywhere if bucket.kind == "score" else None]),
         )
         return jitted.trace(leaves, self.kv, self._int32(self.num_rows + 1), self._int32(packed_len(bucket)))
 
     def trace_sampling(self, num_seqs: int) -> jax.stages.Traced:
         """The sampling program for `num_seqs` padded sequences, traced."""
         jitted = jax.jit(sample_step, donate_argnums=SAMPLING_DONATES, out_shardings=replicated(self.mesh))
+        return jitted.trace(*self._sampling_arguments(num_seqs))
+
+    def trace_featured(self, num_seqs: int) -> jax.stages.Traced:
+        """The program of sampling features for `num_seqs` padded sequences, traced."""
+        jitted = jax.jit(featured_step, donate_argnums=FEATURED_DONATES, out_shardings=replicated(self.mesh))
+        return jitted.trace(*self._sampling_arguments(num_seqs), self._tables(), self._int32(num_seqs))
+
+    def trace_set_row(self) -> jax.stages.Traced:
+        """The program that writes a row of the edit tables, traced."""
+        jitted = jax.jit(edits.set_row, donate_argnums=SET_ROW_DONATES, out_shardings=replicated(self.mesh))
+        return jitted.trace(self._tables(), self._int32(1 + EDITS_LEN + self.vocab_size))
+
+    def _sampling_arguments(self, num_seqs: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         logits = jax.ShapeDtypeStruct((num_seqs, self.vocab_size), jnp.float32, sharding=replicated(self.mesh))
-        return jitted.trace(logits, self._int32(len(SAMPLING_FIELDS), num_seqs), self._int32(self.num_rows + 1))
+        return logits, self._int32(len(SAMPLING_FIELDS), num_seqs), self._int32(self.num_rows + 1)
+
+    def _tables(self) -> EditTables:
+        rows = self.num_rows + 1
+        return EditTables(self._int32(rows, EDITS_LEN), self._int32(rows, self.vocab_size))
 
     def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(self.mesh))
 
 
 class ProgramKey(NamedTuple):
-    """Which program: a forward one by its bucket (`sampled` False), or a sampling one by its number of sequences."""
+    """Which program: "forward" by its bucket, "sampling" or "featured" by its number of sequences, "set_row"."""
 
     kind: str
-    shape: Bucket | int
+    shape: Bucket | int = 0
+
+
+SET_ROW = ProgramKey("set_row")
 
 
 def keys_of(bucket: Bucket) -> list[ProgramKey]:
     """The programs that a step of `bucket` runs, in order."""
-    keys = [ProgramKey("forward", replace(bucket, sampled=False))]
-    return [*keys, ProgramKey("sampling", bucket.num_seqs)] if bucket.sampled else keys
+    keys = [ProgramKey("forward", replace(bucket, sampled=False, featured=False))]
+    if bucket.sampled:
+        keys.append(ProgramKey("featured" if bucket.featured else "sampling", bucket.num_seqs))
+    return keys
 
 
 class Programs:
-    """The programs of all buckets."""
+    """The programs of all buckets, and the one that writes a row of the edit tables."""
 
     def __init__(self, spec: ProgramSpec, buckets: BucketSet, *, progress: bool) -> None:
         """Compiles everything."""
-        keys = dict.fromkeys(key for bucket in buckets.all() for key in keys_of(bucket))
+        keys = dict.fromkeys([*(key for bucket in buckets.all() for key in keys_of(bucket)), SET_ROW])
         self._compiled = compile_all({key: _lowering(spec, key) for key in keys}, progress=progress)
+        self.set_row = self._compiled[SET_ROW]
         # One look-up per step instead of building keys.
         self._of_bucket = {bucket: tuple(self._compiled[key] for key in keys_of(bucket)) for bucket in buckets.all()}
 
@@ -101,7 +130,7 @@ class Programs:
         return len(self._compiled)
 
     def of(self, bucket: Bucket) -> tuple[jax.stages.Compiled, ...]:
-        """The forward program of `bucket`, and its sampling program if it is sampled."""
+        """The forward program of `bucket`, and its sampling or featured program if it is sampled."""
         try:
             return self._of_bucket[bucket]
         except KeyError:
@@ -112,8 +141,12 @@ class Programs:
 
 
 def _lowering(spec: ProgramSpec, key: ProgramKey) -> Callable[[], Any]:
+    return lambda: _trace(spec, key).lower()
+
+
+def _trace(spec: ProgramSpec, key: ProgramKey) -> jax.stages.Traced:
     if isinstance(key.shape, Bucket):
-        bucket = key.shape
-        return lambda: spec.trace_forward(bucket).lower()
-    num_seqs = key.shape
-    return lambda: spec.trace_sampling(num_seqs).lower()
+        return spec.trace_forward(key.shape)
+    if key == SET_ROW:
+        return spec.trace_set_row()
+    return spec.trace_featured(key.shape) if key.kind == "featured" else spec.trace_sampling(key.shape)

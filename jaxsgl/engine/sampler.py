@@ -21,7 +21,7 @@ def greedy(logits: jax.Array) -> jax.Array:
 
     Finds the chunk, then the token in it: XLA's argmax over a whole vocabulary takes 10 times longer on CPU.
     """
-    chunks = _in_chunks(logits, -jnp.inf)
+    chunks = in_chunks(logits, -jnp.inf)
     chunk = jnp.argmax(jnp.max(chunks, axis=-1), axis=-1)
     inside = chunks[jnp.arange(len(chunks)), chunk]
     return (chunk * chunks.shape[-1] + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
@@ -106,7 +106,7 @@ def draw(weights: jax.Array, where: jax.Array, *, otherwise: jax.Array) -> jax.A
     Cumulates sums of chunks, then inside one chunk, so that the vocabulary is read once. Where rounding leaves no
     token (about once in 10^7 draws), takes `otherwise [S]`.
     """
-    chunks = _in_chunks(weights, 0.0)
+    chunks = in_chunks(weights, 0.0)
     num_rows, num_chunks, chunk_size = chunks.shape
     chunk_ends = jnp.cumsum(jnp.sum(chunks, axis=-1), axis=-1)
     goal = where * chunk_ends[:, -1]
@@ -120,7 +120,7 @@ def draw(weights: jax.Array, where: jax.Array, *, otherwise: jax.Array) -> jax.A
     return jnp.where(jnp.any(passed, axis=-1), token, otherwise).astype(jnp.int32)
 
 
-def _in_chunks(x: jax.Array, fill: float) -> jax.Array:
+def in_chunks(x: jax.Array, fill: float) -> jax.Array:
     """`x [S, V]` as `[S, chunks, chunk size]`; `fill` pads the last chunk where V has no suitable divisor."""
     num_rows, vocab_size = x.shape
     divisors = (size for size in range(MAX_CHUNK, MIN_CHUNK - 1, -1) if vocab_size % size == 0)

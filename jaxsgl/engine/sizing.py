@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config import EngineConfig
+from jaxsgl.engine import edits
 from jaxsgl.engine.kv_buffers import KvShape, choose_num_pages
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
@@ -39,6 +40,7 @@ def plan_capacity(config: EngineConfig, arch: ModelArch, page: KvShape, device: 
         max_total_tokens=config.max_total_tokens,
         mem_fraction_static=config.mem_fraction_static,
         useful_tokens=num_rows * context_length,
+        reserved_bytes=edits.table_bytes(num_rows, arch.vocab_size),
     )
     return Capacity(
         page_size=page.page_size,

@@ -5,8 +5,9 @@ KV pages, last tokens) is an argument, and what it changes is donated and return
 are compiled or when they run: `programs` compiles, `engine` runs.
 
 Two programs, not one: a sampled batch runs its forward program and then a small sampling program, which depends on
-the number of sequences only. Half as many models to compile, and what sampling grows doesn't multiply them again.
-Neither waits for the host, and a greedy batch runs one program.
+the number of sequences only. Half as many models to compile, and what sampling grows doesn't multiply them: penalties,
+bias and log-probabilities are one more small program, the featured one, in place of the sampling program. Neither
+waits for the host, and a greedy batch runs one program.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.batch.inputs import FLOAT_FIELDS, Bucket, StepArrays, layout
-from jaxsgl.engine import sampler
+from jaxsgl.engine import edits, sampler
+from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.kv_buffers import KvBuffers
+from jaxsgl.engine.logprobs import Logprobs, score, score_in_slices
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
 
 SAMPLING_FIELDS = ("lengths", "sample_rows", "top_k", "seeds", "temperature", "top_p", "min_p")
@@ -36,6 +39,7 @@ class Forwarded(NamedTuple):
       tokens: `[S]` int32, the most likely ones.
       logits: `[S, V]` float32.
       sampling: `[7, S]` int32, the fields of SAMPLING_FIELDS as they came, for the sampling program.
+      prompt_scores: `[T]` of the targets, from "score" programs only.
     """
 
     kv: KvBuffers
@@ -43,15 +47,34 @@ class Forwarded(NamedTuple):
     tokens: jax.Array
     logits: jax.Array
     sampling: jax.Array
+    prompt_scores: Logprobs | None = None
+
+
+class Featured(NamedTuple):
+    """What a featured program returns.
+
+    Attributes:
+      last_tokens: `[rows + 1]` int32, with `tokens` at their rows.
+      tables: with `tokens` counted.
+      tokens: `[S]` int32.
+      scores: `[S]` of the tokens.
+    """
+
+    last_tokens: jax.Array
+    tables: EditTables
+    tokens: jax.Array
+    scores: Logprobs
 
 
 Forward: TypeAlias = Callable[[list[jax.Array], KvBuffers, jax.Array, jax.Array], Forwarded]
 FORWARD_DONATES = (1, 2)  # kv, last_tokens
 SAMPLING_DONATES = (2,)  # last_tokens
+FEATURED_DONATES = (2, 3)  # last_tokens, tables
+SET_ROW_DONATES = (0,)  # tables
 
 
 def make_forward(graphdef: nnx.GraphDef, treedef: Any, bucket: Bucket, attention_backend: str) -> Forward:
-    """`forward(params, kv, last_tokens, packed) -> Forwarded` for `bucket`, whose `sampled` makes no difference.
+    """`forward(params, kv, last_tokens, packed) -> Forwarded` for `bucket`; neither `sampled` nor `featured` matters.
 
     params: leaves of the model's state, whose structure is `treedef` (a flat list costs less per call). kv: all pages.
     last_tokens: `[rows + 1]` int32, the newest token of each row, the dummy row last. packed: `[packed_len(bucket)]`
@@ -66,23 +89,46 @@ def make_forward(graphdef: nnx.GraphDef, treedef: Any, bucket: Bucket, attention
         logits = model.logits(_last_of_each(hidden, arrays, bucket))
         tokens = sampler.greedy(logits)
         sampling = jnp.stack([_field(packed, bucket, name) for name in SAMPLING_FIELDS])
-        return Forwarded(pages.buffers(), last_tokens.at[arrays.sample_rows].set(tokens), tokens, logits, sampling)
+        last_tokens = last_tokens.at[arrays.sample_rows].set(tokens)
+        scores = None if arrays.targets is None else score_in_slices(model.logits, hidden, arrays.targets)
+        return Forwarded(pages.buffers(), last_tokens, tokens, logits, sampling, scores)
 
     return forward
 
 
 def sample_step(logits: jax.Array, sampling: jax.Array, last_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sampled `(last_tokens, tokens [S])` in place of the greedy ones; arguments as in `Forwarded`."""
-    ints = dict(zip(SAMPLING_FIELDS, sampling, strict=True))
-    floats = {name: jax.lax.bitcast_convert_type(ints[name], jnp.float32) for name in FLOAT_FIELDS}
-    tokens = sampler.sample(
-        logits,
-        top_k=ints["top_k"],
-        seeds=ints["seeds"],
-        positions=ints["lengths"],  # the drawn token stands behind all that have KV
-        **floats,
+    fields = _sampling_fields(sampling)
+    tokens = _sample(logits, fields)
+    return last_tokens.at[fields["sample_rows"]].set(tokens), tokens
+
+
+def featured_step(
+    logits: jax.Array, sampling: jax.Array, last_tokens: jax.Array, tables: EditTables, edit_rows: jax.Array
+) -> Featured:
+    """As `sample_step`, from logits as `tables` say for `edit_rows [S]`, and with log-probabilities of the tokens."""
+    fields = _sampling_fields(sampling)
+    tokens = _sample(edits.apply(logits, tables, edit_rows, fields["lengths"]), fields)
+    return Featured(
+        last_tokens.at[fields["sample_rows"]].set(tokens),
+        edits.count(tables, edit_rows, tokens),
+        tokens,
+        score(logits, tokens),
     )
-    return last_tokens.at[ints["sample_rows"]].set(tokens), tokens
+
+
+def _sampling_fields(sampling: jax.Array) -> dict[str, jax.Array]:
+    fields = dict(zip(SAMPLING_FIELDS, sampling, strict=True))
+    floats = {name: jax.lax.bitcast_convert_type(fields[name], jnp.float32) for name in FLOAT_FIELDS}
+    return fields | floats
+
+
+def _sample(logits: jax.Array, fields: dict[str, jax.Array]) -> jax.Array:
+    return sampler.sample(
+        logits,
+        positions=fields["lengths"],  # the drawn token stands behind all that have KV
+        **{name: fields[name] for name in ("top_k", "seeds", *FLOAT_FIELDS)},
+    )
 
 
 class Pages:

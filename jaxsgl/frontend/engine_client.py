@@ -19,11 +19,18 @@ from jaxsgl.request import Request
 
 
 class ReplyStream:
-    """Replies of one request, in order. What a slow reader has not fetched yet comes at once."""
+    """Replies of one request, in order. What a slow reader has not fetched yet comes at once.
 
-    def __init__(self, engine_id: str) -> None:
+    Attributes:
+      engine_id: the request's id in the engine.
+      ended: whether no sample of it runs any more.
+    """
+
+    def __init__(self, engine_id: str, num_samples: int, abort: Callable[[Abort], None]) -> None:
         self.engine_id = engine_id
         self.ended = False
+        self._running = set(range(num_samples))
+        self._abort = abort
         self._replies: list[Reply] = []
         self._failure: str | None = None
         self._news = asyncio.Event()
@@ -39,12 +46,21 @@ class ReplyStream:
         return replies
 
     def put(self, reply: Reply) -> None:
-        """Adds a reply; one that comes after the end is dropped."""
-        if self.ended:
+        """Adds a reply; one that comes after the end of its sample is dropped."""
+        if self.ended or reply.index not in self._running:
             return
-        self.ended = reply.finish_reason is not None or reply.error is not None
+        if reply.finish_reason is not None:
+            self._running.remove(reply.index)
+        self.ended = not self._running or reply.error is not None
         self._replies.append(reply)
         self._news.set()
+
+    def end_sample(self, index: int) -> None:
+        """Nothing more is wanted of sample `index`; ends it in the engine if it still runs there."""
+        if not self.ended and index in self._running:
+            self._running.remove(index)
+            self.ended = not self._running
+            self._abort(Abort(self.engine_id, index))
 
     def fail(self, reason: str) -> None:
         """Ends the stream after the replies that have come."""
@@ -97,7 +113,8 @@ class EngineClient:
             raise EngineUnavailable(self._refusal)
         if request.request_id in self._by_request_id:
             raise InvalidRequest(f"request_id {request.request_id} is the id of a running request: choose another")
-        stream = ReplyStream(f"{request.request_id}/{next(self._numbers)}")
+        engine_id = f"{request.request_id}/{next(self._numbers)}"
+        stream = ReplyStream(engine_id, request.sampling.n, self._send_abort)
         self._send(msgspec.structs.replace(request, request_id=stream.engine_id))
         self._streams[stream.engine_id] = stream
         self._by_request_id[request.request_id] = stream
@@ -122,6 +139,9 @@ class EngineClient:
     def _abort(self, stream: ReplyStream) -> bool:
         if stream.ended:
             return False
-        with contextlib.suppress(EngineUnavailable):  # a dead engine needs no abort
-            self._send(Abort(stream.engine_id))
+        self._send_abort(Abort(stream.engine_id))
         return True
+
+    def _send_abort(self, abort: Abort) -> None:
+        with contextlib.suppress(EngineUnavailable):  # a dead engine needs no abort
+            self._send(abort)

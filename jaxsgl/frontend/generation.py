@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -17,9 +18,10 @@ from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.detokenizer import Detokenizer
 from jaxsgl.frontend.engine_client import EngineClient, ReplyStream
 from jaxsgl.frontend.prompts import Prompt, tokenize
+from jaxsgl.frontend.sample import Piece, Sample, join
 from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import EngineInfo, Reply
-from jaxsgl.request import FinishReason, Request, SamplingParams, check_request
+from jaxsgl.request import Request, SamplingParams, check_request
 
 MAX_REQUEST_ID_CHARS = 256
 
@@ -34,75 +36,50 @@ class ServedModel:
     tokenizer: Tokenizer
 
 
-@dataclass(frozen=True)
-class End:
-    """How a generation ended. `matched_stop_token` is the EOS or stop token, if that was why."""
-
-    reason: FinishReason
-    matched_stop_token: int | None
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What is new since the last piece; the last one holds the end."""
-
-    text: str
-    token_ids: list[int]
-    end: End | None
-
-
 class Generation:
-    """One running request, as an asynchronous iterator of pieces."""
+    """One running request, as an asynchronous iterator of pieces of its samples."""
 
-    def __init__(self, request: Request, stream: ReplyStream, detokenizer: Detokenizer) -> None:
-        self._request = request
+    def __init__(self, request: Request, stream: ReplyStream, new_detokenizer: Callable[[], Detokenizer]) -> None:
         self._stream = stream
-        self._detokenizer = detokenizer
-        self.num_tokens = 0
-        self._ended = False
+        self._samples = [Sample(request, index, new_detokenizer()) for index in range(request.sampling.n)]
+        self._pieces: deque[Piece] = deque()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all samples so far."""
+        return sum(sample.num_tokens for sample in self._samples)
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> Piece:
         """Raises `InvalidRequest` if the scheduler refused the request, `EngineUnavailable` if the engine is gone."""
-        if self._ended:
-            raise StopAsyncIteration
-        replies = await self._stream.next()
-        last = replies[-1]
-        if last.error is not None:
-            raise InvalidRequest(last.error)
-        ids = [token_id for reply in replies for token_id in reply.token_ids]
-        self.num_tokens += len(ids)
-        if last.finish_reason is None:
-            return Piece(self._detokenizer.feed(ids), ids, None)
-        self._ended = True
-        end = self._end(last, last.finish_reason, ids)
-        visible = ids if end.matched_stop_token is None else ids[:-1]
-        return Piece(self._detokenizer.feed(visible) + self._detokenizer.finish(), ids, end)
+        while not self._pieces:
+            if all(sample.ended for sample in self._samples):
+                raise StopAsyncIteration
+            self._take(await self._stream.next())
+        return self._pieces.popleft()
 
-    async def whole(self) -> Piece:
-        """Waits for the end and returns everything as one piece."""
-        texts: list[str] = []
-        ids: list[int] = []
-        end: End | None = None
+    async def whole(self) -> list[Piece]:
+        """Waits for the end and returns each sample as one piece, in the order of the samples."""
+        pieces: list[list[Piece]] = [[] for _ in self._samples]
         async for piece in self:
-            texts.append(piece.text)
-            ids += piece.token_ids
-            end = piece.end
-        return Piece("".join(texts), ids, end)
+            pieces[piece.index].append(piece)
+        return [join(of_sample) for of_sample in pieces]
 
-    def _end(self, last: Reply, reason: FinishReason, new_ids: list[int]) -> End:
-        return End(
-            reason=reason,
-            matched_stop_token=new_ids[-1] if reason is FinishReason.STOP and new_ids else None,
-            prompt_tokens=len(self._request.prompt_ids),
-            cached_tokens=last.cached_tokens,
-            completion_tokens=self.num_tokens,
-        )
+    def _take(self, replies: list[Reply]) -> None:
+        """One piece for each sample that has news; a sample that a stop string ended is ended in the engine too."""
+        of_sample: dict[int, list[Reply]] = {}
+        for reply in replies:
+            if reply.error is not None:
+                raise InvalidRequest(reply.error)
+            of_sample.setdefault(reply.index, []).append(reply)
+        for index, news in of_sample.items():
+            sample = self._samples[index]
+            if not sample.ended:
+                self._pieces.append(sample.take(news))
+                if sample.ended:
+                    self._stream.end_sample(index)
 
 
 class Generator:
@@ -132,6 +109,8 @@ class Generator:
             raise InvalidRequest(
                 f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}"
             )
+        if sampling.stop:
+            model.tokenizer.check_text_comes_back("stop strings")
         limits = model.info.limits
         ids = await tokenize(prompt, model.tokenizer, limits.context_length, self._threads)
         request = Request(request_id, ids, sampling)
@@ -143,7 +122,7 @@ class Generator:
         """Submits a prepared request; leaving the block before its end aborts it. Errors as `EngineClient.open`."""
         start_s = time.monotonic()
         with self._client.open(request) as stream:
-            generation = Generation(request, stream, self.model.tokenizer.detokenizer())
+            generation = Generation(request, stream, self.model.tokenizer.detokenizer)
             try:
                 yield generation
             finally:

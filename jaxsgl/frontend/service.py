@@ -18,10 +18,12 @@ import grpc
 import jaxsgl
 from jaxsgl.errors import InvalidRequest, JaxsglError
 from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.generation import Generator, Piece, ServedModel
+from jaxsgl.frontend.generation import Generator, ServedModel
 from jaxsgl.frontend.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.frontend.sample import Piece
+from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason, SamplingParams
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Jaxsgl"].full_name
@@ -31,6 +33,8 @@ _FINISH_REASONS = {
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
+
+_OPTIONAL_PARAMS = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +66,7 @@ class JaxsglService(pb_grpc.JaxsglServicer):
 
     @_answers_errors
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        """Streams pieces, or writes the whole as one reply. A cancelled call aborts the request."""
+        """Streams pieces, or writes each sample as one reply. A cancelled call aborts the request."""
         request_id = request.request_id or uuid.uuid4().hex
         prepared = await self._generator.prepare(_prompt(request), _sampling(request.sampling), request_id)
         with self._generator.start(prepared) as generation:
@@ -70,7 +74,8 @@ class JaxsglService(pb_grpc.JaxsglServicer):
                 async for piece in generation:
                     await context.write(_reply(request_id, piece))
             else:
-                await context.write(_reply(request_id, await generation.whole()))
+                for piece in await generation.whole():
+                    await context.write(_reply(request_id, piece))
 
     @_answers_errors
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortReply:
@@ -95,21 +100,36 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
 
 
 def _sampling(params: pb.SamplingParams) -> SamplingParams:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens")
-    given = {name: getattr(params, name) for name in names if params.HasField(name)}
-    return SamplingParams(**given, stop_token_ids=tuple(params.stop_token_ids), ignore_eos=params.ignore_eos)
+    given = {name: getattr(params, name) for name in _OPTIONAL_PARAMS if params.HasField(name)}
+    return SamplingParams(
+        **given,
+        logit_bias=dict(params.logit_bias),
+        stop_token_ids=tuple(params.stop_token_ids),
+        stop=tuple(params.stop),
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        ignore_eos=params.ignore_eos,
+    )
 
 
 def _reply(request_id: str, piece: Piece) -> pb.GenerateReply:
-    reply = pb.GenerateReply(request_id=request_id, text=piece.text, token_ids=piece.token_ids)
+    reply = pb.GenerateReply(request_id=request_id, index=piece.index, text=piece.text, token_ids=piece.token_ids)
+    reply.logprobs.extend(map(_logprob, piece.logprobs))
+    reply.prompt_logprobs.extend(map(_logprob, piece.prompt_logprobs or ()))
     if piece.end is not None:
         reply.finish_reason = _FINISH_REASONS[piece.end.reason]
-        if piece.end.matched_stop_token is not None:
-            reply.matched_stop_token = piece.end.matched_stop_token
+        if isinstance(piece.end.matched_stop, str):
+            reply.matched_stop_string = piece.end.matched_stop
+        elif piece.end.matched_stop is not None:
+            reply.matched_stop_token = piece.end.matched_stop
         reply.usage.prompt_tokens = piece.end.prompt_tokens
         reply.usage.cached_tokens = piece.end.cached_tokens
         reply.usage.completion_tokens = piece.end.completion_tokens
     return reply
+
+
+def _logprob(of_token: TokenLogprob) -> pb.TokenLogprob:
+    top = (pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in of_token.top)
+    return pb.TokenLogprob(logprob=of_token.logprob, top=top)
 
 
 def _model_info(model: ServedModel) -> pb.ModelInfo:

@@ -103,6 +103,13 @@ class Tokenizer:
         text: str = self._or_refuse().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def check_text_comes_back(self, what: str) -> None:
+        """Raises `InvalidRequest` for `what`, if the model has no tokenizer."""
+        if self._tokenizer is None:
+            raise InvalidRequest(
+                f"{what} are looked for in text, but the model folder has no tokenizer: leave them out"
+            )
+
     def _or_refuse(self) -> Any:
         if self._tokenizer is None:
             raise InvalidRequest("the model folder has no tokenizer: send token_ids instead of text")

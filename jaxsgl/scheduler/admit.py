@@ -54,7 +54,7 @@ class PrefillAdder:
         cache = self._cache
         if not (self._tokens_left and self._seqs_left and cache.table.num_free_rows):
             return False
-        match = cache.match(req.prompt_ids)
+        match = cache.match(req.matchable_ids)
         lease = cache.acquire(match)  # locked first: what it locks can't be evicted for it
         needed = cache.pages_for(req.max_kv_len) - lease.num_pages
         if needed + self._pages_promised > cache.num_available:

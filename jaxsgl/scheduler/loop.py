@@ -40,7 +40,8 @@ def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap
         if inputs is not None:
             in_flight.append(engine.submit(inputs))
         if in_flight and (inputs is None or len(in_flight) > unread_allowed):
-            scheduler.collect(in_flight.popleft().tokens())
+            step = in_flight.popleft()
+            scheduler.collect(step.tokens(), step.scores())
         replies = scheduler.take_replies()
         if replies:
             mailbox.send(replies)

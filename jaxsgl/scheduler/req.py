@@ -1,4 +1,4 @@
-"""`Req`: the scheduler's view of one request. Owns its lengths, its output and its state; nobody else moves them.
+"""`Req`: the scheduler's view of one sample of a request. Owns its lengths, output and state; nobody else moves them.
 
 prompt_ids  |=========== cached ===========|=== chunk ===|.........|
             0                       kv_len before    kv_len after   prompt_len
@@ -7,19 +7,30 @@ then one token a step: the token sampled last is stored (kv_len + 1) while the n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import numpy as np
 
+from jaxsgl.batch.logit_edits import pack_edits, row_setup, token_counts
 from jaxsgl.cache.manager import Lease
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.request import FinishReason, Request
+from jaxsgl.messages import TokenLogprob
+from jaxsgl.request import MAX_SEED, FinishReason, Request
 from jaxsgl.scheduler.states import TRANSITIONS, State
+
+Key: TypeAlias = tuple[str, int]  # request id, index of the sample
 
 
 class Req:
-    """One request from its arrival to its end.
+    """One sample of a request from its arrival to its end.
 
     Attributes:
-      prompt_ids: `[n]` int32.
+      request_id, index: of the request, as the front end knows it, and which of its samples this is.
+      key: both, its name among all of the scheduler's.
+      wants_scores: whether log-probabilities go into its replies.
+      leader: sample 0 of the same request, whose prompt it waits for; None for sample 0 itself.
+      prompt_ids: `[n]` int32; one array for all samples.
       output_ids: tokens read from the device so far.
       max_new_tokens: tokens it may generate, capped by context and pool.
       kv_len: tokens whose KV is stored, or will be by steps in flight.
@@ -29,25 +40,54 @@ class Req:
     """
 
     __slots__ = (
-        "cached_tokens", "kv_len", "lease", "max_new_tokens", "num_launched", "output_ids", "prompt_ids",
-        "request_id", "sampling", "seed", "state", "stop_ids",
+        "_prompt_logprobs", "cached_tokens", "index", "key", "kv_len", "leader", "lease", "max_new_tokens",
+        "num_launched", "output_ids", "prompt_ids", "request_id", "sampling", "seed", "state", "stop_ids",
+        "wants_scores",
     )  # fmt: skip
 
-    def __init__(self, request: Request, max_new_tokens: int, eos_token_ids: frozenset[int], seed: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        max_new_tokens: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+        index: int = 0,
+        leader: Req | None = None,
+    ) -> None:
         self.request_id = request.request_id
+        self.index = index
+        self.key: Key = (request.request_id, index)
+        self.leader = leader
         self.sampling = request.sampling
-        self.prompt_ids: IntArray = np.array(request.prompt_ids, dtype=np.int32)
+        self.wants_scores = request.sampling.logprobs is not None or request.sampling.prompt_logprobs is not None
+        self.prompt_ids: IntArray = leader.prompt_ids if leader else np.array(request.prompt_ids, dtype=np.int32)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             self.stop_ids |= eos_token_ids
-        self.seed = seed
+        self.seed = (seed + index) & MAX_SEED
         self.output_ids: list[int] = []
         self.state = State.WAITING
         self.lease: Lease | None = None
         self.kv_len = 0
         self.num_launched = 0
         self.cached_tokens = 0
+        self._prompt_logprobs: list[TokenLogprob] = []
+
+    @property
+    def may_start(self) -> bool:
+        """Whether nothing is gained by waiting: the leader's prompt is launched, so its pages can be shared."""
+        return self.leader is None or self.leader.state in (State.RUNNING, State.FINISHED)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it computes the log-probabilities of its prompt: one of n samples does it for all."""
+        return self.sampling.prompt_logprobs is not None and self.leader is None
+
+    @property
+    def matchable_ids(self) -> IntArray:
+        """Prompt tokens whose KV may come from the prefix cache; none if their logits are wanted."""
+        return self.prompt_ids[:0] if self.scores_prompt else self.prompt_ids
 
     @property
     def prompt_len(self) -> int:
@@ -68,6 +108,23 @@ class Req:
         """Token ids whose KV is stored or in flight and whose values are known: what may be shared."""
         ids = np.concatenate((self.prompt_ids, np.array(self.output_ids, dtype=np.int32)))
         return ids[: self.kv_len]
+
+    def targets(self, start: int, stop: int) -> IntArray | None:
+        """`[stop - start]` the prompt token behind each of a chunk's tokens, if its log-probability is wanted.
+
+        Nothing is known to stand behind the last one: a 0, whose score nobody reads.
+        """
+        return np.append(self.prompt_ids, np.int32(0))[start + 1 : stop + 1] if self.scores_prompt else None
+
+    def edit_setup(self, vocab_size: int) -> IntArray | None:
+        """What the device must know before it samples, `logit_edits.row_setup`, if the request edits logits.
+
+        Made of ids that the host knows, so it serves a request that starts over as well.
+        """
+        if not self.sampling.edits_logits or self.lease is None:
+            return None
+        edits = pack_edits(self.sampling, self.stop_ids, self.prompt_len)
+        return row_setup(self.lease.row, edits, token_counts(self.prompt_ids, self.output_ids, vocab_size))
 
     def admit(self, lease: Lease, cached_tokens: int) -> None:
         """Takes what it needs to run."""
@@ -96,6 +153,17 @@ class Req:
             return FinishReason.LENGTH
         return None
 
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Takes those of the prompt tokens behind positions start, start + 1, ..., and not that of the output."""
+        self._prompt_logprobs += logprobs[: self.prompt_len - 1 - start]
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """All of them, once, with the first token."""
+        if not self.scores_prompt or len(self.output_ids) != 1:
+            return None
+        taken, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return taken
+
     def finish(self) -> Lease | None:
         """Ends it, and hands over what it held."""
         self._move(State.FINISHED)
@@ -103,5 +171,5 @@ class Req:
         return lease
 
     def _move(self, state: State) -> None:
-        assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} can't become {state}"
+        assert state in TRANSITIONS[self.state], f"{self.key}: {self.state} can't become {state}"
         self.state = state

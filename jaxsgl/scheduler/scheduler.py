@@ -12,25 +12,31 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.logit_edits import MAX_EOS_TOKEN_IDS
 from jaxsgl.batch.sampling_rows import SamplingRows
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.naive import NaiveCache
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.table import PageTable
-from jaxsgl.errors import InvalidRequest
-from jaxsgl.messages import Abort, Reply
+from jaxsgl.errors import CheckpointError, InvalidRequest
+from jaxsgl.messages import Abort, Reply, TokenLogprob
 from jaxsgl.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.admit import Chunk, PrefillAdder, pages_promised
-from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.launched import Launched, ScoredChunk, token_logprobs
+from jaxsgl.scheduler.req import Key, Req
 from jaxsgl.scheduler.states import State
 from jaxsgl.scheduler.waiting import WaitingQueue
+
+NO_SCORES = StepScores()
 
 
 class Scheduler:
@@ -42,6 +48,9 @@ class Scheduler:
       eos_token_ids: tokens that end every request that doesn't ignore them.
       radix_cache: share prefixes between requests.
       random_seed: seeds of requests that bring none are drawn from it.
+
+    Raises:
+      CheckpointError: the model has more EOS tokens than the step can hold back until min_tokens.
     """
 
     def __init__(
@@ -55,6 +64,11 @@ class Scheduler:
     ) -> None:
         self._capacity = capacity
         self._eos_token_ids = frozenset(eos_token_ids)
+        if len(self._eos_token_ids) > MAX_EOS_TOKEN_IDS:
+            raise CheckpointError(
+                f"the model has {len(self._eos_token_ids)} EOS tokens, but {MAX_EOS_TOKEN_IDS} are the most: shorten "
+                "eos_token_id in its generation_config.json"
+            )
         self._seeds = random.Random(random_seed)
         table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
         prefixes = RadixCache(capacity.page_size) if radix_cache else NaiveCache()
@@ -62,10 +76,11 @@ class Scheduler:
         self._sampling = SamplingRows(capacity.num_rows)
         self._builder = BatchBuilder(buckets, table.pages, self._sampling, capacity.page_size)
         self._waiting = WaitingQueue()
-        self._admitted: dict[str, Req] = {}  # EXTENDING and RUNNING, in order of admission
-        self._extending: dict[str, Req] = {}  # between chunks
-        self._decoding: dict[str, Req] = {}  # RUNNING, with tokens left to launch
-        self._in_flight: deque[list[Req | None]] = deque()  # per step: whose token each entry of the batch is
+        self._live: dict[str, list[Req]] = {}  # samples that have not ended, by request
+        self._admitted: dict[Key, Req] = {}  # EXTENDING and RUNNING, in order of admission
+        self._extending: dict[Key, Req] = {}  # between chunks
+        self._decoding: dict[Key, Req] = {}  # RUNNING, with tokens left to launch
+        self._in_flight: deque[Launched] = deque()
         self._replies: list[Reply] = []
 
     @property
@@ -77,7 +92,7 @@ class Scheduler:
         """Queues new requests (or refuses them) and ends aborted ones."""
         for message in messages:
             if isinstance(message, Abort):
-                self._abort(message.request_id)
+                self._abort(message)
             else:
                 self._enqueue(message)
 
@@ -90,14 +105,21 @@ class Scheduler:
             return self._launch_decode(list(self._decoding.values()))
         return None
 
-    def collect(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """Takes the sampled tokens of the oldest step in flight, `[num_seqs]` in the order of its batch."""
-        entries = self._in_flight.popleft()
-        for req, token_id in zip(entries, np.asarray(tokens).tolist(), strict=True):
+    def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
+        """Takes what the oldest step in flight yields: `[num_seqs]` tokens in the order of its batch, and scores."""
+        launched = self._in_flight.popleft()
+        for chunk in launched.scored:
+            assert scores.prompt is not None and chunk.req.sampling.prompt_logprobs is not None
+            logprobs = token_logprobs(scores.prompt, chunk.first, chunk.count, chunk.req.sampling.prompt_logprobs)
+            chunk.req.add_prompt_logprobs(chunk.start, logprobs)
+        for s, (req, token_id) in enumerate(zip(launched.entries, np.asarray(tokens).tolist(), strict=True)):
             if req is None or req.state is State.FINISHED:
                 continue  # a chunk that yields no token, or the extra token of a request that has ended
             reason = req.append(token_id)
-            self._replies.append(Reply(req.request_id, (token_id,), reason, req.cached_tokens))
+            logprob, of_prompt = _logprobs(req, s, scores) if req.wants_scores else (None, None)
+            self._replies.append(
+                Reply(req.request_id, (token_id,), reason, req.cached_tokens, None, req.index, logprob, of_prompt)
+            )
             if reason is not None:
                 self._release(req)
 
@@ -115,9 +137,10 @@ class Scheduler:
         self.cache.check(req.lease for req in self._admitted.values() if req.lease)
         for req in self._admitted.values():
             assert req.lease is not None and req.state in (State.EXTENDING, State.RUNNING)
-            assert (req.state is State.EXTENDING) == (req.request_id in self._extending)
-            assert req.can_launch == (req.request_id in self._decoding)
-            assert self.cache.pages_for(req.kv_len) <= req.lease.num_pages, f"{req.request_id} lacks pages"
+            assert (req.state is State.EXTENDING) == (req.key in self._extending)
+            assert req.can_launch == (req.key in self._decoding)
+            assert self.cache.pages_for(req.kv_len) <= req.lease.num_pages, f"{req.key} lacks pages"
+            assert req in self._live[req.request_id]
         promised = pages_promised(self._admitted.values(), self.cache)
         assert promised <= self.cache.num_available, f"{promised} pages promised, {self.cache.num_available} left"
 
@@ -127,15 +150,22 @@ class Scheduler:
         except InvalidRequest as error:
             self._replies.append(Reply(request.request_id, error=str(error)))
             return
-        seed = request.sampling.seed if request.sampling.seed is not None else self._seeds.getrandbits(32)
-        self._waiting.add(Req(request, max_new_tokens(request, self._capacity.limits), self._eos_token_ids, seed))
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)
+        max_new = max_new_tokens(request, self._capacity.limits)
+        leader: Req | None = None
+        samples = self._live[request.request_id] = []
+        for index in range(sampling.n):
+            req = Req(request, max_new, self._eos_token_ids, seed, index, leader)
+            leader = leader or req
+            samples.append(req)
+            self._waiting.add(req)
 
-    def _abort(self, request_id: str) -> None:
-        req = self._waiting.get(request_id) or self._admitted.get(request_id)
-        if req is None:
-            return  # it has ended already
-        self._replies.append(Reply(request_id, (), FinishReason.ABORT, req.cached_tokens))
-        self._release(req)
+    def _abort(self, message: Abort) -> None:
+        for req in list(self._live.get(message.request_id, ())):  # none, if all have ended already
+            if message.index is None or message.index == req.index:
+                self._replies.append(_end(req, FinishReason.ABORT))
+                self._release(req)
 
     def _decide_extend(self) -> list[Chunk]:
         """Fills an extend step: requests between chunks first, then the queue in its order."""
@@ -146,27 +176,33 @@ class Scheduler:
         for req in self._extending.values():
             if not adder.add_continuation(req):
                 break
-        while (waiting := self._waiting.first()) is not None and adder.add_waiting(waiting):
-            self._waiting.remove(waiting)
+        for req in list(takewhile(adder.add_waiting, self._waiting.in_turn())):
+            self._waiting.remove(req)
         return adder.chunks
 
     def _launch_extend(self, chunks: list[Chunk]) -> StepInputs:
         works: list[Work] = []
         entries: list[Req | None] = []
+        scored: list[ScoredChunk] = []
         for chunk in chunks:
             req, start = chunk.req, chunk.req.kv_len
             assert req.lease is not None
-            if req.request_id not in self._admitted:
-                self._admitted[req.request_id] = req
+            if req.key not in self._admitted:
+                self._admitted[req.key] = req
                 self._sampling.set(req.lease.row, req.sampling, req.seed)
             self.cache.grow(req.lease, start + chunk.num_tokens)
             req.launch_chunk(chunk.num_tokens)
             self._file(req)
             last = req.state is State.RUNNING
-            works.append(Work(req.lease.row, req.prompt_ids[start : req.kv_len], start, last))
+            targets = req.targets(start, req.kv_len)
+            if targets is not None:
+                first = sum(len(work.token_ids) for work in works)
+                scored.append(ScoredChunk(req, first, chunk.num_tokens, start))
+            setup = req.edit_setup(self._capacity.vocab_size) if last else None
+            works.append(Work(req.lease.row, req.prompt_ids[start : req.kv_len], start, last, targets, setup))
             entries.append(req if last else None)
         inputs = self._builder.extend(works)
-        self._in_flight.append(entries)
+        self._in_flight.append(Launched(entries, tuple(scored)))
         for chunk in chunks:  # only now: no request of a batch may count on KV that the same batch computes
             assert chunk.req.lease is not None
             self.cache.share(chunk.req.lease, chunk.req.stored_ids())
@@ -179,7 +215,7 @@ class Scheduler:
         rows = np.fromiter((req.lease.row for req in reqs if req.lease), np.int32, len(reqs))
         positions = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
         inputs = self._builder.decode(rows, positions)
-        self._in_flight.append(list(reqs))
+        self._in_flight.append(Launched(list(reqs)))
         for req in reqs:
             req.launch_decode()
             if not req.can_launch:
@@ -190,9 +226,9 @@ class Scheduler:
         """Keeps the sets by state in step with the request's state."""
         for reqs, belongs in ((self._extending, req.state is State.EXTENDING), (self._decoding, req.can_launch)):
             if belongs:
-                reqs[req.request_id] = req
+                reqs[req.key] = req
             else:
-                reqs.pop(req.request_id, None)
+                reqs.pop(req.key, None)
 
     def _release(self, req: Req) -> None:
         """Ends a request in whatever state it is; what it computed stays in the prefix cache."""
@@ -200,6 +236,22 @@ class Scheduler:
         stored = req.stored_ids()
         lease = req.finish()
         self._file(req)
+        self._live[req.request_id].remove(req)
+        if not self._live[req.request_id]:
+            del self._live[req.request_id]
         if lease is not None:
-            del self._admitted[req.request_id]
+            del self._admitted[req.key]
             self.cache.release(lease, stored)
+
+
+def _end(req: Req, reason: FinishReason) -> Reply:
+    return Reply(req.request_id, (), reason, req.cached_tokens, index=req.index)
+
+
+def _logprobs(req: Req, place: int, scores: StepScores) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...] | None]:
+    """Of the token that `req` just got, which stands at `place` in its batch, and of the prompt if it is the first."""
+    logprob: TokenLogprob | None = None
+    if req.sampling.logprobs is not None:
+        assert scores.sampled is not None, f"{req.key} wants log-probabilities, but its step has none"
+        (logprob,) = token_logprobs(scores.sampled, place, 1, req.sampling.logprobs)
+    return logprob, req.take_prompt_logprobs()

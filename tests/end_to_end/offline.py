@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Reply, ToEngine
@@ -12,15 +12,20 @@ from jaxsgl.testing import ScriptedMailbox
 from tests.checked import CheckedScheduler
 
 
-def new_scheduler(engine: Engine, radix: bool, eos_token_ids: Sequence[int] = ()) -> CheckedScheduler:
+def new_scheduler(engine: Engine, radix: bool, eos_token_ids: Iterable[int] = ()) -> CheckedScheduler:
     return CheckedScheduler(engine.capacity, engine.buckets, eos_token_ids, radix_cache=radix)
 
 
 def serve(
-    engine: Engine, script: Sequence[Sequence[ToEngine]], *, radix: bool = True, overlap: bool = True
+    engine: Engine,
+    script: Sequence[Sequence[ToEngine]],
+    *,
+    radix: bool = True,
+    overlap: bool = True,
+    eos_token_ids: Iterable[int] = (),
 ) -> ScriptedMailbox:
     """Serves `script` (messages by turn of the loop) to the end with an empty cache."""
-    scheduler = new_scheduler(engine, radix)
+    scheduler = new_scheduler(engine, radix, eos_token_ids)
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, engine, mailbox, overlap)
     assert scheduler.is_idle

@@ -69,12 +69,12 @@ def test_an_interrupted_call_leaves_a_usable_model(llm: LLM, monkeypatch: pytest
     expected = llm.generate("Count from 1 to 30", GREEDY, progress=False)[0].token_ids
     collect, calls = type(llm._scheduler).collect, 0
 
-    def interrupted(self: object, tokens: object) -> None:
+    def interrupted(self: object, tokens: object, scores: object) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        collect(self, tokens)  # type: ignore[arg-type]
+        collect(self, tokens, scores)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(llm._scheduler), "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -92,3 +92,47 @@ def test_sampling_is_reproducible_by_seed(llm: LLM) -> None:
         "Once upon a time", jaxsgl.SamplingParams(temperature=5.0, seed=8, max_tokens=20), progress=False
     )
     assert other[0].token_ids != one
+
+
+def test_a_stop_string_ends_the_answer_where_it_comes_up(llm: LLM) -> None:
+    whole = llm.generate("Count from 1 to 30", GREEDY, progress=False)[0]
+    stop = whole.text[len(whole.text) // 3 :][:4]
+    cut_off = whole.text.index(stop)
+    for keep in (False, True):
+        params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=32, stop=(stop,), include_stop_str_in_output=keep)
+        cut = llm.generate("Count from 1 to 30", params, progress=False)[0]
+        assert cut.text == whole.text[: cut_off + len(stop) * keep]
+        assert (cut.finish_reason, cut.matched_stop) == ("stop", stop)
+        assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+        assert len(cut.token_ids) < len(whole.token_ids)
+        assert stop in llm.tokenizer.decode(cut.token_ids)
+
+
+def test_samples_follow_their_prompt_and_carry_log_probabilities(llm: LLM) -> None:
+    params = jaxsgl.SamplingParams(temperature=5.0, seed=4, n=3, max_tokens=6, ignore_eos=True, logprobs=2)
+    one, *others = llm.generate(["Once upon a time", "3 + 4 ="], params, progress=False)
+    answers = [one, *others]
+    assert [answer.index for answer in answers] == [0, 1, 2] * 2
+    assert len({tuple(answer.token_ids) for answer in answers[:3]}) == 3
+    for i, answer in enumerate(answers[:3]):
+        alone = jaxsgl.SamplingParams(temperature=5.0, seed=4 + i, max_tokens=6, ignore_eos=True)
+        (expected,) = llm.generate("Once upon a time", alone, progress=False)
+        assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
+        assert (len(answer.logprobs), len(expected.logprobs)) == (6, 0)
+        assert all(len(entry.top) == 2 and entry.logprob <= entry.top[0][1] for entry in answer.logprobs)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_outputs_that_it_repeats(llm: LLM) -> None:
+    """Generated token by token, then scored as one prompt."""
+    prompt = llm.tokenizer.encode("Count from 1 to 30")
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, ignore_eos=True)
+    (answer,) = llm.generate(prompt, params, progress=False)
+    scoring = jaxsgl.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    (scored,) = llm.generate([*prompt, *answer.token_ids], scoring, progress=False)
+    assert scored.prompt_logprobs is not None
+    of_answer = scored.prompt_logprobs[len(prompt) - 1 :]
+    np.testing.assert_allclose(
+        [entry.logprob for entry in of_answer], [entry.logprob for entry in answer.logprobs], atol=1e-3
+    )
+    assert [entry.top[0][0] for entry in of_answer] == answer.token_ids
+    assert llm.engine.recompiles == 0

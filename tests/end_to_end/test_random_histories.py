@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -36,17 +37,32 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def random_params(rng: random.Random, seed: int) -> SamplingParams:
-    """Greedy or sampled in one of many ways, always seeded."""
+    """Greedy or sampled in one of many ways, always seeded; one in four with features."""
+    features = random_features(rng) if rng.random() < 0.25 else {}
+    max_tokens = rng.randint(1, 20)
     if rng.random() < 0.5:
-        return SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 20), ignore_eos=rng.random() < 0.5)
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=rng.random() < 0.5, **features)
     return SamplingParams(
         temperature=rng.choice([0.3, 1.0, 2.0]),
         top_k=rng.choice([-1, 3, 50]),
         top_p=rng.choice([1.0, 0.8]),
         min_p=rng.choice([0.0, 0.05]),
         seed=seed,
-        max_tokens=rng.randint(1, 20),
+        max_tokens=max_tokens,
+        **features,
     )
+
+
+def random_features(rng: random.Random) -> dict[str, Any]:
+    features = {
+        "frequency_penalty": rng.uniform(-1, 2),
+        "repetition_penalty": rng.uniform(0.8, 2),
+        "logit_bias": {rng.randrange(VOCAB_SIZE): rng.uniform(-20, 20) for _ in range(9)},
+        "min_tokens": 1,
+        "logprobs": 4,
+        "prompt_logprobs": 2,
+    }
+    return dict(rng.sample(sorted(features.items()), rng.randint(1, 4)))
 
 
 def random_requests(seed: int) -> list[Request]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -69,6 +70,60 @@ def test_the_client_prints_one_json_object(server: RunningServer) -> None:
     assert answer["finish_reason"] in ("stop", "length")
     again = client(server, "--token-ids", ",".join(map(str, answer["token_ids"])), "--json", "--max-tokens", "1")
     assert json.loads(again.stdout)["usage"]["prompt_tokens"] == len(answer["token_ids"])
+
+
+def random_request(rng: random.Random) -> pb.GenerateRequest:
+    """Any mixture of features, always reproducible."""
+    features: dict[str, Any] = {
+        "stop": rng.sample(["e", "th", " a", "1", "\n", ", ", "er th"], 2),
+        "include_stop_str_in_output": True,
+        "n": rng.randint(1, 3),
+        "logprobs": rng.randint(0, 3),
+        "prompt_logprobs": rng.randint(0, 1),
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {rng.randrange(1000): 5.0 for _ in range(3)},
+        "min_tokens": 4,
+    }
+    chosen = dict(rng.sample(sorted(features.items()), rng.randint(0, 4)))
+    sampling = pb.SamplingParams(temperature=rng.choice([0, 1.5]), seed=rng.randrange(99), max_tokens=24, **chosen)
+    prompt = rng.choice(["Once upon a time", "Count from 1 to 30", "3 + 4 =", "The quick brown fox " * 9])
+    return pb.GenerateRequest(text=prompt, sampling=sampling)
+
+
+def joined(replies: Any) -> dict[int, pb.GenerateReply]:
+    """Each sample's replies as one; what differs from call to call is left out."""
+    answers: dict[int, pb.GenerateReply] = {}
+    for reply in replies:
+        answer = answers.setdefault(reply.index, pb.GenerateReply())
+        text = answer.text + reply.text
+        answer.MergeFrom(reply)
+        answer.text = text
+    for answer in answers.values():
+        answer.ClearField("request_id")
+        answer.usage.ClearField("cached_tokens")
+    return answers
+
+
+def take_logprobs(answer: pb.GenerateReply) -> list[float]:
+    """They are rounded otherwise in batches of other shapes; and of tokens as likely, any may come first."""
+    taken = [entry.logprob for entry in (*answer.logprobs, *answer.prompt_logprobs)]
+    answer.ClearField("logprobs")
+    answer.ClearField("prompt_logprobs")
+    return taken
+
+
+def test_streamed_and_whole_answers_of_a_hundred_random_requests_are_the_same(stub: Any) -> None:
+    """Together with the others, then one after the other."""
+    rng = random.Random(1)
+    requests = [random_request(rng) for _ in range(100)]
+    streams = [stub.Generate(pb.GenerateRequest(text=r.text, sampling=r.sampling, stream=True)) for r in requests]
+    for request, streamed in zip(requests, [joined(stream) for stream in streams], strict=True):
+        whole = joined(stub.Generate(request))
+        assert len(whole) == (request.sampling.n or 1)
+        for index, answer in whole.items():
+            assert take_logprobs(streamed[index]) == pytest.approx(take_logprobs(answer), abs=1e-3)
+            assert streamed[index] == answer, request
 
 
 def test_a_streamed_answer_comes_token_by_token_and_equals_the_whole_one(stub: Any) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.request import SamplingParams
@@ -112,14 +114,24 @@ def test_submit_returns_before_the_step_is_done(engine: Engine) -> None:
     assert len({tuple(handle.tokens()) for handle in handles}) == 1
 
 
-def test_a_step_transfers_one_array_to_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward_calls = []
+@pytest.mark.parametrize(
+    ("params", "transfers"),
+    [
+        ({"temperature": 0.0}, [1]),
+        ({"temperature": 1.0}, [1, 0]),
+        ({"temperature": 0.0, "logprobs": 3}, [1, 1]),  # which rows edit their logits
+    ],
+)
+def test_a_step_transfers_one_array_to_the_device_and_with_features_two(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], transfers: list[int]
+) -> None:
+    seen = []
     real = engine._programs.of
 
     def recorded(bucket):  # type: ignore[no-untyped-def]
         def record(program):  # type: ignore[no-untyped-def]
             def call(*args):  # type: ignore[no-untyped-def]
-                forward_calls.append(sum(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args)))
+                seen.append(sum(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args)))
                 return program(*args)
 
             return call
@@ -128,9 +140,22 @@ def test_a_step_transfers_one_array_to_the_device(engine: Engine, monkeypatch: p
 
     monkeypatch.setattr(engine._programs, "of", recorded)
     driver = Driver(engine)
-    driver.sampling.set(0, SamplingParams(temperature=1.0), 0)
+    driver.sampling.set(0, SamplingParams(**params), 0)
     driver.run(driver.extend((0, [1, 2], 0)))
-    assert forward_calls == [1, 0]
+    assert seen == transfers
+
+
+def test_log_probabilities_are_copied_to_the_host_only_where_asked_for(engine: Engine) -> None:
+    driver = Driver(engine)
+    driver.sampling.set(0, SamplingParams(temperature=0.0, logprobs=0), 0)
+    scored = engine.submit(driver.extend((0, [1, 2], 0), (1, [3], 0)))
+    assert scored.scores().prompt is None
+    assert scored.scores().sampled.logprobs.shape == (2,)
+    driver.sampling.set(0, SamplingParams(temperature=0.0, presence_penalty=1.0), 0)
+    edited = engine.submit(driver.extend((0, [1, 2], 0), (1, [3], 0)))
+    driver.sampling.set(0, SamplingParams(temperature=1.0), 0)
+    drawn = engine.submit(driver.extend((0, [1, 2], 0), (1, [3], 0)))
+    assert edited.scores() == drawn.scores() == StepScores(None, None)
 
 
 def test_info_says_what_was_started(engine: Engine) -> None:

@@ -30,7 +30,7 @@ class Accelerator:
 
 
 def num_pages(device: Any, page: KvShape = PAGE, **options: Any) -> int:
-    defaults = {"max_total_tokens": None, "mem_fraction_static": 0.85, "useful_tokens": 10**12}
+    defaults = {"max_total_tokens": None, "mem_fraction_static": 0.85, "useful_tokens": 10**12, "reserved_bytes": 0}
     return choose_num_pages(page, device, **{**defaults, **options})
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsgl.batch.inputs import Bucket, host_views, packed_len
+from jaxsgl.batch.inputs import Bucket, host_views, layout, packed_len
+from jaxsgl.engine import edits
 from jaxsgl.engine.kv_buffers import KvBuffers, KvShape, allocate
-from jaxsgl.engine.programs import ProgramSpec
+from jaxsgl.engine.programs import ProgramSpec, keys_of
 from jaxsgl.engine.step import unpack
 from jaxsgl.models import abstract_model
 from jaxsgl.weights import random_params
@@ -20,7 +23,11 @@ from tests.engine.driving import Plain
 from tests.plain_model import mesh_of
 
 NUM_PAGES = 4099  # no other dimension is so large
-BUCKETS = [Bucket("decode", 4, 4, 16, False), Bucket("extend", 32, 4, 16, False)]
+BUCKETS = [
+    Bucket("decode", 4, 4, 16, False),
+    Bucket("extend", 32, 4, 16, False),
+    Bucket("score", 32, 4, 16, False),
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +61,39 @@ def test_a_step_updates_the_cache_in_place(spec: ProgramSpec, kv: KvBuffers, buc
 def test_a_step_lowers_for_accelerators(spec: ProgramSpec, bucket: Bucket, platform: str) -> None:
     text = spec.trace_forward(bucket).lower(lowering_platforms=(platform,)).as_text()
     assert f"{NUM_PAGES}x2x4x16" in text
-    assert "stablehlo" in spec.trace_sampling(4).lower(lowering_platforms=(platform,)).as_text()
+    for small in (spec.trace_sampling(4), spec.trace_featured(4), spec.trace_set_row()):
+        assert "stablehlo" in small.lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_the_device_unpacks_what_the_host_packed() -> None:
-    bucket = Bucket("extend", 8, 3, 5, True)
+@pytest.mark.parametrize("bucket", BUCKETS[:2], ids=str)
+def test_features_leave_the_programs_and_inputs_of_plain_batches_alone(spec: ProgramSpec, bucket: Bucket) -> None:
+    """Greedy, drawn and featured batches of one shape share one forward program; the layout has no more fields."""
+    forms = [bucket, replace(bucket, sampled=True), replace(bucket, sampled=True, featured=True)]
+    assert len({keys_of(form)[0] for form in forms}) == 1
+    assert [[key.kind for key in keys_of(form)[1:]] for form in forms] == [[], ["sampling"], ["featured"]]
+    s, t, p = bucket.num_seqs, bucket.num_tokens, bucket.num_pages
+    assert {packed_len(form) for form in forms} == {3 * t + s * p + 8 * s + 1}
+    outputs = jax.tree.leaves(spec.trace_forward(bucket).out_info)
+    assert len(outputs) == len(jax.tree.leaves(spec.kv)) + 4
+    texts = [trace(4).lower().as_text() for trace in (spec.trace_sampling, spec.trace_featured)]
+    assert ["top_k" in text for text in texts] == [False, True]
+
+
+def test_the_tables_of_edits_are_changed_in_place(spec: ProgramSpec) -> None:
+    table_bytes = edits.table_bytes(spec.num_rows, spec.vocab_size)
+    counts = 4 * (spec.num_rows + 1) * spec.vocab_size
+    assert spec.trace_set_row().lower().compile().memory_analysis().alias_size_in_bytes >= table_bytes
+    featured = spec.trace_featured(4).lower().compile().memory_analysis()
+    assert featured.alias_size_in_bytes >= counts
+
+
+@pytest.mark.parametrize("kind", ["extend", "score"])
+def test_the_device_unpacks_what_the_host_packed(kind: Literal["extend", "score"]) -> None:
+    bucket = Bucket(kind, 8, 3, 5, True)
     packed = np.random.default_rng(0).integers(-(2**31), 2**31, packed_len(bucket), dtype=np.int32)
     on_device = jax.jit(lambda x: vars(unpack(x, bucket)))(packed)
-    for name, view in vars(host_views(packed, bucket)).items():
+    on_host = vars(host_views(packed, bucket))
+    assert (on_host["targets"] is None) == (on_device["targets"] is None) == (kind == "extend")
+    for name, view in ((name, on_host[name]) for name in layout(bucket)):
         assert on_device[name].dtype == view.dtype
         assert np.asarray(on_device[name]).tobytes() == view.tobytes(), name

@@ -1,7 +1,8 @@
 """An engine process without a model, for tests of the front end: speaks the same messages, answers from a script.
 
-A prompt's first ids choose what happens, see `Script`; any other prompt is echoed id by id. One new token per request
-and step, as from the real engine. Its config's `random_seed` chooses how it starts.
+A prompt's first ids choose what happens, see `Script`; any other prompt is echoed id by id. One new token per sample
+and step, as from the real engine; sample i starts i ids later. Log-probabilities follow from the ids: -id / 8. Its
+config's `random_seed` chooses how it starts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from jaxsgl.config import Limits
 from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
 from jaxsgl.ipc import EngineMailbox
-from jaxsgl.messages import Abort, EngineInfo, Reply, Shutdown, ToEngine
+from jaxsgl.messages import Abort, EngineInfo, Reply, Shutdown, ToEngine, TokenLogprob
 from jaxsgl.request import FinishReason, Request, max_new_tokens
 
 VOCAB_SIZE = 1000
@@ -42,6 +43,7 @@ class Script:
 @dataclass
 class Running:
     request: Request
+    index: int
     script: list[int]
     sent: list[int] = field(default_factory=list)
 
@@ -49,7 +51,7 @@ class Running:
 class FakeEngine:
     def __init__(self, mailbox: EngineMailbox) -> None:
         self.mailbox = mailbox
-        self.running: dict[str, Running] = {}
+        self.running: dict[tuple[str, int], Running] = {}
         self.num_seen = 0
         self.num_aborts = 0
 
@@ -66,9 +68,11 @@ class FakeEngine:
 
     def handle(self, message: ToEngine) -> None:
         if isinstance(message, Abort):
-            if self.running.pop(message.request_id, None) is not None:
-                self.num_aborts += 1
-                self.mailbox.send([Reply(message.request_id, finish_reason=FinishReason.ABORT)])
+            for request_id, index in list(self.running):
+                if request_id == message.request_id and message.index in (None, index):
+                    del self.running[request_id, index]
+                    self.num_aborts += 1
+                    self.mailbox.send([Reply(request_id, finish_reason=FinishReason.ABORT, index=index)])
         elif isinstance(message, Request):
             self.num_seen += 1
             script = list(message.prompt_ids)
@@ -77,7 +81,8 @@ class FakeEngine:
             if script[0] == Script.REFUSE:
                 self.mailbox.send([Reply(message.request_id, error="the scheduler refuses this")])
             else:
-                self.running[message.request_id] = Running(message, script)
+                for index in range(message.sampling.n):
+                    self.running[message.request_id, index] = Running(message, index, script)
 
     def step(self, run: Running) -> Reply | None:
         match run.script[0]:
@@ -91,7 +96,7 @@ class FakeEngine:
                 sys.exit(1)
             case Script.FOREVER:
                 time.sleep(0.005)
-        token = run.script[len(run.sent) % len(run.script)]
+        token = run.script[(run.index + len(run.sent)) % len(run.script)]
         run.sent.append(token)
         sampling = run.request.sampling
         reason = None
@@ -100,8 +105,23 @@ class FakeEngine:
         elif len(run.sent) >= max_new_tokens(run.request, LIMITS):
             reason = FinishReason.LENGTH
         if reason is not None:
-            del self.running[run.request.request_id]
-        return Reply(run.request.request_id, (token,), reason, cached_tokens=len(run.request.prompt_ids) // 2)
+            del self.running[run.request.request_id, run.index]
+        prompt_logprobs = None
+        if sampling.prompt_logprobs is not None and run.index == 0 and len(run.sent) == 1:
+            prompt_logprobs = tuple(logprob(id, sampling.prompt_logprobs) for id in run.request.prompt_ids[1:])
+        return Reply(
+            run.request.request_id,
+            (token,),
+            reason,
+            cached_tokens=len(run.request.prompt_ids) // 2,
+            index=run.index,
+            logprob=None if sampling.logprobs is None else logprob(token, sampling.logprobs),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+def logprob(token: int, num_top: int) -> TokenLogprob:
+    return TokenLogprob(-token / 8, tuple((token + i, -token / 8 - i) for i in range(num_top)))
 
 
 def main() -> int:

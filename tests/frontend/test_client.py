@@ -60,6 +60,22 @@ def test_token_ids_are_sent_as_they_are(ask) -> None:  # type: ignore[no-untyped
     assert answer["matched_stop_token"] is None
 
 
+def test_several_answers_are_a_line_each_with_log_probabilities_if_asked_for(ask) -> None:  # type: ignore[no-untyped-def]
+    status, out, _ = ask("--token-ids", "8,16,24", "--json", "--max-tokens", "2", "-n", "2", "--logprobs", "1")
+    one, two = (json.loads(line) for line in out.splitlines())
+    assert status == 0
+    assert [one["index"], two["index"]] == [0, 1]
+    assert [one["token_ids"], two["token_ids"]] == [[8, 16], [16, 24]]
+    assert two["logprobs"] == [{"logprob": -2.0, "top": [[16, -2.0]]}, {"logprob": -3.0, "top": [[24, -3.0]]}]
+    assert "prompt_logprobs" not in one
+
+
+def test_a_stop_string_ends_the_answer(ask) -> None:  # type: ignore[no-untyped-def]
+    assert ask("hello world", "--raw", "--stop", "never", "--stop", "wor") == (0, "hello \n", "")
+    answer = json.loads(ask("hello world", "--raw", "--stop", "wor", "--json")[1])
+    assert (answer["text"], answer["matched_stop_string"], answer["matched_stop_token"]) == ("hello ", "wor", None)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -72,6 +88,11 @@ def test_token_ids_are_sent_as_they_are(ask) -> None:  # type: ignore[no-untyped
         (["hello", "--seed", "-5"], "INVALID_ARGUMENT: seed is -5"),
         (["hello", "--max-tokens", "99999999999999999999"], "--max-tokens is 99999999999999999999, but must be"),
         (["hello", "--seed", "-99999999999999999999"], "--seed is -99999999999999999999, but must be"),
+        (["hello", "-n", "2"], "-n above 1, --logprobs and --prompt-logprobs need --json"),
+        (["hello", "--logprobs", "0"], "-n above 1, --logprobs and --prompt-logprobs need --json"),
+        (["hello", "--json", "-n", "99999999999999999999"], "-n is 99999999999999999999, but must be"),
+        (["hello", "--stop", "\udcff"], "--stop is no valid text from character 0 on"),
+        (["hello", "--presence-penalty", "3"], "INVALID_ARGUMENT: presence_penalty is 3.0"),
         (["--token-ids", "5,99999999999"], "--token-ids holds 99999999999, but ids go from 0 to 2147483647"),
         (["hell\udcff"], "the prompt is no valid text from character 4 on"),
         (["hello", "--system", "\udcff"], "--system is no valid text from character 0 on"),

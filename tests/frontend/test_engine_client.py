@@ -8,7 +8,7 @@ from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.detokenizer import NoText
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.generation import Generation
-from jaxsgl.messages import Reply, ToEngine
+from jaxsgl.messages import Abort, Reply, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 
 REQUEST = Request("r", [5], SamplingParams())
@@ -32,7 +32,23 @@ def test_an_answer_that_was_complete_when_the_engine_died_stays_complete() -> No
     with client.open(REQUEST) as stream:
         client.deliver([Reply(stream.engine_id, (7,)), Reply(stream.engine_id, (8,), FinishReason.LENGTH)])
         client.fail("the engine died")
-        piece = asyncio.run(Generation(REQUEST, stream, NoText()).whole())
+        (piece,) = asyncio.run(Generation(REQUEST, stream, NoText).whole())
     assert piece.token_ids == [7, 8]
     assert piece.end is not None
     assert piece.end.reason is FinishReason.LENGTH
+
+
+def test_a_sample_that_nobody_wants_any_more_is_aborted_alone_and_once() -> None:
+    sent: list[ToEngine] = []
+    client = EngineClient(sent.append)
+    client.accept()
+    with client.open(Request("r", [5], SamplingParams(n=3))) as stream:
+        client.deliver([Reply(stream.engine_id, (7,), FinishReason.LENGTH, index=2)])
+        for index in (1, 1, 2):  # twice, and one that has ended by itself
+            stream.end_sample(index)
+        client.deliver([Reply(stream.engine_id, (), FinishReason.ABORT, index=1)])
+        assert [reply.index for reply in asyncio.run(stream.next())] == [2]
+        assert not stream.ended
+        stream.end_sample(0)
+        assert stream.ended
+    assert sent[1:] == [Abort(stream.engine_id, 1), Abort(stream.engine_id, 0)]

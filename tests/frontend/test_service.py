@@ -76,6 +76,81 @@ def test_ignore_eos_goes_on(stub: pb_grpc.JaxsglStub) -> None:
     assert reply.usage.completion_tokens == 5
 
 
+def test_a_stop_string_over_several_tokens_ends_text_and_request(
+    stub: pb_grpc.JaxsglStub, tokenizer: Tokenizer
+) -> None:
+    running, _, _ = report(stub)
+    ids = tokenizer.encode("hello world, how are you? ")
+    assert len(ids) > 8, "the test wants stop strings that are split over tokens"
+    for stop, keep, text in (("d, ho", False, "hello worl"), ("d, ho", True, "hello world, ho"), ("? h", False, None)):
+        text = tokenizer.decode(ids)[:-2] if text is None else text
+        request = ids_request(*ids, stop=["never", stop], include_stop_str_in_output=keep)
+        replies = list(stub.Generate(request))
+        last = replies[-1]
+        assert "".join(reply.text for reply in replies) == text
+        assert (last.finish_reason, last.matched_stop_string) == (pb.FINISH_REASON_STOP, stop)
+        assert not last.HasField("matched_stop_token")
+        streamed_ids = [id for reply in replies for id in reply.token_ids]
+        assert last.usage.completion_tokens == len(streamed_ids)
+        assert stop in tokenizer.decode(streamed_ids)
+        assert stop not in tokenizer.decode(streamed_ids[:-1])
+        request.stream = False
+        (whole,) = stub.Generate(request)
+        assert (whole.text, list(whole.token_ids)) == (text, streamed_ids)
+    wait_for(lambda: report(stub)[0] == running, "end of the requests")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_samples_are_told_apart_by_their_index(stub: pb_grpc.JaxsglStub, stream: bool) -> None:
+    replies = list(stub.Generate(ids_request(5, 6, 7, n=3, max_tokens=4, stream=stream)))
+    ids = [[id for reply in replies if reply.index == index for id in reply.token_ids] for index in range(3)]
+    assert ids == [[5, 6, 7, 5], [6, 7, 5, 6], [7, 5, 6, 7]]
+    ends = [reply for reply in replies if reply.finish_reason]
+    assert sorted(reply.index for reply in ends) == [0, 1, 2]
+    assert all(reply.usage.completion_tokens == 4 for reply in ends)
+    if not stream:
+        assert [reply.index for reply in replies] == [0, 1, 2]
+
+
+def test_a_stop_string_ends_one_sample_and_leaves_the_others(stub: pb_grpc.JaxsglStub, tokenizer: Tokenizer) -> None:
+    """Sample 1 never sees the stop string whole, since it is aborted at its end by max_tokens."""
+    ids = tokenizer.encode("hello world, how are you? ")
+    replies = list(stub.Generate(ids_request(*ids, n=2, stop=[tokenizer.decode(ids[:2])], max_tokens=len(ids) - 1)))
+    ends = {reply.index: reply for reply in replies if reply.finish_reason}
+    assert ends[0].finish_reason == pb.FINISH_REASON_STOP
+    assert ends[1].finish_reason == pb.FINISH_REASON_LENGTH
+    assert (ends[0].usage.completion_tokens, ends[1].usage.completion_tokens) == (2, len(ids) - 1)
+
+
+def test_abort_and_cancellation_end_all_samples(stub: pb_grpc.JaxsglStub) -> None:
+    running, _, aborts = report(stub)
+    call = stub.Generate(ids_request(Script.FOREVER, request_id="many", n=4))
+    wait_for(lambda: report(stub)[0] == running + 4, "running samples")
+    assert stub.Abort(pb.AbortRequest(request_id="many")).found
+    ends = [reply for reply in call if reply.finish_reason]
+    assert sorted(reply.index for reply in ends) == [0, 1, 2, 3]
+    assert {reply.finish_reason for reply in ends} == {pb.FINISH_REASON_ABORT}
+    call = stub.Generate(ids_request(Script.FOREVER, n=4))
+    wait_for(lambda: report(stub)[0] == running + 4, "running samples")
+    call.cancel()
+    wait_for(lambda: report(stub)[0] == running, "end of the samples")
+    assert report(stub)[2] == aborts + 8
+
+
+def test_log_probabilities_come_only_where_they_are_asked_for(stub: pb_grpc.JaxsglStub) -> None:
+    (reply,) = stub.Generate(ids_request(8, 16, 24, stream=False, max_tokens=3))
+    assert not reply.logprobs
+    assert not reply.prompt_logprobs
+    replies = list(stub.Generate(ids_request(8, 16, 24, max_tokens=3, logprobs=2, prompt_logprobs=0, n=2)))
+    of_first = [reply for reply in replies if reply.index == 0]
+    given = [entry for reply in of_first for entry in reply.logprobs]
+    assert [entry.logprob for entry in given] == [-1.0, -2.0, -3.0]
+    assert [[(top.token_id, top.logprob) for top in entry.top] for entry in given][1] == [(16, -2.0), (17, -3.0)]
+    assert [entry.logprob for entry in of_first[0].prompt_logprobs] == [-2.0, -3.0]
+    assert not of_first[0].prompt_logprobs[0].top
+    assert sum(bool(reply.prompt_logprobs) for reply in replies) == 1
+
+
 def test_an_incomplete_character_at_the_end_is_flushed(stub: pb_grpc.JaxsglStub, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a𝄞")[:-1]
     replies = list(stub.Generate(ids_request(*ids, max_tokens=len(ids))))
@@ -121,6 +196,21 @@ def test_chat_goes_through_the_template(stub: pb_grpc.JaxsglStub, tokenizer: Tok
         (ids_request(5, top_k=-2), ["top_k is -2"]),
         (ids_request(5, min_p=2.0), ["min_p is 2.0"]),
         (ids_request(5, seed=-1), ["seed is -1", str(MAX_SEED)]),
+        (ids_request(5, frequency_penalty=2.5), ["frequency_penalty is 2.5", "-2 to 2"]),
+        (ids_request(5, presence_penalty=float("nan")), ["presence_penalty is nan"]),
+        (ids_request(5, repetition_penalty=0.0), ["repetition_penalty is 0.0", "above 0"]),
+        (ids_request(5, logit_bias={7: 101.0}), ["logit_bias of token 7 is 101.0", "-100 to 100"]),
+        (ids_request(5, logit_bias={VOCAB_SIZE: 1.0}), ["logit_bias holds token id", str(VOCAB_SIZE)]),
+        (ids_request(5, logit_bias=dict.fromkeys(range(301), 1.0)), ["301", "0 to 300"]),
+        (ids_request(5, min_tokens=-1), ["min_tokens is -1"]),
+        (ids_request(5, min_tokens=3, max_tokens=2), ["min_tokens is 3", "max_tokens=2"]),
+        (ids_request(5, stop=[""]), ["length of a stop string is 0", "1 to 256"]),
+        (ids_request(5, stop=["x" * 257]), ["257", "1 to 256"]),
+        (ids_request(5, stop=["x"] * 17), ["17", "0 to 16"]),
+        (ids_request(5, logprobs=21), ["logprobs is 21", "0 to 20"]),
+        (ids_request(5, prompt_logprobs=-1), ["prompt_logprobs is -1"]),
+        (ids_request(5, n=0), ["n is 0", "1 to 128"]),
+        (ids_request(5, n=2**40), ["n is", "1 to 128"]),
         (ids_request(5, stop_token_ids=[VOCAB_SIZE]), ["stop_token_ids", str(VOCAB_SIZE)]),
         (ids_request(5, stop_token_ids=[1] * 65), ["65", "0 to 64"]),
         (ids_request(5, request_id="x" * 257), ["257", "1 to 256"]),

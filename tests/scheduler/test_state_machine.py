@@ -1,12 +1,13 @@
 """Random histories of requests against scheduler, cache and fake engine; integrity after every step.
 
 The oracle is the hash chain of each request's own tokens: whatever is cached, chunked, evicted, aborted or overlapped,
-every request must yield exactly what it would yield alone.
+every request must yield exactly what it would yield alone. The fake engine itself checks the tables of logit edits.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -15,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import pages_for
-from jaxsgl.messages import Abort
+from jaxsgl.messages import Abort, TokenLogprob
 from jaxsgl.request import FinishReason, Request, SamplingParams, max_new_tokens
+from jaxsgl.scheduler.req import Key
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine, FakeHandle, generate
+from jaxsgl.testing import FakeEngine, FakeHandle, generate, logprob
 
 VOCAB = 40
 EOS = frozenset({0, 1})
@@ -52,8 +54,10 @@ class ServingMachine(RuleBasedStateMachine):
         self.unread_allowed = int(overlap)
         self.in_flight: deque[FakeHandle] = deque()
         self.requests: dict[str, Request] = {}
-        self.outputs: dict[str, list[int]] = {}
-        self.ended: dict[str, FinishReason | None] = {}
+        self.outputs: dict[Key, list[int]] = {}
+        self.logprobs: dict[Key, list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+        self.ended: dict[Key, FinishReason | None] = {}
 
     @rule(
         base=st.integers(0, NUM_BASES - 1),
@@ -62,12 +66,31 @@ class ServingMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([None, 1, 2, 5, 20, 100]),
         ignore_eos=st.booleans(),
         copies=st.sampled_from([1, 1, 2]),
+        features=st.fixed_dictionaries(
+            {},
+            optional={
+                "presence_penalty": st.just(1.0),
+                "min_tokens": st.integers(0, 6),
+                "logprobs": st.integers(0, 3),
+                "prompt_logprobs": st.integers(0, 2),
+                "n": st.integers(1, 3),
+            },
+        ),
     )
     def arrive(
-        self, base: int, shared: int, own: list[int], max_tokens: int | None, ignore_eos: bool, copies: int
+        self,
+        base: int,
+        shared: int,
+        own: list[int],
+        max_tokens: int | None,
+        ignore_eos: bool,
+        copies: int,
+        features: dict[str, Any],
     ) -> None:
         prompt = [base_token(base, i) for i in range(min(shared, self.capacity.context_length - 1))] + own
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        if max_tokens is not None and "min_tokens" in features:
+            features["min_tokens"] = min(features["min_tokens"], max_tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **features)
         for _ in range(copies):
             request = Request(f"r{len(self.requests)}", prompt, params)
             self.requests[request.request_id] = request
@@ -79,9 +102,12 @@ class ServingMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         """Any request, whether it waits, is between chunks, runs, is in flight or has ended."""
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        self.scheduler.receive([Abort(request_id)])
+        everything = self.samples(request_id)
+        index = data.draw(st.sampled_from([None, *(index for _, index in everything)]))
+        self.scheduler.receive([Abort(request_id, index)])
         self.settle()
-        assert request_id in self.ended, "an aborted request must end at once"
+        ended = everything if index is None else [(request_id, index)]
+        assert set(ended) <= set(self.ended), "what is aborted must end at once"
 
     @rule()
     def step(self) -> None:
@@ -91,7 +117,8 @@ class ServingMachine(RuleBasedStateMachine):
             self.in_flight.append(self.engine.submit(inputs))
         self.scheduler.check()
         if self.in_flight and (inputs is None or len(self.in_flight) > self.unread_allowed):
-            self.scheduler.collect(self.in_flight.popleft().tokens())
+            oldest = self.in_flight.popleft()
+            self.scheduler.collect(oldest.tokens(), oldest.scores())
         self.settle()
 
     @rule()
@@ -103,10 +130,21 @@ class ServingMachine(RuleBasedStateMachine):
         """Takes the replies and checks everything that must hold between any two events."""
         self.scheduler.check()
         for reply in self.scheduler.take_replies():
-            assert reply.request_id not in self.ended, "a request must end exactly once, and say nothing after"
-            self.outputs.setdefault(reply.request_id, []).extend(reply.token_ids)
-            if reply.finish_reason is not None or reply.error is not None:
-                self.ended[reply.request_id] = reply.finish_reason
+            key = (reply.request_id, reply.index)
+            assert key not in self.ended, "a sample must end exactly once, and say nothing after"
+            self.outputs.setdefault(key, []).extend(reply.token_ids)
+            if reply.logprob is not None:
+                self.logprobs.setdefault(key, []).append(reply.logprob)
+            if reply.prompt_logprobs is not None:
+                assert reply.index == 0 and reply.request_id not in self.prompt_logprobs
+                self.prompt_logprobs[reply.request_id] = list(reply.prompt_logprobs)
+            if reply.error is not None:
+                self.ended.update(dict.fromkeys(self.samples(reply.request_id)))
+            elif reply.finish_reason is not None:
+                self.ended[key] = reply.finish_reason
+
+    def samples(self, request_id: str) -> list[Key]:
+        return [(request_id, index) for index in range(self.requests[request_id].sampling.n)]
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -117,9 +155,12 @@ class ServingMachine(RuleBasedStateMachine):
             turns += 1
             assert turns < 20_000, "a request waits forever"
         assert self.scheduler.cache.num_available == self.capacity.num_pages - 1, "a page is lost"
-        assert set(self.ended) == set(self.requests), "a request never ended"
-        for request_id, request in self.requests.items():
-            self.check_output(request, self.ended[request_id], self.outputs.get(request_id, []))
+        everything = {key for request_id in self.requests for key in self.samples(request_id)}
+        assert set(self.ended) == everything, "a sample never ended"
+        for key in everything:
+            request, output = self.requests[key[0]], self.outputs.get(key, [])
+            self.check_output(request, self.ended[key], output)
+            self.check_logprobs(request, key, output)
 
     def check_output(self, request: Request, reason: FinishReason | None, output: list[int]) -> None:
         limits = self.capacity.limits
@@ -129,12 +170,35 @@ class ServingMachine(RuleBasedStateMachine):
             assert not request.prompt_ids or needed > min(limits.pool_tokens, limits.context_length)
             return
         stop_ids = frozenset() if request.sampling.ignore_eos else EOS
-        expected = generate(request.prompt_ids, max_new_tokens(request, limits), stop_ids, VOCAB)
+        max_new, least = max_new_tokens(request, limits), request.sampling.min_tokens
+        expected = generate(request.prompt_ids, max_new, stop_ids, VOCAB, least)
         if reason is FinishReason.ABORT:
             assert output == expected[: len(output)]
         else:
             assert output == expected
             assert reason is (FinishReason.STOP if expected[-1] in stop_ids else FinishReason.LENGTH)
+
+    def check_logprobs(self, request: Request, key: Key, output: list[int]) -> None:
+        """Of every token of the output, and of the prompt with the first of them."""
+        asked, given = request.sampling.logprobs, self.logprobs.get(key, [])
+        ends = range(len(request.prompt_ids), len(request.prompt_ids) + len(output))
+        sequence = [*request.prompt_ids, *output]
+        if asked is None:
+            assert not given
+        else:
+            assert given == [token_logprob(sequence, end, asked) for end in ends]
+        asked = request.sampling.prompt_logprobs
+        if asked is None:
+            assert request.request_id not in self.prompt_logprobs
+        elif self.outputs.get((request.request_id, 0)):
+            expected = [token_logprob(request.prompt_ids, end, asked) for end in range(1, len(request.prompt_ids))]
+            assert self.prompt_logprobs[request.request_id] == expected
+
+
+def token_logprob(sequence: list[int], place: int, num_top: int) -> TokenLogprob:
+    """What the fake engine says of the token at `place`."""
+    token, value = sequence[place], logprob(sequence[:place], sequence[place])
+    return TokenLogprob(value, tuple((token + i, value - i) for i in range(num_top)))
 
 
 def test_every_request_yields_its_own_tokens_whatever_happens_around_it() -> None:

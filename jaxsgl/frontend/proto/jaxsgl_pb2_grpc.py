@@ -55,7 +55,8 @@ class JaxsglServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """One completion. Streamed: a reply per step or so; otherwise exactly one reply. Cancelling the call aborts it.
+        """One completion, or n of them. Streamed: a reply per step or so, those of all samples mixed; otherwise exactly one
+        reply per sample. Cancelling the call aborts it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import KINDS, save
+
+from jaxsgl.frontend.sample import Piece, Sample, join
+from jaxsgl.frontend.stop_strings import StopStrings
+from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
+from jaxsgl.messages import Reply
+from jaxsgl.request import FinishReason, Request, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {kind: load_tokenizer(save(make(), folder / kind)) for kind, make in KINDS.items()}
+
+
+def cut(text: str, stops: Sequence[str], keep: bool) -> tuple[str, str | None]:
+    """What must come out, read character by character: the first stop string to be complete, the longest of several."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[: end if keep else end - len(stop)], stop
+    return text, None
+
+
+def read(pieces: Sequence[str], stops: Sequence[str], keep: bool) -> tuple[str, str | None]:
+    reader, out = StopStrings(stops, keep), []
+    for piece in pieces:
+        out.append(reader.feed(piece))
+        if reader.matched is not None:
+            return "".join(out), reader.matched
+    return "".join(out) + reader.finish(), None
+
+
+texts = st.text(alphabet="ab\n", max_size=30)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    text=texts,
+    stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+    keep=st.booleans(),
+)
+def test_text_ends_at_the_first_stop_string_however_it_is_cut(
+    text: str, stops: list[str], cuts: list[int], keep: bool
+) -> None:
+    places = sorted({0, *(min(place, len(text)) for place in cuts), len(text)})
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
+    # A piece may hold characters behind the stop string; those before it decide.
+    assert read(pieces, stops, keep) == read(list(text), stops, keep) == cut(text, stops, keep)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    reader = StopStrings(("###", "\n\nUser:"), keep=False)
+    assert [reader.feed(piece) for piece in ("a#", "#", "b\n", "c\n\nUs", "age", "\n\nUser", ":x")] == [
+        "a", "", "##b", "\nc", "\n\nUsage", "", "",
+    ]  # fmt: skip
+    assert reader.matched == "\n\nUser:"
+
+
+def test_without_stop_strings_text_flows_on() -> None:
+    reader = StopStrings((), keep=False)
+    assert [reader.feed("abc"), reader.finish(), reader.matched] == ["abc", "", None]
+
+
+def run(tokenizer: Tokenizer, ids: list[int], sizes: list[int], reason: FinishReason, params: SamplingParams) -> Piece:
+    """The whole answer of a sample whose replies come in portions of `sizes`."""
+    last = len(ids) - 1
+    replies = [Reply("r", (token,), reason if i == last else None) for i, token in enumerate(ids)]
+    sample = Sample(Request("r", [5], params), 0, tokenizer.detokenizer())
+    pieces = []
+    while replies and not sample.ended:
+        size = sizes.pop(0) if sizes else 1
+        pieces.append(sample.take(replies[:size]))
+        replies = replies[size:]
+    return join(pieces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_streamed_and_whole_answers_are_the_same_with_stop_strings_across_tokens(
+    kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject
+) -> None:
+    tokenizer = tokenizers[kind]
+    text = data.draw(st.sampled_from(["hello world, hello you. I'm fine", "x 🦊 naïve 龘 café 🙂", "The quick fox"]))
+    ids = tokenizer.encode(text) + data.draw(st.lists(st.integers(0, 400), max_size=6))
+    whole = tokenizer.decode(ids)
+    start = data.draw(st.integers(0, max(len(whole) - 1, 0)))
+    stop = whole[start : start + data.draw(st.integers(1, 6))] or "x"
+    keep = data.draw(st.booleans())
+    params = SamplingParams(stop=("never here", stop), include_stop_str_in_output=keep)
+    sizes = data.draw(st.lists(st.integers(1, 5), max_size=12))
+    streamed = run(tokenizer, ids, sizes, FinishReason.LENGTH, params)
+    at_once = run(tokenizer, ids, [len(ids)], FinishReason.LENGTH, params)
+    assert streamed == at_once
+    expected, matched = cut(whole, params.stop, keep)
+    assert streamed.text == expected
+    assert streamed.end is not None
+    assert streamed.end.matched_stop == matched
+    if matched is not None:
+        assert streamed.end.reason is FinishReason.STOP
+        assert streamed.end.completion_tokens == len(streamed.token_ids)
+
+
+def test_no_stop_string_is_looked_for_before_min_tokens(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = tokenizer.encode("hello world") * 2
+    half = len(ids) // 2
+    params = SamplingParams(stop=("world",), min_tokens=half)
+    answer = run(tokenizer, ids, [], FinishReason.LENGTH, params)
+    assert answer.text == "hello worldhello "
+    assert answer.end is not None
+    assert answer.end.matched_stop == "world"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_stop_tokens_text_is_left_in_if_asked_for(tokenizers: dict[str, Tokenizer], keep: bool) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = [*tokenizer.encode("hello"), tokenizer.encode(" world")[0]]
+    params = SamplingParams(stop_token_ids=(ids[-1],), include_stop_str_in_output=keep)
+    answer = run(tokenizer, ids, [], FinishReason.STOP, params)
+    assert answer.text == tokenizer.decode(ids if keep else ids[:-1])
+    assert answer.token_ids == ids
+    assert answer.end is not None
+    assert answer.end.matched_stop == ids[-1]

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.request import Request, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"stop": "###"}, "stop is the text '###', but must be a list of texts: write ['###']"),
+        ({"stop": (5,)}, "a stop string is 5, but must be a text"),
+        ({"logit_bias": {"7": 1.0}}, "a token id of logit_bias is '7', but must be an integer"),
+        ({"logit_bias": {7: float("nan")}}, "the logit_bias of token 7 is nan, but must be -100 to 100"),
+        ({"n": 1.5}, "n is 1.5, but must be an integer"),
+        ({"n": 129}, "n is 129, but must be 1 to 128"),
+        ({"logprobs": True}, "logprobs is True, but must be an integer"),
+        ({"repetition_penalty": 2.1}, "repetition_penalty is 2.1, but must be above 0, up to 2"),
+        ({"min_tokens": 4, "max_tokens": 3}, "min_tokens is 4, but must be max_tokens=3 at most"),
+    ],
+)
+def test_values_out_of_range_are_refused_with_the_limit(params: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**params)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"frequency_penalty": -2.0},
+        {"presence_penalty": 2.0},
+        {"repetition_penalty": 0.01},
+        {"logit_bias": {0: 0.0}},
+        {"min_tokens": 1},
+    ],
+)
+def test_what_changes_logits_is_known(params: dict[str, Any]) -> None:
+    assert SamplingParams(**params).edits_logits
+
+
+def test_what_a_request_does_not_ask_for_is_not_sent() -> None:
+    plain = Request("r", [1], SamplingParams())
+    assert not plain.sampling.edits_logits
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain))["sampling"] == {}
+
+
+def test_a_request_survives_the_way_to_the_engine() -> None:
+    params = SamplingParams(logit_bias={7: -1.5}, stop=("a", "ü"), n=3, logprobs=0, prompt_logprobs=5, min_tokens=2)
+    request = Request("r", [1], params)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
