@@ -3,13 +3,15 @@
     python scripts/check_engine.py --json engine.json
 
 Greedy tokens must not depend on the backend, but for ties that rounding breaks: a prompt counts as equal up to the
-first token that differs. Needs msgspec besides what the kernels need, and says so where it is missing.
+first token that differs. Leaves with status 1 if a backend failed, other than by refusing this device or these shapes.
+Needs msgspec besides what the kernels need, and says so where it is missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ def common_prefix(left: list[int], right: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def main() -> None:
+def main() -> int:
     """Runs XLA first, then the others; a backend that can't run is reported and passed over."""
     platform = target_device().platform
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,10 +73,13 @@ def main() -> None:
         print(note)
         if options.json:
             options.json.write_text(json.dumps({"engine": {"note": note}}) + "\n")
-        return
+        return 0
+    from jaxsgl.errors import ConfigError
+
     begin = time.monotonic()
     expected = generate("xla")
     results: dict[str, Any] = {"xla": expected}
+    any_failed = False
     for backend in options.backends:
         if time.monotonic() - begin > options.budget_s:
             results[backend] = {"note": "no time left"}
@@ -85,11 +90,13 @@ def main() -> None:
             results[backend]["equal_tokens"] = [common_prefix(left, right) for left, right in pairs]
         except Exception as error:  # this backend's failure is the finding
             results[backend] = {"note": f"{type(error).__name__}: {str(error)[:300]}"}
+            any_failed |= not isinstance(error, ConfigError)
         told = {name: value for name, value in results[backend].items() if name != "token_ids"}
         print(f"{backend}: {told}", flush=True)
         if options.json:
             options.json.write_text(json.dumps(results) + "\n")
+    return int(any_failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

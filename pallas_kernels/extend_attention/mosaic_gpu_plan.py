@@ -46,6 +46,13 @@ class Plan:
     """The cache holds float8, which the producer converts."""
     interpret: bool
 
+    def __post_init__(self) -> None:
+        if self.tile_tokens % WGMMA_ROWS:
+            raise ValueError(
+                f"tile_tokens is {self.tile_tokens}; the producer clears and converts {WGMMA_ROWS} tokens at a time, "
+                "so the block-size table has to give a multiple of that"
+            )
+
     @property
     def tile_queries(self) -> int:
         """Queries of a tile, a multiple of COPY_ROWS; its rows go through them for group 0, then group 1, and so on."""

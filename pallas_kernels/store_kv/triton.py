@@ -20,8 +20,9 @@ from pallas_kernels.triton_tiles import load_rows, store_rows
 def refuse_shapes(k_pages: jax.Array) -> str | None:
     """Why this backend can't store into k_pages, or None when it can."""
     head_dim = k_pages.shape[3]
-    if head_dim & (head_dim - 1):
-        return f"head size is {head_dim}; it takes powers of two"
+    smallest = float8_words.PLANES if k_pages.dtype == FLOAT8 else 1
+    if head_dim < smallest or head_dim & (head_dim - 1):
+        return f"head size is {head_dim}; with a {k_pages.dtype} cache it takes powers of two from {smallest}"
     return None
 
 

@@ -15,7 +15,7 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str
     checks = judge_checks(results["check"])
     rooflines = results["rooflines"]
     roofline = best_roofline(rooflines)
-    speed = judge(results["bench"], roofline) if results["bench"] else []
+    speed = judge(results["bench"], roofline)
     wrong_rows = [row for row in results["bench"] if row["seconds"] and not row["is_right"]]
     died = [section for section in results["sections"] if section["status"] or section["timed_out"]]
     lines = [

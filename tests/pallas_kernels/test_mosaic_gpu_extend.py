@@ -132,3 +132,12 @@ def test_other_gpus_are_refused() -> None:
     q, k_pages, *_ = SPECS["page_16"].extend_args()
     with on_a_device("cuda", "NVIDIA A100-SXM4-80GB", 108):
         assert "A100-SXM4-80GB lacks" in refuse_shapes(q, k_pages)
+
+
+def test_kv_tiles_that_could_not_be_cleared_are_an_error() -> None:
+    args = SPECS["page_16"].extend_args()
+    with (
+        tuning.override("paged_extend_attention", "mosaic_gpu", {"tile_tokens": 32}),
+        pytest.raises(ValueError, match="tile_tokens is 32"),
+    ):
+        jax.eval_shape(lambda *a: paged_extend_attention(*a, backend="mosaic_gpu", interpret=True), *args)

@@ -52,6 +52,17 @@ def test_failed_and_crashed_checks_fail_their_backend_only() -> None:
     assert triton.passed is False and "store_kv crashed" in triton.detail
 
 
+def test_a_backend_that_refused_everything_has_not_passed() -> None:
+    refused = {"backend": "mosaic_gpu", "verdict": "refused", "op": "store_kv", "spec": "any"}
+    (verdict,) = judge_checks([refused])
+    assert verdict.passed is None
+
+
+def test_without_a_benchmark_each_criterion_is_told_as_not_measured() -> None:
+    text, _ = summary({}, nothing_but())
+    assert text.count("- not measured: ") == len(CRITERIA)
+
+
 def nothing_but(**results) -> dict:
     return {"sections": [], "check": [], "bench": [], "rooflines": [], "engine": {}, **results}
 
