@@ -1,8 +1,8 @@
 """What Pallas Mosaic GPU kernels use of JAX where its versions differ, and where an interpreter can't follow the chip.
 
-Owns the call of `plgpu.kernel` and the few operations that an interpreter on a CPU can't run as the chip does. Never
-knows attention. Called by the `mosaic_gpu` modules; everything else they take from `plgpu`, which is the same on JAX
-0.10, 0.11 and 0.12.
+Owns the call of `plgpu.kernel`, the few operations that an interpreter on a CPU can't run as the chip does, and what
+the chip's copies and products can't take. Never knows attention. Called by the `mosaic_gpu` modules; everything else
+they take from `plgpu`, which is the same on JAX 0.10, 0.11 and 0.12.
 
 Where the versions differ: the names of `plgpu.kernel`'s arguments, thread semantics (0.10 lowers per lane by default,
 0.11 and later per warpgroup; every kernel here is written for, and lowered per, lane), and where the interpreter's
@@ -20,10 +20,27 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.options import refuse_mixed_dtypes
+from pallas_kernels.target import target_device
+
 # Bytes in a row of a tile that `wgmma` reads from shared memory; TMA permutes the tile's 16-byte pieces to match.
 SWIZZLE_BYTES = 128
 # Rows of `wgmma`'s left operand and result.
 WGMMA_ROWS = 64
+# Rows that a copy between global and swizzled shared memory moves at least: the height of a swizzled tile.
+COPY_ROWS = 8
+
+
+def refuse_operands(q: jax.Array, k_pages: jax.Array) -> str | None:
+    """Why TMA and `wgmma` can't work on q `[T, N, H]` and k_pages for the target device, or None when they can."""
+    device, page_size = target_device(), k_pages.shape[2]
+    if device.platform == "gpu" and not device.is_hopper:
+        return f"it needs TMA and wgmma, which Hopper GPUs have (H100, H200) and {device.kind} lacks"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q has dtype {q.dtype}; wgmma takes bfloat16 and float16"
+    if page_size % COPY_ROWS:
+        return f"page_size is {page_size}; TMA copies {COPY_ROWS} tokens at a time, so it takes multiples of that"
+    return refuse_mixed_dtypes(q, k_pages)
 
 
 def gpu_kernel(

@@ -4,7 +4,7 @@ Owns the running softmax of one block and how a tile leaves the pages. Never kno
 block sizes: extend lays out its queries as rows, says at which position each row stands, and reads back rows; decode
 takes the parts. Called by `*/xla.py` only.
 
-What shaped it, measured on CPU (docs/kernels.md): dynamic slices of a few pages run at memory speed, and so does a
+What shaped it, measured on CPU (docs/kernels/xla.md): dynamic slices of a few pages run at memory speed, and so does a
 gather whose contiguous runs are of 128 numbers or more; one of runs of 64 takes three times as long. Every op in a
 loop's body costs a microsecond or two per iteration and some 15 milliseconds of compilation.
 """

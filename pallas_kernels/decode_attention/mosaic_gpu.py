@@ -16,30 +16,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
 from pallas_kernels.decode_attention.mosaic_gpu_program import Program, Ring, float8_columns
-from pallas_kernels.mosaic_gpu_compat import SWIZZLE_BYTES, WGMMA_ROWS, gpu_kernel, operand
+from pallas_kernels.mosaic_gpu_compat import COPY_ROWS, SWIZZLE_BYTES, WGMMA_ROWS, gpu_kernel, operand, refuse_operands
 from pallas_kernels.options import FLOAT8, AttentionOptions
 from pallas_kernels.split_kv import EMPTY_LSE, choose_num_splits, merge_splits, split_tiles
 from pallas_kernels.target import target_device
 
-# Rows that a copy between global and shared memory moves at least: the height of a swizzled tile.
-_COPY_ROWS = 8
-
 
 def refuse_shapes(q: jax.Array, k_pages: jax.Array) -> str | None:
     """Why the kernel can't take q `[S, N, H]` and k_pages, or None when it can."""
-    head_dim, page_size = q.shape[2], k_pages.shape[2]
-    num_groups = q.shape[1] // k_pages.shape[1]
-    device = target_device()
-    if device.platform == "gpu" and not device.is_hopper:
-        return f"it needs TMA and wgmma, which Hopper GPUs have (H100, H200) and {device.kind} lacks"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"q has dtype {q.dtype}; wgmma takes bfloat16 and float16"
-    if k_pages.dtype not in (q.dtype, FLOAT8):
-        return f"the cache has dtype {k_pages.dtype} and q {q.dtype}; it takes q's dtype and float8_e4m3fn"
+    if (reason := refuse_operands(q, k_pages)) is not None:
+        return reason
+    head_dim, num_groups = q.shape[2], q.shape[1] // k_pages.shape[1]
     if head_dim % 64 or head_dim > 256:
         return f"head size is {head_dim}; it takes multiples of 64 up to 256"
-    if page_size % _COPY_ROWS:
-        return f"page_size is {page_size}; it copies {_COPY_ROWS} tokens at a time and takes multiples of that"
     if num_groups > WGMMA_ROWS:
         return f"{num_groups} query heads share a kv head; it takes at most {WGMMA_ROWS}"
     return None
@@ -64,7 +53,7 @@ def decode_attention(
     num_splits = _num_splits(q, k_pages, page_table, options, blocks)
 
     grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
-    padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, -num_groups % _COPY_ROWS), (0, 0)))
+    padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, -num_groups % COPY_ROWS), (0, 0)))
     if num_splits == 1:
         out_type: Any = jax.ShapeDtypeStruct(padded.shape, q.dtype)
     else:

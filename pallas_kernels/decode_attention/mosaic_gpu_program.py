@@ -1,7 +1,7 @@
 """What one program of the Mosaic GPU decode does: the queries of a kv head over a range of KV tiles of one sequence.
 
 Owns the copies from pages to shared memory, their waits, and the running softmax. Never knows the grid, or what becomes
-of the result. Called by `mosaic_gpu` beside it; docs/kernels.md says why every wait is enough.
+of the result. Called by `mosaic_gpu` beside it; docs/kernels/hopper.md says why every wait is enough.
 
 One warpgroup does everything. K and V each have a ring of tiles in shared memory, and a barrier per tile of a ring:
 a copy into the tile announces its bytes there, one wait per round of the ring consumes them. The copy of a later tile

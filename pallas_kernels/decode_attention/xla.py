@@ -123,22 +123,7 @@ def _attend(
         tile_total = jnp.sum(weights, axis=3)
         tile_acc = jnp.einsum("bkgt,bkth->bkgh", weights, v, precision=precision)
 
-        begin = place[0]
-        top, total, acc = (lax.dynamic_slice_in_dim(a, begin, batch, allow_negative_indices=False) for a in state)
-        owns = place - begin == jnp.arange(batch)[:, None]  # [state, tile]
-        owns_rows = owns[:, :, None, None]
-        new_top = jnp.maximum(top, jnp.max(jnp.where(owns_rows, tile_top, UNSEEN), axis=1))
-        factor = jnp.exp(tile_top - take(new_top, place - begin))
-        shrink = jnp.exp(top - new_top)
-        total = total * shrink + jnp.sum(jnp.where(owns_rows, factor * tile_total, 0), axis=1)
-        shares = (factor[..., None] * tile_acc).reshape(batch, -1)
-        added = jnp.matmul(owns.astype(jnp.float32), shares, precision=precision)
-        acc = acc * shrink[..., None] + added.reshape(acc.shape)
-        new = (new_top, total, acc)
-        return tuple(
-            lax.dynamic_update_slice_in_dim(a, n, begin, axis=0, allow_negative_indices=False)
-            for a, n in zip(state, new, strict=True)
-        )
+        return _merge(state, place, (tile_top, tile_total, tile_acc), precision)
 
     rows = (num_seqs + batch, num_kv_heads, num_groups)  # `batch` more, so that a slice at any sequence stays inside
     start = (jnp.full(rows, UNSEEN), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
@@ -146,6 +131,31 @@ def _attend(
     place = jnp.maximum(place, 0)
     out = take(acc, place) / jnp.maximum(take(total, place), 1)[..., None]
     return jnp.where((lengths > 0)[:, None, None, None], out, 0)
+
+
+def _merge(
+    state: tuple[jax.Array, ...], place: jax.Array, tiles: tuple[jax.Array, ...], precision: lax.Precision | None
+) -> tuple[jax.Array, ...]:
+    """The running states with the softmaxes of B tiles: top, total `[.., K, G]` and acc `[.., K, G, H]` of both.
+
+    Tile b belongs to the state at place `[B]` b; places ascend without gaps.
+    """
+    tile_top, tile_total, tile_acc = tiles
+    begin, batch = place[0], place.shape[0]
+    top, total, acc = (lax.dynamic_slice_in_dim(a, begin, batch, allow_negative_indices=False) for a in state)
+    owns = place - begin == jnp.arange(batch)[:, None]  # [state, tile]
+    owns_rows = owns[:, :, None, None]
+    new_top = jnp.maximum(top, jnp.max(jnp.where(owns_rows, tile_top, UNSEEN), axis=1))
+    factor = jnp.exp(tile_top - take(new_top, place - begin))
+    shrink = jnp.exp(top - new_top)
+    total = total * shrink + jnp.sum(jnp.where(owns_rows, factor * tile_total, 0), axis=1)
+    shares = (factor[..., None] * tile_acc).reshape(batch, -1)
+    added = jnp.matmul(owns.astype(jnp.float32), shares, precision=precision)
+    acc = acc * shrink[..., None] + added.reshape(acc.shape)
+    return tuple(
+        lax.dynamic_update_slice_in_dim(a, n, begin, axis=0, allow_negative_indices=False)
+        for a, n in zip(state, (new_top, total, acc), strict=True)
+    )
 
 
 def _read_tiles(pages: jax.Array, page_ids: jax.Array) -> jax.Array:

@@ -2,8 +2,8 @@
 
 As many programs as the chip has multiprocessors walk over the items (query tile, kv head). The producer brings queries
 and pages to shared memory by TMA; the consumers compute with `wgmma`, each 64 rows of the tile, in which the query
-heads of a kv head are packed so that K and V are loaded once for all of them. docs/kernels.md explains the waits.
-Called by `api` only.
+heads of a kv head are packed so that K and V are loaded once for all of them. docs/kernels/hopper.md explains
+the waits. Called by `api` only.
 
 Source of the structure: FlashAttention-3 (Shah et al., 2024).
 """
@@ -20,7 +20,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import tuning
 from pallas_kernels.extend_attention.mosaic_gpu_consumer import consume
 from pallas_kernels.extend_attention.mosaic_gpu_plan import (
-    COPY_ROWS,
     NUM_CONSUMERS,
     TILE_ROWS,
     Plan,
@@ -30,7 +29,7 @@ from pallas_kernels.extend_attention.mosaic_gpu_plan import (
 )
 from pallas_kernels.extend_attention.mosaic_gpu_producer import produce
 from pallas_kernels.extend_attention.query_tiles import BEGIN, END, POSITION, query_tiles
-from pallas_kernels.mosaic_gpu_compat import WGMMA_ROWS, gpu_kernel, operand
+from pallas_kernels.mosaic_gpu_compat import COPY_ROWS, WGMMA_ROWS, gpu_kernel, operand, refuse_operands
 from pallas_kernels.options import FLOAT8, AttentionOptions
 from pallas_kernels.target import target_device
 
@@ -41,19 +40,11 @@ _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 72, 216
 
 def refuse_shapes(q: jax.Array, k_pages: jax.Array) -> str | None:
     """Why the kernel can't take q `[T, N, H]` and k_pages, or None when it can."""
-    head_dim, page_size = q.shape[2], k_pages.shape[2]
-    num_groups = q.shape[1] // k_pages.shape[1]
-    device = target_device()
-    if device.platform == "gpu" and not device.is_hopper:
-        return f"it needs TMA and wgmma, which Hopper has (H100, H200) and {device.kind} lacks"
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"q has dtype {q.dtype}; wgmma takes bfloat16 and float16"
-    if k_pages.dtype not in (q.dtype, FLOAT8):
-        return f"the cache has dtype {k_pages.dtype} and q {q.dtype}; it takes q's dtype and float8_e4m3fn"
+    if (reason := refuse_operands(q, k_pages)) is not None:
+        return reason
+    head_dim, num_groups = q.shape[2], q.shape[1] // k_pages.shape[1]
     if head_dim not in (64, 128, 256):
         return f"head size is {head_dim}; it takes 64, 128 and 256"
-    if page_size % COPY_ROWS:
-        return f"page_size is {page_size}; TMA copies {COPY_ROWS} tokens at a time, so it takes multiples of that"
     if max_tile_queries(num_groups) == 0:
         return f"{num_groups} query heads share a kv head; it takes at most {TILE_ROWS // COPY_ROWS}"
     return None

@@ -14,14 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.extend_attention.query_tiles import BEGIN, END, POSITION, SEQUENCE
-from pallas_kernels.mosaic_gpu_compat import WGMMA_ROWS
+from pallas_kernels.mosaic_gpu_compat import COPY_ROWS, WGMMA_ROWS
 from pallas_kernels.options import AttentionOptions
 
 # Warpgroups that compute, each 64 rows of a query tile; one more copies.
 NUM_CONSUMERS = 2
 TILE_ROWS = NUM_CONSUMERS * WGMMA_ROWS
-# Rows that a copy between global and swizzled shared memory moves as one.
-COPY_ROWS = 8
 
 
 @dataclasses.dataclass(frozen=True)

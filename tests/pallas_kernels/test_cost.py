@@ -1,7 +1,7 @@
 """What the XLA backend costs on a CPU: time that follows the real lengths, and a decode far ahead of a gather.
 
 Times are the fastest of many, the variants taking turns, so that a busy machine slows both; and a bound is tried a few
-times before it counts as missed. The bounds are loose against what docs/kernels.md measured (4 to 5 times).
+times before it counts as missed. The bounds are loose against what docs/kernels/xla.md measured (4 to 5 times).
 """
 
 import time

@@ -101,7 +101,7 @@ def test_the_merge_of_splits_rounds_once() -> None:
         (ArgSpec("", 2, 2, 4, 16, 1, 1, 64), "q has dtype float32"),
         (ArgSpec("", 2, 2, 4, 16, 1, 1, 64, float8_cache=True), "q has dtype float32"),
         (ArgSpec("", 2, 2, 4, 16, 1, 1, 80, dtype=jnp.bfloat16), "head size is 80"),
-        (ArgSpec("", 2, 2, 4, 1, 1, 1, 64, dtype=jnp.bfloat16), "page_size is 1; it copies 8 tokens"),
+        (ArgSpec("", 2, 2, 4, 1, 1, 1, 64, dtype=jnp.bfloat16), "page_size is 1; TMA copies 8 tokens"),
         (ArgSpec("", 2, 2, 4, 16, 1, 65, 64, dtype=jnp.bfloat16), "65 query heads share a kv head"),
     ],
 )
