@@ -154,9 +154,9 @@ def _kernel(
         first = tiles.column(tile, POSITION) - inputs.skipped(tile, num_queries)
 
         def add(kv_tile: jax.Array, ring: Ring) -> Ring:
-            ring, slot = pages.take(tile, kv_tile, ring)
+            ring, number = pages.take(tile, kv_tile, ring)
             start = kv_tile * tiles.tile_tokens
-            rows.add_tile(k_buf.at[slot], v_buf.at[slot], start, tiles.kv_range(tile), first)
+            rows.add_tile(k_buf.at[number], v_buf.at[number], start, tiles.kv_range(tile), first)
             return ring
 
         ring = lax.fori_loop(*tiles.kv_tiles(tile), add, ring)

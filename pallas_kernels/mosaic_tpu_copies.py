@@ -116,20 +116,20 @@ class PageRing:
         self._row_copy(self.tiles.next_that_reads(zero), zero, lambda copy: copy.start())
         # As if a query tile before the first had just been done, whose ids were in buffer 1.
         ring = self._advance(Ring(zero, zero, self.tiles.next_that_reads(zero), jnp.int32(1), zero))
-        for slot in range(self.num_buffers - 1):
-            ring = self._start(ring, jnp.int32(slot))
+        for number in range(self.num_buffers - 1):
+            ring = self._start(ring, jnp.int32(number))
         return ring
 
     def take(self, tile: jax.Array, kv_tile: jax.Array, ring: Ring) -> tuple[Ring, jax.Array]:
         """Wait for the next KV tile, which is this one, and refill what the one before it has left."""
-        slot = ring.taken % self.num_buffers
+        number = ring.taken % self.num_buffers
         begin, end = self._pages_of(tile, kv_tile)
         for buf in self.bufs:
-            _wait_for_rows(buf.at[slot], end - begin, self.sem.at[slot])
+            _wait_for_rows(buf.at[number], end - begin, self.sem.at[number])
         ring = self._start(ring, (ring.taken + self.num_buffers - 1) % self.num_buffers)
-        return ring._replace(taken=ring.taken + 1), slot
+        return ring._replace(taken=ring.taken + 1), number
 
-    def _start(self, ring: Ring, slot: jax.Array) -> Ring:
+    def _start(self, ring: Ring, number: jax.Array) -> Ring:
         """Start the copies of the next KV tile, if there is one, and step on."""
 
         def start() -> Ring:
@@ -139,7 +139,7 @@ class PageRing:
             def copy_page(i: jax.Array, _: None) -> None:
                 page = self.row_buf[ring.row, 0, i]
                 for hbm, buf in zip(self.hbm, self.bufs, strict=True):
-                    pltpu.make_async_copy(hbm.at[page], buf.at[slot, i - tile_begin], self.sem.at[slot]).start()
+                    pltpu.make_async_copy(hbm.at[page], buf.at[number, i - tile_begin], self.sem.at[number]).start()
 
             lax.fori_loop(begin, end, copy_page, None)
             is_last = ring.kv_tile + 1 >= self.tiles.kv_tiles(ring.tile)[1]
@@ -220,9 +220,9 @@ class TokenCopies:
 
         def copy(size: int) -> None:
             first = self.tiles.column(known, BEGIN) - self.skipped(known, size)
-            slot = known % 2
-            dst = self.buf.at[slot, pl.ds(0, size)]
-            act(pltpu.make_async_copy(self.hbm.at[pl.ds(first, size)], dst, self.sem.at[slot]))
+            number = known % 2
+            dst = self.buf.at[number, pl.ds(0, size)]
+            act(pltpu.make_async_copy(self.hbm.at[pl.ds(first, size)], dst, self.sem.at[number]))
 
         if self._tile_queries == 1:
             pl.when(exists)(lambda: copy(1))
@@ -232,23 +232,23 @@ class TokenCopies:
 
     def start_store(self, tile: jax.Array) -> None:
         """Start copying a tile's results out: its own tokens and no other."""
-        slot = tile % 2
+        number = tile % 2
         begin, count = self.tiles.column(tile, BEGIN), self.tiles.num_tokens(tile)
         skipped = jnp.where(count == 1, 0, self.skipped(tile, self._tile_queries))
 
         def copy(size: int) -> None:
             done = count & -(2 * size)  # by the larger powers of two
-            src = self.buf.at[slot, pl.ds(skipped + done, size)]
-            pltpu.make_async_copy(src, self.hbm.at[pl.ds(begin + done, size)], self.sem.at[slot]).start()
+            src = self.buf.at[number, pl.ds(skipped + done, size)]
+            pltpu.make_async_copy(src, self.hbm.at[pl.ds(begin + done, size)], self.sem.at[number]).start()
 
         _for_powers_of_two(count, self._tile_queries, copy)
 
     def wait_store(self, tile: jax.Array) -> None:
         """Wait until a tile's results have left; nothing for a negative tile."""
         known = jnp.maximum(tile, 0)
-        slot = known % 2
+        number = known % 2
         count = jnp.where(tile < 0, 0, self.tiles.num_tokens(known))
-        _wait_for_rows(self.buf.at[slot], count, self.sem.at[slot])
+        _wait_for_rows(self.buf.at[number], count, self.sem.at[number])
 
 
 def _wait_for_rows(buf: Any, count: jax.Array, sem: Any) -> None:

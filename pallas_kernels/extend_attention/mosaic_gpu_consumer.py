@@ -64,8 +64,8 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
         # Opaque, so that the addresses of the tiles' parts are computed in each step: kept over the loop they cost so
         # many registers that others were spilled.
         mine, stage = lax.optimization_barrier((warpgroup, lax.rem(turn, plan.num_stages)))
-        k_slot, v_slot = plan.slot(turn, 0), plan.slot(turn, 1)
-        plgpu.barrier_wait(refs.arrived.at[k_slot])
+        k_barrier, v_barrier = plan.barrier_of(turn, 0), plan.barrier_of(turn, 1)
+        plgpu.barrier_wait(refs.arrived.at[k_barrier])
         scores = matmul(
             refs.q_tile.at[mine],
             refs.k_tiles.at[stage],
@@ -73,7 +73,7 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
             meanwhile=lambda: _take_turn(refs),
             interpret=plan.interpret,
         )
-        plgpu.barrier_arrive(refs.free.at[k_slot])
+        plgpu.barrier_arrive(refs.free.at[k_barrier])
         scores, factor = _shape_scores(plan, scores)
         scores = _hide(plan, step * plan.tile_tokens, (lowest, last), place, scores)
 
@@ -86,10 +86,10 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
         # Keeps the softmax before the turn: that is what the other warpgroup's products are to hide.
         acc, total, weights = lax.optimization_barrier((acc, total, weights))
         plgpu.barrier_arrive(refs.turn)
-        plgpu.barrier_wait(refs.arrived.at[v_slot])
+        plgpu.barrier_wait(refs.arrived.at[v_barrier])
         plgpu.barrier_wait(refs.turn)
         acc = matmul(weights, refs.v_tiles.at[stage], acc, interpret=plan.interpret)
-        plgpu.barrier_arrive(refs.free.at[v_slot])
+        plgpu.barrier_arrive(refs.free.at[v_barrier])
         return new_top, total, acc
 
     state = (_full(plan, _LOWEST, None), _full(plan, 0.0, None), _full(plan, 0.0, plan.head_dim))

@@ -71,7 +71,7 @@ class Plan:
         """Columns of the output that leave through shared memory at once."""
         return min(self.head_dim, 128)
 
-    def slot(self, turn: jax.Array, which: int) -> jax.Array:
+    def barrier_of(self, turn: jax.Array, which: int) -> jax.Array:
         """The barrier of the turn-th KV tile's stage, for K (0) or V (1), in what Refs has 2 * num_stages of."""
         return which * self.num_stages + lax.rem(turn, self.num_stages)
 

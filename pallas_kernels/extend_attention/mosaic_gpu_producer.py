@@ -43,7 +43,7 @@ def produce(plan: Plan, refs: Refs) -> None:
 
     def wait_for_stage(turn: jax.Array, _: None) -> None:
         for which in (_K, _V):
-            plgpu.barrier_wait(refs.free.at[plan.slot(turn, which)])
+            plgpu.barrier_wait(refs.free.at[plan.barrier_of(turn, which)])
 
     lax.fori_loop(lax.max(done - plan.num_stages, 0), done, wait_for_stage, None)
     pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.free.at[2 * plan.num_stages]))
@@ -58,14 +58,14 @@ def _copy_queries(plan: Plan, refs: Refs, item: Item) -> None:
 
 def _wait_until_free(plan: Plan, refs: Refs, turn: jax.Array, which: int) -> None:
     # The first num_stages tiles find the stages empty.
-    pl.when(turn >= plan.num_stages)(lambda: plgpu.barrier_wait(refs.free.at[plan.slot(turn, which)]))
+    pl.when(turn >= plan.num_stages)(lambda: plgpu.barrier_wait(refs.free.at[plan.barrier_of(turn, which)]))
 
 
 def _fill(plan: Plan, refs: Refs, item: Item, step: jax.Array, turn: jax.Array) -> None:
     """K and V of an item's KV tile, straight from the pages; `turn` counts the tiles of this program."""
     stage = lax.rem(turn, plan.num_stages)
     k_tile, v_tile = refs.k_tiles.at[stage], refs.v_tiles.at[stage]
-    k_arrived, v_arrived = (refs.arrived.at[plan.slot(turn, which)] for which in (_K, _V))
+    k_arrived, v_arrived = (refs.arrived.at[plan.barrier_of(turn, which)] for which in (_K, _V))
     position = (item.first_tile + step) * plan.tile_tokens
     pages = _pages_of_tile(plan, refs, item, position)
 
@@ -94,7 +94,7 @@ def _fill_converted(plan: Plan, refs: Refs, item: Item, step: jax.Array, turn: j
         _wait_until_free(plan, refs, turn, which)
         plgpu.barrier_wait(refs.raw_arrived.at[which])
         _rewrite(plan, refs.raw_tiles.at[which], tile, low, last)
-        plgpu.barrier_arrive(refs.arrived.at[plan.slot(turn, which)])
+        plgpu.barrier_arrive(refs.arrived.at[plan.barrier_of(turn, which)])
 
         def start_next(which: int = which) -> None:
             _start_raw(plan, refs, item, step + 1, which)
