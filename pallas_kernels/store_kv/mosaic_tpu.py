@@ -28,6 +28,9 @@ from pallas_kernels.mosaic_tpu_pages import (
 from pallas_kernels.store_kv.token_runs import TokenRuns, chunk_starts, token_runs
 from pallas_kernels.tuning import blocks, shape_class
 
+# Of one kernel: its work list is four numbers a token, in a scalar memory of 1 MiB.
+_MOST_TOKENS = 1 << 15
+
 
 def refuse_shapes(k_pages: jax.Array) -> str | None:
     """Why this backend can't store into k_pages, or None when it can."""
@@ -43,7 +46,10 @@ def store_kv(
     # Not pinned by `keep_in_hbm`: a program that only stores would not compile then.
     views = view_pages(k_pages), view_pages(v_pages)
     store = _store_tokens if form is PageForm.HEADS else _store_tiles
-    stored_k, stored_v = store(views, (k, v), slots, k_pages, interpret)
+    for begin in range(0, len(slots), _MOST_TOKENS):
+        part = slice(begin, begin + _MOST_TOKENS)
+        views = store(views, (k[part], v[part]), slots[part], k_pages, interpret)
+    stored_k, stored_v = views
     return unview_pages(stored_k, form), unview_pages(stored_v, form)
 
 

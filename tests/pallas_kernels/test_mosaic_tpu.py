@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv, tuning
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.mosaic_tpu_attention import refuse_shapes
+from pallas_kernels.store_kv import mosaic_tpu
 from pallas_kernels.store_kv.token_runs import token_runs
 from tests.pallas_kernels.cases import Case, assert_close, build_case, cases
 from tests.pallas_kernels.test_attention import compiled, run_examples
@@ -123,6 +124,18 @@ def test_stores_in_any_order_equal_the_reference_without_races(spec: ArgSpec) ->
         reference = jax.block_until_ready(store_kv(*args, backend="reference", **scales))
         for actual, expected in zip(stored, reference, strict=True):
             assert (np.asarray(actual, np.float32)[1:] == np.asarray(expected, np.float32)[1:]).all()
+
+
+def test_more_tokens_than_a_work_list_holds_are_stored_by_several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mosaic_tpu, "_MOST_TOKENS", 16)
+    spec = ArgSpec("three_kernels", 3, 37, 4, 16, 1, 1, 128)
+    rng = np.random.default_rng(0)
+    cache_and_new = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in spec.store_args()[:4]]
+    slots = jnp.asarray(16 + rng.permutation(100)[:37], jnp.int32)
+    stored = jax.block_until_ready(store_kv(*cache_and_new, slots, backend="mosaic_tpu", interpret=True))
+    reference = jax.block_until_ready(store_kv(*cache_and_new, slots, backend="reference"))
+    for actual, expected in zip(stored, reference, strict=True):
+        assert (actual == expected).all()
 
 
 @pytest.mark.parametrize(
