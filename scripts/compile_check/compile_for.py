@@ -114,9 +114,8 @@ def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
     problems = [f"{k.name} spills {k.spill_bytes} bytes" for k in kernels if k.spill_bytes]
     if not kernels:
         problems.append("no kernel's code was found")
-    attention = [k for k in kernels if "attention" in k.name or "mosaic" in k.name]
-    if "store" not in program.name and not program.name.startswith("step"):
-        found = {name for kernel in attention for name in kernel.instructions}
+    if program.on_matrix_units:
+        found = {name for kernel in kernels for name in kernel.instructions}
         missing = [wanted for wanted in MEANT.get(program.backend, ()) if not found & set(wanted)]
         problems += [f"no {' or '.join(wanted)} in the code" for wanted in missing]
     return problems

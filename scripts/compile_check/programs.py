@@ -35,6 +35,7 @@ class Program:
       trace: makes it; called where tracing is for the target.
       cache: the shape and dtype of one of its cache arrays.
       num_donated: how many of those it updates in place.
+      on_matrix_units: whether its products should run there; float32 is kept exact, on other units.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Program:
     trace: Callable[[], jax.stages.Traced]
     cache: jax.ShapeDtypeStruct
     num_donated: int
+    on_matrix_units: bool
 
     @property
     def cache_bytes(self) -> int:
@@ -69,7 +71,8 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
             placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated(mesh)) for a in args]
             return jax.jit(program, donate_argnums=donated).trace(*placed)
 
-        yield Program(name, backend, trace, spec.store_args()[0], len(donated))
+        on_matrix_units = op is not store_kv and spec.dtype != jnp.float32
+        yield Program(name, backend, trace, spec.store_args()[0], len(donated), on_matrix_units)
 
 
 def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
@@ -89,7 +92,8 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
         def trace(bucket: Bucket = bucket) -> jax.stages.Traced:
             return spec.trace_forward(bucket)
 
-        yield Program(f"step_{bucket.kind}_{backend}", backend, trace, pages, 2 * arch.num_layers)
+        name = f"step_{bucket.kind}_{backend}"
+        yield Program(name, backend, trace, pages, 2 * arch.num_layers, on_matrix_units=True)
 
 
 def _placed(param: nnx.Param, mesh: Mesh) -> nnx.Param:
