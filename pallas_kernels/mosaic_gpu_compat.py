@@ -61,7 +61,7 @@ def gpu_kernel(
     names = ("out_type", "scratch_types")
     if "out_type" not in inspect.signature(plgpu.kernel).parameters:
         names = ("out_shape", "scratch_shapes")
-    return plgpu.kernel(  # type: ignore[no-any-return]
+    kernel: Callable[..., Any] = plgpu.kernel(
         body,
         **dict(zip(names, (out_type, dict(scratch_types)), strict=True)),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **compiler_params),
@@ -72,6 +72,7 @@ def gpu_kernel(
         kernel_name=name,
         interpret=_interpret_params() if interpret else None,
     )
+    return kernel
 
 
 def _interpret_params() -> Any:

@@ -74,7 +74,7 @@ def test_an_interrupted_call_leaves_a_usable_model(llm: LLM, monkeypatch: pytest
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        collect(self, tokens, scores)  # type: ignore[arg-type]
+        collect(self, tokens, scores)
 
     monkeypatch.setattr(type(llm._scheduler), "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -60,7 +60,7 @@ def test_token_ids_are_sent_as_they_are(ask) -> None:  # type: ignore[no-untyped
     assert answer["matched_stop_token"] is None
 
 
-def test_several_answers_are_a_line_each_with_log_probabilities_if_asked_for(ask) -> None:  # type: ignore[no-untyped-def]
+def test_several_answers_are_a_line_each_with_log_probabilities_if_asked_for(ask) -> None:
     status, out, _ = ask("--token-ids", "8,16,24", "--json", "--max-tokens", "2", "-n", "2", "--logprobs", "1")
     one, two = (json.loads(line) for line in out.splitlines())
     assert status == 0
@@ -70,7 +70,7 @@ def test_several_answers_are_a_line_each_with_log_probabilities_if_asked_for(ask
     assert "prompt_logprobs" not in one
 
 
-def test_a_stop_string_ends_the_answer(ask) -> None:  # type: ignore[no-untyped-def]
+def test_a_stop_string_ends_the_answer(ask) -> None:
     assert ask("hello world", "--raw", "--stop", "never", "--stop", "wor") == (0, "hello \n", "")
     answer = json.loads(ask("hello world", "--raw", "--stop", "wor", "--json")[1])
     assert (answer["text"], answer["matched_stop_string"], answer["matched_stop_token"]) == ("hello ", "wor", None)
