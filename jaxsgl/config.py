@@ -22,6 +22,7 @@ BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -58,11 +59,12 @@ class EngineConfig:
         None, "where compiled programs are kept between starts; '': nowhere (default: jaxsgl/xla in ~/.cache)"
     )
     random_seed: int = flag(0, "seed of dummy weights and of requests that bring none")
+    max_queued_requests: int = flag(8192, "requests that may wait for admission; more are refused at once")
 
     def __post_init__(self) -> None:
         _require(1 <= self.page_size <= 256, "--page-size", self.page_size, "1 to 256")
         _require(0.0 < self.mem_fraction_static < 1.0, "--mem-fraction-static", self.mem_fraction_static, "in (0, 1)")
-        for name in ("context_length", "max_total_tokens", "max_running_requests"):
+        for name in ("context_length", "max_total_tokens", "max_running_requests", "max_queued_requests"):
             value = getattr(self, name)
             _require(value is None or value >= 1, _flag_name(name), value, "1 and more")
         chunk = self.chunked_prefill_size
@@ -81,13 +83,48 @@ class ServerConfig:
     """What `python -m jaxsgl.serve` needs: the engine's configuration and where to listen."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
-    host: str = flag("127.0.0.1", "address to listen on")
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    port: int = flag(30000, "HTTP port; 0 takes a free one", alias="--http-port")
     grpc_port: int = flag(30001, "gRPC port; 0 takes a free one")
+    served_model_name: str | None = flag(None, "the model's name in the APIs (default: the model's path)")
+    api_key: str | None = flag(
+        None, "what clients must send as `Authorization: Bearer KEY`; better set in JAXSGL_API_KEY, which `ps` hides"
+    )
+    ssl_certfile: str | None = flag(None, "TLS certificate (PEM) for HTTP and gRPC; needs --ssl-keyfile")
+    ssl_keyfile: str | None = flag(None, "private key (PEM) of --ssl-certfile")
+    max_request_bytes: int = flag(16 << 20, "size of one request's message or body at most")
+    request_timeout_s: float = flag(3600.0, "seconds that a request may take, queue included")
+    drain_s: float = flag(30.0, "seconds that open requests get to finish after Ctrl-C or SIGTERM")
+    watchdog_s: float = flag(60.0, "seconds without a sign of life after which the engine counts as stuck")
     log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS)
+    log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
 
     def __post_init__(self) -> None:
-        _require(0 <= self.grpc_port <= 65535, "--grpc-port", self.grpc_port, "0 to 65535")
-        _require(self.log_level in LOG_LEVELS, "--log-level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
+        for name in ("port", "grpc_port"):
+            _require(0 <= getattr(self, name) <= 65535, _flag_name(name), getattr(self, name), "0 to 65535")
+        if self.port:
+            _require(self.port != self.grpc_port, "--grpc-port", self.grpc_port, "another than --port")
+        for name in ("request_timeout_s", "watchdog_s"):
+            _require(getattr(self, name) > 0, _flag_name(name), getattr(self, name), "more than 0")
+        _require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
+        _require(self.max_request_bytes >= 1024, "--max-request-bytes", self.max_request_bytes, "1024 and more")
+        _require(
+            self.api_key is None or (self.api_key.isascii() and bool(self.api_key.strip())),
+            "--api-key",
+            "empty or not ASCII",
+            "printable ASCII characters",
+        )
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")
+        for spec in dataclasses.fields(self):
+            allowed = spec.metadata.get("choices") or ()
+            value = getattr(self, spec.name)
+            _require(not allowed or value in allowed, _flag_name(spec.name), value, f"one of {', '.join(allowed)}")
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the APIs."""
+        return self.served_model_name or self.engine.model
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -2,13 +2,20 @@
 
     JaxsglError                  INTERNAL             500   our own bug, or a failure we can't name better
     |- InvalidRequest            INVALID_ARGUMENT     400   the client sent something that can never be served
-    |- EngineUnavailable         UNAVAILABLE          503   the engine process is starting, stopping or dead
+    |- Unauthenticated           UNAUTHENTICATED      401   the API key is missing or wrong
+    |- NotFound                  NOT_FOUND            404   no such model, request or method
+    |- Overloaded                RESOURCE_EXHAUSTED   429   the queue is full, or the client reads too slowly
+    |- Unsupported               UNIMPLEMENTED        501   a method of a known protocol that isn't built yet
+    |- EngineUnavailable         UNAVAILABLE          503   the engine process is starting, stopping, stuck or dead
+    |- TimedOut                  DEADLINE_EXCEEDED    504   the request ran longer than it may
     `- StartupError              (exit status 1)            the server can't start as it was asked to
        |- ConfigError                                       flags that contradict each other or the model
        `- CheckpointError                                   a model folder that is missing, broken or unsupported
 
 Every message names the value, the limit and the way out.
 """
+
+RETRY_AFTER_S = 1  # what clients are told to wait before they try again
 
 
 class JaxsglError(Exception):
@@ -23,6 +30,41 @@ class InvalidRequest(JaxsglError, ValueError):
 
     grpc_status = "INVALID_ARGUMENT"
     http_status = 400
+
+
+class Unauthenticated(JaxsglError):
+    """The client didn't prove that it may use the server."""
+
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+
+
+class NotFound(JaxsglError):
+    """What the client names doesn't exist here."""
+
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class Overloaded(JaxsglError):
+    """No room now; the same request may be sent again after `RETRY_AFTER_S` seconds."""
+
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+
+
+class Unsupported(JaxsglError):
+    """A method that clients may know from elsewhere, but that isn't built here."""
+
+    grpc_status = "UNIMPLEMENTED"
+    http_status = 501
+
+
+class TimedOut(JaxsglError):
+    """The request was ended because it took longer than the server allows."""
+
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
 
 
 class EngineUnavailable(JaxsglError):

@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
-from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, Replies, Reply, ToEngine
+from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, News, ToEngine
 
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
 LAST_WORDS_MS = 1000  # how long a closing engine waits until its last messages have left
@@ -91,9 +91,9 @@ class EngineMailbox:
             except zmq.Again:
                 return messages
 
-    def send(self, replies: Sequence[Reply]) -> None:
-        """Sends the news of one step."""
-        self._out.send(_encoder.encode(Replies(list(replies))))
+    def send(self, news: News) -> None:
+        """Sends the news of a step, or the answer to a command."""
+        self._out.send(_encoder.encode(news))
 
     def announce(self, info: EngineInfo) -> None:
         """Tells the front end that requests may come."""

@@ -19,7 +19,7 @@ from jaxsgl.config import BUNDLED_MODEL, EngineConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.sample import Piece, Sample, join
 from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer, load_tokenizer
-from jaxsgl.messages import Abort, Reply, Shutdown, ToEngine, TokenLogprob
+from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine, TokenLogprob
 from jaxsgl.request import Request, SamplingParams, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.wiring import build, build_scheduler
@@ -176,9 +176,10 @@ class _OfflineMailbox:
         messages, self._messages = self._messages, []
         return messages or ([Shutdown()] if block else [])
 
-    def send(self, replies: Sequence[Reply]) -> None:
+    def send(self, news: News) -> None:
         """Keeps what is new of samples that have not ended."""
-        for reply in replies:
+        assert isinstance(news, Replies), f"nobody gave a command, but {news} came"
+        for reply in news.replies:
             key = (reply.request_id, reply.index)
             sample = self._samples[key]
             if sample.ended:

@@ -1,11 +1,13 @@
 """What the two processes say to each other, as msgspec structs (MessagePack on ZeroMQ; never pickle).
 
-Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`. Engine to front end: `EngineReady` once,
-then one `Replies` per step for all requests of that step, `EngineFailed` as a last word.
+Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`, and commands, each answered by one `Answer`.
+Engine to front end: `EngineReady` once, then one `Replies` per step for all requests of that step, `CacheEvents`
+when somebody watches the prefix cache, `EngineFailed` as a last word.
 """
 
 from __future__ import annotations
 
+import enum
 from typing import TypeAlias
 
 import msgspec
@@ -30,6 +32,143 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave the loop and end the process."""
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Asks for a sign of life: the loop answers between two steps.
+
+    Attributes:
+      number: names this command in its `Answer`, as in all commands.
+    """
+
+    number: int
+
+
+class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
+    """Drop every cached prefix. Refused (`Answer.ok` False) while requests wait or run."""
+
+    number: int
+
+
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
+    """Record a trace of the device and the host from the next step on.
+
+    Attributes:
+      folder: where the trace goes.
+      num_steps: stop by itself after so many steps; None: at `StopProfile`.
+    """
+
+    number: int
+    folder: str
+    num_steps: int | None = None
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
+    """Stop recording and write the trace."""
+
+    number: int
+
+
+class WatchCache(msgspec.Struct, frozen=True, tag="watch_cache"):
+    """Send `CacheEvents` from now on, first of all one (with this `number`) that tells all that is cached now."""
+
+    number: int
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """What became of the command `number`; `text` says why not, or where the result is."""
+
+    number: int
+    ok: bool
+    text: str = ""
+
+
+class PagesStored(msgspec.Struct, frozen=True, tag="stored"):
+    """Pages came into the prefix cache, one behind the other.
+
+    Attributes:
+      hashes: of each page; a page's hash depends on all tokens up to its end. Signed 64 bits.
+      token_ids: of all pages, page after page.
+      parent: hash of the page before the first, None at the start of a sequence.
+    """
+
+    hashes: list[int]
+    token_ids: list[int]
+    parent: int | None
+
+
+class PagesRemoved(msgspec.Struct, frozen=True, tag="removed"):
+    """Pages left the prefix cache."""
+
+    hashes: list[int]
+
+
+class CacheCleared(msgspec.Struct, frozen=True, tag="cleared"):
+    """Nothing is cached any more."""
+
+
+CacheEvent: TypeAlias = PagesStored | PagesRemoved | CacheCleared
+
+
+class CacheEvents(msgspec.Struct, frozen=True, tag="cache_events"):
+    """What happened to the prefix cache in one step, in order.
+
+    Attributes:
+      number: of the `WatchCache` that this answers: all that is cached, parents before children; None: news.
+    """
+
+    events: list[CacheEvent]
+    number: int | None = None
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """How busy the engine is, after a step. What ends in `_total` counts since the start.
+
+    Attributes:
+      num_running: samples that hold a row.
+      num_waiting: samples that wait for admission.
+      waiting_tokens: prompt tokens of those, cached or not.
+      used_tokens: KV slots in pages that running samples own or lock.
+      cached_tokens: KV slots in pages that only the prefix cache holds; they are given up when needed.
+      prompt_tokens_total: of admitted samples.
+      cached_prompt_tokens_total: of those, found in the prefix cache.
+      output_tokens_total: read from the device.
+      steps_total: launched.
+      decode_rows_total, decode_rows_padded_total: sequences of decode steps, and rows of the programs that ran them.
+      extend_tokens_total, extend_tokens_padded_total: likewise tokens of extend steps.
+      retractions_total: running samples that were taken back to the queue.
+      recompiles_total: programs compiled while serving; more than 0 is a bug.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    used_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_tokens_total: int = 0
+    cached_prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    steps_total: int = 0
+    decode_rows_total: int = 0
+    decode_rows_padded_total: int = 0
+    extend_tokens_total: int = 0
+    extend_tokens_padded_total: int = 0
+    retractions_total: int = 0
+    recompiles_total: int = 0
+
+
+class RefusalKind(enum.Enum):
+    """Why the scheduler refused a request."""
+
+    INVALID = "invalid"  # it can never be served
+    OVERLOADED = "overloaded"  # the queue is full
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
+    """A refused request; `text` is for the client."""
+
+    kind: RefusalKind
+    text: str
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithms of probabilities at one position.
 
@@ -50,7 +189,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
       token_ids: new output tokens (empty when the request was refused or aborted).
       finish_reason: None while it runs.
       cached_tokens: prompt tokens whose KV was already cached when it was admitted.
-      error: set when the scheduler refused the request; the client's mistake, in words for the client.
+      refusal: set when the scheduler refused the request, and then nothing more comes of any of its samples.
       index: which of the request's n samples.
       logprob: of the new token, if asked for.
       prompt_logprobs: of prompt tokens 1, 2, ... (nothing stands before token 0), if asked for; comes once, with the
@@ -61,22 +200,24 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
-    error: str | None = None
+    refusal: Refusal | None = None
     index: int = 0
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Replies(msgspec.Struct, frozen=True, tag="replies"):
-    """All news of one step."""
+    """All news of one step; sent after every step, even if no request has news."""
 
     replies: list[Reply]
+    load: Load = Load()
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
     """What the front end must know about the engine to check requests and to answer GetModelInfo.
 
-    `warmup_s` is the time in seconds that loading and compiling took; `kv_bytes` the size of all KV buffers.
+    `warmup_s` is the time in seconds that loading and compiling took; `kv_bytes` and `weight_bytes` the
+    sizes of all KV buffers and parameters.
     """
 
     model_path: str
@@ -89,6 +230,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     attention_backend: str
     platform: str
     kv_bytes: int
+    weight_bytes: int
     warmup_s: float
 
 
@@ -104,5 +246,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-ToEngine: TypeAlias = Request | Abort | Shutdown
-FromEngine: TypeAlias = EngineReady | Replies | EngineFailed
+Command: TypeAlias = Ping | FlushCache | StartProfile | StopProfile | WatchCache
+ToEngine: TypeAlias = Request | Abort | Command | Shutdown
+News: TypeAlias = Replies | Answer | CacheEvents
+FromEngine: TypeAlias = EngineReady | News | EngineFailed

@@ -18,7 +18,7 @@ from jaxsgl.frontend.supervisor import ENGINE_COMMAND
 def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serves until Ctrl-C or SIGTERM; returns the exit status (1: the start failed, or the engine died)."""
     parser = argparse.ArgumentParser(
-        "python -m jaxsgl.serve", description="Serves a model by gRPC.", allow_abbrev=False
+        "python -m jaxsgl.serve", description="Serves a model by gRPC and HTTP.", allow_abbrev=False
     )
     add_flags(parser, ServerConfig)
     args = parser.parse_args(argv)

@@ -22,7 +22,7 @@ from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.logit_edits import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray, slots_of, tokens_in
-from jaxsgl.messages import Reply, Shutdown, ToEngine
+from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import MAX_TOP_LOGPROBS
 
 
@@ -201,6 +201,7 @@ class ScriptedMailbox:
         self._script = deque(script)
         self._host_work_s = host_work_s
         self.replies: list[Reply] = []
+        self.other_news: list[News] = []
         self.num_calls = 0
 
     def receive(self, block: bool) -> list[ToEngine]:
@@ -213,9 +214,12 @@ class ScriptedMailbox:
             return list(self._script.popleft())
         return [Shutdown()] if block else []
 
-    def send(self, replies: Sequence[Reply]) -> None:
-        """Keeps the replies."""
-        self.replies.extend(replies)
+    def send(self, news: News) -> None:
+        """Keeps the replies, and what else was said."""
+        if isinstance(news, Replies):
+            self.replies.extend(news.replies)
+        else:
+            self.other_news.append(news)
 
     def output_ids(self, request_id: str) -> list[int]:
         """All tokens of one request so far."""

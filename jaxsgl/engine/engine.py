@@ -119,6 +119,7 @@ class Engine:
             attention_backend=backend,
             platform=platform,
             kv_bytes=page_shape.page_bytes * self.capacity.num_pages,
+            weight_bytes=sum(array.nbytes for array in self._params),
             warmup_s=time.monotonic() - start_s,
         )
         logger.info("%d programs compiled, %.1f s of loading and compiling", len(self._programs), self.info.warmup_s)

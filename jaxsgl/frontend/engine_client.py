@@ -1,7 +1,7 @@
-"""The open calls: sends requests to the engine and hands each call its own replies.
+"""The open calls: sends requests and commands to the engine and hands each call its own replies.
 
-Owns the table of running requests, so nothing of a call may outlive its `open` block. Knows no client protocol and no
-text; the sockets and the process belong to supervisor.py. Used inside one asyncio loop.
+Owns the table of running requests, so nothing of a call may outlive its `open` block, and the latest load. Knows no
+client protocol and no text; the sockets and the process belong to supervisor.py. Used inside one asyncio loop.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
-from jaxsgl.messages import Abort, Reply, ToEngine
+from jaxsgl.messages import Abort, Answer, Command, Load, News, Ping, Replies, Reply, ToEngine
 from jaxsgl.request import Request
 
 
@@ -51,7 +52,7 @@ class ReplyStream:
             return
         if reply.finish_reason is not None:
             self._running.remove(reply.index)
-        self.ended = not self._running or reply.error is not None
+        self.ended = not self._running or reply.refusal is not None
         self._replies.append(reply)
         self._news.set()
 
@@ -70,7 +71,12 @@ class ReplyStream:
 
 
 class EngineClient:
-    """All requests that run in the engine. Accepts none until `accept` is called."""
+    """All requests that run in the engine. Accepts none until `accept` is called.
+
+    Attributes:
+      load: the engine's, after its latest step.
+      heard_s: when the engine last said anything (`time.monotonic`).
+    """
 
     def __init__(self, send: Callable[[ToEngine], None]) -> None:
         self._send = send
@@ -78,6 +84,10 @@ class EngineClient:
         self._streams: dict[str, ReplyStream] = {}  # by engine id
         self._by_request_id: dict[str, ReplyStream] = {}
         self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._watchers: list[Callable[[News], None]] = []
+        self.load = Load()
+        self.heard_s = time.monotonic()
 
     @property
     def num_open(self) -> int:
@@ -97,6 +107,9 @@ class EngineClient:
         self.refuse(reason)
         for stream in self._streams.values():
             stream.fail(reason)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineUnavailable(reason))
 
     @contextlib.contextmanager
     def open(self, request: Request) -> Iterator[ReplyStream]:
@@ -129,8 +142,59 @@ class EngineClient:
         stream = self._by_request_id.get(request_id)
         return stream is not None and self._abort(stream)
 
-    def deliver(self, replies: Sequence[Reply]) -> None:
-        """Hands the engine's replies to their streams. Those of calls that are gone are dropped."""
+    async def ask(self, command: Callable[[int], Command], timeout_s: float) -> Answer:
+        """Sends the command that `command` makes of a new number, and waits for its answer.
+
+        Raises `EngineUnavailable` if none comes within `timeout_s` seconds, or if the engine is gone.
+        """
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._send(command(number))
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine gave no sign of life within {timeout_s:g} s") from None
+        finally:
+            del self._answers[number]
+
+    async def check_alive(self, timeout_s: float) -> None:
+        """Raises `EngineUnavailable` unless the engine's loop turns within `timeout_s` seconds."""
+        if self._refusal is not None:
+            raise EngineUnavailable(self._refusal)
+        await self.ask(Ping, timeout_s)
+
+    def send_command(self, command: Callable[[int], Command]) -> int:
+        """Sends a command without waiting; returns its number. Raises `EngineUnavailable`."""
+        number = next(self._numbers)
+        self._send(command(number))
+        return number
+
+    @contextlib.contextmanager
+    def watch(self, watcher: Callable[[News], None]) -> Iterator[None]:
+        """Shows `watcher` all that the engine says, after its replies have gone to their streams."""
+        self._watchers.append(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.remove(watcher)
+
+    def receive(self, news: News) -> None:
+        """Takes what the engine says."""
+        self.heard_s = time.monotonic()
+        if isinstance(news, Replies):
+            self.load = news.load
+            self._deliver(news.replies)
+        elif isinstance(news, Answer):
+            answer = self._answers.get(news.number)
+            if answer is not None and not answer.done():
+                answer.set_result(news)
+        for watcher in tuple(self._watchers):
+            watcher(news)
+
+    def _deliver(self, replies: Sequence[Reply]) -> None:
+        """Hands replies to their streams. Those of calls that are gone are dropped."""
         for reply in replies:
             stream = self._streams.get(reply.request_id)
             if stream is not None:

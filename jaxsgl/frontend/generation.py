@@ -1,7 +1,7 @@
 """From a prompt to pieces of text: what all client protocols share.
 
 Tokenizes and checks a prompt, submits it, and turns the engine's replies into pieces of text and ids. Knows no
-protocol: gRPC (service.py) and whatever comes beside it call this.
+protocol: the services of grpc_api and the endpoints of http_api call this.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from jaxsgl.errors import EngineUnavailable, InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded
 from jaxsgl.frontend.detokenizer import Detokenizer
 from jaxsgl.frontend.engine_client import EngineClient, ReplyStream
 from jaxsgl.frontend.prompts import Prompt, tokenize
 from jaxsgl.frontend.sample import Piece, Sample, join
 from jaxsgl.frontend.tokenizer import Tokenizer
-from jaxsgl.messages import EngineInfo, Reply
+from jaxsgl.messages import EngineInfo, RefusalKind, Reply
 from jaxsgl.request import Request, SamplingParams, check_request
 
 MAX_REQUEST_ID_CHARS = 256
+
+_REFUSALS = {RefusalKind.INVALID: InvalidRequest, RefusalKind.OVERLOADED: Overloaded}
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +55,11 @@ class Generation:
         return self
 
     async def __anext__(self) -> Piece:
-        """Raises `InvalidRequest` if the scheduler refused the request, `EngineUnavailable` if the engine is gone."""
+        """The next piece.
+
+        Raises `InvalidRequest` or `Overloaded` if the scheduler refused the request, `EngineUnavailable` if the engine
+        is gone.
+        """
         while not self._pieces:
             if all(sample.ended for sample in self._samples):
                 raise StopAsyncIteration
@@ -71,8 +77,8 @@ class Generation:
         """One piece for each sample that has news; a sample that a stop string ended is ended in the engine too."""
         of_sample: dict[int, list[Reply]] = {}
         for reply in replies:
-            if reply.error is not None:
-                raise InvalidRequest(reply.error)
+            if reply.refusal is not None:
+                raise _REFUSALS[reply.refusal.kind](reply.refusal.text)
             of_sample.setdefault(reply.index, []).append(reply)
         for index, news in of_sample.items():
             sample = self._samples[index]

@@ -1,7 +1,7 @@
 """The engine process's life: start it, learn when it is ready, notice its death at once, end it.
 
-Owns the process, the line to it (ipc.py) and the pipe by which it notices our death. Knows nothing of requests: their
-replies go to a callback. Used inside one asyncio loop.
+Owns the process, the line to it (ipc.py) and the pipe by which it notices our death. Knows nothing of requests: what
+the engine says of them goes to a callback. Used inside one asyncio loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.ipc import Endpoints, EngineLaunch, EngineLine
-from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, Replies, Reply, Shutdown, ToEngine
+from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, News, Shutdown, ToEngine
 
 ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")
 LAST_WORDS_S = 0.2  # a dead process's last messages may still be on their way
@@ -39,14 +39,14 @@ class EngineSupervisor:
         self._line: EngineLine | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._deliver: Callable[[list[Reply]], None] = lambda replies: None
+        self._tell: Callable[[News], None] = lambda news: None
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = loop.create_future()
         self._death: asyncio.Future[str] = loop.create_future()
 
-    async def start(self, deliver: Callable[[list[Reply]], None]) -> None:
-        """Starts the process; from now on its replies go to `deliver`. Returns before it is ready."""
-        self._deliver = deliver
+    async def start(self, tell: Callable[[News], None]) -> None:
+        """Starts the process; from now on what it says goes to `tell`. Returns before it is ready."""
+        self._tell = tell
         self._endpoints = Endpoints.create()
         self._line = EngineLine(self._endpoints)
         self._line.listen(self._receive)
@@ -119,12 +119,12 @@ class EngineSupervisor:
         process.stdin.close()
 
     def _receive(self, message: FromEngine) -> None:
-        if isinstance(message, Replies):
-            self._deliver(message.replies)
-        elif isinstance(message, EngineReady):
+        if isinstance(message, EngineReady):
             self._ready.set_result(message.info)
         elif isinstance(message, EngineFailed):
             self._die(message.message)
+        else:
+            self._tell(message)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()

@@ -7,11 +7,11 @@ computes. Without overlap the same body reads every step's tokens at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Protocol
 
 from jaxsgl.batch.engine_api import StepEngine, StepHandle
-from jaxsgl.messages import Reply, Shutdown, ToEngine
+from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
+from jaxsgl.request import Request
 from jaxsgl.scheduler.scheduler import Scheduler
 
 
@@ -22,8 +22,8 @@ class Mailbox(Protocol):
         """All messages that wait; when `block`, waits for at least one."""
         ...
 
-    def send(self, replies: Sequence[Reply]) -> None:
-        """The news of one step."""
+    def send(self, news: News) -> None:
+        """The news of one step, or the answer to a command."""
         ...
 
 
@@ -35,7 +35,7 @@ def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap
         messages = mailbox.receive(block=scheduler.is_idle)
         if any(isinstance(message, Shutdown) for message in messages):
             return
-        scheduler.receive([message for message in messages if not isinstance(message, Shutdown)])
+        scheduler.receive([message for message in messages if isinstance(message, Request | Abort)])
         inputs = scheduler.launch()
         if inputs is not None:
             in_flight.append(engine.submit(inputs))
@@ -44,4 +44,4 @@ def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap
             scheduler.collect(step.tokens(), step.scores())
         replies = scheduler.take_replies()
         if replies:
-            mailbox.send(replies)
+            mailbox.send(Replies(replies))

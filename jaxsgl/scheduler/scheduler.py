@@ -28,7 +28,7 @@ from jaxsgl.cache.naive import NaiveCache
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.table import PageTable
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.messages import Abort, Reply, TokenLogprob
+from jaxsgl.messages import Abort, Refusal, RefusalKind, Reply, TokenLogprob
 from jaxsgl.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.admit import Chunk, PrefillAdder, pages_promised
 from jaxsgl.scheduler.launched import Launched, ScoredChunk, token_logprobs
@@ -148,7 +148,7 @@ class Scheduler:
         try:
             check_request(request, self._capacity.limits)
         except InvalidRequest as error:
-            self._replies.append(Reply(request.request_id, error=str(error)))
+            self._replies.append(Reply(request.request_id, refusal=Refusal(RefusalKind.INVALID, str(error))))
             return
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)

@@ -39,4 +39,4 @@ def outputs(mailbox: ScriptedMailbox, requests: Sequence[Request]) -> list[list[
 
 def ends(mailbox: ScriptedMailbox) -> dict[str, Reply]:
     """The last reply of every request that ended."""
-    return {reply.request_id: reply for reply in mailbox.replies if reply.finish_reason or reply.error}
+    return {reply.request_id: reply for reply in mailbox.replies if reply.finish_reason or reply.refusal}

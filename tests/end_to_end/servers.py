@@ -24,7 +24,13 @@ class RunningServer:
 
     @property
     def address(self) -> str:
-        (address,) = re.findall(r"ready: .* on (\S+:\d+),", self.log.read_text())
+        """Of gRPC."""
+        (address,) = re.findall(r"ready: .* on (\S+:\d+) \(gRPC\)", self.log.read_text())
+        return str(address)
+
+    @property
+    def http_address(self) -> str:
+        (address,) = re.findall(r"ready: .* and (\S+:\d+) \(HTTP\)", self.log.read_text())
         return str(address)
 
     @property
@@ -44,7 +50,7 @@ class RunningServer:
 def running_server(folder: Path, flags: Sequence[str] = ()) -> Iterator[RunningServer]:
     """Starts a server on a free port and waits until it is ready; kills what is left of it at the end."""
     log = folder / "server.log"
-    command = [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", "0", "--log-level", "debug", *flags]
+    command = [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", "0", "--port", "0", "--log-level", "debug", *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:

@@ -325,7 +325,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path, case: s
     elif case == "context":
         flags = ["--context-length", "1000000"]
     result = subprocess.run(
-        [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", "0", "--log-level", "error", *flags],
+        [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", "0", "--port", "0", "--log-level", "error", *flags],
         capture_output=True,
         text=True,
         timeout=120,
@@ -338,7 +338,10 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path, case: s
 def test_a_port_in_use_is_an_error_at_start(server: RunningServer) -> None:
     port = server.address.rsplit(":", 1)[1]
     result = subprocess.run(
-        [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", port], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", port, "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.returncode == 1
     assert f"can't listen on 127.0.0.1:{port}" in result.stderr

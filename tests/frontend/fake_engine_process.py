@@ -16,7 +16,27 @@ from dataclasses import dataclass, field
 from jaxsgl.config import Limits
 from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
 from jaxsgl.ipc import EngineMailbox
-from jaxsgl.messages import Abort, EngineInfo, Reply, Shutdown, ToEngine, TokenLogprob
+from jaxsgl.messages import (
+    Abort,
+    Answer,
+    CacheCleared,
+    CacheEvents,
+    EngineInfo,
+    FlushCache,
+    Load,
+    PagesStored,
+    Ping,
+    Refusal,
+    RefusalKind,
+    Replies,
+    Reply,
+    Shutdown,
+    StartProfile,
+    StopProfile,
+    ToEngine,
+    TokenLogprob,
+    WatchCache,
+)
 from jaxsgl.request import FinishReason, Request, max_new_tokens
 
 VOCAB_SIZE = 1000
@@ -31,8 +51,9 @@ class Script:
     DIE = 902  # SIGKILL after the third token
     FAIL = 903  # EngineFailed after the first token
     FOREVER = 904  # the same token again and again, a step every 5 ms
-    REFUSE = 905  # the scheduler refuses it
+    REFUSE = 905  # the scheduler refuses it, or if a 1 follows says that its queue is full
     REPORT = 906  # echoes [running requests, requests ever seen, aborts ever seen]
+    STICK = 907  # the loop stands still for ever: no token, no answer
 
     START_FAILS = 11  # EngineFailed at start
     START_DIES = 12  # exits with status 7 at start
@@ -54,6 +75,8 @@ class FakeEngine:
         self.running: dict[tuple[str, int], Running] = {}
         self.num_seen = 0
         self.num_aborts = 0
+        self.num_tokens = 0
+        self.num_steps = 0
 
     def run(self) -> None:
         while True:
@@ -64,7 +87,16 @@ class FakeEngine:
                 self.handle(message)
             replies = [reply for run in list(self.running.values()) if (reply := self.step(run)) is not None]
             if replies:
-                self.mailbox.send(replies)
+                self.send(replies)
+
+    def send(self, replies: list[Reply]) -> None:
+        self.num_tokens += sum(len(reply.token_ids) for reply in replies)
+        self.num_steps += 1
+        used = sum(len(run.request.prompt_ids) for run in self.running.values())
+        load = Load(
+            len(self.running), used_tokens=used, output_tokens_total=self.num_tokens, steps_total=self.num_steps
+        )
+        self.mailbox.send(Replies(replies, load))
 
     def handle(self, message: ToEngine) -> None:
         if isinstance(message, Abort):
@@ -72,17 +104,43 @@ class FakeEngine:
                 if request_id == message.request_id and message.index in (None, index):
                     del self.running[request_id, index]
                     self.num_aborts += 1
-                    self.mailbox.send([Reply(request_id, finish_reason=FinishReason.ABORT, index=index)])
+                    self.send([Reply(request_id, finish_reason=FinishReason.ABORT, index=index)])
         elif isinstance(message, Request):
             self.num_seen += 1
             script = list(message.prompt_ids)
             if script[0] == Script.REPORT:
                 script = [len(self.running), self.num_seen, self.num_aborts]
             if script[0] == Script.REFUSE:
-                self.mailbox.send([Reply(message.request_id, error="the scheduler refuses this")])
+                kind = RefusalKind.OVERLOADED if script[1:] == [1] else RefusalKind.INVALID
+                self.send(
+                    [Reply(message.request_id, refusal=Refusal(kind, f"the scheduler refuses this: {kind.value}"))]
+                )
+            elif script[0] == Script.STICK:
+                while True:
+                    time.sleep(1)
             else:
                 for index in range(message.sampling.n):
                     self.running[message.request_id, index] = Running(message, index, script)
+
+        else:
+            self.obey(message)
+
+    def obey(self, command: ToEngine) -> None:
+        """The prefix cache of the fake holds one page, with one token."""
+        match command:
+            case Ping(number):
+                self.mailbox.send(Answer(number, True))
+            case FlushCache(number) if self.running:
+                self.mailbox.send(Answer(number, False, f"{len(self.running)} requests wait or run"))
+            case FlushCache(number):
+                self.mailbox.send(CacheEvents([CacheCleared()]))
+                self.mailbox.send(Answer(number, True))
+            case StartProfile(number, folder):
+                self.mailbox.send(Answer(number, True, folder))
+            case StopProfile(number):
+                self.mailbox.send(Answer(number, False, "no profile is being recorded"))
+            case WatchCache(number):
+                self.mailbox.send(CacheEvents([PagesStored([-5], [7], None)], number))
 
     def step(self, run: Running) -> Reply | None:
         match run.script[0]:
@@ -154,6 +212,7 @@ def main() -> int:
         attention_backend="reference",
         platform="cpu",
         kv_bytes=12345,
+        weight_bytes=54321,
         warmup_s=0.5,
     )
     mailbox.announce(info)

@@ -47,11 +47,25 @@ class ServerProcess:
         self.log_path = folder / "server.log"
         self.temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # not in `folder`: paths of sockets must be short
         program = ["-m", "jaxsgl.serve"] if real_engine else [str(Path(__file__).parent / "serve_fake.py")]
-        command = [sys.executable, *program, "--model", model, "--log-level", "debug"]
+        command = [
+            sys.executable,
+            *program,
+            "--model",
+            model,
+            "--log-level",
+            "debug",
+            "--grpc-port",
+            "0",
+            "--port",
+            "0",
+        ]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--grpc-port", "0", *flags], env=environment, stderr=log, stdin=subprocess.PIPE
+                [*command, "--grpc-port", "0", "--port", "0", *flags],
+                env=environment,
+                stderr=log,
+                stdin=subprocess.PIPE,
             )
 
     @property
@@ -71,7 +85,12 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        return self.wait_for_log(r"listening on (\S+),").group(1)
+        """Of gRPC."""
+        return self.wait_for_log(r"listening on (\S+) \(gRPC\)").group(1)
+
+    @property
+    def http_address(self) -> str:
+        return self.wait_for_log(r"listening on .* and (\S+) \(HTTP\)").group(1)
 
     @property
     def engine_pid(self) -> int:

@@ -50,10 +50,10 @@ async def leave(stub: pb_grpc.JaxsglStub, number: int, rng: random.Random) -> No
 @contextlib.asynccontextmanager
 async def serving(model: Path) -> AsyncIterator[tuple[EngineClient, str]]:
     """A server in this process, whose tables can be looked at; and its address."""
-    server = Server(ServerConfig(EngineConfig(model=str(model)), grpc_port=0), FAKE_ENGINE)
+    server = Server(ServerConfig(EngineConfig(model=str(model)), port=0, grpc_port=0), FAKE_ENGINE)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            yield server._client, await server.start()
+            yield server._client, (await server.start()).grpc
     finally:
         await server.close()
 

@@ -8,7 +8,7 @@ from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.detokenizer import NoText
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.generation import Generation
-from jaxsgl.messages import Abort, Reply, ToEngine
+from jaxsgl.messages import Abort, Replies, Reply, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 
 REQUEST = Request("r", [5], SamplingParams())
@@ -20,7 +20,7 @@ def test_a_reply_after_the_failure_revives_nothing() -> None:
     client.accept()
     with client.open(REQUEST) as stream:
         client.fail("the engine died")
-        client.deliver([Reply(stream.engine_id, (7,))])
+        client.receive(Replies([Reply(stream.engine_id, (7,))]))
         with pytest.raises(EngineUnavailable, match="the engine died"):
             asyncio.run(stream.next())
     assert len(sent) == 1, "no abort of what has failed"
@@ -30,7 +30,7 @@ def test_an_answer_that_was_complete_when_the_engine_died_stays_complete() -> No
     client = EngineClient(lambda message: None)
     client.accept()
     with client.open(REQUEST) as stream:
-        client.deliver([Reply(stream.engine_id, (7,)), Reply(stream.engine_id, (8,), FinishReason.LENGTH)])
+        client.receive(Replies([Reply(stream.engine_id, (7,)), Reply(stream.engine_id, (8,), FinishReason.LENGTH)]))
         client.fail("the engine died")
         (piece,) = asyncio.run(Generation(REQUEST, stream, NoText).whole())
     assert piece.token_ids == [7, 8]
@@ -43,10 +43,10 @@ def test_a_sample_that_nobody_wants_any_more_is_aborted_alone_and_once() -> None
     client = EngineClient(sent.append)
     client.accept()
     with client.open(Request("r", [5], SamplingParams(n=3))) as stream:
-        client.deliver([Reply(stream.engine_id, (7,), FinishReason.LENGTH, index=2)])
+        client.receive(Replies([Reply(stream.engine_id, (7,), FinishReason.LENGTH, index=2)]))
         for index in (1, 1, 2):  # twice, and one that has ended by itself
             stream.end_sample(index)
-        client.deliver([Reply(stream.engine_id, (), FinishReason.ABORT, index=1)])
+        client.receive(Replies([Reply(stream.engine_id, (), FinishReason.ABORT, index=1)]))
         assert [reply.index for reply in asyncio.run(stream.next())] == [2]
         assert not stream.ended
         stream.end_sample(0)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.ipc import MAX_SOCKET_PATH, Endpoints, EngineLine, EngineMailbox
-from jaxsgl.messages import Abort, EngineFailed, FromEngine, Replies, Reply, Shutdown, ToEngine
+from jaxsgl.messages import Abort, EngineFailed, FromEngine, Refusal, RefusalKind, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 
 REQUEST = Request("r", [1, 2, 3], SamplingParams(temperature=0.7, seed=3, stop_token_ids=(4,)))
@@ -44,7 +44,7 @@ def test_messages_arrive_whole_and_in_order_both_ways(endpoints: Endpoints) -> N
     async def scenario() -> None:
         heard: list[FromEngine] = []
         with line_to(endpoints, heard) as line, contextlib.closing(EngineMailbox(endpoints)) as mailbox:
-            mailbox.send([])
+            mailbox.send(Replies([]))
             await until(lambda: len(heard) == 1)  # the processes are connected
             sent = [REQUEST, Abort("r"), Shutdown()]
             for message in sent:
@@ -55,9 +55,11 @@ def test_messages_arrive_whole_and_in_order_both_ways(endpoints: Endpoints) -> N
             assert received == sent
             assert mailbox.receive(block=False) == []
             replies = [[Reply("r", (step,))] for step in range(3000)]
-            replies.append([Reply("r", (), FinishReason.ABORT, 2, "no"), Reply("s", (1,))])
+            replies.append(
+                [Reply("r", (), FinishReason.ABORT, 2, Refusal(RefusalKind.INVALID, "no")), Reply("s", (1,))]
+            )
             for step in replies:
-                mailbox.send(step)
+                mailbox.send(Replies(step))
             await until(lambda: len(heard) == 1 + len(replies))
             assert heard == [Replies([]), *map(Replies, replies)]
 

@@ -102,7 +102,7 @@ def test_a_signal_ends_everything_with_status_0(start_server: Start, number: int
 
 
 def test_a_signal_lets_short_calls_finish_and_ends_long_ones(start_server: Start) -> None:
-    server = start_server()
+    server = start_server("--drain-s", "3")
     server.wait_until_ready()
     with server.stub() as stub:
         short = stub.Generate(ids_request(Script.FOREVER, max_tokens=60))
@@ -124,7 +124,7 @@ def test_a_thread_at_work_does_not_delay_the_end(tmp_path: Path) -> None:
     code = (
         "import sys, time, jaxsgl.frontend.server as server, jaxsgl.serve\n"
         "server.load_tokenizer = lambda model: time.sleep(1000)\n"
-        "sys.argv[1:] = ['--model', sys.argv[2], '--grpc-port', '0']\n"
+        "sys.argv[1:] = ['--model', sys.argv[2], '--grpc-port', '0', '--port', '0']\n"
         "jaxsgl.serve.run([sys.executable, '-c', 'raise SystemExit(7)'])\n"
     )
     command = [sys.executable, "-c", code, "--", str(tmp_path)]

@@ -259,7 +259,7 @@ def test_what_can_not_fit_is_refused_before_it_is_tokenized(
 
 def test_the_schedulers_refusal_is_the_clients_mistake(stub: pb_grpc.JaxsglStub) -> None:
     code, details = refusal(stub, ids_request(Script.REFUSE))
-    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "the scheduler refuses this")
+    assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "the scheduler refuses this: invalid")
 
 
 def test_a_running_requests_id_can_not_be_taken_twice(stub: pb_grpc.JaxsglStub) -> None:

@@ -138,7 +138,7 @@ class ServingMachine(RuleBasedStateMachine):
             if reply.prompt_logprobs is not None:
                 assert reply.index == 0 and reply.request_id not in self.prompt_logprobs
                 self.prompt_logprobs[reply.request_id] = list(reply.prompt_logprobs)
-            if reply.error is not None:
+            if reply.refusal is not None:
                 self.ended.update(dict.fromkeys(self.samples(reply.request_id)))
             elif reply.finish_reason is not None:
                 self.ended[key] = reply.finish_reason

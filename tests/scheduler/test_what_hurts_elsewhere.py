@@ -132,9 +132,9 @@ def test_a_request_that_can_never_fit_is_answered_with_an_error(
     sizes = capacity(num_pages=25)
     mailbox, _ = serve(sizes, [[request("bad", range(prompt_len), max_tokens), request("good", range(9), 6)]])
     reply = last_reply(mailbox, "bad")
-    assert reply.error is not None
+    assert reply.refusal is not None
     with pytest.raises(AssertionError, match=message):
-        raise AssertionError(reply.error)
+        raise AssertionError(reply.refusal)
     assert mailbox.output_ids("good") == expected(range(9), 6)
 
 

@@ -1,24 +1,22 @@
 """The gRPC service `jaxsgl.v1.Jaxsgl`: converts between its messages and ours, and errors to status codes.
 
-Knows nothing of processes or tokens; generation.py does the work. The asyncio server calls it (server.py).
+Knows nothing of processes or tokens; generation.py does the work. The asyncio gRPC server calls it.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import platform
 import uuid
-from collections.abc import Awaitable, Callable
 from importlib import metadata
-from typing import Any, TypeVar
 
 import grpc
 
 import jaxsgl
-from jaxsgl.errors import InvalidRequest, JaxsglError
-from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.generation import Generator, ServedModel
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.generation import ServedModel
+from jaxsgl.frontend.grpc_api.errors import answers_errors
 from jaxsgl.frontend.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
@@ -36,35 +34,15 @@ _FINISH_REASONS = {
 
 _OPTIONAL_PARAMS = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence)
 
-logger = logging.getLogger(__name__)
-
-MethodT = TypeVar("MethodT", bound=Callable[..., Awaitable[Any]])
-
-
-def _answers_errors(method: MethodT) -> MethodT:
-    """Ends the call with the status and words of the error that the method raises."""
-
-    @functools.wraps(method)
-    async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        try:
-            return await method(self, request, context)
-        except JaxsglError as error:
-            await context.abort(grpc.StatusCode[error.grpc_status], str(error))
-        except Exception as error:
-            logger.exception("a call failed by our own fault")
-            await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
-
-    return wrapper  # type: ignore[return-value]
-
 
 class JaxsglService(pb_grpc.JaxsglServicer):
     """The servicer."""
 
-    def __init__(self, generator: Generator, client: EngineClient) -> None:
-        self._generator = generator
-        self._client = client
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._generator = front_end.generator
+        self._client = front_end.engine
 
-    @_answers_errors
+    @answers_errors
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams pieces, or writes each sample as one reply. A cancelled call aborts the request."""
         request_id = request.request_id or uuid.uuid4().hex
@@ -77,12 +55,12 @@ class JaxsglService(pb_grpc.JaxsglServicer):
                 for piece in await generation.whole():
                     await context.write(_reply(request_id, piece))
 
-    @_answers_errors
+    @answers_errors
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortReply:
         """Ends a running request by its id."""
         return pb.AbortReply(found=self._client.abort(request.request_id))
 
-    @_answers_errors
+    @answers_errors
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         """Tells what is served."""
         return _model_info(self._generator.model)

@@ -1,0 +1,54 @@
+"""The gRPC server: its port, its services, health and reflection. server.py starts and ends it."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxsgl.errors import StartupError
+from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.grpc_api.jaxsgl_service import SERVICE_NAME, JaxsglService
+from jaxsgl.frontend.ports import address_of, take_port
+from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+
+LAST_ANSWERS_S = 1.0  # for statuses to reach their clients before the connections close
+
+
+class GrpcServer:
+    """Answers from `start` on; health says NOT_SERVING until `set_serving`. Made inside the event loop."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._config = front_end.config
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", front_end.config.max_request_bytes),
+            ]
+        )
+        pb_grpc.add_JaxsglServicer_to_server(JaxsglService(front_end), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def start(self) -> str:
+        """Takes the port; returns the address. Raises `StartupError`."""
+        host, port = self._config.host, self._config.grpc_port
+        take_port(host, port, "--grpc-port").close()  # gRPC opens its own socket, but explains less well why it can't
+        await self.set_serving(False)
+        try:
+            port = self._server.add_insecure_port(address_of(host, port))
+        except RuntimeError as error:
+            raise StartupError(f"can't listen on {address_of(host, port)}: {error}") from error
+        await self._server.start()
+        return address_of(host, port)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks are told from now on."""
+        status = health_pb2.HealthCheckResponse
+        for service in ("", SERVICE_NAME):
+            await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self) -> None:
+        """Ends all connections."""
+        await self._server.stop(LAST_ANSWERS_S)

@@ -1,0 +1,1 @@
+"""The HTTP port: OpenAI's API, SGLang's endpoints, health and metrics."""

@@ -1,0 +1,39 @@
+"""Taking a TCP port, with one clear line if that fails. Used by both servers."""
+
+from __future__ import annotations
+
+import socket
+
+from jaxsgl.errors import StartupError
+
+BACKLOG = 2048  # connections that wait to be accepted, as in uvicorn
+
+
+def take_port(host: str, port: int, flag: str) -> socket.socket:
+    """Returns a socket that is bound to `host:port` (0: a free one) and listens.
+
+    Raises `StartupError` naming `flag` if it can't.
+    """
+    where = f"{host}:{port} (--host, {flag})"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        taken = socket.socket(family, kind, protocol)
+        try:
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(address)
+            taken.listen(BACKLOG)
+        except OSError:
+            taken.close()
+            raise
+    except OSError as error:
+        raise StartupError(
+            f"can't listen on {where}: {error.strerror or error}; choose another port or address"
+        ) from None
+    return taken
+
+
+def address_of(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
