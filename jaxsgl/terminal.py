@@ -1,0 +1,135 @@
+"""What the programs for a terminal share: flags of the connection and of sampling, the channel, how errors end.
+
+Knows nothing of prompts or answers. client.py and chat.py call it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxsgl.errors import JaxsglError
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+
+POLL_S = 0.1
+MAX_INT64 = 2**63 - 1
+_CHANNEL_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.max_receive_message_length", -1),
+]
+
+
+class ClientError(JaxsglError):
+    """The program ends with exit status 1 and this message."""
+
+
+def add_connection_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `connect` reads."""
+    parser.add_argument("--addr", default="127.0.0.1:30001", help="server, as host:port (default: %(default)s)")
+    parser.add_argument("--wait-s", type=float, default=5.0, help="wait so long for the server (default: %(default)s)")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of one answer that `sampling_params` reads."""
+    parser.add_argument("--max-tokens", type=int, help="tokens to generate at most (default: as many as fit)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: most likely tokens (default)")
+    parser.add_argument("--top-p", type=float, help="sample from the most likely tokens of this total probability")
+    parser.add_argument("--top-k", type=int, help="sample from so many of the most likely tokens (default: all)")
+    parser.add_argument("--seed", type=int, help="makes sampling reproducible")
+    parser.add_argument("--frequency-penalty", type=float, help="lower tokens by this for each time they came, -2 to 2")
+    parser.add_argument("--presence-penalty", type=float, help="lower tokens by this if they came at all, -2 to 2")
+    parser.add_argument("--repetition-penalty", type=float, help="scale down tokens of prompt and output, up to 2")
+    parser.add_argument("--min-tokens", type=int, help="tokens to generate at least")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end where this text comes up; may be repeated")
+
+
+@contextlib.contextmanager
+def connect(args: argparse.Namespace) -> Iterator[grpc.Channel]:
+    """Opens a channel to a server that is ready. Raises `ClientError` if none is within `--wait-s`."""
+    with grpc.insecure_channel(args.addr, options=_CHANNEL_OPTIONS) as channel:
+        _wait_until_ready(channel, args.addr, args.wait_s)
+        yield channel
+
+
+def sampling_params(args: argparse.Namespace) -> pb.SamplingParams:
+    """Returns what the flags say. Raises `ClientError` for what a message can't hold; the server checks the rest."""
+    for text in args.stop or ():
+        check_text("--stop", text)
+    sampling = pb.SamplingParams(stop=args.stop or ())
+    for field in pb.SamplingParams.DESCRIPTOR.fields:
+        value = getattr(args, field.name, None)
+        if not field.has_presence or value is None:
+            continue
+        if field.type == FieldDescriptor.TYPE_INT64 and abs(value) > MAX_INT64:
+            flag = "-n" if field.name == "n" else "--" + field.name.replace("_", "-")
+            raise ClientError(f"{flag} is {value}, but must be {-MAX_INT64} to {MAX_INT64}")
+        setattr(sampling, field.name, value)
+    return sampling
+
+
+def check_text(what: str, text: str) -> None:
+    """Raises `ClientError` for bytes of the command line that are no text: Python keeps them as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ClientError(f"{what} is no valid text from character {error.start} on: write it in UTF-8") from None
+
+
+def run(program: Callable[[], int]) -> int:
+    """Calls `program` and returns its exit status, or that of the error that it ends with, told in one line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character still gets the others
+    try:
+        status = program()
+        sys.stdout.flush()
+        return status
+    except ClientError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except grpc.RpcError as error:
+        print(f"error: {describe(error)}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, Python writes at its end
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def describe(error: grpc.RpcError) -> str:
+    """The status and the words of a failed call."""
+    return f"{error.code().name}: {error.details()}"
+
+
+def _wait_until_ready(channel: grpc.Channel, addr: str, wait_s: float) -> None:
+    """Raises `ClientError` unless the server says SERVING within `wait_s` seconds."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    deadline_s = time.monotonic() + wait_s
+    state = "nothing answers"
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=max(left_s, POLL_S))
+            if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+            state = "the server is still loading its model, or stopping"
+        except grpc.RpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise
+        if left_s <= 0:
+            raise ClientError(
+                f"no server is ready at {addr} after {wait_s:g} s ({state}): start one with "
+                "`python -m jaxsgl.serve`, or wait longer with --wait-s"
+            )
+        time.sleep(min(POLL_S, left_s))
