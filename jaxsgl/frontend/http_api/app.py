@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from collections.abc import Callable
+
+from fastapi import APIRouter, FastAPI
 
 import jaxsgl
 from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.http_api import errors
+from jaxsgl.frontend.http_api.guard import ApiKey, BodyLimit, RequestIds
+
+ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = ()  # each module's `router(front_end) -> APIRouter`
 
 
 def build_app(front_end: FrontEnd) -> FastAPI:
     """All endpoints, for `front_end`."""
-    return FastAPI(title="jaxsgl", version=jaxsgl.__version__)
+    app = FastAPI(title="jaxsgl", version=jaxsgl.__version__, responses=errors.RESPONSES, redoc_url=None)
+    errors.add_handlers(app)
+    for router in ROUTERS:
+        app.include_router(router(front_end))
+    # The last one added is the first that a request passes.
+    app.add_middleware(BodyLimit, max_bytes=front_end.config.max_request_bytes)
+    if front_end.config.api_key is not None:
+        app.add_middleware(ApiKey, key=front_end.config.api_key)
+    app.add_middleware(RequestIds)
+    return app

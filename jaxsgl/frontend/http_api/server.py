@@ -10,6 +10,7 @@ import uvicorn
 
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.http_api.app import build_app
+from jaxsgl.frontend.http_api.connection import Connection
 from jaxsgl.frontend.ports import BACKLOG, address_of, take_port
 
 LAST_ANSWERS_S = 1.0  # for answers to reach their clients before the connections close
@@ -33,6 +34,7 @@ class HttpServer:
         self._server = _Uvicorn(
             uvicorn.Config(
                 build_app(front_end),
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 lifespan="off",

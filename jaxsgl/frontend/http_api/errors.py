@@ -1,0 +1,149 @@
+"""Errors as HTTP answers, all in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+Owns the status and the words of every refusal over HTTP. Knows no endpoint; app.py registers the handlers, and code
+that answers outside of them (middleware, streams) calls `answer_to` and `event_of`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxsgl.errors import RETRY_AFTER_S, JaxsglError
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is there to read it
+MAX_SHOWN_PROBLEMS = 3
+MAX_MESSAGE_CHARS = 2000
+RETRY_STATUSES = (429, 503)
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_CODES = {401: "invalid_api_key"}
+
+logger = logging.getLogger(__name__)
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong; `param` is the field that is to blame, if it is known."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: ErrorDetail
+
+
+# For `FastAPI(responses=...)`: every operation may answer so. "4XX" also keeps FastAPI from announcing its 422.
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is refused"},
+    "5XX": {"model": ErrorBody, "description": "The server failed, is not ready or takes too long"},
+}
+
+
+class ClientGone(Exception):
+    """The client left before its answer was there."""
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Answers errors that endpoints of `app` raise."""
+    app.add_exception_handler(JaxsglError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+
+
+def body_of(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The JSON body that goes with `status`."""
+    if len(message) > MAX_MESSAGE_CHARS:  # it quotes something of the client's
+        message = message[:MAX_MESSAGE_CHARS] + "..."
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": _CODES.get(status)}}
+
+
+def error_of(error: Exception) -> tuple[int, str]:
+    """HTTP status and words for the client; an exception that isn't ours is logged and tells no details."""
+    if isinstance(error, JaxsglError):
+        return error.http_status, str(error)
+    logger.error("a request failed by our own fault", exc_info=error)
+    return 500, f"internal error: {type(error).__name__}; the server's log says more"
+
+
+def answer_to(error: Exception) -> Response:
+    """The whole answer for an error."""
+    return answer(*error_of(error))
+
+
+def answer(status: int, message: str, param: str | None = None) -> Response:
+    """The answer that refuses a request with `status`."""
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status in RETRY_STATUSES else {}
+    if status == HTTPStatus.UNAUTHORIZED:
+        headers["www-authenticate"] = "Bearer"
+    # Not Starlette's JSONResponse: it fails at half a surrogate pair, which a client can get into a message.
+    return Response(json.dumps(body_of(status, message, param)), status, headers, "application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return answer_to(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """No such path or method, a body that is no JSON, and what middleware raises while a body is read."""
+    assert isinstance(error, HTTPException)
+    message = error.detail
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"no such path: {request.method} {request.url.path}"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{request.url.path} doesn't know the method {request.method}"
+    elif isinstance(error.__cause__, ValueError | RecursionError):  # of the JSON parser: too deep, or too long a number
+        message = f"the body can't be read: {error.__cause__}"
+    refused = answer(error.status_code, message)
+    refused.headers.update(error.headers or {})
+    return refused
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> Response:
+    """Fields that pydantic refuses: 400 as all that a client did wrong, with the first few of them."""
+    assert isinstance(error, RequestValidationError)
+    problems = error.errors()
+    shown = [_problem(problem) for problem in problems[:MAX_SHOWN_PROBLEMS]]
+    if len(problems) > len(shown):
+        shown.append(f"and {len(problems) - len(shown)} more problems")
+    return answer(400, "; ".join(shown), _param(problems[0]["loc"]))
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _problem(problem: dict[str, Any]) -> str:
+    if problem["type"] == "json_invalid":
+        return f"the body is no JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
+    param = _param(problem["loc"])
+    if param is None:
+        return "the body is no JSON object: send one, with the header content-type: application/json"
+    return f"{param}: {problem['msg']}"
+
+
+def _param(loc: Sequence[int | str]) -> str | None:
+    """`body.messages.0.role` as `messages.0.role`; None for the body as a whole, or a place in text."""
+    names = [str(part) for part in loc[1:]]
+    return ".".join(names) if names and not names[0].isdigit() else None
+
+
+def event_of(error: Exception) -> bytes:
+    """The last event of a stream that an error ends."""
+    return b"data: " + json.dumps(body_of(*error_of(error))).encode() + b"\n\n"
