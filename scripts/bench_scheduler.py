@@ -1,7 +1,7 @@
 """What the scheduler and the cache cost the host: no device, no JAX.
 
-Prints host microseconds per decode step (launch, collect, replies) at a given load, admission of new requests, and
-the rates of radix match, insert and evict. Reproduce the figures of docs/performance.md with:
+Prints host microseconds per decode step (launch, collect, replies, load) with many running requests, admission of new
+ones, and the rates of radix match, insert and evict. Reproduce the figures of docs/performance.md with:
 
     python scripts/bench_scheduler.py
 """
@@ -47,6 +47,7 @@ def decode_and_admission(num_running: int, context: int, page_size: int, steps: 
         launched = scheduler.launch()
         scheduler.collect(tokens)
         replies = scheduler.take_replies()
+        scheduler.load(0)
         times.append(time.perf_counter() - start)
         assert launched is not None and launched.num_seqs == len(replies) == num_running
     return {

@@ -1,0 +1,154 @@
+"""What one front-end process sustains: streams of tokens over HTTP and gRPC, from a fake engine that never waits.
+
+Three processes: the fake engine, which gives each stream a token per step; the real front end; the load, which checks
+every token of every stream. The front end's processor time per token says most, since it hardly depends on what else
+the machine does. Reproduce the figures of docs/performance.md with:
+
+    python scripts/bench_frontend.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from frontend_bench.plan import PATIENCE_S, Plan, written
+from frontend_bench.processes import cpu_s_of_threads
+from frontend_bench.sampling_profile import START, STOP
+
+ROOT = Path(__file__).resolve().parents[1]
+PROTOCOLS = {"http": "OpenAI completions, HTTP", "grpc": "jaxsgl Generate, gRPC", "sglang": "SGLang Generate, gRPC"}
+STOP_S = 10.0
+READY = re.compile(r"ready: .* on (\S+) \(gRPC\) and (\S+) \(HTTP\)")
+NUM_LINES = 25  # of a profile
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    process: subprocess.Popen[bytes]
+    grpc_address: str
+    http_address: str
+
+
+@contextlib.contextmanager
+def server(plan: Plan) -> Iterator[Server]:
+    """Runs the front end with the fake engine inside the block."""
+    log_path = Path(plan.folder) / "server.log"
+    command = [sys.executable, "-m", "frontend_bench.server", str(plan.save()), "--port", "0", "--grpc-port", "0"]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=_environment(), stderr=log)
+    try:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (ready := READY.search(log_path.read_text())):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise SystemExit(f"the server did not start:\n{log_path.read_text()}")
+            time.sleep(0.05)
+        yield Server(process, *ready.groups())
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def measure(plan: Plan, running: Server, protocol: str) -> dict[str, Any]:
+    """Runs the load once; returns its figures. Ends the script if a stream was wrong."""
+    address = running.http_address if protocol == "http" else running.grpc_address
+    plan.steps_path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "frontend_bench.load", f"{plan.folder}/plan.json", protocol, address]
+    load = subprocess.run(
+        [*command, str(running.process.pid)], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, check=False
+    )
+    if load.returncode:
+        log = (Path(plan.folder) / "server.log").read_text()
+        raise SystemExit(f"{PROTOCOLS[protocol]}: the load failed, see above; the server's log ends:\n{log[-2000:]}")
+    found: dict[str, Any] = json.loads(load.stdout)
+    return found
+
+
+def profile(plan: Plan, running: Server, protocol: str) -> None:
+    """Runs the load once more, and prints in which functions and lines the front end's main thread was."""
+    before = cpu_s_of_threads(running.process.pid)
+    plan.profile_path.unlink(missing_ok=True)
+    running.process.send_signal(START)
+    measure(plan, running, protocol)
+    running.process.send_signal(STOP)
+    found = json.loads(written(plan.profile_path).read_text())
+    print(f"\n{PROTOCOLS[protocol]}: profile of the front end, start of the streams included")
+    used = cpu_s_of_threads(running.process.pid)
+    used.subtract(before)
+    print(
+        "  threads: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in used.most_common() if seconds > 0.02)
+    )
+    for title, counts in (("own", found["own"]), ("with all they call", found["total"]), ("lines", found["lines"])):
+        print(f"  share of {found['samples']} samples, {title}")
+        for name, count in sorted(counts.items(), key=lambda entry: -entry[1])[:NUM_LINES]:
+            print(f"    {100 * count / found['samples']:5.1f}%  {name}")
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The figures for people."""
+    columns = ("tokens/s", "of engine's", "tokens/chunk", "us CPU/token", "CPU: server", "engine", "load", "delay p50")
+    lines = [f"{'':26}" + "".join(f"{column:>14}" for column in (*columns, "p99, ms", "gap p50", "p99, ms"))]
+    for protocol, of in results.items():
+        cells = [
+            f"{of['tokens_per_s']:,.0f}",
+            f"{of['tokens_per_s'] / of['engine_tokens_per_s']:.0%}",
+            f"{of['tokens'] / of['chunks']:.2f}",
+            f"{1e6 * of['server_cpu_s'] / of['tokens']:.1f}",
+            *(f"{of[f'{name}_cpu_s'] / of['seconds']:.0%}" for name in ("server", "engine", "load")),
+            *(f"{of[name]:.1f}" for name in ("delay_ms_p50", "delay_ms_p99", "gap_ms_p50", "gap_ms_p99")),
+        ]
+        lines.append(f"{PROTOCOLS[protocol]:26}" + "".join(f"{cell:>14}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs the protocols one after another on one server, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256, help="requests at the same time (default 256)")
+    parser.add_argument(
+        "--rate", type=float, default=20_000, help="tokens/s of the engine; 0: no pauses (default 20000)"
+    )
+    parser.add_argument("--seconds", type=float, default=10, help="length of a run at that rate (default 10)")
+    parser.add_argument("--tokens", type=int, help="of each stream, instead of --seconds")
+    parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS), help="default: all")
+    parser.add_argument("--profile", action="store_true", help="run everything again under a sampling profile")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    num_tokens = args.tokens or max(1, round(args.seconds * args.rate / args.streams))
+    with tempfile.TemporaryDirectory(prefix="bench-frontend-") as folder:
+        plan = Plan.make(args.streams, num_tokens, args.rate, Path(folder))
+        with server(plan) as running:
+            results = {protocol: measure(plan, running, protocol) for protocol in args.protocols}
+            print(f"{args.streams} streams of {num_tokens} tokens, engine at {args.rate:,.0f} tokens/s")
+            print(table(results))
+            for protocol in args.protocols if args.profile else ():
+                profile(plan, running, protocol)
+    if args.json:
+        settings = {"streams": args.streams, "rate": args.rate, "tokens": num_tokens}
+        args.json.write_text(json.dumps({"settings": settings, "figures": results}, indent=2) + "\n")
+
+
+def _environment() -> dict[str, str]:
+    """Processes find the project and the packages beside this script."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
+
+
+if __name__ == "__main__":
+    main()

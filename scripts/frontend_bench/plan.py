@@ -1,0 +1,97 @@
+"""What a run does, known to all its processes: which tokens each stream gets, and when.
+
+The script writes a `Plan` to a file; the fake engine, the server and the load read it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from jaxsgl.config import BUNDLED_MODEL
+
+PATIENCE_S = 60.0
+STRIDE = 7  # tokens by which a stream starts behind the one before, so that all differ
+TEXT = """The server reads every step of the engine once, and each of its streams gets its own tokens: in order, none
+of them twice. 12 + 30 = 42; {"name": "Anna", "age": 31, "city": "Paris"}. Once upon a time a fox lived in a forest
+near the old mill. "Who are you?" asked the owl. "I am a very small model that lives inside an inference server."
+Monday, Tuesday, Wednesday... こんにちは! 👋 Grüße aus Köln, ça va? 红色, 蓝色. Count: 1 2 3 4 5 6 7 8 9 10 11 12.
+"""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A run.
+
+    Attributes:
+      num_streams: requests at the same time.
+      num_tokens: of each.
+      step_s: seconds from one step of the engine to the next; each gives one token to every stream.
+      ids: the tokens, over and over again; stream s starts at s x STRIDE.
+      folder: for files that the processes leave for each other.
+    """
+
+    num_streams: int
+    num_tokens: int
+    step_s: float
+    ids: list[int]
+    folder: str
+
+    @classmethod
+    def make(cls, num_streams: int, num_tokens: int, rate: float, folder: Path) -> Plan:
+        """A plan with the tokens of `TEXT`; `rate` in tokens a second over all streams, 0 for no pauses."""
+        ids = tokenizer().encode(TEXT).ids
+        return cls(num_streams, num_tokens, num_streams / rate if rate else 0.0, ids, str(folder))
+
+    @classmethod
+    def load(cls, path: str) -> Plan:
+        """The plan in a file."""
+        return msgspec.json.decode(Path(path).read_bytes(), type=cls)
+
+    def save(self) -> Path:
+        """Writes it into its folder."""
+        path = Path(self.folder) / "plan.json"
+        write_whole(path, self)
+        return path
+
+    @property
+    def steps_path(self) -> Path:
+        """Where the engine leaves the times of its steps, in seconds by the monotonic clock."""
+        return Path(self.folder) / "steps.json"
+
+    @property
+    def profile_path(self) -> Path:
+        """Where the server leaves its profile."""
+        return Path(self.folder) / "profile.json"
+
+    def token(self, stream: int, step: int) -> int:
+        """The id that `stream` gets in `step`."""
+        return self.ids[(stream * STRIDE + step) % len(self.ids)]
+
+    def tokens(self, stream: int) -> list[int]:
+        """All ids of `stream`."""
+        return [self.token(stream, step) for step in range(self.num_tokens)]
+
+
+def written(path: Path) -> Path:
+    """Waits until another process has written `path`, as a whole."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{path} was not written within {PATIENCE_S:g} s")
+        time.sleep(0.01)
+    return path
+
+
+def write_whole(path: Path, value: object) -> None:
+    """Writes JSON for another process, which sees all of it or nothing."""
+    partial = path.with_suffix(".part")
+    partial.write_bytes(msgspec.json.encode(value))
+    partial.rename(path)
+
+
+def tokenizer() -> Tokenizer:
+    """The bundled model's tokenizer, without transformers around it."""
+    return Tokenizer.from_file(f"{BUNDLED_MODEL}/tokenizer.json")
