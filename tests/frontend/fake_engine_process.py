@@ -54,6 +54,7 @@ class Script:
     REFUSE = 905  # the scheduler refuses it, or if a 1 follows says that its queue is full
     REPORT = 906  # echoes [running requests, requests ever seen, aborts ever seen]
     STICK = 907  # the loop stands still for ever: no token, no answer
+    PAUSE = 908  # three tokens, then none any more
 
     START_FAILS = 11  # EngineFailed at start
     START_DIES = 12  # exits with status 7 at start
@@ -68,6 +69,10 @@ class Running:
     script: list[int]
     sent: list[int] = field(default_factory=list)
 
+    @property
+    def hangs(self) -> bool:
+        return self.script[0] == Script.HANG or (self.script[0] == Script.PAUSE and len(self.sent) == 3)
+
 
 class FakeEngine:
     def __init__(self, mailbox: EngineMailbox) -> None:
@@ -80,7 +85,7 @@ class FakeEngine:
 
     def run(self) -> None:
         while True:
-            idle = all(run.script[:1] == [Script.HANG] for run in self.running.values())
+            idle = all(run.hangs for run in self.running.values())
             for message in self.mailbox.receive(block=idle):
                 if isinstance(message, Shutdown):
                     return
@@ -143,9 +148,9 @@ class FakeEngine:
                 self.mailbox.send(CacheEvents([PagesStored([-5], [7], None)], number))
 
     def step(self, run: Running) -> Reply | None:
+        if run.hangs:
+            return None
         match run.script[0]:
-            case Script.HANG:
-                return None
             case Script.DIE if len(run.sent) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Script.FAIL if len(run.sent) == 1:
