@@ -59,7 +59,9 @@ class EngineConfig:
         None, "where compiled programs are kept between starts; '': nowhere (default: jaxsgl/xla in ~/.cache)"
     )
     random_seed: int = flag(0, "seed of dummy weights and of requests that bring none")
-    max_queued_requests: int = flag(8192, "requests that may wait for admission; more are refused at once")
+    max_queued_requests: int = flag(
+        8192, "requests that may wait for admission, each of n samples counted; more are refused at once"
+    )
 
     def __post_init__(self) -> None:
         _require(1 <= self.page_size <= 256, "--page-size", self.page_size, "1 to 256")

@@ -41,7 +41,7 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox) -> int:
         from jaxsgl import wiring
         from jaxsgl.scheduler.loop import run_loop
 
-        engine, scheduler = wiring.build(launch.config)
+        engine, scheduler = wiring.build(launch.config, launch.config.max_queued_requests)
     except StartupError as error:
         mailbox.fail(str(error))
         return 1

@@ -59,12 +59,13 @@ class LLM:
 
     Args:
       model: local folder or hub id; default the bundled model.
-      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`.
+      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`. `max_queued_requests` limits
+        servers only: a call may bring any number of prompts.
     """
 
     def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
         self.config = EngineConfig(model=model, **flags)
-        self.engine, self._scheduler = build(self.config)
+        self.engine, self._scheduler = build(self.config, max_queued_requests=None)
         self.tokenizer = load_tokenizer(model)
 
     def generate(
@@ -135,7 +136,7 @@ class LLM:
             try:
                 run_loop(self._scheduler, self.engine, mailbox, not self.config.disable_overlap_schedule)
             except BaseException:  # Ctrl-C too: what was in the middle is dropped, the next call starts clean
-                self._scheduler = build_scheduler(self.config, self.engine)
+                self._scheduler = build_scheduler(self.config, self.engine, max_queued_requests=None)
                 raise
         return [_completion(join(pieces)) for pieces in mailbox.pieces.values()]
 

@@ -1,7 +1,7 @@
 """What the two processes say to each other, as msgspec structs (MessagePack on ZeroMQ; never pickle).
 
 Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`, and commands, each answered by one `Answer`.
-Engine to front end: `EngineReady` once, then one `Replies` per step for all requests of that step, `CacheEvents`
+Engine to front end: `EngineReady` once, then one `Replies` per turn of the loop (hence per step), `CacheEvents`
 when somebody watches the prefix cache, `EngineFailed` as a last word.
 """
 
@@ -120,7 +120,7 @@ class CacheEvents(msgspec.Struct, frozen=True, tag="cache_events"):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """How busy the engine is, after a step. What ends in `_total` counts since the start.
+    """How busy the engine is, after a turn of the loop. What ends in `_total` counts since the start.
 
     Attributes:
       num_running: samples that hold a row.
@@ -207,7 +207,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Replies(msgspec.Struct, frozen=True, tag="replies"):
-    """All news of one step; sent after every step, even if no request has news."""
+    """All news of one turn of the loop; sent after every step and every message, even if no request has news."""
 
     replies: list[Reply]
     load: Load = Load()

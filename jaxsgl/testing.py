@@ -22,7 +22,7 @@ from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.logit_edits import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray, slots_of, tokens_in
-from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
+from jaxsgl.messages import Load, News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import MAX_TOP_LOGPROBS
 
 
@@ -89,7 +89,13 @@ class FakeEngine:
     Args:
       capacity: sizes of the pool and rows.
       step_s: how long the fake device takes for a step, in seconds.
+
+    Attributes:
+      profiles: for each profile, its folder and how many steps were submitted while it was recorded; the last one is
+        being recorded if `recording`.
     """
+
+    recompiles = 0
 
     def __init__(self, capacity: Capacity, step_s: float = 0.0) -> None:
         self._capacity = capacity
@@ -101,13 +107,31 @@ class FakeEngine:
         self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
         self._counts: IntArray = np.zeros((capacity.num_rows + 1, capacity.vocab_size), dtype=np.int32)
         self._pending: deque[FakeHandle] = deque()
+        self.profiles: list[tuple[str, int]] = []
+        self.recording = False
 
     def submit(self, inputs: StepInputs) -> FakeHandle:
         """Queues a step behind the ones before."""
         self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
         handle = FakeHandle(self, inputs, self._free_at)
         self._pending.append(handle)
+        if self.recording:
+            folder, num_steps = self.profiles[-1]
+            self.profiles[-1] = folder, num_steps + 1
         return handle
+
+    def start_profile(self, folder: str) -> None:
+        """Counts steps from now on. Raises OSError for the folder "/unwritable"."""
+        if folder == "/unwritable":
+            raise PermissionError(f"{folder} can't be written")
+        assert not self.recording
+        self.recording = True
+        self.profiles.append((folder, 0))
+
+    def stop_profile(self) -> None:
+        """Stops counting."""
+        assert self.recording
+        self.recording = False
 
     def run_oldest(self) -> None:
         """Runs the oldest step that has not run yet."""
@@ -195,12 +219,19 @@ class ScriptedMailbox:
     Args:
       script: messages by call.
       host_work_s: how long every call keeps the host busy, in seconds.
+
+    Attributes:
+      replies: all of them, in order.
+      loads: one of each turn of the loop.
+      other_news: answers and cache events, in order.
+      num_calls: of `receive`.
     """
 
     def __init__(self, script: Sequence[Sequence[ToEngine]], host_work_s: float = 0.0) -> None:
         self._script = deque(script)
         self._host_work_s = host_work_s
         self.replies: list[Reply] = []
+        self.loads: list[Load] = []
         self.other_news: list[News] = []
         self.num_calls = 0
 
@@ -218,6 +249,7 @@ class ScriptedMailbox:
         """Keeps the replies, and what else was said."""
         if isinstance(news, Replies):
             self.replies.extend(news.replies)
+            self.loads.append(news.load)
         else:
             self.other_news.append(news)
 

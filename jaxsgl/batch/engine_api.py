@@ -57,3 +57,22 @@ class StepEngine(Protocol):
     def submit(self, inputs: StepInputs) -> StepHandle:
         """Launches one step and returns at once; never waits for an earlier one."""
         ...
+
+    @property
+    def recompiles(self) -> int:
+        """Programs compiled since the engine is ready; more than 0 is a bug."""
+        ...
+
+    def start_profile(self, folder: str) -> None:
+        """Records from now on what device and host do.
+
+        Raises OSError or ValueError if `folder` can't be made or written, RuntimeError if the profiler can't start.
+        """
+        ...
+
+    def stop_profile(self) -> None:
+        """Stops recording and writes the trace; takes seconds after a long recording.
+
+        Raises OSError or RuntimeError if it can't be written: it may be called again then.
+        """
+        ...

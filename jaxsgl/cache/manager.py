@@ -56,6 +56,16 @@ class CacheManager:
         """Pages on the free list."""
         return self._allocator.num_free
 
+    @property
+    def used_tokens(self) -> int:
+        """KV slots in pages that leases own or lock."""
+        return tokens_in(self._allocator.num_pages - 1 - self.num_available, self.page_size)
+
+    @property
+    def cached_tokens(self) -> int:
+        """KV slots in pages that only the prefix cache holds: eviction may take them at any time."""
+        return tokens_in(self.prefixes.num_evictable, self.page_size)
+
     def match(self, token_ids: IntArray) -> Match:
         """The longest cached prefix that leaves at least one token to compute (it yields the logits)."""
         return self.prefixes.match(as_pages(token_ids[:-1], self.page_size))

@@ -19,7 +19,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
-from jaxsgl.engine import edits
+from jaxsgl.engine import edits, profiler
 from jaxsgl.engine.kv_buffers import allocate
 from jaxsgl.engine.logprobs import Logprobs
 from jaxsgl.engine.mesh import make_mesh, replicated
@@ -154,6 +154,14 @@ class Engine:
         self._last_tokens, self._edit_tables = out.last_tokens, out.tables
         sampled = out.scores if features.logprobs else None
         return DeviceHandle(inputs, out.tokens, sampled, forwarded.prompt_scores)
+
+    def start_profile(self, folder: str) -> None:
+        """Records a trace; see `profiler.start`."""
+        profiler.start(folder)
+
+    def stop_profile(self) -> None:
+        """Writes the trace; see `profiler.stop`."""
+        profiler.stop()
 
     def close(self) -> None:
         """Stops counting compilations and lets go of the device's memory."""

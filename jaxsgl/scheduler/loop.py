@@ -12,6 +12,7 @@ from typing import Protocol
 from jaxsgl.batch.engine_api import StepEngine, StepHandle
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
 from jaxsgl.request import Request
+from jaxsgl.scheduler.commands import Commands
 from jaxsgl.scheduler.scheduler import Scheduler
 
 
@@ -23,7 +24,7 @@ class Mailbox(Protocol):
         ...
 
     def send(self, news: News) -> None:
-        """The news of one step, or the answer to a command."""
+        """The news of one turn of the loop, or the answer to a command."""
         ...
 
 
@@ -31,17 +32,20 @@ def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap
     """Serves until a `Shutdown` message comes."""
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
+    commands = Commands(scheduler, engine, mailbox.send)
     while True:
-        messages = mailbox.receive(block=scheduler.is_idle)
-        if any(isinstance(message, Shutdown) for message in messages):
-            return
-        scheduler.receive([message for message in messages if isinstance(message, Request | Abort)])
+        for message in mailbox.receive(block=scheduler.is_idle):
+            if isinstance(message, Shutdown):
+                return
+            elif isinstance(message, Request | Abort):
+                scheduler.receive([message])
+            else:
+                commands.obey(message)
         inputs = scheduler.launch()
         if inputs is not None:
             in_flight.append(engine.submit(inputs))
         if in_flight and (inputs is None or len(in_flight) > unread_allowed):
             step = in_flight.popleft()
             scheduler.collect(step.tokens(), step.scores())
-        replies = scheduler.take_replies()
-        if replies:
-            mailbox.send(Replies(replies))
+            commands.step_collected()
+        mailbox.send(Replies(scheduler.take_replies(), scheduler.load(engine.recompiles)))

@@ -28,12 +28,13 @@ from jaxsgl.cache.naive import NaiveCache
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.table import PageTable
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.messages import Abort, Refusal, RefusalKind, Reply, TokenLogprob
+from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply, TokenLogprob
 from jaxsgl.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.admit import Chunk, PrefillAdder, pages_promised
 from jaxsgl.scheduler.launched import Launched, ScoredChunk, token_logprobs
 from jaxsgl.scheduler.req import Key, Req
 from jaxsgl.scheduler.states import State
+from jaxsgl.scheduler.totals import Totals
 from jaxsgl.scheduler.waiting import WaitingQueue
 
 NO_SCORES = StepScores()
@@ -48,6 +49,7 @@ class Scheduler:
       eos_token_ids: tokens that end every request that doesn't ignore them.
       radix_cache: share prefixes between requests.
       random_seed: seeds of requests that bring none are drawn from it.
+      max_queued_requests: a request that finds so many samples waiting is refused; None: none is.
 
     Raises:
       CheckpointError: the model has more EOS tokens than the step can hold back until min_tokens.
@@ -61,8 +63,10 @@ class Scheduler:
         *,
         radix_cache: bool = True,
         random_seed: int = 0,
+        max_queued_requests: int | None = None,
     ) -> None:
         self._capacity = capacity
+        self._max_queued = max_queued_requests
         self._eos_token_ids = frozenset(eos_token_ids)
         if len(self._eos_token_ids) > MAX_EOS_TOKEN_IDS:
             raise CheckpointError(
@@ -82,11 +86,27 @@ class Scheduler:
         self._decoding: dict[Key, Req] = {}  # RUNNING, with tokens left to launch
         self._in_flight: deque[Launched] = deque()
         self._replies: list[Reply] = []
+        self._totals = Totals()
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing can happen before the next message."""
         return not (self._waiting or self._admitted or self._in_flight or self._replies)
+
+    @property
+    def num_waiting(self) -> int:
+        """Samples in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Samples that hold a row."""
+        return len(self._admitted)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are launched and not collected."""
+        return len(self._in_flight)
 
     def receive(self, messages: Sequence[Request | Abort]) -> None:
         """Queues new requests (or refuses them) and ends aborted ones."""
@@ -108,6 +128,7 @@ class Scheduler:
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
         """Takes what the oldest step in flight yields: `[num_seqs]` tokens in the order of its batch, and scores."""
         launched = self._in_flight.popleft()
+        num_replies = len(self._replies)
         for chunk in launched.scored:
             assert scores.prompt is not None and chunk.req.sampling.prompt_logprobs is not None
             logprobs = token_logprobs(scores.prompt, chunk.first, chunk.count, chunk.req.sampling.prompt_logprobs)
@@ -122,11 +143,32 @@ class Scheduler:
             )
             if reason is not None:
                 self._release(req)
+        self._totals.output_tokens += len(self._replies) - num_replies
 
     def take_replies(self) -> list[Reply]:
         """All news since the last call."""
         replies, self._replies = self._replies, []
         return replies
+
+    def load(self, recompiles: int) -> Load:
+        """How busy it is; `recompiles` is what the engine says of itself. Costs the same whatever waits or runs."""
+        totals = self._totals
+        return Load(
+            num_running=len(self._admitted),
+            num_waiting=len(self._waiting),
+            waiting_tokens=self._waiting.num_tokens,
+            used_tokens=self.cache.used_tokens,
+            cached_tokens=self.cache.cached_tokens,
+            prompt_tokens_total=totals.prompt_tokens,
+            cached_prompt_tokens_total=totals.cached_prompt_tokens,
+            output_tokens_total=totals.output_tokens,
+            steps_total=totals.steps,
+            decode_rows_total=totals.decode_rows,
+            decode_rows_padded_total=totals.decode_rows_padded,
+            extend_tokens_total=totals.extend_tokens,
+            extend_tokens_padded_total=totals.extend_tokens_padded,
+            recompiles_total=recompiles,
+        )
 
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""
@@ -141,14 +183,14 @@ class Scheduler:
             assert req.can_launch == (req.key in self._decoding)
             assert self.cache.pages_for(req.kv_len) <= req.lease.num_pages, f"{req.key} lacks pages"
             assert req in self._live[req.request_id]
+        self._waiting.check()
         promised = pages_promised(self._admitted.values(), self.cache)
         assert promised <= self.cache.num_available, f"{promised} pages promised, {self.cache.num_available} left"
 
     def _enqueue(self, request: Request) -> None:
-        try:
-            check_request(request, self._capacity.limits)
-        except InvalidRequest as error:
-            self._replies.append(Reply(request.request_id, refusal=Refusal(RefusalKind.INVALID, str(error))))
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._replies.append(Reply(request.request_id, refusal=refusal))
             return
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)
@@ -160,6 +202,20 @@ class Scheduler:
             leader = leader or req
             samples.append(req)
             self._waiting.add(req)
+
+    def _refusal(self, request: Request) -> Refusal | None:
+        """Why `request` can't be taken. The queue holds samples, but a request is taken or refused as a whole."""
+        try:
+            check_request(request, self._capacity.limits)
+        except InvalidRequest as error:
+            return Refusal(RefusalKind.INVALID, str(error))
+        if self._max_queued is not None and len(self._waiting) >= self._max_queued:
+            text = (
+                f"the queue is full: {len(self._waiting)} wait for admission, and --max-queued-requests is "
+                f"{self._max_queued}: try again later"
+            )
+            return Refusal(RefusalKind.OVERLOADED, text)
+        return None
 
     def _abort(self, message: Abort) -> None:
         for req in list(self._live.get(message.request_id, ())):  # none, if all have ended already
@@ -189,6 +245,7 @@ class Scheduler:
             assert req.lease is not None
             if req.key not in self._admitted:
                 self._admitted[req.key] = req
+                self._totals.admitted(req)
                 self._sampling.set(req.lease.row, req.sampling, req.seed)
             self.cache.grow(req.lease, start + chunk.num_tokens)
             req.launch_chunk(chunk.num_tokens)
@@ -202,6 +259,7 @@ class Scheduler:
             works.append(Work(req.lease.row, req.prompt_ids[start : req.kv_len], start, last, targets, setup))
             entries.append(req if last else None)
         inputs = self._builder.extend(works)
+        self._totals.launched(inputs)
         self._in_flight.append(Launched(entries, tuple(scored)))
         for chunk in chunks:  # only now: no request of a batch may count on KV that the same batch computes
             assert chunk.req.lease is not None
@@ -215,6 +273,7 @@ class Scheduler:
         rows = np.fromiter((req.lease.row for req in reqs if req.lease), np.int32, len(reqs))
         positions = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
         inputs = self._builder.decode(rows, positions)
+        self._totals.launched(inputs)
         self._in_flight.append(Launched(list(reqs)))
         for req in reqs:
             req.launch_decode()

@@ -9,10 +9,15 @@ from jaxsgl.scheduler.req import Key, Req
 
 
 class WaitingQueue:
-    """In order of arrival; any request can leave at any time."""
+    """In order of arrival; any request can leave at any time.
+
+    Attributes:
+      num_tokens: prompt tokens of all of them.
+    """
 
     def __init__(self) -> None:
         self._reqs: OrderedDict[Key, Req] = OrderedDict()
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._reqs)
@@ -20,6 +25,7 @@ class WaitingQueue:
     def add(self, req: Req) -> None:
         """At the end."""
         self._reqs[req.key] = req
+        self.num_tokens += req.prompt_len
 
     def in_turn(self) -> Iterator[Req]:
         """Those that may start, in their order. One that waits for its leader's prompt lets others pass meanwhile."""
@@ -27,4 +33,9 @@ class WaitingQueue:
 
     def remove(self, req: Req) -> None:
         """Admitted, or aborted."""
-        self._reqs.pop(req.key, None)
+        if self._reqs.pop(req.key, None) is not None:
+            self.num_tokens -= req.prompt_len
+
+    def check(self) -> None:
+        """Raises AssertionError if the books are wrong."""
+        assert self.num_tokens == sum(req.prompt_len for req in self._reqs.values()), "waiting tokens are miscounted"

@@ -1,0 +1,37 @@
+"""What the scheduler counts since its start, for `messages.Load`. A few additions per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.scheduler.req import Req
+
+
+@dataclass(slots=True)
+class Totals:
+    """The attributes are those of `Load` that end in `_total`, which says what each means."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    decode_rows: int = 0
+    decode_rows_padded: int = 0
+    extend_tokens: int = 0
+    extend_tokens_padded: int = 0
+
+    def admitted(self, req: Req) -> None:
+        """`req` has just been admitted."""
+        self.prompt_tokens += req.prompt_len
+        self.cached_prompt_tokens += req.cached_tokens
+
+    def launched(self, inputs: StepInputs) -> None:
+        """`inputs` goes to the device."""
+        self.steps += 1
+        if inputs.bucket.kind == "decode":
+            self.decode_rows += inputs.num_seqs
+            self.decode_rows_padded += inputs.bucket.num_seqs
+        else:
+            self.extend_tokens += inputs.num_tokens
+            self.extend_tokens_padded += inputs.bucket.num_tokens
