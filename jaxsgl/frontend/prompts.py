@@ -7,13 +7,15 @@ Knows nothing of requests; generation.py calls it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+import msgspec
+
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer
+from jaxsgl.frontend.tokenizer import TemplateOptions, Tokenizer, Turn
 
 INLINE_CHARS = 1000  # longer prompts are tokenized in a thread: about a millisecond on the event loop
 
@@ -32,9 +34,10 @@ class Message(Protocol):
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """Text that is tokenized as it is."""
+    """Text that is tokenized as it is; `add_special_tokens`: behind the model's start token, if it has one."""
 
     text: str
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,10 @@ class IdsPrompt:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages for the chat template; converted only when their number is known to fit."""
+    """Messages for the chat template, in any protocol's form; converted only when their number is known to fit."""
 
-    messages: Sequence[Message]
+    messages: Sequence[Message | Turn]
+    options: TemplateOptions = field(default_factory=TemplateOptions)
 
 
 Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt
@@ -63,37 +67,48 @@ async def tokenize(prompt: Prompt, tokenizer: Tokenizer, context_length: int, th
                 f"least one new token: shorten the prompt to {context_length - 1} tokens"
             )
         return list(prompt.ids)
-    if isinstance(prompt, ChatPrompt) and len(prompt.messages) > context_length:
+    if isinstance(prompt, TextPrompt):
+        is_long = len(prompt.text) > INLINE_CHARS
+        return await _run(threads if is_long else None, _encode_text, prompt, tokenizer, context_length)
+    if len(prompt.messages) > context_length:
         raise InvalidRequest(
             f"the chat has {len(prompt.messages)} messages, but the context holds {context_length} tokens: "
             f"send at most {context_length} messages"
         )
-    if _is_long(prompt):
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(threads, _encode, prompt, tokenizer, context_length)
-    return _encode(prompt, tokenizer, context_length)
+    turns = [_turn(message) for message in prompt.messages]
+    options = prompt.options
+    num_bytes = len(msgspec.json.encode((turns, options.tools, options.variables)))
+    is_long = num_bytes > INLINE_CHARS
+    return await _run(threads if is_long else None, _encode_chat, turns, options, num_bytes, tokenizer, context_length)
 
 
-def _is_long(prompt: TextPrompt | ChatPrompt) -> bool:
-    if isinstance(prompt, TextPrompt):
-        return len(prompt.text) > INLINE_CHARS
-    if len(prompt.messages) > INLINE_CHARS:
-        return True
-    return sum(len(message.role) + len(message.content) + 1 for message in prompt.messages) > INLINE_CHARS
+async def _run(threads: Executor | None, encode: Callable[..., list[int]], *args: object) -> list[int]:
+    if threads is None:
+        return encode(*args)
+    return await asyncio.get_running_loop().run_in_executor(threads, encode, *args)
 
 
-def _encode(prompt: TextPrompt | ChatPrompt, tokenizer: Tokenizer, context_length: int) -> list[int]:
+def _turn(message: Message | Turn) -> Turn:
+    return message if isinstance(message, Mapping) else {"role": message.role, "content": message.content}
+
+
+def _encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) -> list[int]:
+    _check_bytes("prompt's text", len(prompt.text.encode()), tokenizer, context_length)
+    return tokenizer.encode(prompt.text, prompt.add_special_tokens)
+
+
+def _encode_chat(
+    turns: list[Turn], options: TemplateOptions, num_bytes: int, tokenizer: Tokenizer, context_length: int
+) -> list[int]:
+    """What goes into the template is bounded, and what comes out of it."""
+    _check_bytes("chat", num_bytes, tokenizer, context_length)
+    text = tokenizer.render_chat(turns, options)
+    _check_bytes("chat", len(text.encode()), tokenizer, context_length)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _check_bytes(what: str, num_bytes: int, tokenizer: Tokenizer, context_length: int) -> None:
     max_bytes = context_length * tokenizer.max_token_bytes
-    if isinstance(prompt, TextPrompt):
-        _check_bytes("prompt's text", len(prompt.text.encode()), max_bytes, context_length)
-        return tokenizer.encode(prompt.text)
-    messages = [ChatMessage(message.role, message.content) for message in prompt.messages]
-    num_bytes = sum(len(message.role.encode()) + len(message.content.encode()) for message in messages)
-    _check_bytes("chat", num_bytes, max_bytes, context_length)
-    return tokenizer.encode_chat(messages)
-
-
-def _check_bytes(what: str, num_bytes: int, max_bytes: int, context_length: int) -> None:
     if num_bytes > max_bytes:
         raise InvalidRequest(
             f"the {what} has {num_bytes} bytes, but the {context_length} tokens that the context holds stand for at "

@@ -6,11 +6,13 @@ several threads: with neither padding nor truncation, encoding changes nothing i
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -19,7 +21,11 @@ from jaxsgl.frontend.detokenizer import ByteDetokenizer, Detokenizer, NoText, To
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 _MIN_MAX_TOKEN_BYTES = 64
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MAX_REASON_CHARS = 500
+_SPACE_MARK = "▁"  # what SentencePiece writes for a space
+
+Turn: TypeAlias = Mapping[str, Any]  # a message as chat templates know it: role, content, and perhaps tool_calls etc.
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -27,6 +33,23 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
     role: str
     content: str
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """What a chat template is given beside the messages.
+
+    Attributes:
+      tools: descriptions of functions, in OpenAI's form.
+      add_generation_prompt: the text ends where the assistant's turn begins.
+      continue_final_message: the text ends within the last message, which the model continues.
+      variables: further names that the template may know, such as enable_thinking.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Tokenizer:
@@ -42,15 +65,19 @@ class Tokenizer:
         self._token_bytes: TokenBytes | None = None
         self._text_ids: frozenset[int] = frozenset()
         self._byte_ids: frozenset[int] = frozenset()
+        self._names: dict[int, bytes] = {}  # of special tokens; of all, unless the vocabulary is byte-level
         self.max_token_bytes = _MIN_MAX_TOKEN_BYTES
         if tokenizer is None:
             return
         special_ids = _special_ids(tokenizer)
         self.max_token_bytes = max(_MIN_MAX_TOKEN_BYTES, _longest_token_bytes(tokenizer))
         if tokenizer.is_fast and _is_byte_level(tokenizer.backend_tokenizer):
-            self._token_bytes = TokenBytes(tokenizer.backend_tokenizer.id_to_token, special_ids)
+            id_to_token = tokenizer.backend_tokenizer.id_to_token
+            self._token_bytes = TokenBytes(id_to_token, special_ids)
+            self._names = {id: id_to_token(id).encode() for id in special_ids}
         else:
             vocabulary = tokenizer.get_vocab()
+            self._names = {id: _bytes_of(token) for token, id in vocabulary.items()}
             self._text_ids = frozenset(vocabulary.values()) - special_ids
             self._byte_ids = frozenset(id for token, id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
 
@@ -64,31 +91,63 @@ class Tokenizer:
         """Whether `encode_chat` works."""
         return self._tokenizer is not None and self._tokenizer.chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`, with the model's start token where it wants one. Raises `InvalidRequest`."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of `text`. Raises `InvalidRequest`.
+
+        `add_special_tokens`: with the model's start token, where it wants one.
+        """
         if not text:
             raise InvalidRequest("the prompt's text is empty: send at least one character")
-        ids: list[int] = self._or_refuse().encode(text)
+        ids: list[int] = self._or_refuse().encode(text, add_special_tokens=add_special_tokens)
         return ids
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Returns the ids of `messages` in the chat template, ready for the assistant's turn.
+        """Returns the ids of `messages` in the chat template, ready for the assistant's turn. Errors: `render_chat`."""
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        return self.encode(self.render_chat(turns, TemplateOptions()), add_special_tokens=False)
 
-        Raises `InvalidRequest` if the model has no template or its template refuses the messages.
+    def render_chat(self, turns: Sequence[Turn], options: TemplateOptions) -> str:
+        """Returns the text that the chat template makes of `turns`; it has its special tokens in it.
+
+        Raises `InvalidRequest` if the model has no template, or its template refuses the messages or fails.
         """
-        import jinja2
-
         tokenizer = self._or_refuse()
         if not self.has_chat_template:
             raise InvalidRequest("the model has no chat template: send text or token_ids instead of chat messages")
-        if not messages:
+        if not turns:
             raise InvalidRequest("the chat has 0 messages: send at least one")
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        taken = sorted(
+            {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & {*options.variables}
+        )
+        if taken:
+            raise InvalidRequest(f"a chat template's variable can't be called {taken[0]}: leave it out")
         try:
-            ids: list[int] = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-        except (jinja2.TemplateError, ValueError) as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from None
-        return ids
+            text: str = tokenizer.apply_chat_template(
+                list(turns),
+                tools=list(options.tools) or None,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                tokenize=False,
+                **options.variables,
+            )
+        except Exception as error:  # a program that comes with the model works on what the client sent
+            reason = str(error)[:_MAX_REASON_CHARS] or type(error).__name__
+            raise InvalidRequest(f"the model's chat template refuses these messages: {reason}") from None
+        return text
+
+    def knows_role(self, role: str) -> bool:
+        """Whether the chat template names `role`."""
+        return self.has_chat_template and role in str(self._or_refuse().chat_template)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the UTF-8 bytes that a token stands for, which need not be whole characters.
+
+        A special token's are its name's; an id that the tokenizer doesn't know has none.
+        """
+        name = self._names.get(token_id)
+        if name is None:
+            name = b"" if self._token_bytes is None else self._token_bytes[token_id]
+        return name
 
     def detokenizer(self) -> Detokenizer:
         """Returns a new detokenizer, for one stream."""
@@ -134,6 +193,12 @@ def load_tokenizer(model: str) -> Tokenizer:
     except Exception as error:  # transformers and tokenizers raise all kinds here, bare Exception included
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"the tokenizer of {model} can't be loaded: {type(error).__name__}: {reason}") from error
+
+
+def _bytes_of(token: str) -> bytes:
+    """Of a token as SentencePiece and its like write it."""
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE_MARK, " ").encode()
 
 
 def _is_byte_level(backend: Any) -> bool:

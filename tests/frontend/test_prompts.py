@@ -60,12 +60,12 @@ def test_long_prompts_are_tokenized_beside_the_event_loop(
 ) -> None:
     used: list[threading.Thread] = []
 
-    def note(_: object) -> list[int]:
+    def note(*_: object, **options: object) -> list[int]:
         used.append(threading.current_thread())
         return []
 
     monkeypatch.setattr(tokenizer, "encode", note)
-    monkeypatch.setattr(tokenizer, "encode_chat", note)
+    monkeypatch.setattr(tokenizer, "render_chat", lambda turns, options: "")
     ids_of(prompt, tokenizer, threads, context_length=10_000)
     assert [thread is not threading.main_thread() for thread in used] == [in_thread]
 
