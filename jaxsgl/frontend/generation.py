@@ -118,10 +118,14 @@ class Generator:
         if sampling.stop:
             model.tokenizer.check_text_comes_back("stop strings")
         limits = model.info.limits
-        ids = await tokenize(prompt, model.tokenizer, limits.context_length, self._threads)
-        request = Request(request_id, ids, sampling)
+        request = Request(request_id, await self.tokenize(prompt), sampling)
         check_request(request, limits)
         return request
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """The ids of `prompt`. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
+        model = self.model
+        return await tokenize(prompt, model.tokenizer, model.info.limits.context_length, self._threads)
 
     @contextlib.contextmanager
     def start(self, request: Request) -> Iterator[Generation]:
