@@ -14,33 +14,36 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from jaxsgl.errors import EngineUnavailable, InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, JaxsglError, Overloaded
 from jaxsgl.messages import Abort, Answer, Command, Load, News, Ping, Replies, Reply, ToEngine
 from jaxsgl.request import Request
 
+MAX_UNREAD = 16384  # replies of one request: some minutes of a sample, or seconds of very many
+
 
 class ReplyStream:
-    """Replies of one request, in order. What a slow reader has not fetched yet comes at once.
+    """Replies of one request, in order. What a slow reader has not fetched yet comes at once, within bounds.
 
     Attributes:
       engine_id: the request's id in the engine.
       ended: whether no sample of it runs any more.
     """
 
-    def __init__(self, engine_id: str, num_samples: int, abort: Callable[[Abort], None]) -> None:
+    def __init__(self, engine_id: str, num_samples: int, abort: Callable[[Abort], None], max_unread: int) -> None:
         self.engine_id = engine_id
         self.ended = False
         self._running = set(range(num_samples))
         self._abort = abort
+        self._max_unread = max_unread
         self._replies: list[Reply] = []
-        self._failure: str | None = None
+        self._failure: JaxsglError | None = None
         self._news = asyncio.Event()
 
     async def next(self) -> list[Reply]:
-        """Returns all replies since the last call; waits for at least one. Raises `EngineUnavailable`."""
+        """Returns all replies since the last call; waits for at least one. Raises what the stream was failed with."""
         while not self._replies:
             if self._failure is not None:
-                raise EngineUnavailable(self._failure)
+                raise self._failure
             self._news.clear()
             await self._news.wait()
         replies, self._replies = self._replies, []
@@ -55,6 +58,9 @@ class ReplyStream:
         self.ended = not self._running or reply.refusal is not None
         self._replies.append(reply)
         self._news.set()
+        if len(self._replies) > self._max_unread:
+            self._replies.clear()  # they would reach nobody in time
+            self._give_up(Overloaded(f"the client left {self._max_unread} replies unread: read them as they come"))
 
     def end_sample(self, index: int) -> None:
         """Nothing more is wanted of sample `index`; ends it in the engine if it still runs there."""
@@ -63,10 +69,16 @@ class ReplyStream:
             self.ended = not self._running
             self._abort(Abort(self.engine_id, index))
 
-    def fail(self, reason: str) -> None:
-        """Ends the stream after the replies that have come."""
+    def fail(self, error: JaxsglError) -> None:
+        """Ends the stream with `error` after the replies that have come, and the request in the engine."""
+        if not self.ended:
+            self._give_up(error)
+
+    def _give_up(self, error: JaxsglError) -> None:
+        if not self.ended:
+            self._abort(Abort(self.engine_id))
         self.ended = True
-        self._failure = reason
+        self._failure = error
         self._news.set()
 
 
@@ -78,8 +90,9 @@ class EngineClient:
       heard_s: when the engine last said anything (`time.monotonic`).
     """
 
-    def __init__(self, send: Callable[[ToEngine], None]) -> None:
+    def __init__(self, send: Callable[[ToEngine], None], max_unread: int = MAX_UNREAD) -> None:
         self._send = send
+        self._max_unread = max_unread
         self._refusal: str | None = "the engine is still starting: try again later"
         self._streams: dict[str, ReplyStream] = {}  # by engine id
         self._by_request_id: dict[str, ReplyStream] = {}
@@ -106,7 +119,7 @@ class EngineClient:
         """Refuses new requests and ends all open ones with `EngineUnavailable`."""
         self.refuse(reason)
         for stream in self._streams.values():
-            stream.fail(reason)
+            stream.fail(EngineUnavailable(reason))
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable(reason))
@@ -127,7 +140,7 @@ class EngineClient:
         if request.request_id in self._by_request_id:
             raise InvalidRequest(f"request_id {request.request_id} is the id of a running request: choose another")
         engine_id = f"{request.request_id}/{next(self._numbers)}"
-        stream = ReplyStream(engine_id, request.sampling.n, self._send_abort)
+        stream = ReplyStream(engine_id, request.sampling.n, self._send_abort, self._max_unread)
         self._send(msgspec.structs.replace(request, request_id=stream.engine_id))
         self._streams[stream.engine_id] = stream
         self._by_request_id[request.request_id] = stream

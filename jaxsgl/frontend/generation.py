@@ -6,6 +6,7 @@ protocol: the services of grpc_api and the endpoints of http_api call this.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, TimedOut
 from jaxsgl.frontend.detokenizer import Detokenizer
 from jaxsgl.frontend.engine_client import EngineClient, ReplyStream
 from jaxsgl.frontend.prompts import Prompt, tokenize
@@ -57,8 +58,8 @@ class Generation:
     async def __anext__(self) -> Piece:
         """The next piece.
 
-        Raises `InvalidRequest` or `Overloaded` if the scheduler refused the request, `EngineUnavailable` if the engine
-        is gone.
+        Raises `InvalidRequest` or `Overloaded` if the scheduler refused the request, `Overloaded` if too many replies
+        were left unread, `TimedOut`, and `EngineUnavailable` if the engine is gone.
         """
         while not self._pieces:
             if all(sample.ended for sample in self._samples):
@@ -89,11 +90,15 @@ class Generation:
 
 
 class Generator:
-    """Serves prompts with one model. Long prompts are tokenized in `threads`."""
+    """Serves prompts with one model. Long prompts are tokenized in `threads`.
 
-    def __init__(self, client: EngineClient, threads: Executor) -> None:
+    A request that takes longer than `timeout_s` seconds is ended.
+    """
+
+    def __init__(self, client: EngineClient, threads: Executor, timeout_s: float) -> None:
         self._client = client
         self._threads = threads
+        self._timeout_s = timeout_s
         self._model: ServedModel | None = None
 
     @property
@@ -133,9 +138,11 @@ class Generator:
         start_s = time.monotonic()
         with self._client.open(request) as stream:
             generation = Generation(request, stream, self.model.tokenizer.detokenizer)
+            timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, stream)
             try:
                 yield generation
             finally:
+                timer.cancel()
                 logger.debug(
                     "request %s: %d prompt tokens, %d new, %s, %.3f s",
                     stream.engine_id,
@@ -144,3 +151,6 @@ class Generator:
                     "ended" if stream.ended else "left by the client",
                     time.monotonic() - start_s,
                 )
+
+    def _time_out(self, stream: ReplyStream) -> None:
+        stream.fail(TimedOut(f"the request took longer than {self._timeout_s:g} s (--request-timeout-s): ask for less"))

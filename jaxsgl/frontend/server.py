@@ -68,7 +68,7 @@ class Server:
         self._supervisor = EngineSupervisor(config.engine, config.log_level, engine_command)
         self._client = EngineClient(self._supervisor.send)
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # not asyncio's: that one delays the end
-        self._generator = Generator(self._client, self._threads)
+        self._generator = Generator(self._client, self._threads, config.request_timeout_s)
         front_end = FrontEnd(config, self._client, self._generator)
         self._grpc = GrpcServer(front_end)
         self._http = HttpServer(front_end)
