@@ -1,6 +1,7 @@
 """What the two processes say to each other, as msgspec structs (MessagePack on ZeroMQ; never pickle).
 
-Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`, and commands, each answered by one `Answer`.
+Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`, and commands, each answered once: by an
+`Answer`, or in the case of `WatchCache` by `CacheEvents`.
 Engine to front end: `EngineReady` once, then one `Replies` per turn of the loop (hence per step), `CacheEvents`
 when somebody watches the prefix cache, `EngineFailed` as a last word.
 """

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxsgl.cache.pages import IntArray, PageAllocator, as_pages, full_pages, pages_for, tokens_in
-from jaxsgl.cache.prefix import Match, PrefixCache
+from jaxsgl.cache.events import CacheObserver
+from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, PageAllocator, as_pages, full_pages, pages_for, tokens_in
+from jaxsgl.cache.prefix import Insertion, Match, PrefixCache
 from jaxsgl.cache.table import PageTable
 
 
@@ -45,6 +46,12 @@ class CacheManager:
         self.table = table
         self.prefixes = prefixes
         self._allocator = PageAllocator(num_pages)
+        self._observer: CacheObserver | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the dummy page included."""
+        return self._allocator.num_pages
 
     @property
     def num_available(self) -> int:
@@ -59,12 +66,16 @@ class CacheManager:
     @property
     def used_tokens(self) -> int:
         """KV slots in pages that leases own or lock."""
-        return tokens_in(self._allocator.num_pages - 1 - self.num_available, self.page_size)
+        return tokens_in(self.num_pages - 1 - self.num_available, self.page_size)
 
     @property
     def cached_tokens(self) -> int:
         """KV slots in pages that only the prefix cache holds: eviction may take them at any time."""
         return tokens_in(self.prefixes.num_evictable, self.page_size)
+
+    def observe(self, observer: CacheObserver) -> None:
+        """Tells `observer`, and nobody else, of all changes of the prefix cache from now on."""
+        self._observer = observer
 
     def match(self, token_ids: IntArray) -> Match:
         """The longest cached prefix that leaves at least one token to compute (it yields the logits)."""
@@ -101,7 +112,10 @@ class CacheManager:
         if num_full <= lease.num_shared:
             return
         row = self.table.pages[lease.row]
-        done = self.prefixes.insert(as_pages(token_ids, self.page_size), row[:num_full])
+        token_pages = as_pages(token_ids, self.page_size)
+        done = self.prefixes.insert(token_pages, row[:num_full])
+        if self._observer is not None:
+            _tell_stored(self._observer, token_pages, done)
         self.prefixes.lock(done.handle)
         self.prefixes.unlock(lease.handle)
         self._allocator.free(row[lease.num_shared : done.num_existing])
@@ -117,7 +131,13 @@ class CacheManager:
 
     def flush(self) -> None:
         """Drops every cached prefix that no request uses."""
-        self._allocator.free(self.prefixes.flush())
+        pages = self.prefixes.flush()
+        self._allocator.free(pages)
+        if self._observer is not None and len(pages):
+            if self.prefixes.num_pages:
+                self._observer.removed(pages)
+            else:
+                self._observer.cleared()
 
     def check(self, leases: Iterable[Lease]) -> None:
         """Integrity: every page is in exactly one place, every row names only what it owns or locks.
@@ -159,5 +179,16 @@ class CacheManager:
     def _allocate(self, count: int) -> IntArray:
         missing = count - self._allocator.num_free
         if missing > 0:
-            self._allocator.free(self.prefixes.evict(missing))
+            evicted = self.prefixes.evict(missing)
+            self._allocator.free(evicted)
+            if self._observer is not None:
+                self._observer.removed(evicted)
         return self._allocator.allocate(count)
+
+
+def _tell_stored(observer: CacheObserver, token_pages: IntArray, done: Insertion) -> None:
+    """Of the pages that the cache took, if any."""
+    first = done.num_existing
+    if first < len(done.pages):
+        parent = int(done.pages[first - 1]) if first else DUMMY_PAGE
+        observer.stored(token_pages[first:], done.pages[first:], parent)

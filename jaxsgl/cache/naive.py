@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import numpy as np
 
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.cache.prefix import Insertion, Match
+from jaxsgl.cache.prefix import Edge, Insertion, Match
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -39,6 +39,10 @@ class NaiveCache:
     def flush(self) -> IntArray:
         """Nothing to drop."""
         return _NO_PAGES
+
+    def edges(self) -> Iterator[Edge]:
+        """Nothing is cached."""
+        return iter(())
 
     def owned_pages(self) -> IntArray:
         """No pages."""

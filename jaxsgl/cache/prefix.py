@@ -6,7 +6,7 @@ pages: token ids come as `[n, page_size]`. It never allocates or frees; it says 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,21 @@ class Insertion:
     handle: Hashable
     num_existing: int
     pages: IntArray
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Cached pages, one behind the other.
+
+    Attributes:
+      token_pages: `[n, page_size]` their tokens.
+      pages: `[n]` page ids.
+      parent: the page before the first; the dummy page at the start of a sequence.
+    """
+
+    token_pages: IntArray
+    pages: IntArray
+    parent: int
 
 
 class PrefixCache(Protocol):
@@ -76,6 +91,10 @@ class PrefixCache(Protocol):
 
     def flush(self) -> IntArray:
         """Drops everything that no lock holds; returns its pages."""
+        ...
+
+    def edges(self) -> Iterator[Edge]:
+        """All that is cached, parents before children."""
         ...
 
     def owned_pages(self) -> IntArray:

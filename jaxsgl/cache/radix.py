@@ -16,8 +16,8 @@ from typing import cast
 
 import numpy as np
 
-from jaxsgl.cache.pages import IntArray
-from jaxsgl.cache.prefix import Insertion, Match
+from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
+from jaxsgl.cache.prefix import Edge, Insertion, Match
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -122,6 +122,12 @@ class RadixCache:
         """Drops all that no lock holds."""
         return self.evict(self.num_evictable)
 
+    def edges(self) -> Iterator[Edge]:
+        """One for each edge of the tree, parents before children."""
+        for node in self._descendants():
+            above = cast(_Node, node.parent).pages
+            yield Edge(node.tokens, node.pages, int(above[-1]) if len(above) else DUMMY_PAGE)
+
     def owned_pages(self) -> IntArray:
         """All pages, after checking links, lock counts, page counts and that evictable leaves are in the heap."""
         nodes = list(self._descendants())
@@ -192,6 +198,7 @@ class RadixCache:
             node = cast(_Node, node.parent)
 
     def _descendants(self) -> Iterator[_Node]:
+        """All nodes but the root, parents before children."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()

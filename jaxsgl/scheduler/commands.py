@@ -1,7 +1,7 @@
 """What an operator may ask of the running engine, besides requests: each command gets exactly one answer.
 
-Owns the profile in progress. Called by the loop between two steps, so that a command sees the
-scheduler at rest; a command that fails is answered with why, and the loop goes on.
+Owns the profile in progress, and the journal of the prefix cache once somebody watches it. Called by the loop between
+two launches, so that a command sees the scheduler at rest. A command that fails is answered with why; the loop goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,18 @@ import logging
 from collections.abc import Callable
 
 from jaxsgl.batch.engine_api import StepEngine
-from jaxsgl.messages import Answer, Command, FlushCache, News, Ping, StartProfile, StopProfile, WatchCache
+from jaxsgl.messages import (
+    Answer,
+    CacheEvents,
+    Command,
+    FlushCache,
+    News,
+    Ping,
+    StartProfile,
+    StopProfile,
+    WatchCache,
+)
+from jaxsgl.scheduler.cache_journal import CacheJournal
 from jaxsgl.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -21,13 +32,14 @@ class Commands:
 
     Args:
       scheduler, engine: what the commands are about.
-      send: takes answers, on their way to the front end.
+      send: takes answers and cache events, on their way to the front end.
     """
 
     def __init__(self, scheduler: Scheduler, engine: StepEngine, send: Callable[[News], None]) -> None:
         self._scheduler = scheduler
         self._engine = engine
         self._send = send
+        self._journal: CacheJournal | None = None
         self._profile: str | None = None  # the folder, while one is recorded
         self._profile_steps: int | None = None  # steps to collect until it ends by itself
 
@@ -37,13 +49,15 @@ class Commands:
             case Ping(number):
                 self._send(Answer(number, True))
             case FlushCache(number):
-                self._send(self._flush(number))
+                answer = self._flush(number)
+                self.tell_cache_events()  # whoever reads the answer finds them told
+                self._send(answer)
             case StartProfile(number, folder, num_steps):
                 self._send(self._start_profile(number, folder, num_steps))
             case StopProfile(number):
                 self._send(self._stop_profile(number))
             case WatchCache(number):
-                self._send(Answer(number, False, "not yet"))
+                self._watch(number)
 
     def step_collected(self) -> None:
         """Ends a profile that has seen its steps."""
@@ -53,6 +67,18 @@ class Commands:
         if self._profile_steps == 0:
             answer = self._stop_profile(number=0)
             logger.log(logging.INFO if answer.ok else logging.ERROR, "profile: %s", answer.text)
+
+    def tell_cache_events(self) -> None:
+        """Sends what has happened to the prefix cache since the last call, if somebody watches."""
+        events = self._journal.take() if self._journal is not None else []
+        if events:
+            self._send(CacheEvents(events))
+
+    def _watch(self, number: int) -> None:
+        if self._journal is None:
+            self._journal = CacheJournal(self._scheduler.cache)
+        self.tell_cache_events()  # what follows holds them already
+        self._send(CacheEvents(self._journal.snapshot(), number))
 
     def _flush(self, number: int) -> Answer:
         waiting, running = self._scheduler.num_waiting, self._scheduler.num_running

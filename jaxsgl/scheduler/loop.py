@@ -48,4 +48,5 @@ def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap
             step = in_flight.popleft()
             scheduler.collect(step.tokens(), step.scores())
             commands.step_collected()
+        commands.tell_cache_events()
         mailbox.send(Replies(scheduler.take_replies(), scheduler.load(engine.recompiles)))

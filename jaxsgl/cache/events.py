@@ -1,0 +1,44 @@
+"""How the outside follows the prefix cache: who is told of pages that come and go, and by what name a page is known.
+
+A page of KV depends on all tokens up to its end, so its name is a hash chained from page to page: equal prefixes have
+equal names in any process. `manager.py` tells the observer; what becomes of it is not the cache's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+from jaxsgl.cache.pages import IntArray
+
+_START = bytes(8)  # in the place of a hash where a sequence starts
+
+
+class CacheObserver(Protocol):
+    """Told of every change of the prefix cache, in order. A page keeps its tokens from `stored` to `removed`."""
+
+    def stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
+        """`pages [n]` with `token_pages [n, page_size]` came behind page `parent` (the dummy page: behind nothing)."""
+        ...
+
+    def removed(self, pages: IntArray) -> None:
+        """`pages [n]` left."""
+        ...
+
+    def cleared(self) -> None:
+        """All pages left."""
+        ...
+
+
+def page_hashes(token_pages: IntArray, parent: int | None) -> list[int]:
+    """Names of `token_pages [n, page_size]`, each behind the one before and the first behind the page named `parent`.
+
+    Signed 64 bits: BLAKE2b of the parent's name and the page's ids, all little-endian. None: a sequence starts here.
+    """
+    tokens = token_pages.astype("<i4", copy=False)
+    digest = _START if parent is None else parent.to_bytes(8, "little", signed=True)
+    hashes = []
+    for page in tokens:
+        digest = hashlib.blake2b(digest + page.tobytes(), digest_size=8).digest()
+        hashes.append(int.from_bytes(digest, "little", signed=True))
+    return hashes
