@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from jaxsgl.errors import StartupError
@@ -32,6 +33,14 @@ def take_port(host: str, port: int, flag: str) -> socket.socket:
             f"can't listen on {where}: {error.strerror or error}; choose another port or address"
         ) from None
     return taken
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def address_of(host: str, port: int) -> str:

@@ -22,7 +22,9 @@ from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.generation import Generator, ServedModel
 from jaxsgl.frontend.grpc_api.server import GrpcServer
 from jaxsgl.frontend.http_api.server import HttpServer
+from jaxsgl.frontend.ports import is_loopback
 from jaxsgl.frontend.supervisor import ENGINE_COMMAND, EngineSupervisor
+from jaxsgl.frontend.tls import load_certificate
 from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
 
 LATECOMERS_S = 0.2  # calls already on their way are told why; a stopping gRPC server would say CANCELLED
@@ -60,7 +62,10 @@ class Addresses:
 
 
 class Server:
-    """Both ports and the engine process together. Made inside the event loop that runs it."""
+    """Both ports and the engine process together. Made inside the event loop that runs it.
+
+    Raises `StartupError` for a certificate that can't serve.
+    """
 
     def __init__(self, config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._start_s = time.monotonic()
@@ -70,8 +75,9 @@ class Server:
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # not asyncio's: that one delays the end
         self._generator = Generator(self._client, self._threads, config.request_timeout_s)
         front_end = FrontEnd(config, self._client, self._generator)
-        self._grpc = GrpcServer(front_end)
-        self._http = HttpServer(front_end)
+        certificate = load_certificate(config)
+        self._grpc = GrpcServer(front_end, certificate)
+        self._http = HttpServer(front_end, certificate)
 
     async def run(self) -> int:
         """Starts, and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
@@ -83,6 +89,8 @@ class Server:
 
     async def start(self) -> Addresses:
         """Starts everything; returns the addresses when requests may come. Raises `StartupError`."""
+        if self._config.api_key is None and not is_loopback(self._config.host):
+            logger.warning("%s can be reached from other machines, and no --api-key is set", self._config.host)
         at = Addresses(await self._grpc.start(), await self._http.start())
         logger.info("listening on %s (gRPC) and %s (HTTP), loading %s", at.grpc, at.http, self._config.engine.model)
         await self._supervisor.start(self._client.receive)

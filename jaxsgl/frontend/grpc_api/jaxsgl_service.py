@@ -16,7 +16,7 @@ import jaxsgl
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.generation import ServedModel
-from jaxsgl.frontend.grpc_api.errors import answers_errors
+from jaxsgl.frontend.grpc_api.errors import answers_errors, write
 from jaxsgl.frontend.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
@@ -50,10 +50,10 @@ class JaxsglService(pb_grpc.JaxsglServicer):
         with self._generator.start(prepared) as generation:
             if request.stream:
                 async for piece in generation:
-                    await context.write(_reply(request_id, piece))
+                    await write(context, _reply(request_id, piece))
             else:
                 for piece in await generation.whole():
-                    await context.write(_reply(request_id, piece))
+                    await write(context, _reply(request_id, piece))
 
     @answers_errors
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortReply:

@@ -8,9 +8,11 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.grpc_api.guard import ApiKeyInterceptor
 from jaxsgl.frontend.grpc_api.jaxsgl_service import SERVICE_NAME, JaxsglService
 from jaxsgl.frontend.ports import address_of, take_port
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.frontend.tls import Certificate
 
 LAST_ANSWERS_S = 1.0  # for statuses to reach their clients before the connections close
 
@@ -18,14 +20,17 @@ LAST_ANSWERS_S = 1.0  # for statuses to reach their clients before the connectio
 class GrpcServer:
     """Answers from `start` on; health says NOT_SERVING until `set_serving`. Made inside the event loop."""
 
-    def __init__(self, front_end: FrontEnd) -> None:
+    def __init__(self, front_end: FrontEnd, certificate: Certificate | None) -> None:
         self._config = front_end.config
+        self._certificate = certificate
         self._health = health.aio.HealthServicer()
+        key = front_end.config.api_key
         self._server = grpc.aio.server(
+            interceptors=[ApiKeyInterceptor(key)] if key is not None else [],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", front_end.config.max_request_bytes),
-            ]
+            ],
         )
         pb_grpc.add_JaxsglServicer_to_server(JaxsglService(front_end), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -37,11 +42,17 @@ class GrpcServer:
         take_port(host, port, "--grpc-port").close()  # gRPC opens its own socket, but explains less well why it can't
         await self.set_serving(False)
         try:
-            port = self._server.add_insecure_port(address_of(host, port))
+            port = self._open(address_of(host, port))
         except RuntimeError as error:
             raise StartupError(f"can't listen on {address_of(host, port)}: {error}") from error
         await self._server.start()
         return address_of(host, port)
+
+    def _open(self, address: str) -> int:
+        if self._certificate is None:
+            return int(self._server.add_insecure_port(address))
+        pair = (self._certificate.key, self._certificate.certificate)
+        return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told from now on."""

@@ -12,6 +12,7 @@ from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.http_api.app import build_app
 from jaxsgl.frontend.http_api.connection import Connection
 from jaxsgl.frontend.ports import BACKLOG, address_of, take_port
+from jaxsgl.frontend.tls import Certificate
 
 LAST_ANSWERS_S = 1.0  # for answers to reach their clients before the connections close
 POLL_S = 0.01
@@ -29,7 +30,7 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Answers from `start` to `stop`. Made inside the event loop."""
 
-    def __init__(self, front_end: FrontEnd) -> None:
+    def __init__(self, front_end: FrontEnd, certificate: Certificate | None) -> None:
         self._config = front_end.config
         self._server = _Uvicorn(
             uvicorn.Config(
@@ -39,8 +40,9 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 backlog=BACKLOG,
-                ssl_certfile=front_end.config.ssl_certfile,
-                ssl_keyfile=front_end.config.ssl_keyfile,
+                ssl_certfile=certificate and certificate.certfile,
+                ssl_keyfile=certificate and certificate.keyfile,
+                server_header=False,
                 timeout_graceful_shutdown=round(LAST_ANSWERS_S),
             )
         )
