@@ -33,6 +33,7 @@ class Piece:
     Attributes:
       logprobs: of each of `token_ids`, if asked for.
       prompt_logprobs: of the prompt's tokens but the first, if asked for; in the first piece of sample 0.
+      cached_tokens: prompt tokens that were found in the prefix cache.
     """
 
     text: str
@@ -41,6 +42,7 @@ class Piece:
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int = 0
 
 
 class Sample:
@@ -72,7 +74,8 @@ class Sample:
                 break
         self.ended = end is not None
         scored = next((reply.prompt_logprobs for reply in replies if reply.prompt_logprobs is not None), None)
-        return Piece("".join(texts), ids, end, self._index, tuple(logprobs), scored)
+        cached_tokens = replies[-1].cached_tokens
+        return Piece("".join(texts), ids, end, self._index, tuple(logprobs), scored, cached_tokens)
 
     def _text_of(self, reply: Reply) -> str:
         """Text that comes out with `reply`; a stop token has none, unless the stop is to be left in."""
@@ -108,4 +111,5 @@ def join(pieces: Sequence[Piece]) -> Piece:
         index=pieces[-1].index,
         logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
+        cached_tokens=pieces[-1].cached_tokens,
     )

@@ -5,15 +5,20 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.grpc_api.guard import ApiKeyInterceptor
-from jaxsgl.frontend.grpc_api.jaxsgl_service import SERVICE_NAME, JaxsglService
+from jaxsgl.frontend.grpc_api import jaxsgl_service
+from jaxsgl.frontend.grpc_api.jaxsgl_service import JaxsglService
+from jaxsgl.frontend.grpc_api.sglang import service as sglang_service
+from jaxsgl.frontend.grpc_api.sglang.service import SglangService
 from jaxsgl.frontend.ports import address_of, take_port
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.frontend.tls import Certificate
 
+SERVICE_NAMES = (jaxsgl_service.SERVICE_NAME, sglang_service.SERVICE_NAME)
 LAST_ANSWERS_S = 1.0  # for statuses to reach their clients before the connections close
 
 
@@ -33,8 +38,11 @@ class GrpcServer:
             ],
         )
         pb_grpc.add_JaxsglServicer_to_server(JaxsglService(front_end), self._server)
+        sglang_grpc.add_SglangSchedulerServicer_to_server(SglangService(front_end), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        reflection.enable_server_reflection(
+            (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
 
     async def start(self) -> str:
         """Takes the port; returns the address. Raises `StartupError`."""
@@ -57,7 +65,7 @@ class GrpcServer:
     async def set_serving(self, serving: bool) -> None:
         """What health checks are told from now on."""
         status = health_pb2.HealthCheckResponse
-        for service in ("", SERVICE_NAME):
+        for service in ("", *SERVICE_NAMES):
             await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
