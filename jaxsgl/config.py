@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -24,11 +25,12 @@ LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
 
 
-def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "") -> Any:
-    """A dataclass field that is also a command-line flag."""
-    return field(default=default, metadata={"help": help, "choices": choices, "alias": alias})
+def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "", secret: bool = False) -> Any:
+    """A dataclass field that is also a command-line flag. A secret one is left out where the config is printed."""
+    return field(default=default, repr=not secret, metadata={"help": help, "choices": choices, "alias": alias})
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ class ServerConfig:
     grpc_port: int = flag(30001, "gRPC port; 0 takes a free one")
     served_model_name: str | None = flag(None, "the model's name in the APIs (default: the model's path)")
     api_key: str | None = flag(
-        None, "what clients must send as `Authorization: Bearer KEY`; better set in JAXSGL_API_KEY, which `ps` hides"
+        None,
+        f"what clients must send as `Authorization: Bearer KEY`; better set in {API_KEY_VARIABLE}, which `ps` hides",
+        secret=True,
     )
     ssl_certfile: str | None = flag(None, "TLS certificate (PEM) for HTTP and gRPC; needs --ssl-keyfile")
     ssl_keyfile: str | None = flag(None, "private key (PEM) of --ssl-certfile")
@@ -111,10 +115,10 @@ class ServerConfig:
         _require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
         _require(self.max_request_bytes >= 1024, "--max-request-bytes", self.max_request_bytes, "1024 and more")
         _require(
-            self.api_key is None or (self.api_key.isascii() and bool(self.api_key.strip())),
+            self.api_key is None or re.fullmatch(r"[!-~]+", self.api_key) is not None,
             "--api-key",
-            "empty or not ASCII",
-            "printable ASCII characters",
+            "empty, or holds other characters,",
+            "printable ASCII without spaces",
         )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxsgl import logs
-from jaxsgl.config import ServerConfig, add_flags, from_flags
+from jaxsgl.config import API_KEY_VARIABLE, ServerConfig, add_flags, from_flags
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.supervisor import ENGINE_COMMAND
 
@@ -23,8 +23,10 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
     add_flags(parser, ServerConfig)
     args = parser.parse_args(argv)
     try:
+        if args.api_key is None:
+            args.api_key = os.environ.get(API_KEY_VARIABLE)
         config = from_flags(ServerConfig, args)
-        logs.configure(config.log_level, "server")
+        logs.configure(logs.LogStyle(config.log_level, config.log_format), "server")
         from jaxsgl.frontend.server import serve  # gRPC takes a while: bad flags needn't wait for it
 
         return asyncio.run(serve(config, engine_command))

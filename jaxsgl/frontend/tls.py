@@ -1,4 +1,4 @@
-"""The certificate of both ports. Checked once, before a port is taken, so that what is wrong with it is one clear line."""
+"""The certificate of both ports. Checked before a port is taken, so that what is wrong with it is one clear line."""
 
 from __future__ import annotations
 

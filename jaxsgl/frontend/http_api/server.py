@@ -40,8 +40,8 @@ class HttpServer:
                 access_log=False,
                 lifespan="off",
                 backlog=BACKLOG,
-                ssl_certfile=certificate and certificate.certfile,
-                ssl_keyfile=certificate and certificate.keyfile,
+                ssl_certfile=None if certificate is None else certificate.certfile,
+                ssl_keyfile=None if certificate is None else certificate.keyfile,
                 server_header=False,
                 timeout_graceful_shutdown=round(LAST_ANSWERS_S),
             )
