@@ -117,7 +117,7 @@ class ServerConfig:
         _require(
             self.api_key is None or re.fullmatch(r"[!-~]+", self.api_key) is not None,
             "--api-key",
-            "empty, or holds other characters,",
+            "empty or holds other characters",
             "printable ASCII without spaces",
         )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):

@@ -12,11 +12,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxsgl.config import API_KEY_VARIABLE
 from jaxsgl.errors import JaxsglError
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 
@@ -38,6 +41,11 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `connect` reads."""
     parser.add_argument("--addr", default="127.0.0.1:30001", help="server, as host:port (default: %(default)s)")
     parser.add_argument("--wait-s", type=float, default=5.0, help="wait so long for the server (default: %(default)s)")
+    parser.add_argument("--api-key", default=os.environ.get(API_KEY_VARIABLE), help=f"default: {API_KEY_VARIABLE}")
+    parser.add_argument("--tls", action="store_true", help="the server has a certificate")
+    parser.add_argument(
+        "--ca", metavar="FILE", help="certificate (PEM) of the server or its authority; with --tls"
+    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +65,32 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 @contextlib.contextmanager
 def connect(args: argparse.Namespace) -> Iterator[grpc.Channel]:
     """Opens a channel to a server that is ready. Raises `ClientError` if none is within `--wait-s`."""
-    with grpc.insecure_channel(args.addr, options=_CHANNEL_OPTIONS) as channel:
+    with _channel(args) as channel:
         _wait_until_ready(channel, args.addr, args.wait_s)
-        yield channel
+        yield channel if args.api_key is None else grpc.intercept_channel(channel, _WithKey(args.api_key))
+
+
+def _channel(args: argparse.Namespace) -> grpc.Channel:
+    if not args.tls:
+        return grpc.insecure_channel(args.addr, options=_CHANNEL_OPTIONS)
+    try:
+        trusted = None if args.ca is None else Path(args.ca).read_bytes()
+    except OSError as error:
+        raise ClientError(f"--ca {args.ca} can't be read: {error.strerror}") from None
+    return grpc.secure_channel(args.addr, grpc.ssl_channel_credentials(trusted), options=_CHANNEL_OPTIONS)
+
+
+class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Sends the API key with every call."""
+
+    def __init__(self, key: str) -> None:
+        self._entry = ("authorization", f"Bearer {key}")
+
+    def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
+        """Calls on, with the key."""
+        return continuation(details._replace(metadata=[*(details.metadata or ()), self._entry]), request)
+
+    intercept_unary_stream = intercept_unary_unary
 
 
 def sampling_params(args: argparse.Namespace) -> pb.SamplingParams:
