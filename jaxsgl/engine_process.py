@@ -27,7 +27,7 @@ def main() -> int:
     ignore_terminal_signals()
     launch = read_launch(sys.stdin.buffer)
     follow_parent(sys.stdin.buffer, launch.endpoints)
-    logs.configure(launch.log_level, "engine")
+    logs.configure(launch.log_style, "engine")
     mailbox = EngineMailbox(launch.endpoints)
     try:
         return _serve(launch, mailbox)

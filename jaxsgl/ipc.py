@@ -18,6 +18,7 @@ import zmq
 
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
+from jaxsgl.logs import LogStyle
 from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, News, ToEngine
 
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
@@ -66,7 +67,7 @@ class EngineLaunch(msgspec.Struct, frozen=True):
 
     config: EngineConfig
     endpoints: Endpoints
-    log_level: str
+    log_style: LogStyle
 
 
 class EngineMailbox:

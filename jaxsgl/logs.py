@@ -1,25 +1,94 @@
-"""Logging of both processes: one line per event on standard error, with time and process name."""
+"""Logging of both processes: one line per event on standard error, for people or as JSON for machines.
+
+A line tells the time, the process, and the request at whose service it was written: `name_request` says which.
+"""
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import os
 import sys
+import time
+from typing import Any
+
+import msgspec
 
 # Libraries whose debug lines drown ours.
 _NOISY = ("asyncio", "jax", "jaxlib", "absl", "httpx", "httpcore", "huggingface_hub", "filelock", "urllib3", "grpc")
+_STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "taskName"}
+
+_request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 
 
-def configure(level: str, process_name: str) -> None:
-    """Sends the log lines of this process at `level` ("debug" to "error") and above to standard error."""
+class LogStyle(msgspec.Struct, frozen=True):
+    """What is logged: `level` ("debug" to "error") and above, in `format` ("text" or "json")."""
+
+    level: str
+    format: str
+
+
+def configure(style: LogStyle, process_name: str) -> None:
+    """Sends the log lines of this process to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s.%(msecs)03d %(levelname)-7s {process_name}: %(message)s", "%Y-%m-%d %H:%M:%S")
-    )
+    handler.addFilter(_add_request_id)
+    handler.setFormatter(_Json(process_name) if style.format == "json" else _Text(process_name))
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(style.level.upper())
     for name in _NOISY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    logging.captureWarnings(True)
     # transformers prints by a handler of its own, and warns about models that we refuse in better words.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def name_request(request_id: str) -> None:
+    """What this task logs from now on is about the request `request_id`, unless a name was given before."""
+    if _request_id.get() is None:
+        _request_id.set(request_id)
+
+
+def _add_request_id(record: logging.LogRecord) -> bool:
+    record.request_id = getattr(record, "request_id", None) or _request_id.get()
+    return True
+
+
+class _Text(logging.Formatter):
+    def __init__(self, process_name: str) -> None:
+        super().__init__(
+            f"%(asctime)s.%(msecs)03d %(levelname)-7s {process_name}: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+        )
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line, without the traceback that may follow. The id is a client's: line breaks in it are escaped."""
+        line = super().formatMessage(record)
+        request_id = getattr(record, "request_id", None)
+        return line if request_id is None else f"{line} [{ascii(request_id)[1:-1]}]"
+
+
+class _Json(logging.Formatter):
+    """One object per line; what a call passes as `extra` becomes fields of it."""
+
+    converter = time.gmtime
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__(datefmt="%Y-%m-%dT%H:%M:%S")
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        fields: dict[str, Any] = {
+            "time": f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process_name,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        request_id = getattr(record, "request_id", None)
+        if request_id is not None:
+            fields["request_id"] = request_id
+        fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(fields, enc_hook=str).decode()

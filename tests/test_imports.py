@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMON = {"config", "request", "errors"}
+COMMON = {"config", "request", "errors", "logs"}
 ALLOWED = {
     "frontend": {"messages", "ipc"},
     "scheduler": {"cache", "batch", "messages"},

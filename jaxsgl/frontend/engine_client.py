@@ -88,6 +88,7 @@ class EngineClient:
     Attributes:
       load: the engine's, after its latest step.
       heard_s: when the engine last said anything (`time.monotonic`).
+      stuck: why the engine counts as stuck, None if it doesn't; new requests are refused meanwhile. The watchdog's.
     """
 
     def __init__(self, send: Callable[[ToEngine], None], max_unread: int = MAX_UNREAD) -> None:
@@ -101,6 +102,17 @@ class EngineClient:
         self._watchers: list[Callable[[News], None]] = []
         self.load = Load()
         self.heard_s = time.monotonic()
+        self.stuck: str | None = None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why new requests are refused now, None if they aren't."""
+        return self._refusal or self.stuck
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the engine has not ended yet."""
+        return sum(not stream.ended for stream in self._streams.values())
 
     @property
     def num_open(self) -> int:
@@ -133,10 +145,10 @@ class EngineClient:
 
         Raises:
           InvalidRequest: a running request has the same id.
-          EngineUnavailable: the engine is starting, stopping or dead.
+          EngineUnavailable: the engine is starting, stopping, stuck or dead.
         """
-        if self._refusal is not None:
-            raise EngineUnavailable(self._refusal)
+        if self.refusal is not None:
+            raise EngineUnavailable(self.refusal)
         if request.request_id in self._by_request_id:
             raise InvalidRequest(f"request_id {request.request_id} is the id of a running request: choose another")
         engine_id = f"{request.request_id}/{next(self._numbers)}"

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from jaxsgl.config import ServerConfig
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.generation import Generator
+from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.throughput import Throughput
+from jaxsgl.frontend.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,14 @@ class FrontEnd:
       config: flags.
       engine: open calls, commands and the load.
       generator: prompts to pieces of text; knows the model.
+      metrics: what is counted and timed.
+      throughput: how fast the engine works now.
+      watchdog: whether requests make sense now; what health endpoints tell.
     """
 
     config: ServerConfig
     engine: EngineClient
     generator: Generator
+    metrics: Metrics
+    throughput: Throughput
+    watchdog: Watchdog

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from jaxsgl import logs
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, TimedOut
 from jaxsgl.frontend.detokenizer import Detokenizer
 from jaxsgl.frontend.engine_client import EngineClient, ReplyStream
+from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.prompts import Prompt, tokenize
-from jaxsgl.frontend.sample import Piece, Sample, join
+from jaxsgl.frontend.sample import End, Piece, Sample, join
 from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
 from jaxsgl.request import Request, SamplingParams, check_request
@@ -40,12 +41,20 @@ class ServedModel:
 
 
 class Generation:
-    """One running request, as an asynchronous iterator of pieces of its samples."""
+    """One running request, as an asynchronous iterator of pieces of its samples.
 
-    def __init__(self, request: Request, stream: ReplyStream, new_detokenizer: Callable[[], Detokenizer]) -> None:
+    Attributes:
+      ends: of the samples that have ended, in the order in which they did.
+    """
+
+    def __init__(
+        self, request: Request, stream: ReplyStream, new_detokenizer: Callable[[], Detokenizer], timing: Timing
+    ) -> None:
         self._stream = stream
+        self._timing = timing
         self._samples = [Sample(request, index, new_detokenizer()) for index in range(request.sampling.n)]
         self._pieces: deque[Piece] = deque()
+        self.ends: list[End] = []
 
     @property
     def num_tokens(self) -> int:
@@ -84,20 +93,26 @@ class Generation:
         for index, news in of_sample.items():
             sample = self._samples[index]
             if not sample.ended:
-                self._pieces.append(sample.take(news))
-                if sample.ended:
+                piece = sample.take(news)
+                self._pieces.append(piece)
+                if piece.token_ids:
+                    self._timing.tokens(index, len(piece.token_ids))
+                if piece.end is not None:
+                    self.ends.append(piece.end)
+                    self._timing.sample_ended(piece.end)
                     self._stream.end_sample(index)
 
 
 class Generator:
-    """Serves prompts with one model. Long prompts are tokenized in `threads`.
+    """Serves prompts with one model. Long prompts are tokenized in `threads`; `metrics` are told of each request.
 
     A request that takes longer than `timeout_s` seconds is ended.
     """
 
-    def __init__(self, client: EngineClient, threads: Executor, timeout_s: float) -> None:
+    def __init__(self, client: EngineClient, threads: Executor, metrics: Metrics, timeout_s: float) -> None:
         self._client = client
         self._threads = threads
+        self._metrics = metrics
         self._timeout_s = timeout_s
         self._model: ServedModel | None = None
 
@@ -115,6 +130,11 @@ class Generator:
 
     async def prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str) -> Request:
         """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
+        logs.name_request(request_id)
+        with self._metrics.counting_errors():
+            return await self._prepare(prompt, sampling, request_id)
+
+    async def _prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str) -> Request:
         model = self.model
         if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
             raise InvalidRequest(
@@ -135,22 +155,34 @@ class Generator:
     @contextlib.contextmanager
     def start(self, request: Request) -> Iterator[Generation]:
         """Submits a prepared request; leaving the block before its end aborts it. Errors as `EngineClient.open`."""
-        start_s = time.monotonic()
-        with self._client.open(request) as stream:
-            generation = Generation(request, stream, self.model.tokenizer.detokenizer)
+        timing = Timing(self._metrics, request.sampling.n)
+        with timing, self._client.open(request) as stream:
+            generation = Generation(request, stream, self.model.tokenizer.detokenizer, timing)
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, stream)
             try:
                 yield generation
             finally:
                 timer.cancel()
-                logger.debug(
-                    "request %s: %d prompt tokens, %d new, %s, %.3f s",
-                    stream.engine_id,
-                    len(request.prompt_ids),
-                    generation.num_tokens,
-                    "ended" if stream.ended else "left by the client",
-                    time.monotonic() - start_s,
-                )
+                if logger.isEnabledFor(logging.DEBUG):
+                    _log_end(stream.engine_id, request, generation, timing)
 
     def _time_out(self, stream: ReplyStream) -> None:
         stream.fail(TimedOut(f"the request took longer than {self._timeout_s:g} s (--request-timeout-s): ask for less"))
+
+
+def _log_end(engine_id: str, request: Request, generation: Generation, timing: Timing) -> None:
+    fields = {
+        "engine_id": engine_id,
+        "prompt_tokens": len(request.prompt_ids),
+        "output_tokens": generation.num_tokens,
+        "cached_tokens": max((end.cached_tokens for end in generation.ends), default=0),
+        "finish_reason": ",".join(end.reason.value for end in generation.ends) or "unfinished",
+        "first_token_s": timing.first_token_s,
+        "total_s": timing.total_s,
+    }
+    logger.debug(
+        "request %(engine_id)r: %(prompt_tokens)d prompt tokens, %(cached_tokens)d cached, %(output_tokens)d new, "
+        "%(finish_reason)s, %(total_s).3f s",
+        fields,
+        extra=fields,
+    )

@@ -22,10 +22,15 @@ from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.generation import Generator, ServedModel
 from jaxsgl.frontend.grpc_api.server import GrpcServer
 from jaxsgl.frontend.http_api.server import HttpServer
+from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.ports import is_loopback
+from jaxsgl.frontend.status import StatusLine
 from jaxsgl.frontend.supervisor import ENGINE_COMMAND, EngineSupervisor
+from jaxsgl.frontend.throughput import Throughput
 from jaxsgl.frontend.tls import load_certificate
 from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
+from jaxsgl.frontend.watchdog import Watchdog
+from jaxsgl.logs import LogStyle
 
 LATECOMERS_S = 0.2  # calls already on their way are told why; a stopping gRPC server would say CANCELLED
 ENGINE_VERDICT_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine knows better why
@@ -70,11 +75,17 @@ class Server:
     def __init__(self, config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._start_s = time.monotonic()
         self._config = config
-        self._supervisor = EngineSupervisor(config.engine, config.log_level, engine_command)
+        self._supervisor = EngineSupervisor(
+            config.engine, LogStyle(config.log_level, config.log_format), engine_command
+        )
         self._client = EngineClient(self._supervisor.send)
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # not asyncio's: that one delays the end
-        self._generator = Generator(self._client, self._threads, config.request_timeout_s)
-        front_end = FrontEnd(config, self._client, self._generator)
+        throughput = Throughput(lambda: self._client.load)
+        self._metrics = Metrics(lambda: self._client.load, throughput)
+        self._generator = Generator(self._client, self._threads, self._metrics, config.request_timeout_s)
+        self._watchdog = Watchdog(self._client, config.watchdog_s)
+        self._status = StatusLine(self._metrics, throughput)
+        front_end = FrontEnd(config, self._client, self._generator, self._metrics, throughput, self._watchdog)
         certificate = load_certificate(config)
         self._grpc = GrpcServer(front_end, certificate)
         self._http = HttpServer(front_end, certificate)
@@ -82,7 +93,12 @@ class Server:
     async def run(self) -> int:
         """Starts, and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
         await self.start()
-        reason = await self._supervisor.death()
+        duties = [asyncio.create_task(self._watchdog.run(self._tell_health)), asyncio.create_task(self._status.run())]
+        try:
+            reason = await self._supervisor.death()
+        finally:
+            for duty in duties:
+                duty.cancel()
         logger.error("%s; ending %d open calls and the server", reason, self._client.num_open)
         await self._end_calls(reason)
         return 1
@@ -94,8 +110,10 @@ class Server:
         at = Addresses(await self._grpc.start(), await self._http.start())
         logger.info("listening on %s (gRPC) and %s (HTTP), loading %s", at.grpc, at.http, self._config.engine.model)
         await self._supervisor.start(self._client.receive)
-        self._generator.serve(await self._load_model())
-        await self._grpc.set_serving(True)
+        model = await self._load_model()
+        self._metrics.serve(model.info)
+        self._generator.serve(model)
+        await self._tell_health()
         seconds = time.monotonic() - self._start_s
         logger.info(
             "ready: %s on %s (gRPC) and %s (HTTP), %.1f s after start",
@@ -109,7 +127,7 @@ class Server:
         drain_s = self._config.drain_s
         logger.info("stopping: %d open calls get %.0f s to finish", self._client.num_open, drain_s)
         self._client.refuse(reason)
-        await self._grpc.set_serving(False)
+        await self._tell_health()
         deadline_s = time.monotonic() + drain_s
         while self._client.num_open and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
@@ -128,8 +146,11 @@ class Server:
 
     async def _end_calls(self, reason: str) -> None:
         self._client.fail(reason)
-        await self._grpc.set_serving(False)
+        await self._tell_health()
         await asyncio.sleep(LATECOMERS_S)
+
+    async def _tell_health(self) -> None:
+        await self._grpc.set_serving(self._watchdog.problem() is None)
 
     async def _load_model(self) -> ServedModel:
         """Waits for the engine while the tokenizer loads beside it."""

@@ -19,6 +19,7 @@ import msgspec
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.ipc import Endpoints, EngineLaunch, EngineLine
+from jaxsgl.logs import LogStyle
 from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, News, Shutdown, ToEngine
 
 ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")
@@ -31,9 +32,9 @@ logger = logging.getLogger(__name__)
 class EngineSupervisor:
     """Runs one engine process, from `start` to `stop`."""
 
-    def __init__(self, config: EngineConfig, log_level: str, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(self, config: EngineConfig, log_style: LogStyle, command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._config = config
-        self._log_level = log_level
+        self._log_style = log_style
         self._command = command
         self._endpoints: Endpoints | None = None
         self._line: EngineLine | None = None
@@ -50,7 +51,7 @@ class EngineSupervisor:
         self._endpoints = Endpoints.create()
         self._line = EngineLine(self._endpoints)
         self._line.listen(self._receive)
-        launch = EngineLaunch(self._config, self._endpoints, self._log_level)
+        launch = EngineLaunch(self._config, self._endpoints, self._log_style)
         # A process group of its own: Ctrl-C in the terminal is for us alone.
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, process_group=0

@@ -8,7 +8,9 @@ from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.detokenizer import NoText
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.generation import Generation
-from jaxsgl.messages import Abort, Replies, Reply, ToEngine
+from jaxsgl.frontend.metrics import Metrics, Timing
+from jaxsgl.frontend.throughput import Throughput
+from jaxsgl.messages import Abort, Load, Replies, Reply, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 
 REQUEST = Request("r", [5], SamplingParams())
@@ -32,7 +34,8 @@ def test_an_answer_that_was_complete_when_the_engine_died_stays_complete() -> No
     with client.open(REQUEST) as stream:
         client.receive(Replies([Reply(stream.engine_id, (7,)), Reply(stream.engine_id, (8,), FinishReason.LENGTH)]))
         client.fail("the engine died")
-        (piece,) = asyncio.run(Generation(REQUEST, stream, NoText).whole())
+        timing = Timing(Metrics(Load, Throughput(Load)), 1)
+        (piece,) = asyncio.run(Generation(REQUEST, stream, NoText, timing).whole())
     assert piece.token_ids == [7, 8]
     assert piece.end is not None
     assert piece.end.reason is FinishReason.LENGTH

@@ -1,0 +1,208 @@
+"""The names under which Prometheus sees the metrics, and their conversion into its families.
+
+Where a metric of SGLang or vLLM means the same as ours, ours goes by that name as well, so that their dashboards show
+it; what only we have starts with `jaxsgl:`. http_api/metrics.py serves the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from jaxsgl.frontend.histogram import Histogram
+from jaxsgl.frontend.metrics import Metrics, Snapshot
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric under all its names. Those of counters end in `_total`.
+
+    Attributes:
+      value: a number, a histogram, or one number for each value of `label`.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    value: Callable[[Metrics, Snapshot], float | Histogram | Mapping[str, float]]
+    label: str = ""
+
+
+TABLE = (
+    Row(
+        ("sglang:num_running_reqs", "vllm:num_requests_running"),
+        "Samples that hold a row of the batch.",
+        lambda front_end, engine: engine.load.num_running,
+    ),
+    Row(
+        ("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
+        "Samples that wait for admission.",
+        lambda front_end, engine: engine.load.num_waiting,
+    ),
+    Row(
+        ("sglang:num_used_tokens",),
+        "KV slots that running samples own or lock.",
+        lambda front_end, engine: engine.load.used_tokens,
+    ),
+    Row(
+        ("jaxsgl:num_cached_tokens",),
+        "KV slots that only the prefix cache holds; given up when needed.",
+        lambda front_end, engine: engine.load.cached_tokens,
+    ),
+    Row(
+        ("sglang:max_total_num_tokens",),
+        "KV slots of the pool.",
+        lambda front_end, engine: engine.pool_tokens,
+    ),
+    Row(
+        ("sglang:token_usage", "vllm:kv_cache_usage_perc"),
+        "Share of the KV pool that running samples need, 0 to 1.",
+        lambda front_end, engine: engine.token_usage,
+    ),
+    Row(
+        ("sglang:cache_hit_rate",),
+        "Share of prompt tokens found in the prefix cache, over the last 10 s in which any came.",
+        lambda front_end, engine: engine.rates.cache_hit_rate,
+    ),
+    Row(
+        ("sglang:gen_throughput",),
+        "Output tokens per second over the last 10 s.",
+        lambda front_end, engine: engine.rates.output_tokens_per_s,
+    ),
+    Row(
+        ("sglang:prompt_tokens_total", "vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
+        "Prompt tokens of admitted samples.",
+        lambda front_end, engine: engine.load.prompt_tokens_total,
+    ),
+    Row(
+        ("sglang:cached_tokens_total", "vllm:prefix_cache_hits_total"),
+        "Of the prompt tokens, those found in the prefix cache.",
+        lambda front_end, engine: engine.load.cached_prompt_tokens_total,
+    ),
+    Row(
+        ("sglang:generation_tokens_total", "vllm:generation_tokens_total"),
+        "Output tokens.",
+        lambda front_end, engine: engine.load.output_tokens_total,
+    ),
+    Row(
+        ("sglang:num_retracted_requests_total", "vllm:num_preemptions_total"),
+        "Running samples that were taken back to the queue.",
+        lambda front_end, engine: engine.load.retractions_total,
+    ),
+    Row(
+        ("sglang:num_requests_total",),
+        "Samples that ended.",
+        lambda front_end, engine: front_end.finished.total(),
+    ),
+    Row(
+        ("vllm:request_success_total",),
+        "Samples that ended, by the reason.",
+        lambda front_end, engine: front_end.finished,
+        label="finished_reason",
+    ),
+    Row(
+        ("sglang:num_aborted_requests_total",),
+        "Samples that were aborted or left by their client.",
+        lambda front_end, engine: front_end.finished["abort"],
+    ),
+    Row(
+        ("jaxsgl:request_errors_total",),
+        "Requests that were refused or ended with an error, by its name.",
+        lambda front_end, engine: front_end.errors,
+        label="error",
+    ),
+    Row(
+        ("sglang:time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+        "From submission to a sample's first token.",
+        lambda front_end, engine: front_end.first_token_s,
+    ),
+    Row(
+        ("sglang:inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
+        "Between tokens of a sample.",
+        lambda front_end, engine: front_end.inter_token_s,
+    ),
+    Row(
+        ("sglang:e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+        "From submission to a sample's end; aborted ones left out.",
+        lambda front_end, engine: front_end.request_s,
+    ),
+    Row(
+        ("sglang:prompt_tokens_histogram", "vllm:request_prompt_tokens"),
+        "Prompt tokens of a sample that ended; aborted ones left out.",
+        lambda front_end, engine: front_end.prompt_tokens,
+    ),
+    Row(
+        ("sglang:generation_tokens_histogram", "vllm:request_generation_tokens"),
+        "Output tokens of a sample that ended; aborted ones left out.",
+        lambda front_end, engine: front_end.output_tokens,
+    ),
+    Row(("jaxsgl:steps_total",), "Steps launched.", lambda front_end, engine: engine.load.steps_total),
+    Row(
+        ("jaxsgl:decode_rows_total",),
+        "Sequences of decode steps.",
+        lambda front_end, engine: engine.load.decode_rows_total,
+    ),
+    Row(
+        ("jaxsgl:decode_rows_padded_total",),
+        "Rows of the programs that ran decode steps, padding included.",
+        lambda front_end, engine: engine.load.decode_rows_padded_total,
+    ),
+    Row(
+        ("jaxsgl:extend_tokens_total",),
+        "Tokens of extend steps.",
+        lambda front_end, engine: engine.load.extend_tokens_total,
+    ),
+    Row(
+        ("jaxsgl:extend_tokens_padded_total",),
+        "Tokens of the programs that ran extend steps, padding included.",
+        lambda front_end, engine: engine.load.extend_tokens_padded_total,
+    ),
+    Row(
+        ("jaxsgl:recompiles_total",),
+        "Programs compiled while serving; more than 0 is a bug.",
+        lambda front_end, engine: engine.load.recompiles_total,
+    ),
+)
+
+
+class _Collector:
+    """`TABLE` filled in, whenever the registry asks."""
+
+    def __init__(self, metrics: Metrics, model_name: str) -> None:
+        self._metrics = metrics
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        engine = self._metrics.snapshot()
+        for row in TABLE:
+            value = row.value(self._metrics, engine)
+            for name in row.names:
+                yield self._family(name, row, value)
+
+    def _family(self, name: str, row: Row, value: float | Histogram | Mapping[str, float]) -> Metric:
+        labels = ["model_name"]
+        if isinstance(value, Histogram):
+            histogram = HistogramMetricFamily(name, row.help, labels=labels)
+            histogram.add_metric([self._model_name], value.buckets(), value.sum)
+            return histogram
+        if row.label:
+            labels.append(row.label)
+        family_type = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family: CounterMetricFamily | GaugeMetricFamily = family_type(name, row.help, labels=labels)
+        if isinstance(value, Mapping):
+            for of_label, number in value.items():
+                family.add_metric([self._model_name, of_label], number)
+        else:
+            family.add_metric([self._model_name], value)
+        return family
+
+
+def registry_of(metrics: Metrics, model_name: str) -> CollectorRegistry:
+    """A registry of its own with all metrics, and this process's memory and processor time."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(metrics, model_name))
+    ProcessCollector(registry=registry)
+    return registry
