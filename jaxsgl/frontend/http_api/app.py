@@ -8,10 +8,10 @@ from fastapi import APIRouter, FastAPI
 
 import jaxsgl
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api import errors
+from jaxsgl.frontend.http_api import errors, metrics
 from jaxsgl.frontend.http_api.guard import ApiKey, BodyLimit, RequestIds
 
-ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = ()  # each module's `router(front_end) -> APIRouter`
+ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (metrics.router,)  # each module's `router(front_end) -> APIRouter`
 
 
 def build_app(front_end: FrontEnd) -> FastAPI:

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxsgl import logs
 from jaxsgl.errors import Unauthenticated
 from jaxsgl.frontend.http_api.errors import answer, answer_to
 
@@ -43,6 +44,7 @@ class RequestIds:
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        logs.name_request(request_id)
         header = (REQUEST_ID_HEADER.encode(), request_id.encode())
         started = False
 
