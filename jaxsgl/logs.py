@@ -70,7 +70,7 @@ class _Text(logging.Formatter):
 class _Json(logging.Formatter):
     """One object per line; what a call passes as `extra` becomes fields of it."""
 
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
     def __init__(self, process_name: str) -> None:
         super().__init__(datefmt="%Y-%m-%dT%H:%M:%S")

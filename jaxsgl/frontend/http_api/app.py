@@ -11,7 +11,8 @@ from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.http_api import errors, metrics
 from jaxsgl.frontend.http_api.guard import ApiKey, BodyLimit, RequestIds
 
-ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (metrics.router,)  # each module's `router(front_end) -> APIRouter`
+# Of each module, `router(front_end) -> APIRouter`.
+ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (metrics.router,)
 
 
 def build_app(front_end: FrontEnd) -> FastAPI:
