@@ -61,7 +61,12 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> pb.HealthCheckResponse:
-        """Healthy if the engine's loop turns; otherwise says why not, as an answer and not as an error."""
+        """Healthy if the engine's loop turns; otherwise says why not, as an answer and not as an error.
+
+        While the engine starts, it is an error (`EngineUnavailable`): a gateway takes the first answer for its cue to
+        ask for the model, once.
+        """
+        _ = self._generator.model
         try:
             await self._engine.check_alive(HEALTH_LIMIT_S)
         except EngineUnavailable as error:
