@@ -19,10 +19,15 @@ RETRY_AFTER_S = 1  # what clients are told to wait before they try again
 
 
 class JaxsglError(Exception):
-    """Root of all errors that jaxsgl raises on purpose."""
+    """Root of all errors that jaxsgl raises on purpose.
+
+    `param` is the field that is to blame, `code` OpenAI's word for what happened, where they are known.
+    """
 
     grpc_status: str = "INTERNAL"
     http_status: int = 500
+    param: str | None = None
+    code: str | None = None
 
 
 class InvalidRequest(JaxsglError, ValueError):

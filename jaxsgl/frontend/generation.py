@@ -152,6 +152,13 @@ class Generator:
         model = self.model
         return await tokenize(prompt, model.tokenizer, model.info.limits.context_length, self._threads)
 
+    async def decode(self, ids: list[int]) -> str:
+        """The text of `ids`, special tokens left out; empty for a model without a tokenizer."""
+        tokenizer = self.model.tokenizer
+        if not tokenizer.exists:
+            return ""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, tokenizer.decode, ids)
+
     @contextlib.contextmanager
     def start(self, request: Request) -> Iterator[Generation]:
         """Submits a prepared request; leaving the block before its end aborts it. Errors as `EngineClient.open`."""

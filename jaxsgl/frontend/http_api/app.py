@@ -10,9 +10,10 @@ import jaxsgl
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.http_api import errors, metrics
 from jaxsgl.frontend.http_api.guard import ApiKey, BodyLimit, RequestIds
+from jaxsgl.frontend.http_api.openai import routes as openai
 
 # Of each module, `router(front_end) -> APIRouter`.
-ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (metrics.router,)
+ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (metrics.router, openai.router)
 
 
 def build_app(front_end: FrontEnd) -> FastAPI:

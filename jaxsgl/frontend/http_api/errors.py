@@ -66,20 +66,20 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientGone, _on_client_gone)
 
 
-def body_of(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def body_of(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The JSON body that goes with `status`."""
     if len(message) > MAX_MESSAGE_CHARS:  # it quotes something of the client's
         message = message[:MAX_MESSAGE_CHARS] + "..."
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": _CODES.get(status)}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
 
 
-def error_of(error: Exception) -> tuple[int, str]:
-    """HTTP status and words for the client; an exception that isn't ours is logged and tells no details."""
+def error_of(error: Exception) -> tuple[int, str, str | None, str | None]:
+    """HTTP status, words for the client, param and code; an exception that isn't ours is logged and kept from them."""
     if isinstance(error, JaxsglError):
-        return error.http_status, str(error)
+        return error.http_status, str(error), error.param, error.code
     logger.error("a request failed by our own fault", exc_info=error)
-    return 500, f"internal error: {type(error).__name__}; the server's log says more"
+    return 500, f"internal error: {type(error).__name__}; the server's log says more", None, None
 
 
 def answer_to(error: Exception) -> Response:
@@ -87,13 +87,13 @@ def answer_to(error: Exception) -> Response:
     return answer(*error_of(error))
 
 
-def answer(status: int, message: str, param: str | None = None) -> Response:
+def answer(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
     """The answer that refuses a request with `status`."""
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in RETRY_STATUSES else {}
     if status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     # Not Starlette's JSONResponse: it fails at half a surrogate pair, which a client can get into a message.
-    return Response(json.dumps(body_of(status, message, param)), status, headers, "application/json")
+    return Response(json.dumps(body_of(status, message, param, code)), status, headers, "application/json")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
-    FailFast,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -23,6 +22,7 @@ from jaxsgl.request import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_STOP_STRINGS, MAX_ST
 
 MAX_INT = 2**31 - 1
 MAX_TOOLS = 512
+MAX_TEXTS = 1024
 
 
 def _one_error(words: str) -> WrapValidator:
@@ -37,13 +37,17 @@ def _one_error(words: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-TokenIds = Annotated[list[int], FailFast()]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[
     str
-    | Annotated[list[str], FailFast(), Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
     | TokenIds
-    | Annotated[list[TokenIds], FailFast(), Field(min_length=1)],
+    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
     _one_error("prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids"),
+]
+Texts = Annotated[
+    str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)],
+    _one_error(f"prompt must be a text, or a list of 1 to {MAX_TEXTS} texts"),
 ]
 Stop = Annotated[
     str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)],
@@ -117,6 +121,12 @@ class ContentPart(Body):
     text: str | None = None
 
 
+Content = Annotated[
+    str | list[ContentPart],
+    _one_error('content must be a text, or a list of parts {"type": "text", "text": ...}'),
+]
+
+
 class FunctionCall(Body):
     """A call that the assistant made; `arguments` is a JSON object, as text or not."""
 
@@ -136,7 +146,7 @@ class MessageBody(Body):
     """One turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -164,10 +174,12 @@ class ResponseFormat(Body):
     type: str
 
 
-class Templated(Body):
-    """What goes into the chat template."""
+Messages = Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
 
-    messages: Annotated[list[MessageBody], FailFast(), Field(min_length=1)]
+
+class Templated(Body):
+    """What goes into the chat template beside the messages."""
+
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -177,6 +189,7 @@ class Templated(Body):
 class ChatRequest(Templated, Sampled):
     """Body of /v1/chat/completions."""
 
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
@@ -185,19 +198,13 @@ class ChatRequest(Templated, Sampled):
     response_format: ResponseFormat | None = None
 
 
-class TokenizeText(Body):
-    """Body of /tokenize for a text, or for several."""
+class TokenizeRequest(Templated):
+    """Body of /tokenize: a text, several texts, or messages."""
 
     model: str | None = None
-    prompt: str | Annotated[list[str], FailFast(), Field(min_length=1)]
+    messages: Messages | None = None
+    prompt: Texts | None = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class TokenizeChat(Templated):
-    """Body of /tokenize for a conversation."""
-
-    model: str | None = None
     return_token_strs: bool | None = None
 
 

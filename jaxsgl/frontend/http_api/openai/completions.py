@@ -1,0 +1,114 @@
+"""/v1/completions: prompts as texts or token ids, continued; or scored, with echo."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.http_api.calls import until_gone
+from jaxsgl.frontend.http_api.openai.answers import pieces, start_all, whole
+from jaxsgl.frontend.http_api.openai.choices import Choices
+from jaxsgl.frontend.http_api.openai.models import check_model
+from jaxsgl.frontend.http_api.openai.replies import Head, json_response, new_head
+from jaxsgl.frontend.http_api.openai.sampling import sampling_of
+from jaxsgl.frontend.http_api.openai.schemas import CompletionRequest
+from jaxsgl.frontend.http_api.sse import DONE, EventStream, event
+from jaxsgl.frontend.prompts import IdsPrompt, Prompt, TextPrompt
+from jaxsgl.request import Request, SamplingParams
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_CHOICES = 1024  # prompts times n
+
+
+def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
+    """The endpoint."""
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        """Continues each prompt n times; choices are numbered prompt by prompt. Whole or streamed."""
+        check_model(front_end, body.model)
+        prompts = _prompts(body)
+        sampling = _sampling(body)
+        if len(prompts) * sampling.n > MAX_CHOICES:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts times n={sampling.n} are {len(prompts) * sampling.n} choices, but a request "
+                f"may have {MAX_CHOICES}: send less at once"
+            )
+        head = new_head("cmpl", "text_completion", front_end.config.model_name)
+        requests = [
+            await front_end.generator.prepare(prompt, sampling, head.id if len(prompts) == 1 else f"{head.id}-{number}")
+            for number, prompt in enumerate(prompts)
+        ]
+        texts = await _echoed(front_end, body, prompts, requests)
+        choices = Choices(front_end.generator.model.tokenizer, requests, texts, keep_output=body.max_tokens != 0)
+        if body.stream:
+            include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            return EventStream(_stream(front_end, requests, choices, head, include_usage))
+        return json_response(await until_gone(http, _whole(front_end, requests, choices, head)))
+
+
+def _prompts(body: CompletionRequest) -> list[Prompt]:
+    given = body.prompt
+    if isinstance(given, str):
+        given = [given]
+    prompts: list[Prompt] = []
+    ids: list[int] = []
+    for one in given:
+        if isinstance(one, int):
+            ids.append(one)
+        elif isinstance(one, str):
+            prompts.append(TextPrompt(one, body.add_special_tokens is not False))
+        else:
+            prompts.append(IdsPrompt(one))
+    return prompts or [IdsPrompt(ids)]
+
+
+def _sampling(body: CompletionRequest) -> SamplingParams:
+    """Raises `InvalidRequest` for what isn't supported, too."""
+    if body.suffix:
+        raise InvalidRequest("suffix is not supported: leave it out")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequest(f"best_of is {body.best_of}, but only n={body.n or 1} is supported: leave it out")
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens is 0, which asks for nothing: set it to 1 and more, or echo to true")
+    # The engine samples at least one token; `Choices` drops it.
+    return sampling_of(body, max(1, max_tokens), body.logprobs, body.logprobs if body.echo else None)
+
+
+async def _echoed(
+    front_end: FrontEnd, body: CompletionRequest, prompts: list[Prompt], requests: list[Request]
+) -> list[str] | None:
+    """The prompts' texts, if they are to be part of the answer."""
+    if not body.echo:
+        return None
+    return [
+        prompt.text if isinstance(prompt, TextPrompt) else await front_end.generator.decode(request.prompt_ids)
+        for prompt, request in zip(prompts, requests, strict=True)
+    ]
+
+
+async def _whole(front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head) -> bytes:
+    with start_all(front_end.generator, requests) as generations:
+        samples = await whole(generations)
+    return head.answer([choices.whole(number, piece) for number, piece in enumerate(samples)], choices.usage)
+
+
+async def _stream(
+    front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    in_chunks = None if include_usage else UNSET
+    with start_all(front_end.generator, requests) as generations:
+        async with contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered:
+            async for number, piece in numbered:
+                news = choices.news(number, piece)
+                if news:
+                    yield b"".join([event(head.answer([choice], in_chunks)) for choice in news])
+    yield (event(head.answer([], choices.usage)) if include_usage else b"") + DONE

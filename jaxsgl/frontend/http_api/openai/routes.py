@@ -1,0 +1,17 @@
+"""All endpoints of this folder, as one router; app.py includes it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.http_api.openai import chat, completions, models, tokenize
+from jaxsgl.frontend.http_api.openai.bodies import StrictJson
+
+
+def router(front_end: FrontEnd) -> APIRouter:
+    """The endpoints, for `front_end`."""
+    router = APIRouter(route_class=StrictJson)
+    for module in (chat, completions, models, tokenize):
+        module.add_routes(router, front_end)
+    return router
