@@ -7,6 +7,7 @@ stop strings. The asyncio gRPC server calls it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from pathlib import Path
@@ -16,17 +17,22 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from jaxsgl.errors import EngineUnavailable, NotFound
+from jaxsgl.errors import EngineUnavailable, NotFound, Unsupported
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.grpc_api.errors import answers_errors
+from jaxsgl.frontend.grpc_api.sglang import admin
 from jaxsgl.frontend.grpc_api.sglang.generate import Responses
 from jaxsgl.frontend.grpc_api.sglang.infos import model_info, server_info
+from jaxsgl.frontend.grpc_api.sglang.kv_log import KvLog
+from jaxsgl.frontend.grpc_api.sglang.kv_stream import KvStream
+from jaxsgl.frontend.grpc_api.sglang.loads import Busy, check_loads_request, loads_response
 from jaxsgl.frontend.grpc_api.sglang.sampling import wish_of
 from jaxsgl.frontend.grpc_api.sglang.tokenizer_files import chunks, zip_tokenizer
 from jaxsgl.frontend.prompts import IdsPrompt
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
 HEALTH_LIMIT_S = 4.0  # gateways wait 5 s
+_NO_LORA = "LoRA adapters are not supported: merge them into the weights and serve those"
 
 
 class SglangService(pb_grpc.SglangSchedulerServicer):
@@ -36,6 +42,8 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self._config = front_end.config
         self._engine = front_end.engine
         self._generator = front_end.generator
+        self._throughput = front_end.throughput
+        self._kv_log = KvLog(front_end.engine)
         self._start_s = time.time()
 
     @answers_errors
@@ -90,6 +98,33 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         return server_info(self._generator.model, self._config, self._start_s, engine.num_open, heard_s)
 
     @answers_errors
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
+        """Tells how busy the engine is."""
+        check_loads_request(request)
+        return loads_response(self._busy(), request.include)
+
+    @answers_errors
+    async def FlushCache(
+        self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.FlushCacheResponse:
+        """Empties the prefix cache."""
+        return await admin.flush_cache(self._engine, request)
+
+    @answers_errors
+    async def StartProfile(
+        self, request: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.ProfileResponse:
+        """Starts to record a trace."""
+        return await admin.start_profile(self._engine, request)
+
+    @answers_errors
+    async def StopProfile(
+        self, request: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.ProfileResponse:
+        """Writes the trace."""
+        return await admin.stop_profile(self._engine)
+
+    @answers_errors
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams the tokenizer's files as a zip."""
         model = self._generator.model
@@ -97,3 +132,44 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
             raise NotFound(f"the model {model.info.model_path} has no tokenizer: give the gateway a tokenizer path")
         for chunk in chunks(await asyncio.to_thread(zip_tokenizer, Path(model.info.model_path))):
             await context.write(chunk)
+
+    @answers_errors
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        """Streams what happens to the prefix cache, and the load, until the client leaves."""
+        self._busy()  # refuses while the engine starts
+        stream = KvStream(self._kv_log, self._engine, self._busy, request.load_records_before_first_batch)
+        await context.send_initial_metadata(())  # a client waits for it, and events may be long in coming
+        async with contextlib.aclosing(stream.batches(request.start_sequence_number)) as batches:
+            async for batch in batches:
+                await context.write(batch)
+
+    @answers_errors
+    async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
+        """Refuses."""
+        raise Unsupported("embeddings are not supported: the model served generates text")
+
+    @answers_errors
+    async def LoadLoRAAdapter(
+        self, request: pb.LoadLoRAAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.LoadLoRAAdapterResponse:
+        """Refuses."""
+        raise Unsupported(_NO_LORA)
+
+    @answers_errors
+    async def UnloadLoRAAdapter(
+        self, request: pb.UnloadLoRAAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> pb.UnloadLoRAAdapterResponse:
+        """Refuses."""
+        raise Unsupported(_NO_LORA)
+
+    @answers_errors
+    async def ListLoadedLoRAAdapters(
+        self, request: pb.ListLoadedLoRAAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListLoadedLoRAAdaptersResponse:
+        """Refuses."""
+        raise Unsupported(_NO_LORA)
+
+    def _busy(self) -> Busy:
+        return Busy(self._generator.model.info, self._engine.load, self._throughput.rates())

@@ -1,0 +1,53 @@
+"""What operators ask through SGLang's protocol besides requests: empty the cache, record a profile.
+
+Knows how long to wait and what the protocol's fields mean; the engine does the work. service.py calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+from smg_grpc_proto.generated import common_pb2
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.engine_client import EngineClient
+from jaxsgl.messages import FlushCache, StartProfile, StopProfile
+
+ANSWER_LIMIT_S = 60.0  # writing a profile takes a while
+FLUSH_POLL_S = 0.05
+MAX_FLUSH_WAIT_S = 3600.0
+
+
+async def flush_cache(engine: EngineClient, request: common_pb2.FlushCacheRequest) -> common_pb2.FlushCacheResponse:
+    """Empties the prefix cache as soon as no request waits or runs, within `timeout_s`."""
+    if not 0 <= request.timeout_s <= MAX_FLUSH_WAIT_S:
+        raise InvalidRequest(f"timeout_s is {request.timeout_s}, but must be 0 to {MAX_FLUSH_WAIT_S:g} seconds")
+    deadline_s = time.monotonic() + request.timeout_s
+    while True:
+        answer = await engine.ask(FlushCache, ANSWER_LIMIT_S)
+        if answer.ok or time.monotonic() >= deadline_s:
+            return common_pb2.FlushCacheResponse(success=answer.ok, message=answer.text)
+        await asyncio.sleep(FLUSH_POLL_S)
+
+
+async def start_profile(engine: EngineClient, request: common_pb2.StartProfileRequest) -> common_pb2.ProfileResponse:
+    """Records from now on. What the trace holds can't be chosen: it has both the device and the host."""
+    if request.start_step:
+        raise InvalidRequest(f"start_step is {request.start_step}, but recording starts at once: leave it out")
+    if request.profile_by_stage:
+        raise InvalidRequest("profile_by_stage is set, but prefill and decode go into one trace: leave it out")
+    num_steps = request.num_steps if request.HasField("num_steps") else None
+    if num_steps is not None and num_steps < 1:
+        raise InvalidRequest(f"num_steps is {num_steps}, but must be 1 and more")
+    folder = request.output_dir or str(Path(tempfile.gettempdir()) / "jaxsgl-profile")
+    answer = await engine.ask(lambda number: StartProfile(number, folder, num_steps), ANSWER_LIMIT_S)
+    return common_pb2.ProfileResponse(success=answer.ok, message=answer.text)
+
+
+async def stop_profile(engine: EngineClient) -> common_pb2.ProfileResponse:
+    """Ends recording; the message tells the folder."""
+    answer = await engine.ask(StopProfile, ANSWER_LIMIT_S)
+    return common_pb2.ProfileResponse(success=answer.ok, message=answer.text)

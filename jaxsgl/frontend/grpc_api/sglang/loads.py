@@ -1,0 +1,136 @@
+"""GetLoads, and the load record that goes with every batch of cache events: how busy the engine is, in two shapes.
+
+Both are made of one `Busy`, so that a gateway sees the same numbers whether it polls or is told. Pure functions of the
+engine's latest load; service.py and kv_stream.py call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from smg_grpc_proto import sglang_scheduler_pb2 as pb
+from smg_grpc_proto.generated import common_pb2
+
+import jaxsgl
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.throughput import Rates
+from jaxsgl.messages import EngineInfo, Load
+
+GIB = 1 << 30
+SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
+NO_DISAGGREGATION = "null"  # SGLang's word for a worker that does both prefill and decode
+
+
+@dataclass(frozen=True)
+class Busy:
+    """What both shapes are made of."""
+
+    info: EngineInfo
+    load: Load
+    rates: Rates
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the pool that running requests need; what only the prefix cache holds is free."""
+        return self.load.used_tokens / self.info.limits.pool_tokens
+
+    @property
+    def utilization(self) -> float:
+        """Share of the scarcer of rows and tokens that is taken."""
+        return max(self.token_usage, self.load.num_running / self.info.max_running_requests)
+
+    def memory(self) -> dict[str, float | int]:
+        """Fields of both shapes' memory section; programs are no graphs and own no memory between steps."""
+        return {
+            "weight_gb": self.info.weight_bytes / GIB,
+            "kv_cache_gb": self.info.kv_bytes / GIB,
+            "token_capacity": self.info.limits.pool_tokens,
+        }
+
+
+def check_loads_request(request: pb.GetLoadsRequest) -> None:
+    """Raises `InvalidRequest` for a rank or a section that doesn't exist."""
+    if request.dp_rank != 0:
+        raise InvalidRequest(f"dp_rank is {request.dp_rank}, but this worker has rank 0 alone: leave it out")
+    for section in request.include:
+        if section not in SECTIONS:
+            raise InvalidRequest(f"include holds {section[:50]!r}, but sections are {', '.join(SECTIONS)}")
+
+
+def loads_response(busy: Busy, include: Sequence[str]) -> pb.GetLoadsResponse:
+    """All sections if none are named. Those that this engine hasn't (spec, lora) stay out."""
+    load = _core(busy)
+    wanted = set(include or ("all",))
+    everything = "all" in wanted
+    if everything or "memory" in wanted:
+        load.memory.CopyFrom(pb.MemoryMetrics(**busy.memory()))
+    if everything or "disagg" in wanted:
+        load.disaggregation.mode = NO_DISAGGREGATION
+    if everything or "queues" in wanted:
+        load.queues.CopyFrom(pb.QueueMetrics(waiting=busy.load.num_waiting))
+    return pb.GetLoadsResponse(
+        timestamp=datetime.now(UTC).isoformat(),
+        version=f"jaxsgl-{jaxsgl.__version__}",
+        dp_rank_count=1,
+        loads=[load],
+        aggregate=pb.AggregateMetrics(
+            total_running_reqs=load.num_running_reqs,
+            total_waiting_reqs=load.num_waiting_reqs,
+            total_reqs=load.num_total_reqs,
+            avg_token_usage=load.token_usage,
+            avg_throughput=load.gen_throughput,
+            avg_utilization=load.utilization,
+        ),
+    )
+
+
+def _core(busy: Busy) -> pb.SchedulerLoad:
+    load = busy.load
+    return pb.SchedulerLoad(
+        num_running_reqs=load.num_running,
+        num_waiting_reqs=load.num_waiting,
+        num_total_reqs=load.num_running + load.num_waiting,
+        num_waiting_uncached_tokens=load.waiting_tokens,  # at most: what is cached is known at admission
+        num_used_tokens=load.used_tokens,
+        max_total_num_tokens=busy.info.limits.pool_tokens,
+        token_usage=busy.token_usage,
+        gen_throughput=busy.rates.output_tokens_per_s,
+        cache_hit_rate=busy.rates.cache_hit_rate,
+        utilization=busy.utilization,
+        max_running_requests=busy.info.max_running_requests,
+    )
+
+
+def load_record(busy: Busy, sample: int, silence_s: float | None, telemetry: bool) -> common_pb2.EngineLoad:
+    """The record number `sample` of a stream.
+
+    Args:
+      busy: the engine now.
+      sample: counts the records of a stream.
+      silence_s: how long the engine has said nothing while requests are open; None: none are.
+      telemetry: with the fields that only people look at.
+    """
+    load = busy.load
+    record = common_pb2.EngineLoad(
+        running_requests=load.num_running,
+        waiting_requests=load.num_waiting,
+        waiting_uncached_tokens=load.waiting_tokens,
+        token_usage=busy.token_usage,
+        active_token_usage=busy.token_usage,
+        gen_throughput=busy.rates.output_tokens_per_s,
+        max_running_requests=busy.info.max_running_requests,
+        sample=sample,
+        engine_reports_steps=True,
+    )
+    if silence_s is not None:
+        record.engine_silence_ms = int(silence_s * 1000)
+    if telemetry:
+        record.cache_hit_rate = busy.rates.cache_hit_rate
+        record.num_used_tokens = load.used_tokens
+        record.max_total_num_tokens = busy.info.limits.pool_tokens
+        record.memory.CopyFrom(common_pb2.EngineMemory(**busy.memory()))
+        record.queues.CopyFrom(common_pb2.EngineQueues(waiting=load.num_waiting))
+        record.disaggregation.mode = NO_DISAGGREGATION
+    return record
