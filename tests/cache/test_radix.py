@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxsgl.cache.pages import IntArray, as_pages
 from jaxsgl.cache.radix import RadixCache
+from tests.cache_mirror import cached_prefixes
 
 
 def token_pages(tokens: list[int], page_size: int = 1) -> IntArray:
@@ -154,6 +155,7 @@ def test_the_tree_agrees_with_a_dictionary_of_prefixes(page_size: int, ops: list
         elif locks:
             tree.unlock(locks.pop()[0])
         assert sorted(tree.owned_pages().tolist()) == sorted(page_of.values())
+        assert sorted(cached_prefixes(tree).values()) == sorted(page_of)
         assert not locks or tree.num_pages - tree.num_evictable >= max(pages for _, pages in locks)
 
 

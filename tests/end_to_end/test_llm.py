@@ -14,7 +14,13 @@ from jaxsgl.llm import LLM
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return jaxsgl.LLM(max_running_requests=4, decode_buckets=(4,), extend_buckets=(64, 512), chunked_prefill_size=512)
+    return jaxsgl.LLM(
+        max_running_requests=4,
+        decode_buckets=(4,),
+        extend_buckets=(64, 512),
+        chunked_prefill_size=512,
+        max_queued_requests=1,
+    )
 
 
 GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=32)
@@ -36,6 +42,12 @@ def test_a_prompt_that_was_served_before_is_cached_in_whole_pages(llm: LLM) -> N
     first, second = (llm.generate(prompt, GREEDY, progress=False)[0] for _ in range(2))
     assert (first.cached_tokens, second.cached_tokens) == (0, 48)
     assert first.token_ids == second.token_ids
+
+
+def test_a_call_may_bring_more_prompts_than_a_server_would_queue(llm: LLM) -> None:
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    completions = llm.generate([[5 + i] for i in range(20)], params, progress=False)
+    assert [len(completion.token_ids) for completion in completions] == [2] * 20
 
 
 @pytest.mark.parametrize("prompt", [[5.7, 6.2], [[5, "6"]], ["\ud800"], [None]])

@@ -38,10 +38,17 @@ def expected(prompt: Sequence[int], max_tokens: int = 4, stop: frozenset[int] = 
 
 
 def serve(
-    sizes: Capacity, script: Sequence[Sequence[ToEngine]], *, overlap: bool = True, radix: bool = True
+    sizes: Capacity,
+    script: Sequence[Sequence[ToEngine]],
+    *,
+    overlap: bool = True,
+    radix: bool = True,
+    max_queued_requests: int | None = None,
 ) -> tuple[ScriptedMailbox, CheckedScheduler]:
     """Runs the loop over `script` until all is served."""
-    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), radix_cache=radix)
+    scheduler = CheckedScheduler(
+        sizes, BucketSet.derive(sizes), (), radix_cache=radix, max_queued_requests=max_queued_requests
+    )
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, FakeEngine(sizes), mailbox, overlap)
     assert scheduler.is_idle

@@ -1,7 +1,8 @@
 """Random histories of requests against scheduler, cache and fake engine; integrity after every step.
 
 The oracle is the hash chain of each request's own tokens: whatever is cached, chunked, evicted, aborted or overlapped,
-every request must yield exactly what it would yield alone. The fake engine itself checks the tables of logit edits.
+every request must yield exactly what it would yield alone. The fake engine itself checks the tables of logit edits. Who
+follows the prefix cache by its events alone must know exactly what is in it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.messages import Abort, TokenLogprob
 from jaxsgl.request import FinishReason, Request, SamplingParams, max_new_tokens
+from jaxsgl.scheduler.cache_journal import CacheJournal
 from jaxsgl.scheduler.req import Key
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import FakeEngine, FakeHandle, generate, logprob
+from tests.cache_mirror import CacheMirror, cached_prefixes
 
 VOCAB = 40
 EOS = frozenset({0, 1})
@@ -58,6 +61,8 @@ class ServingMachine(RuleBasedStateMachine):
         self.logprobs: dict[Key, list[TokenLogprob]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self.ended: dict[Key, FinishReason | None] = {}
+        self.journal: CacheJournal | None = None
+        self.mirror = CacheMirror()
 
     @rule(
         base=st.integers(0, NUM_BASES - 1),
@@ -126,9 +131,22 @@ class ServingMachine(RuleBasedStateMachine):
         self.scheduler.flush_cache()
         self.settle()
 
+    @rule()
+    def watch(self) -> None:
+        """At any time, and as often as one likes: a snapshot, then news."""
+        if self.journal is None:
+            self.journal = CacheJournal(self.scheduler.cache)
+        self.journal.take()
+        self.mirror = CacheMirror(self.journal.snapshot())
+        self.settle()
+
     def settle(self) -> None:
         """Takes the replies and checks everything that must hold between any two events."""
         self.scheduler.check()
+        self.check_load()
+        if self.journal is not None:
+            self.mirror.take(self.journal.take())
+            assert self.mirror.prefixes == cached_prefixes(self.scheduler.cache.prefixes)
         for reply in self.scheduler.take_replies():
             key = (reply.request_id, reply.index)
             assert key not in self.ended, "a sample must end exactly once, and say nothing after"
@@ -142,6 +160,15 @@ class ServingMachine(RuleBasedStateMachine):
                 self.ended.update(dict.fromkeys(self.samples(reply.request_id)))
             elif reply.finish_reason is not None:
                 self.ended[key] = reply.finish_reason
+
+    def check_load(self) -> None:
+        load = self.scheduler.load(0)
+        unended = [key for request_id in self.requests for key in self.samples(request_id) if key not in self.ended]
+        assert load.num_waiting + load.num_running <= len(unended)
+        assert (load.waiting_tokens > 0) == (load.num_waiting > 0)
+        assert load.num_running <= self.capacity.num_rows
+        assert load.used_tokens + load.cached_tokens <= self.capacity.pool_tokens
+        assert (load.used_tokens > 0) == (load.num_running > 0)
 
     def samples(self, request_id: str) -> list[Key]:
         return [(request_id, index) for index in range(self.requests[request_id].sampling.n)]
@@ -157,6 +184,9 @@ class ServingMachine(RuleBasedStateMachine):
         assert self.scheduler.cache.num_available == self.capacity.num_pages - 1, "a page is lost"
         everything = {key for request_id in self.requests for key in self.samples(request_id)}
         assert set(self.ended) == everything, "a sample never ended"
+        load = self.scheduler.load(0)
+        assert (load.num_waiting, load.num_running, load.used_tokens) == (0, 0, 0)
+        assert load.output_tokens_total == sum(map(len, self.outputs.values()))
         for key in everything:
             request, output = self.requests[key[0]], self.outputs.get(key, [])
             self.check_output(request, self.ended[key], output)

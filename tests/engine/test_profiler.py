@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxsgl.engine.engine import Engine
+from tests.engine.driving import Driver
+
+
+def test_a_profile_is_a_trace_of_the_steps_that_ran_meanwhile(engine: Engine, tmp_path: Path) -> None:
+    driver, before = Driver(engine), engine.recompiles
+    engine.start_profile(str(tmp_path / "new" / "traces"))
+    driver.generate({0: [5, 6, 7]}, 3)
+    engine.stop_profile()
+    (trace,) = (tmp_path / "new" / "traces").rglob("*.xplane.pb")
+    assert b"forward" in trace.read_bytes()
+    assert engine.recompiles == before
+
+
+def test_a_folder_that_can_not_be_made_is_found_out_before_anything_is_recorded(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (str(tmp_path / "file"), str(tmp_path / "file" / "traces"), "no\0name"):
+        with pytest.raises((OSError, ValueError)):
+            engine.start_profile(folder)
+    with pytest.raises(RuntimeError, match="No profile started"):
+        engine.stop_profile()
