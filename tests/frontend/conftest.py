@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from server_process import ServerProcess
+from sglang_calls import sglang_stub
 from small_tokenizers import byte_level, save
+from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -33,6 +35,12 @@ def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def stub(server: ServerProcess) -> Iterator[pb_grpc.JaxsglStub]:
     with server.stub() as stub:
+        yield stub
+
+
+@pytest.fixture
+def sglang(server: ServerProcess) -> Iterator[sglang_grpc.SglangSchedulerStub]:
+    with sglang_stub(server) as stub:
         yield stub
 
 
