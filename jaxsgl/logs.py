@@ -10,12 +10,15 @@ import logging
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
 # Libraries whose debug lines drown ours.
-_NOISY = ("asyncio", "jax", "jaxlib", "absl", "httpx", "httpcore", "huggingface_hub", "filelock", "urllib3", "grpc")
+_NOISY = (
+    *("asyncio", "jax", "jaxlib", "absl", "httpx", "httpcore", "huggingface_hub", "filelock", "urllib3", "grpc"),
+    "uvicorn",
+)
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "taskName"}
 
 _request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
@@ -30,17 +33,22 @@ class LogStyle(msgspec.Struct, frozen=True):
 
 def configure(style: LogStyle, process_name: str) -> None:
     """Sends the log lines of this process to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_add_request_id)
-    handler.setFormatter(_Json(process_name) if style.format == "json" else _Text(process_name))
     root = logging.getLogger()
-    root.handlers = [handler]
+    root.handlers = [new_handler(style.format, process_name, sys.stderr)]
     root.setLevel(style.level.upper())
     for name in _NOISY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     logging.captureWarnings(True)
     # transformers prints by a handler of its own, and warns about models that we refuse in better words.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def new_handler(log_format: str, process_name: str, stream: TextIO) -> logging.Handler:
+    """Writes lines in `log_format` to `stream`."""
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(_add_request_id)
+    handler.setFormatter(_Json(process_name) if log_format == "json" else _Text(process_name))
+    return handler
 
 
 def name_request(request_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from jaxsgl.config import API_KEY_VARIABLE, ServerConfig, add_flags, from_flags
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.supervisor import ENGINE_COMMAND
 
+logger = logging.getLogger(__name__)
+
 
 def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serves until Ctrl-C or SIGTERM; returns the exit status (1: the start failed, or the engine died)."""
@@ -22,16 +25,19 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
     )
     add_flags(parser, ServerConfig)
     args = parser.parse_args(argv)
+    logs.configure(logs.LogStyle(args.log_level, args.log_format), "server")
     try:
         if args.api_key is None:
             args.api_key = os.environ.get(API_KEY_VARIABLE)
         config = from_flags(ServerConfig, args)
-        logs.configure(logs.LogStyle(config.log_level, config.log_format), "server")
         from jaxsgl.frontend.server import serve  # gRPC takes a while: bad flags needn't wait for it
 
         return asyncio.run(serve(config, engine_command))
     except StartupError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if args.log_format == "json":
+            logger.error("%s", error)
+        else:
+            print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before the loop has its own handler
         return 130

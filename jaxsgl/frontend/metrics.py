@@ -43,10 +43,14 @@ class Metrics:
       inter_token_s: between tokens of a sample.
       request_s: from submission to a sample's end, aborted ones left out, as in the following.
       prompt_tokens, output_tokens: lengths.
+      clock: gives seconds.
     """
 
-    def __init__(self, load: Callable[[], Load], throughput: Throughput) -> None:
+    def __init__(
+        self, load: Callable[[], Load], throughput: Throughput, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._load = load
+        self.clock = clock
         self._throughput = throughput
         self._pool_tokens = 0
         self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
@@ -88,7 +92,7 @@ class Timing:
 
     def __init__(self, metrics: Metrics, num_samples: int) -> None:
         self._metrics = metrics
-        self._start_s = time.monotonic()
+        self._start_s = metrics.clock()
         self._last_s: list[float | None] = [None] * num_samples
         self._num_running = num_samples
         self.first_token_s: float | None = None
@@ -96,14 +100,14 @@ class Timing:
     @property
     def total_s(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._start_s
+        return self._metrics.clock() - self._start_s
 
     def tokens(self, index: int, count: int) -> None:
         """Sample `index` got `count` tokens at once, which count as if they had come at equal distances.
 
         Tokens that come together with the first one have no distance that could be told, and are not counted.
         """
-        now_s = time.monotonic()
+        now_s = self._metrics.clock()
         last_s = self._last_s[index]
         self._last_s[index] = now_s
         if last_s is not None:

@@ -7,12 +7,14 @@ config's `random_seed` chooses how it starts.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import time
 from dataclasses import dataclass, field
 
+from jaxsgl import logs
 from jaxsgl.config import Limits
 from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
 from jaxsgl.ipc import EngineMailbox
@@ -81,6 +83,8 @@ class FakeEngine:
         self.num_seen = 0
         self.num_aborts = 0
         self.num_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.num_steps = 0
 
     def run(self) -> None:
@@ -99,7 +103,12 @@ class FakeEngine:
         self.num_steps += 1
         used = sum(len(run.request.prompt_ids) for run in self.running.values())
         load = Load(
-            len(self.running), used_tokens=used, output_tokens_total=self.num_tokens, steps_total=self.num_steps
+            len(self.running),
+            used_tokens=used,
+            prompt_tokens_total=self.num_prompt_tokens,
+            cached_prompt_tokens_total=self.num_cached_tokens,
+            output_tokens_total=self.num_tokens,
+            steps_total=self.num_steps,
         )
         self.mailbox.send(Replies(replies, load))
 
@@ -125,6 +134,8 @@ class FakeEngine:
                     time.sleep(1)
             else:
                 for index in range(message.sampling.n):
+                    self.num_prompt_tokens += len(message.prompt_ids)
+                    self.num_cached_tokens += len(message.prompt_ids) // 2
                     self.running[message.request_id, index] = Running(message, index, script)
 
         else:
@@ -196,6 +207,8 @@ def main() -> int:
         time.sleep(0.03)
     else:
         follow_parent(sys.stdin.buffer, launch.endpoints)
+    logs.configure(launch.log_style, "engine")
+    logging.getLogger(__name__).debug("the fake engine starts")
     mailbox = EngineMailbox(launch.endpoints)
     match launch.config.random_seed:
         case Script.START_FAILS | Script.START_SLOW_WORDS:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
-from prometheus_client.exposition import choose_encoder
+from fastapi import APIRouter, Response
+from prometheus_client import generate_latest
 
 from jaxsgl.frontend.exposition import registry_of
 from jaxsgl.frontend.front_end import FrontEnd
+
+# Not OpenMetrics, whatever the client prefers: prometheus_client writes the colons of our names as underscores there.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(front_end: FrontEnd) -> APIRouter:
@@ -15,9 +18,8 @@ def router(front_end: FrontEnd) -> APIRouter:
     registry = registry_of(front_end.metrics, front_end.config.model_name)
 
     @api.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
-    async def metrics(request: Request) -> Response:
-        """All metrics, as text or in the OpenMetrics format if the client prefers it."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+    async def metrics() -> Response:
+        """All metrics in Prometheus' text format."""
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE})
 
     return api

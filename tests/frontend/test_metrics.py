@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import urllib.request
+from collections.abc import Callable
+
+import grpc
+import prometheus_client
+import pytest
+from fake_engine_process import LIMITS, Script
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from server_process import ServerProcess, ids_request, wait_for
+
+from jaxsgl.frontend.exposition import TABLE, registry_of
+from jaxsgl.frontend.histogram import Histogram, one_two_five
+from jaxsgl.frontend.metrics import Metrics, Timing
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+from jaxsgl.frontend.sample import End
+from jaxsgl.frontend.throughput import Throughput
+from jaxsgl.messages import Load
+from jaxsgl.request import FinishReason
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+TTFT = "sglang:time_to_first_token_seconds"
+ITL = "sglang:inter_token_latency_seconds"
+E2E = "sglang:e2e_request_latency_seconds"
+
+Start = Callable[..., ServerProcess]
+
+
+class Clock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def metrics_of(load: Load = Load(), clock: Clock | None = None) -> Metrics:
+    clock = clock or Clock()
+    return Metrics(lambda: load, Throughput(lambda: load, clock), clock)
+
+
+def samples_of(metrics: Metrics) -> dict[str, float]:
+    """Each sample of a scrape, by its name and its last label, as `name` or `name.label`."""
+    return by_name(prometheus_client.generate_latest(registry_of(metrics, "m")).decode())
+
+
+def by_name(text: str) -> dict[str, float]:
+    samples = {}
+    for family in parse_text(text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            samples[".".join([sample.name, *labels.values()])] = sample.value
+    return samples
+
+
+def scrape(server: ServerProcess, accept: str = "text/plain") -> tuple[str, str]:
+    """Content type and text of GET /metrics."""
+    request = urllib.request.Request(f"http://{server.http_address}/metrics", headers={"accept": accept})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return answer.headers["content-type"], answer.read().decode()
+
+
+def test_what_was_served_is_what_is_counted(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    first_pieces = tokens = 0
+    with server.stub() as stub:
+        for length, num_samples in [(1, 1), (7, 1), (30, 2)]:
+            seen: set[int] = set()
+            request = ids_request(Script.FOREVER, 6, max_tokens=length, n=num_samples)
+            for reply in stub.Generate(request):
+                tokens += len(reply.token_ids)
+                if reply.index not in seen:
+                    first_pieces += len(reply.token_ids)
+                    seen.add(reply.index)
+        samples = by_name(scrape(server)[1])
+    assert samples["sglang:num_requests_total"] == samples["vllm:request_success_total.length"] == 4
+    assert samples[f"{TTFT}_count"] == samples[f"{E2E}_count"] == samples[f"{E2E}_bucket.+Inf"] == 4
+    assert samples[f"{ITL}_count"] == tokens - first_pieces
+    assert samples[f"{E2E}_sum"] == pytest.approx(samples[f"{TTFT}_sum"] + samples[f"{ITL}_sum"], rel=0.2)
+    assert samples["sglang:generation_tokens_total"] == samples["vllm:request_generation_tokens_sum"] == tokens
+    assert samples["sglang:prompt_tokens_total"] == samples["vllm:request_prompt_tokens_sum"] == 4 * 2
+    assert samples["vllm:prefix_cache_hits_total"] == 4 * 1
+    assert samples["sglang:max_total_num_tokens"] == LIMITS.pool_tokens
+    assert samples["sglang:num_running_reqs"] == samples["sglang:num_aborted_requests_total"] == 0
+
+
+def test_what_was_not_served_is_counted_by_the_reason(start_server: Start) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with server.stub() as stub:
+        for prompt in [(Script.REFUSE,), (Script.REFUSE, 1), (Script.REFUSE, 1), (LIMITS.vocab_size,)]:
+            with pytest.raises(grpc.RpcError):
+                stub.Generate(ids_request(*prompt, stream=False)).next()
+        call = stub.Generate(ids_request(Script.HANG, n=2))
+        wait_for(lambda: by_name(scrape(server)[1])["vllm:num_requests_running"] in (0, 2), "a scrape")
+        stream = stub.Generate(ids_request(Script.FOREVER, max_tokens=100))
+        next(stream)
+        running = by_name(scrape(server)[1])
+        call.cancel()
+        stream.cancel()
+
+        def aborted() -> dict[str, float] | None:
+            samples = by_name(scrape(server)[1])
+            return samples if samples["sglang:num_aborted_requests_total"] == 3 else None
+
+        samples = wait_for(aborted, "three aborted samples")
+    assert running["vllm:num_requests_running"] == 3
+    assert 0 < running["sglang:token_usage"] <= 1
+    assert samples["vllm:request_success_total.abort"] == samples["sglang:num_requests_total"] == 3
+    assert samples["jaxsgl:request_errors_total.Overloaded"] == 2
+    assert samples["jaxsgl:request_errors_total.InvalidRequest"] == 2
+    assert samples[f"{E2E}_count"] == 0
+    assert samples[f"{TTFT}_count"] == 1
+
+
+@pytest.mark.parametrize("accept", ["*/*", "text/plain", OPENMETRICS])
+def test_names_arrive_with_their_colons(server: ServerProcess, accept: str) -> None:
+    kind, text = scrape(server, accept)
+    assert kind == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name for family in parse_text(text)}
+    assert {name.removesuffix("_total") for row in TABLE for name in row.names} <= families
+
+
+def test_every_name_stands_for_one_metric() -> None:
+    names = [name for row in TABLE for name in row.names]
+    assert len(names) == len(set(names))
+    assert {name.partition(":")[0] for name in names} == {"sglang", "vllm", "jaxsgl"}
+
+
+def test_the_engines_numbers_come_from_its_latest_load() -> None:
+    values = iter(range(1, 100))
+    load = Load(*itertools.islice(values, len(Load.__struct_fields__)))
+    samples = samples_of(metrics_of(load))
+    assert samples["sglang:num_running_reqs"] == samples["vllm:num_requests_running"] == load.num_running
+    assert samples["sglang:num_queue_reqs"] == samples["vllm:num_requests_waiting"] == load.num_waiting
+    assert samples["sglang:num_used_tokens"] == load.used_tokens
+    assert samples["vllm:num_preemptions_total"] == load.retractions_total
+    assert samples["jaxsgl:recompiles_total"] == load.recompiles_total
+    for name in ("decode_rows", "decode_rows_padded", "extend_tokens", "extend_tokens_padded"):
+        assert samples[f"jaxsgl:{name}_total"] == getattr(load, f"{name}_total")
+
+
+def test_two_servers_in_one_process_count_apart() -> None:
+    one, other = metrics_of(), metrics_of()
+    with Timing(one, 1) as timing:
+        timing.sample_ended(End(FinishReason.STOP, None, 5, 0, 2))
+    assert samples_of(one)["sglang:num_requests_total"] == 1
+    assert samples_of(other)["sglang:num_requests_total"] == 0
+
+
+def test_tokens_that_come_at_once_share_the_time_that_they_took() -> None:
+    clock = Clock()
+    metrics = metrics_of(clock=clock)
+    with Timing(metrics, 2) as timing:
+        clock.now_s += 0.3
+        timing.tokens(0, 1)
+        clock.now_s += 0.1
+        timing.tokens(1, 3)  # its first: what is between the three, nobody knows
+        clock.now_s += 0.3
+        timing.tokens(0, 4)
+        assert timing.first_token_s == pytest.approx(0.3)
+    samples = samples_of(metrics)
+    assert (samples[f"{TTFT}_count"], samples[f"{TTFT}_sum"]) == (2, pytest.approx(0.3 + 0.4))
+    assert (samples[f"{ITL}_count"], samples[f"{ITL}_sum"]) == (4, pytest.approx(0.4))
+    assert (samples[f"{ITL}_bucket.0.05"], samples[f"{ITL}_bucket.0.2"]) == (0, 4)
+
+
+def test_only_what_the_client_left_counts_as_aborted() -> None:
+    metrics = metrics_of()
+    with Timing(metrics, 3) as timing:
+        timing.sample_ended(End(FinishReason.LENGTH, None, 5, 0, 2))
+        timing.sample_ended(End(FinishReason.ABORT, None, 5, 0, 0))
+    with pytest.raises(ValueError, match="odd"), Timing(metrics, 2):
+        raise ValueError("odd")
+    with pytest.raises(asyncio.CancelledError), Timing(metrics, 2):
+        raise asyncio.CancelledError
+    assert metrics.finished == {"stop": 0, "length": 1, "abort": 1 + 1 + 2}
+    assert metrics.errors == {"ValueError": 1}
+
+
+def test_a_histogram_agrees_with_prometheus_clients_own() -> None:
+    bounds = one_two_five(1e-3, 10)
+    ours = Histogram(bounds)
+    registry = prometheus_client.CollectorRegistry()
+    theirs = prometheus_client.Histogram("h", "", buckets=bounds, registry=registry)
+    values = [*bounds, 0.0, 11.0, *(10 ** random.Random(0).uniform(-4, 2) for _ in range(200))]
+    for value in values:
+        ours.observe(value, 2)
+        theirs.observe(value)
+        theirs.observe(value)
+    (family,) = registry.collect()
+    expected = [(s.labels["le"], s.value) for s in family.samples if s.name == "h_bucket"]
+    assert ours.buckets() == expected
+    assert ours.sum == pytest.approx(registry.get_sample_value("h_sum"))
+
+
+def test_bounds_are_round_numbers() -> None:
+    assert one_two_five(0.005, 2) == (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+def test_a_metric_can_be_scraped_before_the_engine_is_ready(start_server: Start) -> None:
+    server = start_server("--random-seed", str(Script.START_HANGS))
+    assert by_name(scrape(server)[1])["sglang:token_usage"] == 0
+    with server.stub() as stub, pytest.raises(grpc.RpcError):
+        stub.Generate(pb.GenerateRequest(text="a")).next()
+    assert by_name(scrape(server)[1])["jaxsgl:request_errors_total.EngineUnavailable"] == 1

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.status import StatusLine
+from jaxsgl.frontend.throughput import WINDOW_S, Rates, Throughput
+from jaxsgl.messages import Load
+
+
+class Engine:
+    """A load and a clock that tests move on."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.load = Load()
+        self.throughput = Throughput(lambda: self.load, lambda: self.now_s)
+        self.metrics = Metrics(lambda: self.load, self.throughput)
+        self.status = StatusLine(self.metrics, self.throughput)
+
+    def work(self, seconds: int, **load: int) -> None:
+        """Time passes and is sampled; what is done is done at its start."""
+        self.load = Load(**load)
+        for _ in range(seconds):
+            self.now_s += 1.0
+            self.throughput.sample()
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    engine = Engine()
+    engine.work(2, output_tokens_total=100, prompt_tokens_total=40, cached_prompt_tokens_total=10, steps_total=20)
+    assert engine.throughput.rates() == Rates(50.0, 20.0, 10.0, 0.25)
+    engine.work(100, output_tokens_total=100, prompt_tokens_total=40, cached_prompt_tokens_total=10, steps_total=20)
+    engine.work(1, output_tokens_total=600, prompt_tokens_total=140, cached_prompt_tokens_total=110, steps_total=30)
+    assert engine.throughput.rates() == Rates(500 / WINDOW_S, 100 / WINDOW_S, 10 / WINDOW_S, 1.0)
+
+
+def test_an_idle_engine_has_no_rates_but_keeps_its_hit_rate() -> None:
+    engine = Engine()
+    assert engine.throughput.rates() == Rates(0.0, 0.0, 0.0, 0.0)
+    totals = {"output_tokens_total": 100, "prompt_tokens_total": 40, "cached_prompt_tokens_total": 10}
+    engine.work(5, **totals)
+    assert engine.throughput.rates().cache_hit_rate == 0.25
+    engine.work(100, **totals)
+    assert engine.throughput.rates() == Rates(0.0, 0.0, 0.0, 0.25)
+
+
+def test_the_status_line_is_written_while_something_happens(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    with caplog.at_level(logging.INFO, "jaxsgl"):
+        engine.status.write()
+        assert not caplog.messages, "nothing has happened yet"
+        engine.work(10, steps_total=5, output_tokens_total=50, num_running=3, num_waiting=2, used_tokens=7)
+        engine.status.write()
+        engine.work(10, steps_total=9, output_tokens_total=70, prompt_tokens_total=300, cached_prompt_tokens_total=150)
+        engine.status.write()
+        engine.status.write()
+    assert caplog.messages == [
+        "3 running, 2 queued, 5 output tokens/s, 0 prompt tokens/s, KV pool 0%, cache hits 0%",
+        "0 running, 0 queued, 2 output tokens/s, 30 prompt tokens/s, KV pool 0%, cache hits 50%",
+    ]
+
+
+def test_a_queue_that_does_not_move_is_no_idleness(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine()
+    engine.work(1, num_waiting=1)
+    with caplog.at_level(logging.INFO, "jaxsgl"):
+        engine.status.write()
+        engine.status.write()
+    assert len(caplog.messages) == 2
