@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from frontend_bench.plan import PATIENCE_S, Plan, written
+from frontend_bench.plan import MODEL, PATIENCE_S, Plan, written
 from frontend_bench.processes import cpu_s_of_threads
 from frontend_bench.sampling_profile import START, STOP
 
@@ -48,9 +48,11 @@ class Server:
 def server(plan: Plan) -> Iterator[Server]:
     """Runs the front end with the fake engine inside the block."""
     log_path = Path(plan.folder) / "server.log"
-    command = [sys.executable, "-m", "frontend_bench.server", str(plan.save()), "--port", "0", "--grpc-port", "0"]
+    command = [sys.executable, "-m", "frontend_bench.server", str(plan.save()), "--served-model-name", MODEL]
     with log_path.open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=_environment(), stderr=log)
+        process = subprocess.Popen(
+            [*command, "--port", "0", "--grpc-port", "0"], cwd=ROOT, env=_environment(), stderr=log
+        )
     try:
         deadline_s = time.monotonic() + PATIENCE_S
         while not (ready := READY.search(log_path.read_text())):

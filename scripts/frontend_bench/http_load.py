@@ -8,7 +8,7 @@ import asyncio
 import json
 from collections.abc import Callable
 
-from frontend_bench.plan import Plan
+from frontend_bench.plan import MODEL, Plan
 from frontend_bench.received import Chunk, Received, WrongStream
 
 END = b"0\r\n\r\n"  # of a chunked body
@@ -101,7 +101,7 @@ def _events(received: Received, head: int) -> list[tuple[float, str]]:
 
 def _request(plan: Plan, number: int, address: str) -> bytes:
     asked = {
-        "model": "bench",
+        "model": MODEL,
         "prompt": [number, 1, 2, 3],
         "max_tokens": plan.num_tokens,
         "temperature": 0,

@@ -42,8 +42,8 @@ class CpuWatch:
             self._start = self._now()
 
     def used(self) -> dict[str, float]:
-        """Seconds by process."""
-        return {name: seconds - self._start[name] for name, seconds in self._now().items()}
+        """Seconds by process, none if no token came."""
+        return {name: seconds - self._start[name] for name, seconds in self._now().items() if self._start}
 
     def _now(self) -> dict[str, float]:
         return {name: cpu_s(pid) for name, pid in self._pids.items()}

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from jaxsgl.config import BUNDLED_MODEL
 
+MODEL = "bench"  # its name in the APIs
 PATIENCE_S = 60.0
 STRIDE = 7  # tokens by which a stream starts behind the one before, so that all differ
 TEXT = """The server reads every step of the engine once, and each of its streams gets its own tokens: in order, none
