@@ -167,6 +167,10 @@ class EngineClient:
         stream = self._by_request_id.get(request_id)
         return stream is not None and self._abort(stream)
 
+    def abort_all(self) -> int:
+        """Aborts all running requests; returns how many."""
+        return sum(map(self._abort, self._streams.values()))
+
     async def ask(self, command: Callable[[int], Command], timeout_s: float) -> Answer:
         """Sends the command that `command` makes of a new number, and waits for its answer.
 

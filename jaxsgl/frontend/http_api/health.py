@@ -1,0 +1,69 @@
+"""GET /health and /health_generate: whether requests make sense now."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from fastapi import APIRouter
+
+from jaxsgl.errors import EngineUnavailable
+from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.prompts import IdsPrompt
+from jaxsgl.request import SamplingParams
+
+GENERATE_S = 20.0  # for one token, as in SGLang
+
+
+def router(front_end: FrontEnd) -> APIRouter:
+    """The endpoints, for `front_end`."""
+    api = APIRouter()
+    probe = _Probe(front_end)
+
+    @api.get("/health")
+    async def health() -> dict[str, str]:
+        """200 when requests make sense; 503 while the engine starts, is stuck or dead, and while the server stops."""
+        _check(front_end)
+        return {"status": "ok"}
+
+    @api.get("/health_generate")
+    async def health_generate() -> dict[str, str]:
+        """As /health, but has the engine generate a token, too."""
+        _check(front_end)
+        await probe.run()
+        return {"status": "ok"}
+
+    return api
+
+
+def _check(front_end: FrontEnd) -> None:
+    problem = front_end.watchdog.problem()
+    if problem is not None:
+        raise EngineUnavailable(problem)
+
+
+class _Probe:
+    """Generates one token. Clients need no key for it, so all who ask at the same time share one."""
+
+    def __init__(self, front_end: FrontEnd) -> None:
+        self._front_end = front_end
+        self._running: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Raises `EngineUnavailable` if neither the token nor a step of a busy engine comes in time."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._generate())
+        await asyncio.shield(self._running)
+
+    async def _generate(self) -> None:
+        generator, engine = self._front_end.generator, self._front_end.engine
+        steps = engine.load.steps_total
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        request = await generator.prepare(IdsPrompt([0]), sampling, f"health-{uuid.uuid4().hex}")
+        try:
+            async with asyncio.timeout(GENERATE_S):
+                with generator.start(request) as generation:
+                    await generation.whole()
+        except TimeoutError:
+            if engine.load.steps_total == steps:
+                raise EngineUnavailable(f"the engine has made no token within {GENERATE_S:g} s") from None

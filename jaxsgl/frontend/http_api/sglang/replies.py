@@ -1,0 +1,115 @@
+"""What SGLang's /generate answers: text, ids and `meta_info` of each choice, all of it in each event of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from jaxsgl.frontend.http_api.openai.logprobs import LEAST, name_of
+from jaxsgl.frontend.sample import End, Piece
+from jaxsgl.frontend.tokenizer import Tokenizer
+from jaxsgl.messages import TokenLogprob
+from jaxsgl.request import FinishReason, Request
+
+Scored: TypeAlias = tuple[float | None, int, str | None]  # log-probability, token id, its text if asked for
+Tops: TypeAlias = list[list[Scored] | None]
+
+
+class MetaInfo(msgspec.Struct):
+    """About one choice so far. `cached_tokens` and `e2e_latency` (seconds) are known at its end."""
+
+    id: str
+    prompt_tokens: int
+    finish_reason: dict[str, Any] | None = None
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    e2e_latency: float | UnsetType = UNSET
+    input_token_logprobs: list[Scored] | UnsetType = UNSET
+    output_token_logprobs: list[Scored] | UnsetType = UNSET
+    input_top_logprobs: Tops | UnsetType = UNSET
+    output_top_logprobs: Tops | UnsetType = UNSET
+
+
+class Choice(msgspec.Struct):
+    """One sample so far; `index` stands in streams of several."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | UnsetType = UNSET
+
+
+class Writer:
+    """One choice while its pieces come.
+
+    Args:
+      request: what it is a sample of.
+      index: its number, where the answer is to hold it.
+      start_len: prompt token from which on scores are wanted.
+      tokenizer: to give scored tokens their texts; None: without.
+    """
+
+    def __init__(
+        self, request: Request, index: int | UnsetType, start_len: int | None, tokenizer: Tokenizer | None
+    ) -> None:
+        self._start_s = time.monotonic()
+        self._prompt_ids = request.prompt_ids
+        self._start_len = start_len
+        self._tokenizer = tokenizer
+        sampling = request.sampling
+        meta = MetaInfo(request.request_id, len(request.prompt_ids))
+        if sampling.logprobs is not None:
+            meta.input_token_logprobs, meta.output_token_logprobs = [], []
+            if sampling.logprobs > 0:
+                meta.input_top_logprobs, meta.output_top_logprobs = [], []
+        self._choice = Choice("", [], meta, index)
+
+    def add(self, piece: Piece) -> Choice:
+        """The choice, now that `piece` has come."""
+        choice, meta = self._choice, self._choice.meta_info
+        choice.text += piece.text
+        choice.output_ids += piece.token_ids
+        meta.completion_tokens = len(choice.output_ids)
+        if meta.output_token_logprobs is not UNSET:
+            meta.output_token_logprobs += self._own(piece.token_ids, piece.logprobs)
+        if meta.output_top_logprobs is not UNSET:
+            meta.output_top_logprobs += self._tops(piece.logprobs)
+        if piece.prompt_logprobs is not None and self._start_len is not None:
+            self._add_prompt(piece.prompt_logprobs, self._start_len)
+        if piece.end is not None:
+            meta.finish_reason = _finish_reason(piece.end)
+            meta.cached_tokens = piece.end.cached_tokens
+            meta.e2e_latency = time.monotonic() - self._start_s
+        return choice
+
+    def _add_prompt(self, logprobs: Sequence[TokenLogprob], start_len: int) -> None:
+        """Nothing stands before the prompt's first token, so it has no log-probability."""
+        meta, ids = self._choice.meta_info, self._prompt_ids
+        own: list[Scored] = [(None, ids[0], self._text(ids[0])), *self._own(ids[1:], logprobs)]
+        meta.input_token_logprobs = own[start_len:]
+        if meta.input_top_logprobs is not UNSET:
+            meta.input_top_logprobs = [None, *self._tops(logprobs)][start_len:]
+
+    def _own(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[Scored]:
+        return [self._scored(id, entry.logprob) for id, entry in zip(ids, logprobs, strict=True)]
+
+    def _tops(self, logprobs: Sequence[TokenLogprob]) -> Tops:
+        return [[self._scored(*top) for top in entry.top] for entry in logprobs]
+
+    def _scored(self, token_id: int, logprob: float) -> Scored:
+        return max(logprob, LEAST), token_id, self._text(token_id)
+
+    def _text(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else name_of(self._tokenizer, token_id)
+
+
+def _finish_reason(end: End) -> dict[str, Any]:
+    if end.reason is FinishReason.LENGTH:
+        return {"type": "length", "length": end.completion_tokens}
+    if end.reason is FinishReason.STOP:
+        return {"type": "stop", "matched": end.matched_stop}
+    return {"type": "abort", "message": "the request was aborted"}

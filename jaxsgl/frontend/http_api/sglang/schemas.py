@@ -1,0 +1,72 @@
+"""Body of SGLang's /generate. The OpenAPI description is made of it.
+
+Types and limits only, as in openai/schemas.py. As in SGLang, unknown fields of the body are ignored and unknown
+sampling parameters refused; generate.py refuses fields that would change the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, model_validator
+
+from jaxsgl.frontend.http_api.openai.schemas import MAX_INT, Body, Count, Penalty, Stop, TokenIds, TokenIdText
+from jaxsgl.request import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
+Flag = bool | None
+LogitBias = Annotated[dict[TokenIdText, Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=MAX_LOGIT_BIAS)]
+
+
+class SamplingBody(Body):
+    """Sampling parameters by SGLang's names; null is the same as absent."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] = DEFAULT_MAX_NEW_TOKENS
+    min_new_tokens: Count = 0
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    temperature: Annotated[float, Field(ge=0.0, le=1e4)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    logit_bias: LogitBias | None = None
+    sampling_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    no_stop_trim: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: Annotated[bool, Field(description="only true is supported")] = True
+    spaces_between_special_tokens: Annotated[bool, Field(description="special tokens have no text: no matter")] = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, data: Any) -> Any:
+        """SGLang's clients send null for what they don't set, constraints included."""
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class GenerateBody(Body):
+    """Body of /generate: one prompt or several, as text or as token ids."""
+
+    text: str | Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
+    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)] | None = None
+    sampling_params: SamplingBody | list[SamplingBody] | None = None
+    rid: Annotated[str | list[str], Field(description="names the request, for /abort_request")] | None = None
+    stream: Flag = None
+    return_logprob: Flag = None
+    logprob_start_len: (
+        Annotated[int, Field(ge=-1, le=MAX_INT, description="first prompt token to score; -1: none")] | None
+    ) = None
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_text_in_logprobs: Flag = None
+
+
+class AbortBody(Body):
+    """Body of /abort_request: which request, or all."""
+
+    rid: str | None = None
+    abort_all: Flag = None
