@@ -10,6 +10,7 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.messages import (
+    Abort,
     Answer,
     CacheCleared,
     CacheEvents,
@@ -40,6 +41,17 @@ def answers(mailbox: ScriptedMailbox) -> dict[int, Answer]:
 
 def cache_events(mailbox: ScriptedMailbox) -> list[CacheEvents]:
     return [news for news in mailbox.other_news if isinstance(news, CacheEvents)]
+
+
+def watched(mailbox: ScriptedMailbox, number: int) -> dict[int, tuple[int, ...]]:
+    """What is known at the end by who sent `WatchCache(number)`: its own snapshot, and the news after it."""
+    told = cache_events(mailbox)
+    first = next(i for i, events in enumerate(told) if events.number == number)
+    mirror = CacheMirror()
+    for events in told[first:]:
+        if events.number in (number, None):
+            mirror.take(events.events)
+    return mirror.prefixes
 
 
 def profiled(
@@ -174,16 +186,17 @@ def test_whoever_watches_knows_what_is_cached_from_a_snapshot_and_news(watched_f
     script.insert(watched_from, [WatchCache(70)])
     script.insert(20, [WatchCache(71)])
     mailbox, scheduler = serve(capacity(num_pages=15, context=40), script, overlap=overlap)
-    mirrors = []
-    for number in (70, 71):
-        told = cache_events(mailbox)
-        first = next(i for i, events in enumerate(told) if events.number == number)
-        mirrors.append(CacheMirror())
-        for events in told[first:]:
-            if events.number in (number, None):  # others' snapshots are not for this one
-                mirrors[-1].take(events.events)
-    assert mirrors[0].prefixes == mirrors[1].prefixes == cached_prefixes(scheduler.cache.prefixes)
-    assert mirrors[0].prefixes
+    cached = cached_prefixes(scheduler.cache.prefixes)
+    assert watched(mailbox, 70) == watched(mailbox, 71) == cached and cached
+
+
+def test_what_happened_just_before_a_second_watch_is_news_for_the_first() -> None:
+    """The abort stores two pages of output, in the same turn."""
+    script = [[WatchCache(70), request("a", PROMPT, 30)], *[[]] * 9, [Abort("a"), WatchCache(71)]]
+    mailbox, scheduler = serve(capacity(), script)
+    cached = cached_prefixes(scheduler.cache.prefixes)
+    assert watched(mailbox, 70) == watched(mailbox, 71) == cached
+    assert len(cached) == 12
 
 
 def test_nothing_is_told_unless_somebody_watches() -> None:
