@@ -31,7 +31,8 @@ def test_every_field_arrives_where_it_belongs() -> None:
     assert wish.sampling == SamplingParams(
         temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, frequency_penalty=0.5, presence_penalty=-0.5,
         repetition_penalty=1.5, max_tokens=9, stop=("a", "b"), stop_token_ids=(4, 5), n=3, min_tokens=2,
-        ignore_eos=True, include_stop_str_in_output=True, logit_bias={42: 1.5, 7: -100.0}, logprobs=5, prompt_logprobs=5,
+        ignore_eos=True, include_stop_str_in_output=True, logit_bias={42: 1.5, 7: -100.0},
+        logprobs=5, prompt_logprobs=5,
     )  # fmt: skip
     assert (wish.stream, wish.chunk_tokens, wish.logprob_start) == (True, 4, 1)
 
