@@ -137,6 +137,8 @@ class Server:
         """Ends connections and engine process. A thread that tokenizes or downloads may still be at it."""
         await asyncio.gather(self._grpc.stop(), self._http.stop())
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._client.stuck is not None:
+            self.kill()  # it would not hear that it is to end
         await self._supervisor.stop()
         logger.info("stopped")
 
