@@ -105,10 +105,10 @@ class Server:
 
     async def start(self) -> Addresses:
         """Starts everything; returns the addresses when requests may come. Raises `StartupError`."""
-        if self._config.api_key is None and not is_loopback(self._config.host):
-            logger.warning("%s can be reached from other machines, and no --api-key is set", self._config.host)
         at = Addresses(await self._grpc.start(), await self._http.start())
         logger.info("listening on %s (gRPC) and %s (HTTP), loading %s", at.grpc, at.http, self._config.engine.model)
+        if self._config.api_key is None and not is_loopback(self._config.host):
+            logger.warning("%s can be reached from other machines, and no --api-key is set", self._config.host)
         await self._supervisor.start(self._client.receive)
         model = await self._load_model()
         self._metrics.serve(model.info)
