@@ -118,11 +118,13 @@ def test_a_failing_start_is_an_object_too(start_server: Start) -> None:
     assert line["level"] == "error"
 
 
-def test_warnings_of_libraries_are_log_lines() -> None:
+def test_warnings_are_log_lines_and_progress_bars_stay_away_from_machines() -> None:
     program = (
         "import warnings\n"
         "from jaxsgl import logs\n"
         "logs.configure(logs.LogStyle('info', 'json'), 'engine')\n"
+        "import tqdm\n"
+        "list(tqdm.tqdm(range(3)))\n"
         "warnings.warn('old')\n"
     )
     ended = subprocess.run(
