@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -175,6 +176,49 @@ def test_a_profile_that_could_not_be_written_can_be_stopped_again(num_steps: int
         assert "'/traces': no space left" in answers(mailbox)[2].text
     assert answers(mailbox)[3].ok
     assert mailbox.output_ids("a") == expected(PROMPT, 9)
+
+
+class SlowDisk(FakeEngine):
+    """Writes a trace when it may."""
+
+    def __init__(self, sizes: Capacity) -> None:
+        super().__init__(sizes)
+        self.may_write = threading.Event()
+
+    def stop_profile(self) -> None:
+        assert self.may_write.wait(60)
+        super().stop_profile()
+
+
+class WaitingMailbox(ScriptedMailbox):
+    """Lets a trace be written after the script."""
+
+    engine: SlowDisk
+    tokens_before = 0
+
+    def receive(self, block: bool) -> list[ToEngine]:
+        messages = super().receive(block)
+        if not self._script and not self.engine.may_write.is_set():
+            self.tokens_before = len(self.replies)
+            self.engine.may_write.set()
+        return messages
+
+
+@both_loops
+@pytest.mark.parametrize("running", [True, False])
+def test_requests_and_commands_go_on_while_a_trace_is_written(running: bool, overlap: bool) -> None:
+    requests: list[ToEngine] = [request("a", PROMPT, 20)] if running else []
+    meanwhile: list[ToEngine] = [Ping(3), StartProfile(4, "/other"), StopProfile(5)]
+    script = [[StartProfile(1, "/traces"), *requests], [StopProfile(2)], meanwhile, *[[]] * 30]
+    sizes = capacity()
+    mailbox = WaitingMailbox(script)
+    mailbox.engine = SlowDisk(sizes)
+    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), mailbox.engine, mailbox, overlap)
+    assert list(answers(mailbox)) == [1, 3, 4, 5, 2]
+    assert [answers(mailbox)[number].ok for number in (4, 5, 2)] == [False, False, True]
+    assert "still being written to /traces" in answers(mailbox)[4].text
+    assert "being written to /traces" in answers(mailbox)[5].text
+    assert mailbox.tokens_before == (20 if running else 0)
 
 
 @both_loops
