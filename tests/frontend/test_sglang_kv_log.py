@@ -6,10 +6,20 @@ import asyncio
 
 import pytest
 
+from jaxsgl.config import Limits
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.grpc_api.sglang.kv_log import DataLoss, KvLog, OutOfRange
 from jaxsgl.frontend.grpc_api.sglang.kv_messages import batch_of, snapshot_chunks
-from jaxsgl.messages import CacheCleared, CacheEvents, PagesRemoved, PagesStored, ToEngine, WatchCache
+from jaxsgl.frontend.grpc_api.sglang.kv_stream import KvStream
+from jaxsgl.frontend.grpc_api.sglang.loads import Busy
+from jaxsgl.frontend.throughput import Rates
+from jaxsgl.messages import CacheCleared, CacheEvents, EngineInfo, PagesRemoved, PagesStored, ToEngine, WatchCache
+
+INFO = EngineInfo(
+    model_path="/models/a", architecture="FakeForCausalLM", dtype="float32",
+    limits=Limits(vocab_size=100, context_length=100, pool_tokens=100), eos_token_ids=(1,), page_size=2,
+    max_running_requests=8, attention_backend="xla", platform="cpu", kv_bytes=1, weight_bytes=1, warmup_s=0.1,
+)  # fmt: skip
 
 
 class Engine:
@@ -92,6 +102,25 @@ def test_a_batch_larger_than_the_log_is_lost_and_not_kept() -> None:
             log.get(2)
         engine.tell(5)
         assert page_of(log, 3) == 5
+
+    asyncio.run(scenario())
+
+
+def test_the_stream_of_a_slow_reader_ends_with_what_it_lost() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.client.accept()
+        log = KvLog(engine.client, max_batches=3)
+        stream = KvStream(log, engine.client, lambda: Busy(INFO, engine.client.load, Rates()), loads_at_once=False)
+        batches = stream.batches(0)
+        first = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0.01)
+        engine.answer_watch()
+        assert (await first).sequence_number == 1
+        for page in range(10):
+            engine.tell(page)
+        with pytest.raises(DataLoss, match="batches 2 to 8 are gone unread"):
+            await anext(batches)
 
     asyncio.run(scenario())
 
