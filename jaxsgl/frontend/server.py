@@ -7,6 +7,7 @@ are taken and answer (not ready) before the model is loaded, so that a port in u
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -36,6 +37,7 @@ LATECOMERS_S = 0.2  # calls already on their way are told why; a stopping gRPC s
 ENGINE_VERDICT_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine knows better why
 POLL_S = 0.02
 MAX_THREADS = 4  # that tokenize long prompts
+GC_THRESHOLD = 10_000  # new objects; Python's 700 are less than the news of one step
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class Server:
     async def run(self) -> int:
         """Starts, and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
         await self.start()
+        _spare_the_garbage_collector()
         duties = [asyncio.create_task(self._watchdog.run(self._tell_health)), asyncio.create_task(self._status.run())]
         try:
             reason = await self._supervisor.death()
@@ -186,6 +189,13 @@ async def _stop_signal(server: Server) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     await first.wait()
+
+
+def _spare_the_garbage_collector() -> None:
+    """Leaves what the start made out of collections: a full one took 150 ms, in which no token moved."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 def _failed(task: asyncio.Future[Any]) -> bool:
