@@ -49,6 +49,8 @@ def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
             raise InvalidRequest(
                 f"{len(body.tokens)} tokens are given, but the context holds {limits.context_length}: send fewer"
             )
+        if not model.tokenizer.exists:
+            raise InvalidRequest("the model folder has no tokenizer: ids can't be turned into text")
         check_token_ids("tokens", body.tokens, limits.vocab_size)
         text = await generator.decode(body.tokens)
         return json_response(encode({"prompt": text, "text": text}))
