@@ -19,6 +19,7 @@ from fake_engine_process import Script
 from fastapi import FastAPI
 from http_calls import events, generate_body, open_stream, until
 from server_process import PATIENCE_S, ROOT, ServerProcess
+from starlette.responses import Response
 
 from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import InvalidRequest
@@ -98,8 +99,13 @@ def test_two_hundred_disconnects_leave_nothing_behind(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+class Hurried(Connection):
+    head_s = 0.2
+    stall_s = 0.2
+
+
 class Endpoint:
-    """An endpoint of its own that streams large events; `stall_s` is short."""
+    """Endpoints of its own, with much to read; `stall_s` is short."""
 
     def __init__(self) -> None:
         self.num_made = 0
@@ -108,6 +114,7 @@ class Endpoint:
         errors.add_handlers(self.app)
         self.app.get("/endless")(self.endless)
         self.app.get("/breaks")(self.breaks)
+        self.app.get("/large")(self.large)
 
     async def endless(self) -> EventStream:
         return EventStream(self.many(), stall_s=0.2)
@@ -121,6 +128,9 @@ class Endpoint:
         finally:
             self.closed = True
 
+    async def large(self) -> Response:
+        return Response(b"x" * (64 << 20))
+
     async def breaks(self) -> EventStream:
         async def few() -> AsyncGenerator[bytes, None]:
             yield event(b"1")
@@ -130,7 +140,7 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[int]:
-        config = uvicorn.Config(self.app, port=0, http=Connection, lifespan="off", log_config=None, access_log=False)
+        config = uvicorn.Config(self.app, port=0, http=Hurried, lifespan="off", log_config=None, access_log=False)
         server = uvicorn.Server(config)
         running = asyncio.create_task(server._serve())
         await until(lambda: server.started)
@@ -179,3 +189,43 @@ def test_an_error_in_the_middle_is_the_last_event() -> None:
     first, last = [line.removeprefix("data: ") for line in asyncio.run(scenario()).splitlines() if line]
     assert first == "1"
     assert json.loads(last)["error"]["message"] == "no more"
+
+
+async def lost(port: int, sent: bytes, pause: bool = False) -> bytes:
+    """What comes back of `sent` until the server ends the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
+    writer.write(sent)
+    if pause:
+        await reader.readline()
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.sleep(1.0)
+        reader._transport.resume_reading()  # type: ignore[attr-defined]
+    got = b""
+    with contextlib.suppress(ConnectionError):
+        while some := await reader.read(1 << 20):
+            got += some
+    writer.close()
+    return got
+
+
+def test_a_whole_answer_that_nobody_reads_does_not_keep_its_connection() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(PATIENCE_S), Endpoint().serving() as port:
+            for head in (b"", b"connection: close\r\n"):
+                got = await lost(port, b"GET /large HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n", pause=True)
+                assert len(got) < 64 << 20
+
+    asyncio.run(scenario())
+
+
+def test_a_head_has_to_end() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(PATIENCE_S), Endpoint().serving() as port:
+            for sent in (b"", b"GET /breaks HTTP/1.1\r\nhost: x\r\n"):
+                assert await lost(port, sent) == b""
+            for sent in (b"GET /" + b"x" * 70_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 70_000):
+                assert (await lost(port, sent)).startswith(b"HTTP/1.1 400")
+            fits = b"GET /breaks HTTP/1.1\r\nhost: x\r\nconnection: close\r\na: " + b"x" * 60_000 + b"\r\n\r\n"
+            assert (await lost(port, fits)).startswith(b"HTTP/1.1 200")
+
+    asyncio.run(scenario())
