@@ -43,7 +43,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self._engine = front_end.engine
         self._generator = front_end.generator
         self._throughput = front_end.throughput
-        self._kv_log = KvLog(front_end.engine)
+        self._kv_log = KvLog(front_end.engine, last=time.time_ns() // 1000)  # beyond those of servers before this one
         self._start_s = time.time()
 
     @answers_errors
@@ -139,9 +139,12 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     ) -> None:
         """Streams what happens to the prefix cache, and the load, until the client leaves."""
         self._busy()  # refuses while the engine starts
+        start = request.start_sequence_number
+        if start:
+            self._kv_log.after(start)  # gateways start anew if they are refused here, but not behind the metadata
         stream = KvStream(self._kv_log, self._engine, self._busy, request.load_records_before_first_batch)
         await context.send_initial_metadata(())  # a client waits for it, and events may be long in coming
-        async with contextlib.aclosing(stream.batches(request.start_sequence_number)) as batches:
+        async with contextlib.aclosing(stream.batches(start)) as batches:
             async for batch in batches:
                 await context.write(batch)
 
