@@ -135,7 +135,7 @@ def test_why_nothing_is_served_goes_before_why_the_engine_is_stuck() -> None:
 
 
 def test_health_follows_a_stuck_engine_and_its_recovery(start_server: Start) -> None:
-    server = start_server("--watchdog-s", "1")
+    server = start_server("--watchdog-s", "2")
     server.wait_until_ready()
     with grpc.insecure_channel(server.address) as channel, server.stub() as stub:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -145,7 +145,7 @@ def test_health_follows_a_stuck_engine_and_its_recovery(start_server: Start) -> 
         with pytest.raises(grpc.RpcError) as caught:
             stub.Generate(ids_request(5)).next()
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert "no sign of life for 1 s" in caught.value.details()
+        assert "no sign of life for 2 s" in caught.value.details()
         os.kill(server.engine_pid, signal.SIGCONT)
         assert next(watch).status == SERVING
         (reply,) = stub.Generate(ids_request(5, stream=False, max_tokens=1))
