@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import operator
 import os
 import re
 import signal
@@ -92,11 +93,8 @@ def profile(plan: Plan, running: Server, protocol: str) -> None:
     running.process.send_signal(STOP)
     found = json.loads(written(plan.profile_path).read_text())
     print(f"\n{PROTOCOLS[protocol]}: profile of the front end, start of the streams included")
-    used = cpu_s_of_threads(running.process.pid)
-    used.subtract(before)
-    print(
-        "  threads: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in used.most_common() if seconds > 0.02)
-    )
+    main_s, others_s = map(operator.sub, cpu_s_of_threads(running.process.pid), before)
+    print(f"  processor time: main thread {main_s:.2f} s, all others {others_s:.2f} s")
     for title, counts in (("own", found["own"]), ("with all they call", found["total"]), ("lines", found["lines"])):
         print(f"  share of {found['samples']} samples, {title}")
         for name, count in sorted(counts.items(), key=lambda entry: -entry[1])[:NUM_LINES]:
