@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from frontend_bench.plan import Plan, tokenizer
-from jaxsgl.frontend.detokenizer import TokenBytes
+from jaxsgl.frontend.detokenizer import ByteDetokenizer, TokenBytes
 
 
 @dataclass
@@ -65,12 +65,14 @@ class Expected:
         return [(chunk.time_s, count) for chunk, count in zip(chunks, counts, strict=True)]
 
     def _num_tokens(self, stream: int, chunks: Sequence[Chunk]) -> list[int]:
-        """Tokens that each chunk completed."""
+        """Tokens that each chunk completed. One without text counts as come with the next that has some."""
         if all(chunk.ids is not None for chunk in chunks):
             return [len(chunk.ids or ()) for chunk in chunks]
-        ends = list(itertools.accumulate(len(self._bytes[id]) for id in self._plan.tokens(stream)))
-        at = itertools.accumulate(len((chunk.text or "").encode()) for chunk in chunks)
-        done = [bisect.bisect_right(ends, position) for position in at]
+        detokenizer = ByteDetokenizer(self._bytes)
+        ends = list(itertools.accumulate(len(detokenizer.feed([id])) for id in self._plan.tokens(stream)))
+        at = list(itertools.accumulate(len(chunk.text or "") for chunk in chunks))
+        done = [bisect.bisect_left(ends, position) + 1 if position else 0 for position in at]
+        done[-1] = len(ends)
         return [now - before for before, now in itertools.pairwise([0, *done])]
 
 
