@@ -66,6 +66,14 @@ def running_server(folder: Path, flags: Sequence[str] = ()) -> Iterator[RunningS
         process.wait()
 
 
+def check_log(server: RunningServer) -> None:
+    """Nothing went wrong that nobody was told of: no error, no exception, no task that was forgotten."""
+    lines = server.log.read_text().splitlines()
+    signs = ("Traceback", "ERROR", "CRITICAL", "Warning", "never retrieved", "never awaited", "was destroyed")
+    found = [number for number, line in enumerate(lines) if any(sign in line for sign in signs)]
+    assert not found, "\n".join(lines[found[0] - 3 : found[0] + 40])
+
+
 def client(server: RunningServer, *args: str) -> subprocess.CompletedProcess[str]:
     """Runs `python -m jaxsgl.client` against `server`."""
     return subprocess.run(

@@ -12,6 +12,7 @@ from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.grpc_api import jaxsgl_service
 from jaxsgl.frontend.grpc_api.guard import ApiKeyInterceptor
 from jaxsgl.frontend.grpc_api.jaxsgl_service import JaxsglService
+from jaxsgl.frontend.grpc_api.malformed import MalformedInterceptor
 from jaxsgl.frontend.grpc_api.sglang import service as sglang_service
 from jaxsgl.frontend.grpc_api.sglang.service import SglangService
 from jaxsgl.frontend.ports import address_of, take_port
@@ -31,7 +32,7 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         key = front_end.config.api_key
         self._server = grpc.aio.server(
-            interceptors=[ApiKeyInterceptor(key)] if key is not None else [],
+            interceptors=[*([ApiKeyInterceptor(key)] if key is not None else []), MalformedInterceptor()],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", front_end.config.max_request_bytes),
