@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -140,13 +141,16 @@ class Endpoint:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[int]:
-        config = uvicorn.Config(self.app, port=0, http=Hurried, lifespan="off", log_config=None, access_log=False)
+        options: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False}
+        config = uvicorn.Config(self.app, port=0, http=Hurried, timeout_graceful_shutdown=1, **options)
         server = uvicorn.Server(config)
         running = asyncio.create_task(server._serve())
         await until(lambda: server.started)
-        yield server.servers[0].sockets[0].getsockname()[1]
-        server.should_exit = True
-        await running
+        try:
+            yield server.servers[0].sockets[0].getsockname()[1]
+        finally:
+            server.should_exit = True
+            await running
 
 
 def test_a_client_that_does_not_read_stops_the_stream_and_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
