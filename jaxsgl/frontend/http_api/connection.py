@@ -1,7 +1,8 @@
 """A client's HTTP connection: uvicorn's protocol, and what that one leaves unbounded. server.py hands it to uvicorn.
 
-Uvicorn bounds neither the head of a request nor the time that it takes, and closing a connection waits for a reader for
-ever. Bodies are guard.py's business, streams sse.py's.
+Uvicorn bounds neither the head of a request nor the time that it takes, closing a connection waits for a reader for
+ever, and of requests that a client sends without waiting for answers only the last one is told when it leaves. Bodies
+are guard.py's business, streams sse.py's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 << 10
 
@@ -26,6 +27,7 @@ class Connection(HttpToolsProtocol):
     stall_s = 60.0
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = None  # what is answered now; those of `pipeline` wait
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has come."""
@@ -35,6 +37,9 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self._have_head()
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
@@ -60,9 +65,12 @@ class Connection(HttpToolsProtocol):
         """Its head is there."""
         self._have_head()
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
 
     def on_response_complete(self) -> None:
         """All of the answer is written, though the client may not have read it."""
+        self._running = self.pipeline[-1][0] if self.pipeline else None
         super().on_response_complete()
         unread = self.transport.get_write_buffer_size()
         if unread:
