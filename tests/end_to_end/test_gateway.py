@@ -34,6 +34,8 @@ WORKER_FLAGS = (
 GATEWAY_FLAGS = (
     "--policy", "cache_aware", "--block-size", str(PAGE_SIZE),
     "--health-check-interval-secs", "1", "--health-success-threshold", "1",
+    # By default a worker is left out 2 s after its last sign of life, but all tries are over after 0.7 s.
+    "--retry-initial-backoff-ms", "250",
     # By default some requests go to workers that know few prefixes, wherever their own prefix is.
     "--worker-warmup-secs", "0", "--worker-warmup-divert-every", "0",
 )  # fmt: skip
