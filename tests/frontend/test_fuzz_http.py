@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import httpx
 from fake_engine_process import Script
 from http_calls import client, generate_body, report
 from server_process import ServerProcess, wait_for
 
-from tests.junk_http import exchange, junk_request, request
+from tests.junk_http import GOOD_BODIES, VALUES, exchange, junk_request, request
 
 CONNECTIONS = 800
 AT_ONCE = 16
+THREADS = 4
 
 
 def test_nothing_malformed_is_answered_as_a_fault_of_ours(server: ServerProcess) -> None:
@@ -38,6 +44,40 @@ def test_nothing_malformed_is_answered_as_a_fault_of_ours(server: ServerProcess)
     assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:5000]
     with client(server) as http:
         assert http.post("/generate", json=generate_body(5, 6, max_new_tokens=3)).json()["output_ids"] == [5, 6, 5]
+
+
+def spoiled_bodies(openapi: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Good bodies of every path in which one field, of all that the server describes, has a value from `VALUES`."""
+    schemas = openapi["components"]["schemas"]
+    posts = {path: methods["post"] for path, methods in openapi["paths"].items() if "post" in methods}
+    described = {path: post["requestBody"] for path, post in posts.items() if "requestBody" in post}
+    assert described.keys() <= GOOD_BODIES.keys() | {"/v1/detokenize"}
+    for path, body in described.items():
+        of_body = schemas[body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
+        good = GOOD_BODIES[path.removeprefix("/v1") if path == "/v1/detokenize" else path]
+        for name, value in itertools.product(of_body["properties"], VALUES):
+            yield path, json.dumps(good | {name: "JUNK"}).replace('"JUNK"', value)
+    inner, good = schemas["SamplingBody"]["properties"], GOOD_BODIES["/generate"]
+    for name, value in itertools.product(inner, VALUES):
+        body = good | {"sampling_params": good["sampling_params"] | {name: "JUNK"}}
+        yield "/generate", json.dumps(body).replace('"JUNK"', value)
+
+
+def test_no_value_of_any_field_is_answered_as_a_fault_of_ours(server: ServerProcess) -> None:
+    limits = httpx.Limits(max_connections=THREADS)
+    with client(server, limits=limits) as http, ThreadPoolExecutor(THREADS) as pool:
+
+        def status(sent: tuple[str, str]) -> int:
+            path, body = sent
+            if path == "/generate":
+                body = body.replace('"rid": "r", ', "")  # it may run once at a time
+            return http.post(path, content=body.encode(), headers={"content-type": "application/json"}).status_code
+
+        bodies = list(spoiled_bodies(http.get("/openapi.json").json()))
+        statuses = list(pool.map(status, bodies))
+    assert not [(body, got) for body, got in zip(bodies, statuses, strict=True) if got not in (200, 400, 404)]
+    for path in GOOD_BODIES:
+        assert {200, 400} <= {got for (of, _), got in zip(bodies, statuses, strict=True) if of == path}, path
 
 
 def test_a_client_that_leaves_takes_all_its_requests_with_it(server: ServerProcess) -> None:
