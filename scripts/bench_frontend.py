@@ -132,12 +132,15 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="run everything again under a sampling profile")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
+    if not args.rate and not args.tokens:
+        parser.error("--rate 0 has no length in seconds: give --tokens too")
     num_tokens = args.tokens or max(1, round(args.seconds * args.rate / args.streams))
     with tempfile.TemporaryDirectory(prefix="bench-frontend-") as folder:
         plan = Plan.make(args.streams, num_tokens, args.rate, Path(folder))
         with server(plan) as running:
             results = {protocol: measure(plan, running, protocol) for protocol in args.protocols}
-            print(f"{args.streams} streams of {num_tokens} tokens, engine at {args.rate:,.0f} tokens/s")
+            pace = f"{args.rate:,.0f} tokens/s" if args.rate else "full speed"
+            print(f"{args.streams} streams of {num_tokens} tokens, engine at {pace}")
             print(table(results))
             for protocol in args.protocols if args.profile else ():
                 profile(plan, running, protocol)

@@ -79,7 +79,7 @@ def figures(plan: Plan, streams: Sequence[Sequence[tuple[float, int]]]) -> dict[
     return {
         "tokens": num_tokens,
         "seconds": end_s - sent_s[0],
-        "engine_tokens_per_s": num_tokens / (sent_s[-1] - sent_s[0] + plan.step_s),
+        "engine_tokens_per_s": num_tokens / max(sent_s[-1] - sent_s[0] + plan.step_s, 1e-6),
         "tokens_per_s": num_tokens / (end_s - sent_s[0]),
         "chunks": sum(map(len, streams)),
         "delay_ms_p50": statistics.median(delays_ms),
