@@ -8,68 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message import Message
-from server_process import PATIENCE_S, ServerProcess, ids_request
-from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
+from server_process import ServerProcess, ids_request
 
-from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from tests.junk_messages import junk_bytes, junk_message, request_class, spoil
+from tests.junk_grpc import ALLOWED, METHODS, PATIENCE_S, some_bytes, status
 
 MESSAGES = 200  # for each method
 THREADS = 8
-SERVICES = (pb.DESCRIPTOR.services_by_name["Jaxsgl"], sglang_pb.DESCRIPTOR.services_by_name["SglangScheduler"])
-METHODS = [method for service in SERVICES for method in service.methods]
-# What a message may be answered with. Not INTERNAL, UNKNOWN or DATA_LOSS; nor UNAVAILABLE or DEADLINE_EXCEEDED.
-ALLOWED = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED"}
-
-
-def sensible(method: MethodDescriptor) -> Message:
-    """So that some messages fail late."""
-    if method.full_name == "jaxsgl.v1.Jaxsgl.Generate":
-        return ids_request(5, 6, 7, max_tokens=4)
-    if method.full_name == "sglang.grpc.scheduler.SglangScheduler.Generate":
-        return sglang_pb.GenerateRequest(
-            tokenized=sglang_pb.TokenizedInput(input_ids=[5, 6]),
-            sampling_params=sglang_pb.SamplingParams(max_new_tokens=4),
-        )
-    return request_class(method)()
-
-
-def some_bytes(rng: random.Random, method: MethodDescriptor) -> bytes:
-    """Any message; or a good one with one or two fields spoiled; or no message at all."""
-    kind = request_class(method)
-    message = junk_message(rng, kind, rng.choice([0.05, 0.2, 0.7]))
-    if rng.random() < 0.5 and kind.DESCRIPTOR.fields:
-        message = sensible(method)
-        for _ in range(rng.randint(1, 2)):
-            spoil(rng, message)
-    return junk_bytes(rng, message) if rng.random() < 0.2 else message.SerializeToString()
-
-
-def status(channel: grpc.Channel, method: MethodDescriptor, data: bytes) -> str:
-    path = f"/{method.containing_service.full_name}/{method.name}"
-    try:
-        if not method.server_streaming:
-            channel.unary_unary(path)(data, timeout=PATIENCE_S)
-        else:
-            call = channel.unary_stream(path)(data, timeout=PATIENCE_S)
-            for _ in call:
-                if method.name == "SubscribeKvEvents":  # it has no end
-                    call.cancel()
-                    return "OK"
-    except grpc.RpcError as error:
-        return str(error.code().name)
-    return "OK"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.full_name)
 def test_every_message_is_answered_and_none_as_a_fault_of_ours(server: ServerProcess, method: MethodDescriptor) -> None:
     rng = random.Random(method.full_name)
     messages = [some_bytes(rng, method) for _ in range(MESSAGES)]
+    start = len(server.log)
     with grpc.insecure_channel(server.address) as channel, ThreadPoolExecutor(THREADS) as pool:
         statuses = list(pool.map(lambda data: status(channel, method, data), messages))
-    bad = [(data, code) for data, code in zip(messages, statuses, strict=True) if code not in ALLOWED]
-    assert not bad
+    assert not [(data, code) for data, code in zip(messages, statuses, strict=True) if code not in ALLOWED]
+    assert "INVALID_ARGUMENT" in statuses
+    assert "Traceback" not in server.log[start:]
     with server.stub() as stub:
         (reply,) = stub.Generate(ids_request(5, 6, 7, stream=False, max_tokens=4), timeout=PATIENCE_S)
         assert list(reply.token_ids) == [5, 6, 7, 5]
