@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-from smg_grpc_proto.generated import sglang_scheduler_pb2 as sglang_pb
+from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 
 from frontend_bench.plan import Plan
 from frontend_bench.received import Chunk, Received, WrongStream

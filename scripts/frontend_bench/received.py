@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from frontend_bench.plan import Plan, tokenizer
@@ -74,6 +74,3 @@ class Expected:
         done = [bisect.bisect_left(ends, position) + 1 if position else 0 for position in at]
         done[-1] = len(ends)
         return [now - before for before, now in itertools.pairwise([0, *done])]
-
-
-Parser = Callable[[Received], list[Chunk]]

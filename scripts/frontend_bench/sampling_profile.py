@@ -1,7 +1,8 @@
 """A sampling profile of the main thread: every few milliseconds of processor time, which functions are running.
 
-Costs the program under 1%, where a tracing profile would double the price of every call. Time inside of C code counts
-for the line that called it. Between two signals to the process it collects; what it found goes to a file as JSON.
+Costs the program about 1%, where a tracing profile would double the price of every call. Signals are handled where the
+interpreter looks for them, at loops and calls, so time in C code or in the event loop counts for what runs next in
+Python. Between two signals to the process it collects; what it found goes to a file as JSON.
 """
 
 from __future__ import annotations
