@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from jaxsgl.config import BUNDLED_MODEL
 from jaxsgl.request import SamplingParams
 from tests import numpy_sampling
-from tests.end_to_end.apis import PATIENCE_S, Answer, Api, OwnGrpc, Prompt, Sample, ids_of
+from tests.end_to_end.apis import PATIENCE_S, Answer, Api, OwnGrpc, Prompt, Sample, events_of, ids_of
 from tests.end_to_end.openai_apis import OpenAIChat, OpenAICompletions
 from tests.end_to_end.servers import RunningServer, check_log, running_server
 from tests.end_to_end.sglang_apis import SglangGrpc, SglangHttp
@@ -284,6 +284,36 @@ def test_a_prompt_at_the_limit_gets_its_one_token_and_a_longer_one_is_refused(
             assert (refused.status_code, f"the context holds {CONTEXT}" in refused.text) == (400, True)
 
 
+def test_several_prompts_in_one_body_are_answered_as_each_alone(apis: dict[str, Api], http: httpx.Client) -> None:
+    """With n, echoed prompts and log-probabilities; choices are numbered prompt by prompt."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=9, n=2, stop=("e",))
+    alone = [ask(apis["completions"], text, params, False).samples for text in TEXTS]
+    texts = [sample.text for samples in alone for sample in samples]
+    reasons = [sample.reason for samples in alone for sample in samples]
+    shared = {"temperature": 1.0, "n": 2, "stop": "e"}
+
+    body = shared | {"prompt": TEXTS, "seed": 3, "max_tokens": 9}
+    for echo, logprobs in ((False, None), (True, None), (True, 1)):
+        echoed = [text for text in TEXTS for _ in range(2)] if echo else [""] * len(texts)
+        given = body | {"echo": echo, "logprobs": logprobs}
+        whole = http.post("/v1/completions", json=given).json()
+        assert [choice["text"] for choice in whole["choices"]] == [a + b for a, b in zip(echoed, texts, strict=True)]
+        assert [choice["finish_reason"] for choice in whole["choices"]] == reasons
+        with http.stream("POST", "/v1/completions", json=given | {"stream": True}) as response:
+            joined = [""] * len(texts)
+            for event in events_of(response):
+                (choice,) = event["choices"]
+                joined[choice["index"]] += choice["text"]
+        assert joined == [choice["text"] for choice in whole["choices"]]
+
+    sampling = shared | {"max_new_tokens": 9, "sampling_seed": 3}
+    of_sglang = {"text": TEXTS, "sampling_params": sampling, "rid": "several"}
+    assert [choice["text"] for choice in http.post("/generate", json=of_sglang).json()] == texts
+    with http.stream("POST", "/generate", json=of_sglang | {"stream": True}) as response:
+        last = {event["index"]: event["text"] for event in events_of(response)}
+    assert [last[index] for index in range(len(texts))] == texts
+
+
 def test_sixty_four_streams_at_once_get_every_token_once_and_in_order(apis: dict[str, Api], http: httpx.Client) -> None:
     """What each of them gets alone and whole, over all protocols that name tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
@@ -294,7 +324,8 @@ def test_sixty_four_streams_at_once_get_every_token_once_and_in_order(apis: dict
     with ThreadPoolExecutor(64) as pool:
         streamed = list(pool.map(ask, *zip(*requests, strict=True)))
     assert sum(answer.samples[0].deltas for answer in streamed) > 64 * 3  # tokens that come fast are merged
-    for answer, (_, prompt, params, _) in zip(streamed, requests, strict=True):
+    whole = at_once(ask, [(apis["own"], prompt, params, False) for _, prompt, params, _ in requests])
+    for answer, expected in zip(streamed, whole, strict=True):
         (sample,) = answer.samples
         assert len(sample.ids or ()) == len(sample.logprobs) == 40
-        assert_same(answer, ask(apis["own"], prompt, params, False))
+        assert_same(answer, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -144,24 +145,26 @@ async def leave_http(address: str, number: int) -> None:
         writer.transport.abort()  # a reset instead of an end
 
 
-async def leave_grpc(channel: grpc.aio.Channel, number: int) -> None:
-    ids = [8, number]
-    if number % 4 < 2:
-        sampling = pb.SamplingParams(ignore_eos=True, n=1 + number % 2)
-        call = pb_grpc.JaxsglStub(channel).Generate(
-            pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=sampling, stream=True)
-        )
-    else:
-        call = sglang_grpc.SglangSchedulerStub(channel).Generate(
-            sglang_pb.GenerateRequest(
-                tokenized=sglang_pb.TokenizedInput(input_ids=ids),
-                sampling_params=sglang_pb.SamplingParams(ignore_eos=True, temperature=1.0, n=1 + number % 2),
-                stream=True,
+async def leave_grpc(address: str, shared: grpc.aio.Channel, number: int) -> None:
+    """By cancelling, or with the whole connection."""
+    async with grpc.aio.insecure_channel(address) if number % 4 == 3 else contextlib.nullcontext(shared) as channel:
+        ids = [8, number]
+        if number % 2:
+            own = pb.SamplingParams(ignore_eos=True, n=1 + number % 3)
+            call = pb_grpc.JaxsglStub(channel).Generate(
+                pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=own, stream=True)
             )
-        )
-    if number % 5:
-        await call.read()
-    call.cancel()
+        else:
+            sampling = sglang_pb.SamplingParams(ignore_eos=True, temperature=1.0, n=1 + number % 3)
+            call = sglang_grpc.SglangSchedulerStub(channel).Generate(
+                sglang_pb.GenerateRequest(
+                    tokenized=sglang_pb.TokenizedInput(input_ids=ids), sampling_params=sampling, stream=True
+                )
+            )
+        if number % 5:
+            await call.read()
+        if channel is shared:
+            call.cancel()
 
 
 def open_files(pid: int) -> int:
@@ -172,10 +175,10 @@ def test_two_hundred_clients_that_leave_leave_nothing_behind(server: RunningServ
     """Each after its first tokens, so that all eight rows and a long queue are full all the time."""
 
     async def leave_all() -> None:
-        async with grpc.aio.insecure_channel(server.address) as aio_channel, asyncio.timeout(PATIENCE_S):
+        async with grpc.aio.insecure_channel(server.address) as shared, asyncio.timeout(PATIENCE_S):
             await asyncio.gather(
                 *(leave_http(server.http_address, number) for number in range(CLIENTS // 2)),
-                *(leave_grpc(aio_channel, number) for number in range(CLIENTS // 2)),
+                *(leave_grpc(server.address, shared, number) for number in range(CLIENTS // 2)),
             )
 
     wait_until_idle(channel)
