@@ -77,8 +77,10 @@ class Running:
 
 
 class FakeEngine:
-    def __init__(self, mailbox: EngineMailbox) -> None:
+    def __init__(self, mailbox: EngineMailbox, max_requests: int) -> None:
+        """More than `max_requests` at once are refused."""
         self.mailbox = mailbox
+        self.max_requests = max_requests
         self.running: dict[tuple[str, int], Running] = {}
         self.num_seen = 0
         self.num_aborts = 0
@@ -124,8 +126,9 @@ class FakeEngine:
             script = list(message.prompt_ids)
             if script[0] == Script.REPORT:
                 script = [len(self.running), self.num_seen, self.num_aborts]
-            if script[0] == Script.REFUSE:
-                kind = RefusalKind.OVERLOADED if script[1:] == [1] else RefusalKind.INVALID
+            if script[0] == Script.REFUSE or len(self.running) >= self.max_requests:
+                invalid = script[0] == Script.REFUSE and script[1:] != [1]
+                kind = RefusalKind.INVALID if invalid else RefusalKind.OVERLOADED
                 self.send(
                     [Reply(message.request_id, refusal=Refusal(kind, f"the scheduler refuses this: {kind.value}"))]
                 )
@@ -234,7 +237,7 @@ def main() -> int:
         warmup_s=0.5,
     )
     mailbox.announce(info)
-    FakeEngine(mailbox).run()
+    FakeEngine(mailbox, launch.config.max_queued_requests).run()
     mailbox.close()
     return 0
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fake_engine_process import EOS_ID, Script
 from http_calls import client, error_of, events, generate_body, report
-from server_process import ServerProcess, wait_for
+from server_process import ServerProcess, ids_request, wait_for
 
 from jaxsgl.frontend.tokenizer import Tokenizer
 
@@ -206,6 +206,16 @@ def test_health_is_good_while_the_engine_works(http: httpx.Client) -> None:
     seen = report(http)[1]
     assert http.get("/health_generate").status_code == 200
     assert report(http)[1] == seen + 2  # the probe, and the report itself
+
+
+def test_health_is_good_while_the_queue_is_full(start_server: object) -> None:
+    server: ServerProcess = start_server("--max-queued-requests", "1")  # type: ignore[operator]
+    server.wait_until_ready()
+    with client(server) as http, server.stub() as stub:
+        hanging = stub.Generate(ids_request(Script.HANG))
+        wait_for(lambda: http.post("/generate", json=generate_body(5)).status_code == 429, "full queue")
+        assert http.get("/health_generate").status_code == 200
+        hanging.cancel()
 
 
 def test_health_is_bad_until_the_engine_is_ready(start_server: object) -> None:

@@ -7,7 +7,7 @@ import uuid
 
 from fastapi import APIRouter
 
-from jaxsgl.errors import EngineUnavailable
+from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.prompts import IdsPrompt
 from jaxsgl.request import SamplingParams
@@ -64,6 +64,8 @@ class _Probe:
             async with asyncio.timeout(GENERATE_S):
                 with generator.start(request) as generation:
                     await generation.whole()
+        except Overloaded:
+            pass  # a full queue, said by the engine itself; whether it steps is the watchdog's business
         except TimeoutError:
             if engine.load.steps_total == steps:
                 raise EngineUnavailable(f"the engine has made no token within {GENERATE_S:g} s") from None
