@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -312,6 +313,40 @@ def test_several_prompts_in_one_body_are_answered_as_each_alone(apis: dict[str, 
     with http.stream("POST", "/generate", json=of_sglang | {"stream": True}) as response:
         last = {event["index"]: event["text"] for event in events_of(response)}
     assert [last[index] for index in range(len(texts))] == texts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_aborted_requests_end_with_what_they_have(apis: dict[str, Api], http: httpx.Client, stream: bool) -> None:
+    """Over all protocols, running or queued: each sample has its end, its usage, and scores of what came."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=1, max_tokens=1500, n=3)
+    prompts: dict[str, Prompt] = {kind: [5, 6, 7] for kind in KINDS} | {"chat": [{"role": "user", "content": "Hi"}]}
+    requests = [(apis[kind], prompts[kind], changed, stream) for kind in KINDS for changed in variants(params, kind)]
+    ended = threading.Event()
+
+    def abort_until_ended() -> None:
+        while not ended.wait(0.5):
+            http.post("/abort_request", json={"abort_all": True})
+
+    with ThreadPoolExecutor(1) as pool:
+        aborts = pool.submit(abort_until_ended)
+        try:
+            answers = at_once(ask, requests)
+        finally:
+            ended.set()
+        aborts.result()
+    assert len(requests) * params.n > 16, "some wait while others run"
+    for answer, (_, _, asked, _) in zip(answers, requests, strict=True):
+        assert {sample.reason for sample in answer.samples} <= {"abort", "length"}
+        assert answer.output_tokens == sum(len(sample.ids or ()) for sample in answer.samples)
+        for sample in answer.samples:
+            assert len(sample.logprobs) == len(sample.ids or ())
+            assert len(sample.prompt_logprobs) in (0, 2 if asked.prompt_logprobs is not None else 0)
+    assert sum(sample.reason == "abort" for answer in answers for sample in answer.samples) > 5
+
+
+def variants(params: SamplingParams, kind: str) -> list[SamplingParams]:
+    """With log-probabilities of the prompt, too, where the protocol has words for them."""
+    return [params, *([] if kind == "chat" else [replace(params, prompt_logprobs=1)])]
 
 
 def test_sixty_four_streams_at_once_get_every_token_once_and_in_order(apis: dict[str, Api], http: httpx.Client) -> None:
