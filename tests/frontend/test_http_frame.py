@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
 import pytest
 from fake_engine_process import Script
 from fastapi import FastAPI
 from http_calls import client, error_of, generate_body
-from server_process import ServerProcess
+from server_process import PATIENCE_S, ServerProcess
 from starlette.testclient import TestClient
 
 from jaxsgl.frontend.http_api import errors
-from jaxsgl.frontend.http_api.guard import RequestIds
+from jaxsgl.frontend.http_api.guard import BodyLimit, RequestIds
 
 JSON = {"content-type": "application/json"}
 
@@ -127,6 +128,30 @@ def test_a_large_body_is_refused_by_its_length_or_while_it_comes(
             assert "--max-request-bytes" in error_of(response)["message"]
         for content in (fits, in_pieces(fits)):
             assert http.post("/generate", content=content, headers=JSON).status_code == 200
+
+
+def test_a_body_that_stops_coming_is_refused() -> None:
+    app = FastAPI(responses=errors.RESPONSES)
+    errors.add_handlers(app)
+    app.add_middleware(BodyLimit, max_bytes=100, stall_s=0.2)
+
+    @app.post("/echo")
+    async def echo(body: dict[str, int]) -> dict[str, int]:
+        return body
+
+    async def send(pause_s: float) -> httpx.Response:
+        async def parts() -> AsyncIterator[bytes]:
+            for part in (b'{"a"', b": 5}"):
+                yield part
+                await asyncio.sleep(pause_s)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return await client.post("/echo", content=parts(), headers=JSON)
+
+    assert asyncio.run(send(0.0)).json() == {"a": 5}
+    refused = asyncio.run(send(PATIENCE_S))
+    assert refused.status_code == 408
+    assert error_of(refused)["message"].startswith("the body stops after 4 bytes, nothing more has come for 0.2 s")
 
 
 def test_our_own_faults_are_logged_and_tell_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,10 +1,11 @@
-"""What every HTTP request passes first: an id, the API key, a limit of its body's size.
+"""What every HTTP request passes first: an id, the API key, limits of its body.
 
 Plain ASGI middleware: Starlette's base class would put a queue between a stream and its client.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -19,6 +20,7 @@ from jaxsgl.errors import Unauthenticated
 from jaxsgl.frontend.http_api.errors import answer, answer_to
 
 REQUEST_ID_HEADER = "x-request-id"
+STALL_S = 60.0  # so long may a client not send
 OPEN_PATHS = ("/health", "/health_generate", "/metrics")  # probes and scrapers hold no key
 
 _REQUEST_ID = re.compile(r"[ -~]{1,256}")
@@ -86,11 +88,15 @@ class ApiKey:
 
 
 class BodyLimit:
-    """Refuses bodies of more than `max_bytes`: by their declared length, or when so much has come."""
+    """Refuses bodies of more than `max_bytes`: by their declared length, or when so much has come.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    And those of which nothing more comes for `stall_s` seconds: their clients would hold a connection each for ever.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, stall_s: float = STALL_S) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._stall_s = stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI has it."""
@@ -101,14 +107,24 @@ class BodyLimit:
         if declared.isdigit() and int(declared) > self._max_bytes:
             await answer(413, self._words(declared))(scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes, complete = 0, False
 
         async def receive_some() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, complete
+            if complete:
+                return await receive()  # the client's departure
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    message = await receive()
+            except TimeoutError:
+                words = (
+                    f"the body stops after {num_bytes} bytes, nothing more has come for {self._stall_s:g} s: send all"
+                )
+                raise HTTPException(408, words) from None  # FastAPI lets this kind pass while it reads a body
             num_bytes += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
             if num_bytes > self._max_bytes:
-                raise HTTPException(413, self._words("more"))  # FastAPI lets this kind pass while it reads a body
+                raise HTTPException(413, self._words("more"))
             return message
 
         await self._app(scope, receive_some, send)
