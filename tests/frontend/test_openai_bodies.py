@@ -51,6 +51,29 @@ def test_an_error_says_no_more_than_the_first_problems_of_many(http: httpx.Clien
     assert len(error["message"]) < 500
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "limit"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 1025}, 1024),
+        ("/v1/completions", {"prompt": [[1]] * 1025}, 1024),
+        ("/v1/chat/completions", {"messages": say("a") * 8193}, 8192),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}] * 1025}]}, 1024),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "tool_calls": [{"function": {"name": "f"}}] * 129}]},
+            128,
+        ),
+        ("/generate", {"text": ["a"] * 1025}, 1024),
+        ("/generate", {"input_ids": [[1]] * 1025}, 1024),
+        ("/generate", {"text": "a", "sampling_params": [{}] * 1025}, 1024),
+    ],
+)
+def test_lists_that_would_hold_up_everybody_are_refused(
+    http: httpx.Client, path: str, fields: dict[str, object], limit: int
+) -> None:
+    assert str(limit) in refusal(http, path, **fields)["message"]
+
+
 def test_unknown_paths_and_methods_are_refused_in_the_same_shape(http: httpx.Client) -> None:
     for answer in (http.get("/v1/nothing"), http.get("/v1/completions")):
         assert answer.status_code in (404, 405)

@@ -1,7 +1,8 @@
 """Bodies of OpenAI's requests, with what vLLM and SGLang add to them. The OpenAPI description is made of them.
 
-Types and limits only: pydantic refuses what breaks them before a handler runs. Unknown fields are ignored, null is the
-same as absent. What the values mean is the business of sampling.py, messages.py and the handlers.
+Types and limits only: pydantic refuses what breaks them before a handler runs. Lists of objects are bounded, since it
+takes microseconds for each, in which all streams stand still. Unknown fields are ignored, null is the same as absent.
+What the values mean is the business of sampling.py, messages.py and the handlers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from jaxsgl.request import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_STOP_STRINGS, MAX_ST
 
 MAX_INT = 2**31 - 1
 MAX_TOOLS = 512
-MAX_TEXTS = 1024
+MAX_TEXTS = 1024  # and prompts of other kinds
+MAX_MESSAGES = 8192
+MAX_PARTS = 1024
+MAX_TOOL_CALLS = 128
 
 
 def _one_error(words: str) -> WrapValidator:
@@ -40,10 +44,13 @@ def _one_error(words: str) -> WrapValidator:
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[
     str
-    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
     | TokenIds
-    | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
-    _one_error("must be a text, a list of texts, a list of token ids, or a list of lists of token ids"),
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)],
+    _one_error(
+        "must be a text, a list of texts, a list of token ids, or a list of lists of token ids; "
+        f"{MAX_TEXTS} texts or lists at most"
+    ),
 ]
 Texts = Annotated[
     str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)],
@@ -122,8 +129,8 @@ class ContentPart(Body):
 
 
 Content = Annotated[
-    str | list[ContentPart],
-    _one_error('must be a text, or a list of parts {"type": "text", "text": ...}'),
+    str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)],
+    _one_error(f'must be a text, or a list of parts {{"type": "text", "text": ...}}, {MAX_PARTS} at most'),
 ]
 
 
@@ -149,7 +156,7 @@ class MessageBody(Body):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
 
@@ -181,7 +188,7 @@ class ResponseFormat(Body):
     type: str
 
 
-Messages = Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]

@@ -10,7 +10,16 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxsgl.frontend.http_api.openai.schemas import MAX_INT, Body, Count, Penalty, Stop, TokenIds, TokenIdText
+from jaxsgl.frontend.http_api.openai.schemas import (
+    MAX_INT,
+    MAX_TEXTS,
+    Body,
+    Count,
+    Penalty,
+    Stop,
+    TokenIds,
+    TokenIdText,
+)
 from jaxsgl.request import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -52,9 +61,13 @@ class SamplingBody(Body):
 class GenerateBody(Body):
     """Body of /generate: one prompt or several, as text or as token ids."""
 
-    text: str | Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
-    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)] | None = None
-    sampling_params: SamplingBody | list[SamplingBody] | None = None
+    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)] | None = None
+    input_ids: (
+        TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)] | None
+    ) = None
+    sampling_params: (
+        SamplingBody | Annotated[list[SamplingBody], Field(max_length=MAX_TEXTS, fail_fast=True)] | None
+    ) = None
     rid: Annotated[str | list[str], Field(description="names the request, for /abort_request")] | None = None
     stream: Flag = None
     return_logprob: Flag = None
