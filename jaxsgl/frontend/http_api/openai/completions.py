@@ -60,16 +60,12 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     given = body.prompt
     if isinstance(given, str):
         given = [given]
-    prompts: list[Prompt] = []
-    ids: list[int] = []
-    for one in given:
-        if isinstance(one, int):
-            ids.append(one)
-        elif isinstance(one, str):
-            prompts.append(TextPrompt(one, body.add_special_tokens is not False))
-        else:
-            prompts.append(IdsPrompt(one))
-    return prompts or [IdsPrompt(ids)]
+    ids = [one for one in given if isinstance(one, int)]
+    if ids or not given:
+        return [IdsPrompt(ids)]
+    with_special = body.add_special_tokens is not False
+    lists = [one for one in given if not isinstance(one, int)]
+    return [TextPrompt(one, with_special) if isinstance(one, str) else IdsPrompt(one) for one in lists]
 
 
 def _sampling(body: CompletionRequest) -> SamplingParams:

@@ -83,14 +83,10 @@ def _prompts(body: GenerateBody) -> list[Prompt]:
         raise InvalidRequest("the request needs either text or input_ids: send one of them")
     if body.text is not None:
         return [TextPrompt(text) for text in ([body.text] if isinstance(body.text, str) else body.text)]
-    several: list[Prompt] = []
-    single: list[int] = []
-    for entry in body.input_ids or ():
-        if isinstance(entry, list):
-            several.append(IdsPrompt(entry))
-        else:
-            single.append(entry)
-    return several or [IdsPrompt(single)]
+    given = body.input_ids or []
+    ids = [entry for entry in given if isinstance(entry, int)]
+    lists = [entry for entry in given if isinstance(entry, list)]
+    return [IdsPrompt(entry) for entry in lists] or [IdsPrompt(ids)]
 
 
 def _check_counts(prompts: Sequence[Prompt], each: Sequence[SamplingBody]) -> None:
