@@ -212,10 +212,11 @@ def test_health_is_good_while_the_queue_is_full(start_server: object) -> None:
     server: ServerProcess = start_server("--max-queued-requests", "1")  # type: ignore[operator]
     server.wait_until_ready()
     with client(server) as http, server.stub() as stub:
-        hanging = stub.Generate(ids_request(Script.HANG))
-        wait_for(lambda: http.post("/generate", json=generate_body(5)).status_code == 429, "full queue")
+        stays = stub.Generate(ids_request(Script.PAUSE))
+        next(stays)
+        assert http.post("/generate", json=generate_body(5)).status_code == 429
         assert http.get("/health_generate").status_code == 200
-        hanging.cancel()
+        stays.cancel()
 
 
 def test_health_is_bad_until_the_engine_is_ready(start_server: object) -> None:
