@@ -98,7 +98,7 @@ class ServerConfig:
     )
     ssl_certfile: str | None = flag(None, "TLS certificate (PEM) for HTTP and gRPC; needs --ssl-keyfile")
     ssl_keyfile: str | None = flag(None, "private key (PEM) of --ssl-certfile")
-    max_request_bytes: int = flag(16 << 20, "size of one request's message or body at most")
+    max_request_bytes: int = flag(4 << 20, "size of one request's message or body at most")
     request_timeout_s: float = flag(3600.0, "seconds that a request may take, queue included")
     drain_s: float = flag(30.0, "seconds that open requests get to finish after Ctrl-C or SIGTERM")
     watchdog_s: float = flag(60.0, "seconds without a sign of life after which the engine counts as stuck")
