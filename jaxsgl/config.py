@@ -34,6 +34,24 @@ def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str =
 
 
 @dataclass(frozen=True)
+class SchedulingConfig:
+    """What runs when. The defaults are SGLang's."""
+
+    schedule_conservativeness: float = flag(
+        1.0, "how much of their max_tokens running requests are expected to use; lower admits more and retracts more"
+    )
+    max_prefill_tokens: int = flag(16384, "prompt tokens of one step at most, however large its chunk may be")
+    enable_mixed_chunk: bool = flag(False, "decode in the same steps that extend prompts")
+    decode_first: bool = flag(False, "a decode step between any two steps that extend prompts")
+
+    def __post_init__(self) -> None:
+        _require(
+            self.schedule_conservativeness > 0, "--schedule-conservativeness", self.schedule_conservativeness, "above 0"
+        )
+        _require(self.max_prefill_tokens >= 1, "--max-prefill-tokens", self.max_prefill_tokens, "1 and more")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """What the engine process needs: the model, the KV cache, the scheduler and the compiled shapes."""
 
@@ -52,6 +70,7 @@ class EngineConfig:
     chunked_prefill_size: int | None = flag(
         None, "prompt tokens extended in one step, -1: unlimited (default: 512 on CPU, else 2048)"
     )
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
     attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)
@@ -77,7 +96,7 @@ class EngineConfig:
             sizes = getattr(self, name)
             _require(all(size >= 1 for size in sizes), _flag_name(name), sizes, "sizes of 1 and more")
         for spec in dataclasses.fields(self):
-            allowed = spec.metadata["choices"]
+            allowed = spec.metadata.get("choices") or ()
             value = getattr(self, spec.name)
             _require(not allowed or value in allowed, _flag_name(spec.name), value, f"one of {', '.join(allowed)}")
 

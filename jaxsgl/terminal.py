@@ -43,9 +43,7 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait-s", type=float, default=5.0, help="wait so long for the server (default: %(default)s)")
     parser.add_argument("--api-key", default=os.environ.get(API_KEY_VARIABLE), help=f"default: {API_KEY_VARIABLE}")
     parser.add_argument("--tls", action="store_true", help="the server has a certificate")
-    parser.add_argument(
-        "--ca", metavar="FILE", help="certificate (PEM) of the server or its authority; with --tls"
-    )
+    parser.add_argument("--ca", metavar="FILE", help="certificate (PEM) of the server or its authority; with --tls")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,7 @@ def build_scheduler(config: EngineConfig, engine: Engine, max_queued_requests: i
         engine.capacity,
         engine.buckets,
         engine.arch.eos_token_ids,
+        config.scheduling,
         radix_cache=not config.disable_radix_cache,
         random_seed=config.random_seed,
         max_queued_requests=max_queued_requests,

@@ -20,6 +20,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import as_pages, pages_for
 from jaxsgl.cache.radix import RadixCache
+from jaxsgl.config import SchedulingConfig
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 
@@ -27,9 +28,11 @@ from jaxsgl.scheduler.scheduler import Scheduler
 def decode_and_admission(num_running: int, context: int, page_size: int, steps: int) -> dict[str, float]:
     """Host time of decode steps with `num_running` requests of `context` tokens, and of admitting them."""
     room = context + steps + 2
-    num_pages = num_running * pages_for(room, page_size) + 1
+    num_pages = num_running * (pages_for(room, page_size) + 1) + 1
     sizes = Capacity(page_size, num_pages, num_running, room, num_running * context, 32_000)
-    scheduler = Scheduler(sizes, BucketSet.derive(sizes), {2})
+    scheduler = Scheduler(
+        sizes, BucketSet.derive(sizes), {2}, SchedulingConfig(max_prefill_tokens=num_running * context)
+    )
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=steps + 1)
     prompts = rng.integers(3, 32_000, (num_running, context))

@@ -125,6 +125,10 @@ class CacheManager:
     def release(self, lease: Lease, token_ids: IntArray) -> None:
         """Ends the lease: full pages of `token_ids` go to the prefix cache, the rest and the row are freed."""
         self.share(lease, token_ids)
+        self.drop(lease)
+
+    def drop(self, lease: Lease) -> None:
+        """Ends the lease at once: own pages and the row are freed, the shared prefix is unlocked."""
         self._allocator.free(self.table.pages[lease.row, lease.num_shared : lease.num_pages])
         self.prefixes.unlock(lease.handle)
         self.table.free_row(lease.row)
@@ -171,6 +175,14 @@ class CacheManager:
     def tokens_held(self, lease: Lease) -> int:
         """Tokens that the lease's pages hold."""
         return tokens_in(lease.num_pages, self.page_size)
+
+    def tokens_of(self, num_pages: int) -> int:
+        """Tokens that `num_pages` pages hold."""
+        return tokens_in(num_pages, self.page_size)
+
+    def num_exclusive(self, lease: Lease) -> int:
+        """Pages that come free or can be evicted when the lease ends: its own, and the prefix that it alone locks."""
+        return lease.num_pages - lease.num_shared + self.prefixes.num_exclusive(lease.handle)
 
     def page_floor(self, num_tokens: int) -> int:
         """`num_tokens` rounded down to whole pages, in tokens."""

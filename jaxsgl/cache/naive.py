@@ -32,6 +32,10 @@ class NaiveCache:
     def unlock(self, handle: Hashable) -> None:
         """Nothing to unlock."""
 
+    def num_exclusive(self, handle: Hashable) -> int:
+        """No prefix, no pages."""
+        return 0
+
     def evict(self, num_pages: int) -> IntArray:
         """Nothing to evict."""
         return _NO_PAGES

@@ -85,6 +85,10 @@ class PrefixCache(Protocol):
         """Takes one lock back."""
         ...
 
+    def num_exclusive(self, handle: Hashable) -> int:
+        """Pages of the prefix of `handle` that no other lock holds."""
+        ...
+
     def evict(self, num_pages: int) -> IntArray:
         """Drops least recently used, unlocked prefixes: `num_pages` pages, or all that can go if fewer."""
         ...

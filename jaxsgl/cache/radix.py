@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterator
+from itertools import takewhile
 from typing import cast
 
 import numpy as np
@@ -94,6 +95,11 @@ class RadixCache:
             if node.locks == 0:
                 self._num_locked -= len(node.pages)
                 self._offer(node)
+
+    def num_exclusive(self, handle: Hashable) -> int:
+        """Pages on the way up to the first node that somebody else locks too."""
+        alone = takewhile(lambda node: node.locks == 1, self._path_up(cast(_Node, handle)))
+        return sum(len(node.pages) for node in alone)
 
     def evict(self, num_pages: int) -> IntArray:
         """Drops unlocked leaves, oldest first; of the last one only as much of its tail as is needed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.messages import Load
 from jaxsgl.scheduler.req import Req
 
 
@@ -20,6 +21,7 @@ class Totals:
     decode_rows_padded: int = 0
     extend_tokens: int = 0
     extend_tokens_padded: int = 0
+    retractions: int = 0
 
     def admitted(self, req: Req) -> None:
         """`req` has just been admitted."""
@@ -35,3 +37,19 @@ class Totals:
         else:
             self.extend_tokens += inputs.num_tokens
             self.extend_tokens_padded += inputs.bucket.num_tokens
+
+    def load(self, recompiles: int, **gauges: int) -> Load:
+        """All that is counted, beside the `gauges` of `Load`, which the scheduler reads off."""
+        return Load(
+            prompt_tokens_total=self.prompt_tokens,
+            cached_prompt_tokens_total=self.cached_prompt_tokens,
+            output_tokens_total=self.output_tokens,
+            steps_total=self.steps,
+            decode_rows_total=self.decode_rows,
+            decode_rows_padded_total=self.decode_rows_padded,
+            extend_tokens_total=self.extend_tokens,
+            extend_tokens_padded_total=self.extend_tokens_padded,
+            retractions_total=self.retractions,
+            recompiles_total=recompiles,
+            **gauges,
+        )

@@ -27,6 +27,11 @@ class WaitingQueue:
         self._reqs[req.key] = req
         self.num_tokens += req.prompt_len
 
+    def put_back(self, req: Req) -> None:
+        """At the head: it has waited already."""
+        self.add(req)
+        self._reqs.move_to_end(req.key, last=False)
+
     def in_turn(self) -> Iterator[Req]:
         """Those that may start, in their order. One that waits for its leader's prompt lets others pass meanwhile."""
         return (req for req in self._reqs.values() if req.may_start)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
+
 from simulation.cost import StepCost, equal_pairs
 
 MAX_SWITCHES = 12  # of each kind that are tried

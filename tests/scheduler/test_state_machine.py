@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import pages_for
+from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import Abort, TokenLogprob
 from jaxsgl.request import FinishReason, Request, SamplingParams, max_new_tokens
 from jaxsgl.scheduler.cache_journal import CacheJournal
@@ -46,13 +47,32 @@ class ServingMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([1, 3, 8, 80]),
         radix=st.sampled_from([True, True, True, False]),
         overlap=st.booleans(),
+        config=st.builds(
+            SchedulingConfig,
+            schedule_conservativeness=st.sampled_from([0.01, 1.0, 2.0]),
+            max_prefill_tokens=st.sampled_from([5, 16384]),
+            enable_mixed_chunk=st.booleans(),
+            decode_first=st.booleans(),
+        ),
+        retract_every=st.sampled_from([None, None, 2, 3, 7]),
     )
     def start(
-        self, page_size: int, context: int, spare_pages: int, rows: int, chunk: int, radix: bool, overlap: bool
+        self,
+        page_size: int,
+        context: int,
+        spare_pages: int,
+        rows: int,
+        chunk: int,
+        radix: bool,
+        overlap: bool,
+        config: SchedulingConfig,
+        retract_every: int | None,
     ) -> None:
         num_pages = pages_for(context, page_size) // 2 + spare_pages + 2  # often too small for the longest requests
         self.capacity = Capacity(page_size, num_pages, rows, context, min(chunk, context), VOCAB)
-        self.scheduler = Scheduler(self.capacity, BucketSet.derive(self.capacity), EOS, radix_cache=radix)
+        self.scheduler = Scheduler(
+            self.capacity, BucketSet.derive(self.capacity), EOS, config, radix_cache=radix, retract_every=retract_every
+        )
         self.engine = FakeEngine(self.capacity)
         self.unread_allowed = int(overlap)
         self.in_flight: deque[FakeHandle] = deque()
@@ -180,7 +200,7 @@ class ServingMachine(RuleBasedStateMachine):
         while not self.scheduler.is_idle:
             self.step()
             turns += 1
-            assert turns < 20_000, "a request waits forever"
+            assert turns < 3_000, "a request waits forever"
         assert self.scheduler.cache.num_available == self.capacity.num_pages - 1, "a page is lost"
         everything = {key for request_id in self.requests for key in self.samples(request_id)}
         assert set(self.ended) == everything, "a sample never ended"

@@ -9,8 +9,8 @@ from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.grpc_api.guard import ApiKeyInterceptor
 from jaxsgl.frontend.grpc_api import jaxsgl_service
+from jaxsgl.frontend.grpc_api.guard import ApiKeyInterceptor
 from jaxsgl.frontend.grpc_api.jaxsgl_service import JaxsglService
 from jaxsgl.frontend.grpc_api.sglang import service as sglang_service
 from jaxsgl.frontend.grpc_api.sglang.service import SglangService
