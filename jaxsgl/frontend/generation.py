@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jaxsgl import logs
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, TimedOut
-from jaxsgl.frontend.detokenizer import Detokenizer
+from jaxsgl.frontend.detokenizer import Detokenizer, NoText
 from jaxsgl.frontend.engine_client import EngineClient, ReplyStream
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.prompts import Prompt, tokenize
@@ -160,11 +160,15 @@ class Generator:
         return await asyncio.get_running_loop().run_in_executor(self._threads, tokenizer.decode, ids)
 
     @contextlib.contextmanager
-    def start(self, request: Request) -> Iterator[Generation]:
-        """Submits a prepared request; leaving the block before its end aborts it. Errors as `EngineClient.open`."""
+    def start(self, request: Request, text: bool = True) -> Iterator[Generation]:
+        """Submits a prepared request; leaving the block before its end aborts it. Errors as `EngineClient.open`.
+
+        Without `text` the pieces hold ids only, which saves the work; stop strings are not found then.
+        """
+        detokenizer = self.model.tokenizer.detokenizer if text else NoText
         timing = Timing(self._metrics, request.sampling.n)
         with timing, self._client.open(request) as stream:
-            generation = Generation(request, stream, self.model.tokenizer.detokenizer, timing)
+            generation = Generation(request, stream, detokenizer, timing)
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, stream)
             try:
                 yield generation

@@ -24,6 +24,7 @@ class StatusLine:
 
     async def run(self) -> None:
         """Goes on for ever."""
+        self._throughput.sample()
         while True:
             for _ in range(SAMPLES_PER_LINE):
                 await asyncio.sleep(SAMPLE_S)

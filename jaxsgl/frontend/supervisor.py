@@ -52,9 +52,9 @@ class EngineSupervisor:
         self._line = EngineLine(self._endpoints)
         self._line.listen(self._receive)
         launch = EngineLaunch(self._config, self._endpoints, self._log_style)
-        # A process group of its own: Ctrl-C in the terminal is for us alone.
+        # A session of its own: Ctrl-C in the terminal is for us alone. (uvloop knows no process_group.)
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.PIPE, process_group=0
+            *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         self._watcher = asyncio.create_task(self._watch(self._process))
         assert self._process.stdin is not None

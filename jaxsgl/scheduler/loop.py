@@ -34,7 +34,7 @@ def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap
     unread_allowed = 1 if overlap else 0
     commands = Commands(scheduler, engine, mailbox.send)
     while True:
-        for message in mailbox.receive(block=scheduler.is_idle):
+        for message in mailbox.receive(block=scheduler.is_idle and commands.is_idle):
             if isinstance(message, Shutdown):
                 return
             elif isinstance(message, Request | Abort):
@@ -48,5 +48,5 @@ def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap
             step = in_flight.popleft()
             scheduler.collect(step.tokens(), step.scores())
             commands.step_collected()
-        commands.tell_cache_events()
+        commands.turn_ends()
         mailbox.send(Replies(scheduler.take_replies(), scheduler.load(engine.recompiles)))

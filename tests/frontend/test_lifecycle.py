@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from fake_engine_process import LIMITS, Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -118,6 +120,50 @@ def test_a_signal_lets_short_calls_finish_and_ends_long_ones(start_server: Start
         assert code == grpc.StatusCode.UNAVAILABLE
         assert "shutting down" in words
     assert server.wait_for_exit() == 0
+
+
+def generate(server: ServerProcess, *ids: int, **sampling: int) -> contextlib.AbstractContextManager[httpx.Response]:
+    """A stream over HTTP."""
+    body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
+    return httpx.stream("POST", f"http://{server.http_address}/generate", json=body, timeout=PATIENCE_S)
+
+
+def test_a_signal_lets_http_streams_finish_while_new_requests_are_sent_away(start_server: Start) -> None:
+    server = start_server("--drain-s", "600")
+    server.wait_until_ready()
+    with httpx.Client(base_url=f"http://{server.http_address}") as idle:
+        assert idle.get("/health").status_code == 200  # the connection stays open
+        with generate(server, Script.FOREVER, max_new_tokens=60) as short:
+            lines = short.iter_lines()
+            next(lines)
+            with generate(server, Script.PAUSE, max_new_tokens=60) as long:
+                next(long.iter_lines())
+                server.process.send_signal(signal.SIGTERM)
+                server.wait_for_log("stopping: ")
+                assert idle.get("/health").status_code == 503
+                answer = httpx.post(f"http://{server.http_address}/generate", json={"input_ids": [5]})
+                assert answer.status_code == 503
+                assert "shutting down" in answer.text
+                with grpc.insecure_channel(server.address) as channel:
+                    health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+                assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+                *_, last, done = filter(None, lines)
+            assert '"length"' in last
+            assert done == "data: [DONE]"
+        assert server.wait_for_exit() == 0  # `long` was left by its client
+    assert "Traceback" not in server.log
+
+
+def test_http_streams_that_take_too_long_are_told_why_they_end(start_server: Start) -> None:
+    server = start_server("--drain-s", "0.2")
+    server.wait_until_ready()
+    with generate(server, Script.PAUSE, max_new_tokens=60) as long:
+        lines = long.iter_lines()
+        next(lines)
+        server.interrupt()
+        assert "shutting down" in "".join(lines)
+    assert server.wait_for_exit() == 0
+    assert "Traceback" not in server.log
 
 
 def test_a_thread_at_work_does_not_delay_the_end(tmp_path: Path) -> None:

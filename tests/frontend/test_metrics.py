@@ -11,7 +11,7 @@ import prometheus_client
 import pytest
 from fake_engine_process import LIMITS, Script
 from prometheus_client.parser import text_string_to_metric_families as parse_text
-from server_process import ServerProcess, ids_request, wait_for
+from server_process import ROOT, ServerProcess, ids_request, wait_for
 
 from jaxsgl.frontend.exposition import TABLE, registry_of
 from jaxsgl.frontend.histogram import Histogram, one_two_five
@@ -132,6 +132,11 @@ def test_every_name_stands_for_one_metric() -> None:
     names = [name for row in TABLE for name in row.names]
     assert len(names) == len(set(names))
     assert {name.partition(":")[0] for name in names} == {"sglang", "vllm", "jaxsgl"}
+
+
+def test_every_metric_is_documented() -> None:
+    documented = (ROOT / "docs" / "operations.md").read_text()
+    assert not [name for row in TABLE for name in row.names if f"`{name}`" not in documented]
 
 
 def test_the_engines_numbers_come_from_its_latest_load() -> None:

@@ -4,12 +4,14 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from small_tokenizers import byte_level, save
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.prompts import INLINE_CHARS, ChatPrompt, IdsPrompt, Prompt, TextPrompt, tokenize
-from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer
+from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 
 
 class Uncopied(Sequence[int]):
@@ -80,3 +82,11 @@ def test_the_longest_text_that_could_fit_is_tokenized(tokenizer: Tokenizer, thre
     assert ids_of(TextPrompt(text), tokenizer, threads, context_length=100) == tokenizer.encode(text)
     with pytest.raises(InvalidRequest, match="bytes"):
         ids_of(TextPrompt(text + "龘"), tokenizer, threads, context_length=100)
+
+
+def test_a_chat_that_its_template_makes_too_long_is_not_tokenized(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    tokenizer = load_tokenizer(save(byte_level(), tmp_path, "{{ 'x' * (messages[0].content | int) }}"))
+    max_bytes = 10 * tokenizer.max_token_bytes
+    assert len(ids_of(chat(str(max_bytes)), tokenizer, threads, context_length=10)) == max_bytes
+    with pytest.raises(InvalidRequest, match=f"chat has {max_bytes + 1} bytes"):
+        ids_of(chat(str(max_bytes + 1)), tokenizer, threads, context_length=10)

@@ -31,7 +31,8 @@ def test_every_field_arrives_where_it_belongs() -> None:
     assert wish.sampling == SamplingParams(
         temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, frequency_penalty=0.5, presence_penalty=-0.5,
         repetition_penalty=1.5, max_tokens=9, stop=("a", "b"), stop_token_ids=(4, 5), n=3, min_tokens=2,
-        ignore_eos=True, include_stop_str_in_output=True, logit_bias={42: 1.5, 7: -100.0}, logprobs=5, prompt_logprobs=5,
+        ignore_eos=True, include_stop_str_in_output=True, logit_bias={42: 1.5, 7: -100.0},
+        logprobs=5, prompt_logprobs=5,
     )  # fmt: skip
     assert (wish.stream, wish.chunk_tokens, wish.logprob_start) == (True, 4, 1)
 
@@ -68,6 +69,9 @@ def test_max_new_tokens_0_is_prefill_only() -> None:
         ({"stream_interval": -1}, "stream_interval"),
         ({"logit_bias": {"hello": 1.0}}, "'hello'"),
         ({"logit_bias": {"": 1.0}}, "logit_bias"),
+        ({"logit_bias": {"--5": 1.0}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1.0}}, "logit_bias"),
+        ({"logit_bias": {"²": 1.0}}, "logit_bias"),
         ({"logit_bias": {"1": 1000.0}}, "logit_bias"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),

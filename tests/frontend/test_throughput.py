@@ -37,6 +37,14 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert engine.throughput.rates() == Rates(500 / WINDOW_S, 100 / WINDOW_S, 10 / WINDOW_S, 1.0)
 
 
+def test_a_long_start_does_not_thin_out_the_first_rates() -> None:
+    engine = Engine()
+    engine.now_s += 100.0  # the model is loaded and compiled
+    engine.throughput.sample()
+    engine.work(2, output_tokens_total=100)
+    assert engine.throughput.rates().output_tokens_per_s == 50.0
+
+
 def test_an_idle_engine_has_no_rates_but_keeps_its_hit_rate() -> None:
     engine = Engine()
     assert engine.throughput.rates() == Rates(0.0, 0.0, 0.0, 0.0)
@@ -70,3 +78,12 @@ def test_a_queue_that_does_not_move_is_no_idleness(caplog: pytest.LogCaptureFixt
         engine.status.write()
         engine.status.write()
     assert len(caplog.messages) == 2
+
+
+def test_the_speed_is_that_of_busy_seconds_and_stays_while_the_engine_is_idle() -> None:
+    engine = Engine()
+    engine.work(3, num_running=2, output_tokens_total=100)  # the first second began idle
+    engine.work(2, num_running=1, output_tokens_total=400)
+    engine.work(100, output_tokens_total=500)
+    assert engine.throughput.rates().busy_tokens_per_s == 300 / 4
+    assert engine.throughput.rates().output_tokens_per_s == 0

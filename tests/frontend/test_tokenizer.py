@@ -80,3 +80,23 @@ def test_no_text_has_more_bytes_per_token_than_the_tokenizer_says(kind: str, tmp
 def test_byte_fallback_models_keep_unknown_characters(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save(byte_fallback(), tmp_path))
     assert tokenizer.decode(tokenizer.encode("hello 龘")) == "hello 龘"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_all_tokens_of_a_text_are_the_text(kind: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(KINDS[kind](), tmp_path))
+    for text in TEXT[:5]:
+        ids = tokenizer.encode(text)
+        joined = b"".join(tokenizer.token_bytes(token_id) for token_id in ids)
+        if kind == "byte_level":
+            assert joined.decode() == text
+        else:  # a mark before the first word; metaspace has no token for what it doesn't know
+            assert joined.decode().removeprefix(" ") == text or b"<unk>" in joined
+
+
+def test_special_tokens_have_names_and_unknown_ids_nothing(tokenizer: Tokenizer) -> None:
+    (start,) = tokenizer.encode("<|start|>")
+    assert tokenizer.token_bytes(start) == b"<|start|>"
+    (euro,) = tokenizer.encode("5 €")
+    assert tokenizer.token_bytes(euro) == "5 €".encode()
+    assert tokenizer.token_bytes(999) == b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -10,6 +11,7 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.messages import (
+    Abort,
     Answer,
     CacheCleared,
     CacheEvents,
@@ -40,6 +42,17 @@ def answers(mailbox: ScriptedMailbox) -> dict[int, Answer]:
 
 def cache_events(mailbox: ScriptedMailbox) -> list[CacheEvents]:
     return [news for news in mailbox.other_news if isinstance(news, CacheEvents)]
+
+
+def watched(mailbox: ScriptedMailbox, number: int) -> dict[int, tuple[int, ...]]:
+    """What is known at the end by who sent `WatchCache(number)`: its own snapshot, and the news after it."""
+    told = cache_events(mailbox)
+    first = next(i for i, events in enumerate(told) if events.number == number)
+    mirror = CacheMirror()
+    for events in told[first:]:
+        if events.number in (number, None):
+            mirror.take(events.events)
+    return mirror.prefixes
 
 
 def profiled(
@@ -165,6 +178,49 @@ def test_a_profile_that_could_not_be_written_can_be_stopped_again(num_steps: int
     assert mailbox.output_ids("a") == expected(PROMPT, 9)
 
 
+class SlowDisk(FakeEngine):
+    """Writes a trace when it may."""
+
+    def __init__(self, sizes: Capacity) -> None:
+        super().__init__(sizes)
+        self.may_write = threading.Event()
+
+    def stop_profile(self) -> None:
+        assert self.may_write.wait(60)
+        super().stop_profile()
+
+
+class WaitingMailbox(ScriptedMailbox):
+    """Lets a trace be written after the script."""
+
+    engine: SlowDisk
+    tokens_before = 0
+
+    def receive(self, block: bool) -> list[ToEngine]:
+        messages = super().receive(block)
+        if not self._script and not self.engine.may_write.is_set():
+            self.tokens_before = len(self.replies)
+            self.engine.may_write.set()
+        return messages
+
+
+@both_loops
+@pytest.mark.parametrize("running", [True, False])
+def test_requests_and_commands_go_on_while_a_trace_is_written(running: bool, overlap: bool) -> None:
+    requests: list[ToEngine] = [request("a", PROMPT, 20)] if running else []
+    meanwhile: list[ToEngine] = [Ping(3), StartProfile(4, "/other"), StopProfile(5)]
+    script = [[StartProfile(1, "/traces"), *requests], [StopProfile(2)], meanwhile, *[[]] * 30]
+    sizes = capacity()
+    mailbox = WaitingMailbox(script)
+    mailbox.engine = SlowDisk(sizes)
+    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), mailbox.engine, mailbox, overlap)
+    assert list(answers(mailbox)) == [1, 3, 4, 5, 2]
+    assert [answers(mailbox)[number].ok for number in (4, 5, 2)] == [False, False, True]
+    assert "still being written to /traces" in answers(mailbox)[4].text
+    assert "being written to /traces" in answers(mailbox)[5].text
+    assert mailbox.tokens_before == (20 if running else 0)
+
+
 @both_loops
 @pytest.mark.parametrize("watched_from", range(7))
 def test_whoever_watches_knows_what_is_cached_from_a_snapshot_and_news(watched_from: int, overlap: bool) -> None:
@@ -174,16 +230,17 @@ def test_whoever_watches_knows_what_is_cached_from_a_snapshot_and_news(watched_f
     script.insert(watched_from, [WatchCache(70)])
     script.insert(20, [WatchCache(71)])
     mailbox, scheduler = serve(capacity(num_pages=15, context=40), script, overlap=overlap)
-    mirrors = []
-    for number in (70, 71):
-        told = cache_events(mailbox)
-        first = next(i for i, events in enumerate(told) if events.number == number)
-        mirrors.append(CacheMirror())
-        for events in told[first:]:
-            if events.number in (number, None):  # others' snapshots are not for this one
-                mirrors[-1].take(events.events)
-    assert mirrors[0].prefixes == mirrors[1].prefixes == cached_prefixes(scheduler.cache.prefixes)
-    assert mirrors[0].prefixes
+    cached = cached_prefixes(scheduler.cache.prefixes)
+    assert watched(mailbox, 70) == watched(mailbox, 71) == cached and cached
+
+
+def test_what_happened_just_before_a_second_watch_is_news_for_the_first() -> None:
+    """The abort stores two pages of output, in the same turn."""
+    script = [[WatchCache(70), request("a", PROMPT, 30)], *[[]] * 9, [Abort("a"), WatchCache(71)]]
+    mailbox, scheduler = serve(capacity(), script)
+    cached = cached_prefixes(scheduler.cache.prefixes)
+    assert watched(mailbox, 70) == watched(mailbox, 71) == cached
+    assert len(cached) == 12
 
 
 def test_nothing_is_told_unless_somebody_watches() -> None:

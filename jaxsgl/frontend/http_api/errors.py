@@ -24,6 +24,7 @@ from jaxsgl.errors import RETRY_AFTER_S, JaxsglError
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is there to read it
 MAX_SHOWN_PROBLEMS = 3
 MAX_MESSAGE_CHARS = 2000
+MAX_PARAM_CHARS = 200
 RETRY_STATUSES = (429, 503)
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -68,10 +69,14 @@ def add_handlers(app: FastAPI) -> None:
 
 def body_of(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The JSON body that goes with `status`."""
-    if len(message) > MAX_MESSAGE_CHARS:  # it quotes something of the client's
-        message = message[:MAX_MESSAGE_CHARS] + "..."
+    message = _shortened(message, MAX_MESSAGE_CHARS)  # it may quote something of the client's
+    param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[:most] + "..."
 
 
 def error_of(error: Exception) -> tuple[int, str, str | None, str | None]:

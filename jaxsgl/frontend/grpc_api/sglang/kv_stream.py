@@ -35,7 +35,7 @@ class KvStream:
         self._num_records = 0
         self._told: Load | None = None
         self._told_s = 0.0
-        self._open_since_s: float | None = None
+        self._busy_since_s: float | None = None
 
     async def batches(self, start: int) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """All there is to send, without end. Raises `OutOfRange`, `DataLoss` and `EngineUnavailable`."""
@@ -93,12 +93,12 @@ class KvStream:
 
     def _silence_s(self) -> float | None:
         """Seconds since the engine said something, or was given something to do."""
-        if not self._engine.num_open:
-            self._open_since_s = None
+        if not self._engine.num_running:
+            self._busy_since_s = None
             return None
         now_s = time.monotonic()
-        self._open_since_s = self._open_since_s or now_s
-        return now_s - max(self._open_since_s, self._engine.heard_s)
+        self._busy_since_s = self._busy_since_s or now_s
+        return now_s - max(self._busy_since_s, self._engine.heard_s)
 
     def _check_engine(self) -> None:
         """Ends the stream of a server that stops. One that is only stuck goes on: the records tell of its silence."""

@@ -24,6 +24,7 @@ _UNSUPPORTED_OF_REQUEST = {
     "token_ids_logprob": "use top_logprobs_num",
     "return_hidden_states": "hidden states are not returned",
 }
+_MAX_ID_DIGITS = 10
 _NO_GRAMMAR = "output can't be held to a grammar"
 _UNSUPPORTED_OF_SAMPLING = {
     "regex": _NO_GRAMMAR,
@@ -124,8 +125,9 @@ def _sampling(request: pb.GenerateRequest, prefill_only: bool, scores_prompt: bo
 
 def _logit_bias(by_text: Any) -> dict[int, float]:
     """The protocol's keys are token ids written as texts."""
-    try:
-        return {int(key): bias for key, bias in by_text.items()}
-    except ValueError:
-        key = next(key for key in by_text if not key.strip().lstrip("+-").isdecimal())
-        raise InvalidRequest(f"logit_bias has the key {key[:50]!r}, but keys must be token ids, as '42'") from None
+    bias: dict[int, float] = {}
+    for key, value in by_text.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_DIGITS):
+            raise InvalidRequest(f"logit_bias has the key {key[:50]!r}, but keys must be token ids, as '42'")
+        bias[int(key)] = value
+    return bias

@@ -53,7 +53,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         wish = wish_of(request)
         prepared = await self._generator.prepare(IdsPrompt(request.tokenized.input_ids), wish.sampling, request_id)
         responses = Responses(request_id, wish, prepared.prompt_ids)
-        with self._generator.start(prepared) as generation:
+        with self._generator.start(prepared, text=bool(wish.sampling.stop)) as generation:
             async for piece in generation:
                 for response in responses.of(piece):
                     await context.write(response)

@@ -12,18 +12,13 @@ LEAST = -9999.0  # JSON has no minus infinity
 
 
 def name_of(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of a token.
+    """The text of a token; bytes that are no whole character are written as `\\xe2`, as OpenAI does.
 
-    A part of a character is written as `bytes:\\xe2\\x82`, as OpenAI does, so that different tokens have different
-    names. Without a tokenizer a name is `token_id:7`.
+    So different tokens have different names. Without a tokenizer a name is `token_id:7`.
     """
     if not tokenizer.exists:
         return f"token_id:{token_id}"
-    token = tokenizer.token_bytes(token_id)
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+    return tokenizer.token_bytes(token_id).decode(errors="backslashreplace")
 
 
 def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:

@@ -22,7 +22,7 @@ def chat_prompt(
             "message or begins a new one: set one of them"
         )
     options = TemplateOptions(
-        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] if with_tools else (),
+        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if with_tools else (),
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         variables=body.chat_template_kwargs or {},

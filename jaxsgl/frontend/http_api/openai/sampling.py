@@ -9,10 +9,10 @@ from jaxsgl.request import MAX_SEED, SamplingParams
 # Fields that other servers know and that change the answer. Empty or false, they ask for nothing.
 # fmt: off
 NOT_BUILT = frozenset({
-    "allowed_token_ids", "audio", "bad_words", "custom_logit_processor", "ebnf", "function_call", "functions",
-    "guided_choice", "guided_grammar", "guided_json", "guided_regex", "input_embeds", "json_schema",
-    "logits_processors", "lora_path", "prompt_embeds", "regex", "stop_regex", "structural_tag", "structured_outputs",
-    "use_beam_search",
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents", "ebnf",
+    "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "input_embeds",
+    "json_schema", "logits_processors", "lora_path", "prompt_embeds", "regex", "stop_regex", "structural_tag",
+    "structured_outputs", "truncate_prompt_tokens", "use_beam_search",
 })
 _SAME = (
     "frequency_penalty", "ignore_eos", "min_p", "min_tokens", "n", "presence_penalty", "repetition_penalty",

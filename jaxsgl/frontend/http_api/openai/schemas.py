@@ -43,15 +43,15 @@ Prompts = Annotated[
     | Annotated[list[str], Field(min_length=1, fail_fast=True)]
     | TokenIds
     | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)],
-    _one_error("prompt must be a text, a list of texts, a list of token ids, or a list of lists of token ids"),
+    _one_error("must be a text, a list of texts, a list of token ids, or a list of lists of token ids"),
 ]
 Texts = Annotated[
     str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)],
-    _one_error(f"prompt must be a text, or a list of 1 to {MAX_TEXTS} texts"),
+    _one_error(f"must be a text, or a list of 1 to {MAX_TEXTS} texts"),
 ]
 Stop = Annotated[
     str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)],
-    _one_error(f"stop must be a text, or a list of up to {MAX_STOP_STRINGS} texts"),
+    _one_error(f"must be a text, or a list of up to {MAX_STOP_STRINGS} texts"),
 ]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -123,7 +123,7 @@ class ContentPart(Body):
 
 Content = Annotated[
     str | list[ContentPart],
-    _one_error('content must be a text, or a list of parts {"type": "text", "text": ...}'),
+    _one_error('must be a text, or a list of parts {"type": "text", "text": ...}'),
 ]
 
 
@@ -168,6 +168,13 @@ class Tool(Body):
     function: Function
 
 
+ToolChoice = Annotated[
+    str | dict[str, Any],
+    _one_error("must be a text or an object"),
+    Field(description="only auto and none are supported"),
+]
+
+
 class ResponseFormat(Body):
     """Only the type `text` is supported."""
 
@@ -194,7 +201,7 @@ class ChatRequest(Templated, Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tool_choice: Annotated[str | dict[str, Any], Field(description="only auto and none are supported")] | None = None
+    tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
 
 

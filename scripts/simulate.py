@@ -1,0 +1,153 @@
+"""What a scheduling policy does to throughput and latency, without a GPU.
+
+The real scheduler, cache and serving loop run against a model of the device on a simulated clock:
+
+    python scripts/simulate.py --trace shared-prefix --num-prompts 1024 --request-rate 40
+    python scripts/simulate.py --trace mooncake --trace-file conversation.jsonl --json run.json --plot run.png
+    python scripts/simulate.py --model qwen3-0.6b --trace bursts --chunked-prefill-size 4096
+
+Flags of the engine mean what they mean to `jaxsgl.serve`; --model is qwen3-8b (if left out), qwen3-0.6b, or a folder
+with a config.json, of which only the shape is used. Step times follow from data sheets and are assumptions until they
+have been measured: --record FILE measures steps of the real engine on this machine (and a real --model, the bundled one
+if left out), --fit FILE fits the model of the device to such lines: {"kind": "decode" or "extend", "tokens": padded,
+"seqs", "kv_tokens", "seconds"}. Figures are those of SGLang's bench_serving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from simulation.cost import HARDWARE, Costs, arch_of, data_sheet_costs, read_steps
+from simulation.engine import capacity_on
+from simulation.fit import fit
+from simulation.plot import plot
+from simulation.prompts import Ask
+from simulation.record import record
+from simulation.replay import FORMATS, replayed
+from simulation.run import simulate
+from simulation.traces import TraceConfig, made_up
+
+from jaxsgl.config import BUNDLED_MODEL, EngineConfig, add_flags, flag, from_flags
+from jaxsgl.errors import JaxsglError
+from jaxsgl.models import ModelArch
+
+
+@dataclass(frozen=True)
+class SimulationConfig:
+    """One run."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    max_concurrency: int | None = flag(None, "requests that clients keep open at once (default: no bound)")
+    hardware: str = flag("h200", "whose data sheet step times and memory follow", choices=tuple(HARDWARE))
+    host_us: float = flag(50.0, "microseconds of the host for a step")
+    host_us_per_seq: float = flag(1.0, "and for each sequence of it")
+    fit: str | None = flag(None, "measured steps to fit the device model to, instead of the data sheet")
+    record: str | None = flag(None, "measure steps of the real engine, write them to this file, and leave")
+    json: str | None = flag(None, "write flags and figures to this file")
+    plot: str | None = flag(None, "draw the run into this file (needs matplotlib)")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Records, or simulates and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, SimulationConfig)
+    parser.set_defaults(model=None)
+    options = parser.parse_args(arguments)
+    options.model = options.model or (BUNDLED_MODEL if options.record else "qwen3-8b")
+    try:
+        config = from_flags(SimulationConfig, options)
+        if config.record:
+            return write_steps(config, Path(config.record))
+        return run(config)
+    except (JaxsglError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def run(config: SimulationConfig) -> int:
+    """One simulation; prints its figures."""
+    hardware, arch = HARDWARE[config.hardware], arch_of(config.engine.model)
+    capacity = capacity_on(hardware, arch, config.engine)
+    costs, source = costs_of(config, arch)
+    figures, summary = simulate(
+        config.engine, arch, capacity, costs, trace_of(config), max_concurrency=config.max_concurrency,
+        host_step_s=1e-6 * config.host_us, host_seq_s=1e-6 * config.host_us_per_seq,
+    )  # fmt: skip
+    print(f"{config.trace.trace} on {config.engine.model}, {capacity.pool_tokens:,} tokens of KV; {source}")
+    print(table(summary))
+    if config.json:
+        report = {"flags": asdict(config), "costs": {kind: asdict(c) for kind, c in costs.items()}, "figures": summary}
+        Path(config.json).write_text(json.dumps(report, indent=2) + "\n")
+    if config.plot:
+        plot(figures, f"{config.trace.trace}, {config.engine.model}", Path(config.plot))
+    return 0
+
+
+def trace_of(config: SimulationConfig) -> Iterable[Ask]:
+    """The requests, by time. Raises `ValueError` if a file is needed and not given, or can't be read."""
+    trace = config.trace
+    if trace.trace not in FORMATS:
+        return made_up(trace, config.engine.random_seed)
+    if trace.trace_file is None:
+        raise ValueError(f"--trace {trace.trace} replays a file: name it with --trace-file")
+    return replayed(Path(trace.trace_file), trace.trace, trace.num_prompts, trace.slowdown)
+
+
+def costs_of(config: SimulationConfig, arch: ModelArch) -> tuple[Costs, str]:
+    """Coefficients of step times, and in words where they are from."""
+    if config.fit is None:
+        return data_sheet_costs(HARDWARE[config.hardware], arch), "step times ASSUMED from the data sheet, not measured"
+    costs, errors = fit(read_steps(Path(config.fit)))
+    return costs, f"step times fitted to {config.fit}; " + ", ".join(f"{k}: {e:.1%} off" for k, e in errors.items())
+
+
+def write_steps(config: SimulationConfig, path: Path) -> int:
+    """Measures, writes every step as soon as it is known, and says how well the formula fits."""
+    steps = []
+    with path.open("w") as file:
+        for step in record(config.engine):
+            steps.append(step)
+            file.write(json.dumps(step) + "\n")
+            file.flush()
+    costs, errors = fit(steps)
+    for kind, cost in costs.items():
+        print(f"{kind}: fit is {errors[kind]:.1%} off on average; {asdict(cost)}")
+    return 0
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The figures, for people."""
+    rates = (f"{summary[f'{name}_tokens_per_s']:,.0f} {name}" for name in ("input", "output", "total"))
+    waiting, speed = summary["waiting"], summary["speed"]
+    lines = [
+        f"completed {summary['completed']:,}, refused {summary['refused']:,}, in {summary['duration_s']:,.1f} s",
+        f"{summary['requests_per_s']:.2f} requests/s; tokens/s: {', '.join(rates)}",
+        f"{'ms':8}" + "".join(f"{name:>10}" for name in summary["ttft_s"]),
+        *(
+            f"{name[:-2].upper():8}" + "".join(f"{1000 * value:10,.1f}" for value in summary[name].values())
+            for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")
+        ),
+        f"cache hit rate {summary['cache_hit_rate']:.1%}, retractions {summary['retractions']}",
+        f"waiting {waiting['mean']:,.1f} on average, {waiting['max']:,} at most; "
+        f"running {summary['running_mean']:,.1f}; concurrency {summary['concurrency']:,.1f}; "
+        f"device busy {summary['device_busy']:.1%}",
+        *(
+            f"{kind} steps: {steps['count']:,} of {1000 * steps['seconds'] / steps['count']:.2f} ms, padded to "
+            f"{steps['waste']:.3f} of their real size"
+            for kind, steps in summary["steps"].items()
+        ),
+        f"{speed['simulated_s_per_real_s']:,.0f} simulated seconds per real second, "
+        f"{1e6 * speed['real_s_per_step']:,.0f} us a step",
+    ]
+    return "\n".join("  " + line for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

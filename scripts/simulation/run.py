@@ -1,0 +1,58 @@
+"""One run: the real scheduler and the real serving loop between simulated clients and a simulated engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.config import EngineConfig
+from jaxsgl.models import ModelArch
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.wiring import build_scheduler
+from simulation.clients import Clients
+from simulation.cost import Costs
+from simulation.engine import Clock, SimulatedEngine, SizesBuilder
+from simulation.figures import Figures
+from simulation.prompts import Ask
+
+
+def simulate(
+    config: EngineConfig,
+    arch: ModelArch,
+    capacity: Capacity,
+    costs: Costs,
+    trace: Iterable[Ask],
+    *,
+    host_step_s: float = 0.0,
+    host_seq_s: float = 0.0,
+    max_concurrency: int | None = None,
+) -> tuple[Figures, dict[str, Any]]:
+    """Serves `trace` to its end. Returns what was counted, and a summary.
+
+    Args:
+      config: as for a real server, of which everything that the scheduler looks at counts.
+      arch, capacity, costs: the model and the device.
+      trace: in order of time.
+      host_step_s, host_seq_s: what the host takes for a step, and for each of its sequences besides.
+      max_concurrency: requests that clients keep open.
+    """
+    clock = Clock()
+    buckets = BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets)
+    engine = SimulatedEngine(arch, capacity, buckets, costs, clock, host_step_s, host_seq_s)
+    scheduler = build_scheduler(config, engine, config.max_queued_requests)
+    scheduler._builder = SizesBuilder(buckets)
+    clients = Clients(trace, clock, capacity.vocab_size, max_concurrency)
+    start_s = time.perf_counter()
+    run_loop(scheduler, engine, clients, overlap=not config.disable_overlap_schedule)
+    real_s = time.perf_counter() - start_s
+    scheduler.check()
+    num_steps = sum(counts.steps for counts in engine.counts.values())
+    speed = {
+        "real_s": real_s,
+        "simulated_s_per_real_s": clock.now_s / real_s,
+        "real_s_per_step": real_s / max(num_steps, 1),
+    }
+    return clients.figures, clients.figures.summary(engine) | {"speed": speed}

@@ -1,0 +1,60 @@
+"""Small HTTP clients for tests: a client per server, events of a stream, connections that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+from server_process import PATIENCE_S, ServerProcess
+
+
+def client(server: ServerProcess, **options: Any) -> httpx.Client:
+    return httpx.Client(base_url=f"http://{server.http_address}", timeout=PATIENCE_S, **options)
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    """Of a stream that ended as it should."""
+    *data, done = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    assert done == "[DONE]"
+    return [json.loads(event) for event in data]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error in OpenAI's shape, which every refusal has."""
+    assert response.status_code >= 400
+    assert response.headers["content-type"] == "application/json"
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    return error  # type: ignore[no-any-return]
+
+
+def generate_body(*ids: int, stream: bool = False, **sampling: Any) -> dict[str, Any]:
+    return {"input_ids": ids, "stream": stream, "sampling_params": sampling}
+
+
+def report(client: httpx.Client) -> list[int]:
+    """[running requests, requests ever seen, aborts ever seen], as the fake engine counts."""
+    body = generate_body(906, max_new_tokens=3, ignore_eos=True)
+    ids = client.post("/generate", json=body).json()["output_ids"]
+    return [int(number) for number in ids]
+
+
+async def open_stream(address: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that has sent POST /generate and read nothing yet."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    payload = json.dumps(body).encode()
+    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
+    writer.write(head.encode() + b"\r\n\r\n" + payload)
+    return reader, writer
+
+
+async def until(condition: Any) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)

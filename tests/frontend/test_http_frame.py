@@ -1,0 +1,157 @@
+"""What holds for every HTTP endpoint: shapes of errors, ids, limits of bodies."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+from fake_engine_process import Script
+from fastapi import FastAPI
+from http_calls import client, error_of, generate_body
+from server_process import ServerProcess
+from starlette.testclient import TestClient
+
+from jaxsgl.frontend.http_api import errors
+from jaxsgl.frontend.http_api.guard import RequestIds
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with client(server) as http:
+        yield http
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"text": "a"', "can't be read"),
+        (b"", "no JSON object"),
+        (b"[1]", "no JSON object"),
+        (b"\xff\xfe", "can't be read"),
+        (b'{"text": NaN}', "can't be read"),
+        (b'{"text": "\\ud800"}', "can't be read"),
+        (b'{"sampling_params": {"temperature": ' + b"9" * 5000 + b"}}", ""),
+        (b'{"sampling_params": ' + b"[" * 5000 + b"]" * 5000 + b"}", ""),
+        (b'{"text": 5}', "text"),
+        (b'{"input_ids": ["a", "b", "c", "d", "e"]}', "input_ids"),
+        (b'{"text": "a", "sampling_params": {"temperature": "hot"}}', "temperature"),
+        (b'{"text": "a", "sampling_params": {"temperature": -1}}', "temperature"),
+        (b'{"text": "a", "sampling_params": {"logit_bias": {"\\u00e9": 1}}}', "logit_bias"),
+    ],
+)
+def test_a_body_that_makes_no_sense_is_a_bad_request(http: httpx.Client, body: bytes, words: str) -> None:
+    response = http.post("/generate", content=body, headers=JSON)
+    assert response.status_code == 400
+    assert words in error_of(response)["message"]
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+def test_the_field_that_is_to_blame_is_named(http: httpx.Client) -> None:
+    response = http.post("/generate", json={"text": 5})
+    assert str(error_of(response)["param"]).startswith("text")
+
+
+def test_an_error_does_not_repeat_a_large_body(http: httpx.Client) -> None:
+    response = http.post("/generate", json={"text": "a", "sampling_params": {"x" * 100_000: 1}})
+    assert response.status_code == 400
+    assert len(response.content) < 10_000
+
+
+def test_unknown_paths_and_methods_are_told(http: httpx.Client) -> None:
+    missing = http.get("/v2/nothing")
+    assert missing.status_code == 404
+    assert "/v2/nothing" in error_of(missing)["message"]
+    wrong = http.get("/generate")
+    assert wrong.status_code == 405
+    assert "GET" in error_of(wrong)["message"]
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_a_refused_stream_has_the_status_of_its_refusal(http: httpx.Client) -> None:
+    refused = http.post("/generate", json=generate_body(Script.REFUSE, stream=True))
+    assert refused.status_code == 400
+    assert "the scheduler refuses this" in error_of(refused)["message"]
+
+
+def test_a_full_queue_is_told_with_the_time_to_wait(http: httpx.Client) -> None:
+    for stream in (False, True):
+        response = http.post("/generate", json=generate_body(Script.REFUSE, 1, stream=stream))
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert error_of(response)["type"] == "rate_limit_error"
+
+
+def test_an_engine_that_dies_ends_a_stream_with_an_error_event(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with client(server) as http:
+        body = http.post("/generate", json=generate_body(Script.DIE, 5, stream=True)).text
+    *_, last = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    assert json.loads(last)["error"]["type"] == "server_error"
+    assert server.wait_for_exit() == 1
+
+
+def test_a_request_keeps_its_id(http: httpx.Client) -> None:
+    assert http.get("/health", headers={"x-request-id": "mine-7"}).headers["x-request-id"] == "mine-7"
+    assert http.get("/nix", headers={"x-request-id": "mine-8"}).headers["x-request-id"] == "mine-8"
+
+
+@pytest.mark.parametrize("given", [None, "", "x" * 257, "\xfcber"])
+def test_a_request_without_a_good_id_gets_one(http: httpx.Client, given: str | None) -> None:
+    headers = {} if given is None else {"x-request-id": given.encode("latin-1")}
+    ids = [http.get("/health", headers=headers).headers["x-request-id"] for _ in range(2)]
+    assert all(len(id) == 32 for id in ids)
+    assert ids[0] != ids[1]
+
+
+def test_a_large_body_is_refused_by_its_length_or_while_it_comes(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server("--max-request-bytes", "2000")
+    server.wait_until_ready()
+    with client(server) as http:
+        large = json.dumps(generate_body(*range(600))).encode()
+        fits = json.dumps(generate_body(7, max_new_tokens=1)).encode()
+
+        def in_pieces(body: bytes) -> Iterator[bytes]:
+            yield from (body[i : i + 100] for i in range(0, len(body), 100))
+
+        for content in (large, in_pieces(large)):
+            response = http.post("/generate", content=content, headers=JSON)
+            assert response.status_code == 413
+            assert "--max-request-bytes" in error_of(response)["message"]
+        for content in (fits, in_pieces(fits)):
+            assert http.post("/generate", content=content, headers=JSON).status_code == 200
+
+
+def test_our_own_faults_are_logged_and_tell_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    app = FastAPI(responses=errors.RESPONSES)
+    errors.add_handlers(app)
+    app.add_middleware(RequestIds)
+
+    @app.get("/broken")
+    async def broken() -> None:
+        raise KeyError("a secret")
+
+    with caplog.at_level(logging.ERROR), TestClient(app, raise_server_exceptions=False) as http:
+        response = http.get("/broken", headers={"x-request-id": "r"})
+    assert response.status_code == 500
+    assert error_of(response)["type"] == "server_error"
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] == "r"
+    assert "a secret" in caplog.text
+
+
+def test_the_description_says_400_where_fastapi_would_say_422(http: httpx.Client) -> None:
+    description = http.get("/openapi.json").json()
+    operations = [operation for path in description["paths"].values() for operation in path.values()]
+    assert operations
+    for operation in operations:
+        assert "422" not in operation["responses"]
+        (schema,) = operation["responses"]["4XX"]["content"].values()
+        assert schema["schema"]["$ref"].endswith("/ErrorBody")

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from fake_engine_process import Script
+from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request
+
+from jaxsgl import logs
+
+Start = Callable[..., ServerProcess]
+
+
+@contextmanager
+def logger_of(log_format: str) -> Iterator[tuple[logging.Logger, io.StringIO]]:
+    """A logger, and what it has written in `log_format`."""
+    written = io.StringIO()
+    handler = logs.new_handler(log_format, "server", written)
+    logger = logging.Logger("jaxsgl.of_this_test")
+    logger.addHandler(handler)
+    yield logger, written
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_line_for_machines_is_one_object() -> None:
+    with logger_of("json") as (logger, written):
+        logger.info("%d of %s\nand a second line", 3, "four", extra={"prompt_tokens": 7, "path": Path("/a")})
+    (line,) = objects(written.getvalue())
+    time = datetime.fromisoformat(line.pop("time"))
+    assert abs(datetime.now(UTC) - time) < timedelta(hours=1)
+    assert line == {
+        "level": "info",
+        "process": "server",
+        "logger": "jaxsgl.of_this_test",
+        "message": "3 of four\nand a second line",
+        "prompt_tokens": 7,
+        "path": "/a",
+    }
+
+
+def test_an_exception_stays_in_its_line_for_machines() -> None:
+    with logger_of("json") as (logger, written):
+        try:
+            raise ValueError("odd")
+        except ValueError:
+            logger.exception("it failed")
+    (line,) = objects(written.getvalue())
+    assert line["level"] == "error"
+    assert line["exception"].startswith("Traceback")
+    assert line["exception"].endswith("ValueError: odd")
+
+
+def test_lines_of_concurrent_requests_carry_their_own_ids() -> None:
+    async def serve(logger: logging.Logger, request_id: str) -> None:
+        logs.name_request(request_id)
+        await asyncio.sleep(0)
+        logs.name_request("the id of a part")
+        await asyncio.sleep(0)
+        logger.info("from %s", request_id)
+
+    async def serve_some(logger: logging.Logger) -> None:
+        await asyncio.gather(*(serve(logger, f"r{i}") for i in range(5)))
+        logger.info("from nobody")
+
+    with logger_of("json") as (logger, written):
+        asyncio.run(serve_some(logger))
+    ids = {line["message"]: line.get("request_id") for line in objects(written.getvalue())}
+    assert ids == {"from nobody": None} | {f"from r{i}": f"r{i}" for i in range(5)}
+
+
+def test_a_request_id_can_not_forge_a_line() -> None:
+    async def serve(logger: logging.Logger) -> None:
+        logs.name_request("a\n2026-01-01 ERROR server: on fire\x1b[31m")
+        logger.info("served")
+
+    for log_format in ("text", "json"):
+        with logger_of(log_format) as (logger, written):
+            asyncio.run(serve(logger))
+        assert written.getvalue().count("\n") == 1
+        assert written.getvalue().isprintable() or written.getvalue()[:-1].isprintable()
+
+
+def test_both_processes_write_objects_only(start_server: Start) -> None:
+    server = start_server("--log-format", "json")
+    server.wait_until_ready()
+    with server.stub() as stub:
+        prompt = (Script.FOREVER, 6, 7, 8)
+        list(stub.Generate(ids_request(*prompt, request_id="mine\n", max_tokens=3, n=2, stream=False)))
+    server.interrupt()
+    assert server.wait_for_exit() == 0
+    lines = objects(server.log)
+    assert {line["process"] for line in lines} == {"server", "engine"}
+    (finished,) = [line for line in lines if line.get("request_id") == "mine\n"]
+    assert finished["level"] == "debug"
+    assert finished["engine_id"] == "mine\n/0"
+    assert finished["finish_reason"] == "length,length"
+    assert (finished["prompt_tokens"], finished["cached_tokens"], finished["output_tokens"]) == (4, 2, 6)
+    assert 0 < finished["first_token_s"] <= finished["total_s"]
+
+
+def test_a_failing_start_is_an_object_too(start_server: Start) -> None:
+    server = start_server("--log-format", "json", "--page-size", "0")
+    assert server.wait_for_exit() == 1
+    (line,) = objects(server.log)
+    assert line["message"] == "--page-size is 0, but must be 1 to 256"
+    assert line["level"] == "error"
+
+
+def test_warnings_are_log_lines_and_progress_bars_stay_away_from_machines() -> None:
+    program = (
+        "import warnings\n"
+        "from jaxsgl import logs\n"
+        "logs.configure(logs.LogStyle('info', 'json'), 'engine')\n"
+        "import tqdm\n"
+        "list(tqdm.tqdm(range(3)))\n"
+        "warnings.warn('old')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-W", "default", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    (line,) = objects(ended.stderr)
+    assert line["level"] == "warning"
+    assert "UserWarning: old" in line["message"]

@@ -1,0 +1,109 @@
+"""Bodies that no well-meaning client sends, and the tokenizer's endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from openai_calls import connect, post, refusal, say
+from server_process import ServerProcess
+
+from jaxsgl.frontend.tokenizer import Tokenizer
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with connect(server) as http:
+        yield http
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"hello",
+        b"null",
+        b"[]",
+        b'"text"',
+        b'{"prompt": "a"',
+        b'{"prompt": NaN, "messages": NaN, "tokens": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999, "messages": 1, "tokens": [1e999]}',
+        b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\udfff"}], "tokens": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": [' + b"9" * 5000 + b'], "messages": 1, "tokens": [' + b"9" * 5000 + b"]}",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a": ' * 150 + b"1" + b"}" * 150,
+    ],
+)
+def test_broken_bodies_are_the_clients_mistake(http: httpx.Client, path: str, body: bytes) -> None:
+    answer = http.post(path, content=body, headers=JSON)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_an_error_says_no_more_than_the_first_problems_of_many(http: httpx.Client) -> None:
+    error = refusal(http, "/v1/completions", prompt=["a"] * 10_000 + [1] * 10_000)
+    assert len(error["message"]) < 500
+
+
+def test_unknown_paths_and_methods_are_refused_in_the_same_shape(http: httpx.Client) -> None:
+    for answer in (http.get("/v1/nothing"), http.get("/v1/completions")):
+        assert answer.status_code in (404, 405)
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_request_keeps_its_id(http: httpx.Client) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    assert http.post("/v1/completions", json=body, headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+    assert len(http.post("/v1/completions", json=body).headers["x-request-id"]) == 32
+
+
+def test_text_is_tokenized_and_comes_back(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello Köln")
+    answer = post(http, "/tokenize", prompt="hello Köln", return_token_strs=True)
+    assert answer["tokens"] == ids
+    assert answer["count"] == len(ids)
+    assert answer["max_model_len"] == 200
+    assert answer["token_strs"][0] == "hello"
+    named = "".join(answer["token_strs"]).encode("latin-1").decode("unicode_escape").encode("latin-1")
+    assert named.decode() == "hello Köln"
+    assert post(http, "/v1/detokenize", tokens=ids) == {"prompt": "hello Köln", "text": "hello Köln"}
+
+
+def test_several_texts_are_tokenized_one_by_one(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    answer = post(http, "/v1/tokenize", prompt=["abc", "hello"])
+    assert answer["tokens"] == [tokenizer.encode("abc"), tokenizer.encode("hello")]
+    assert answer["count"] == [3, 1]
+
+
+def test_messages_are_tokenized_in_their_template(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    expected = tokenizer.encode("<|start|>user\nhello<|end|>\n<|start|>assistant\n")
+    assert post(http, "/tokenize", messages=say("hello"))["tokens"] == expected
+
+
+def test_more_tokens_than_the_context_holds_can_be_counted(http: httpx.Client) -> None:
+    assert post(http, "/tokenize", prompt="龘" * 300)["count"] == 900
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/tokenize", {}, "send one of them"),
+        ("/tokenize", {"prompt": "a", "messages": say("a")}, "send one of them"),
+        ("/tokenize", {"prompt": 5}, "must be a text"),
+        ("/tokenize", {"prompt": []}, "must be a text"),
+        ("/tokenize", {"prompt": ""}, "empty"),
+        ("/tokenize", {"prompt": "龘" * 10_000}, "30000 bytes"),
+        ("/detokenize", {"tokens": [1000]}, "ids go from 0 to 999"),
+        ("/detokenize", {"tokens": [10**30]}, "ids go from 0 to 999"),
+        ("/detokenize", {"tokens": [5] * 201}, "201 tokens"),
+        ("/detokenize", {"tokens": "a"}, "valid list"),
+    ],
+)
+def test_what_cant_be_tokenized_is_refused(http: httpx.Client, path: str, body: dict[str, object], words: str) -> None:
+    assert words in refusal(http, path, **body)["message"]

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine_process import EOS_ID
+from openai_calls import chunks, connect, post, refusal, say
+from server_process import ServerProcess
+from small_tokenizers import byte_level, save
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.http_api.openai.messages import chat_prompt
+from jaxsgl.frontend.http_api.openai.schemas import ChatRequest
+from jaxsgl.frontend.prompts import ChatPrompt
+from jaxsgl.frontend.tokenizer import TemplateOptions, Tokenizer, load_tokenizer
+
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with connect(server) as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def telling(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Its chat template writes down all that it is given."""
+    template = "{{ [messages, tools, add_generation_prompt, colour] | tojson }}"
+    return load_tokenizer(save(byte_level(), tmp_path_factory.mktemp("telling"), template))
+
+
+def prompt_of(tokenizer: Tokenizer, **body: Any) -> ChatPrompt:
+    parsed = ChatRequest.model_validate(body)
+    return chat_prompt(parsed.messages, parsed, tokenizer)
+
+
+def test_an_answer_has_all_that_openai_has(http: httpx.Client, model_folder: str, tokenizer: Tokenizer) -> None:
+    answer = post(http, PATH, messages=say("hello"), model=model_folder)
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == model_folder
+    (choice,) = answer["choices"]
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": "user\nhello"},  # the fake echoes the prompt up to the first EOS
+        "logprobs": None,
+        "finish_reason": "stop",
+        "matched_stop": EOS_ID,
+    }
+    prompt_len = len(tokenizer.encode("<|start|>user\nhello<|end|>\n<|start|>assistant\n"))
+    assert answer["usage"] == {
+        "prompt_tokens": prompt_len,
+        "completion_tokens": 7,
+        "total_tokens": prompt_len + 7,
+        "prompt_tokens_details": {"cached_tokens": prompt_len // 2},
+    }
+
+
+def test_a_stream_starts_with_the_role_and_ends_with_the_reason(http: httpx.Client) -> None:
+    first, *parts, last = chunks(http, PATH, messages=say("hello"))
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(part["choices"][0]["finish_reason"] is None for part in (first, *parts))
+    assert (
+        "".join(part["choices"][0]["delta"]["content"] for part in parts)
+        + last["choices"][0]["delta"].get("content", "")
+        == "user\nhello"
+    )
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert last["choices"][0]["matched_stop"] == EOS_ID
+    assert len({part["id"] for part in (first, *parts, last)}) == 1
+    assert all("usage" not in part for part in (first, *parts, last))
+
+
+@pytest.mark.parametrize("top_logprobs", [None, 0, 2])
+def test_a_stream_says_the_same_as_a_whole_answer(http: httpx.Client, top_logprobs: int | None) -> None:
+    body: dict[str, Any] = {"messages": say("Köln 龘 🙂"), "n": 3, "max_tokens": 20, "ignore_eos": True}
+    if top_logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": top_logprobs}
+    whole = post(http, PATH, **body)
+    *parts, last = chunks(http, PATH, **body, stream_options={"include_usage": True})
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        deltas = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
+        assert "".join(delta["delta"].get("content", "") for delta in deltas) == choice["message"]["content"]
+        assert [delta["delta"]["role"] for delta in deltas if "role" in delta["delta"]] == ["assistant"]
+        assert deltas[-1]["finish_reason"] == choice["finish_reason"] == "length"
+        scored = [token for delta in deltas if delta["logprobs"] for token in delta["logprobs"]["content"]]
+        assert scored == (choice["logprobs"]["content"] if top_logprobs is not None else [])
+
+
+def test_logprobs_have_the_form_of_openai(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    body = {"messages": say("龘"), "max_tokens": 20, "ignore_eos": True, "logprobs": True, "top_logprobs": 1}
+    (choice,) = post(http, PATH, **body)["choices"]
+    tokens = choice["logprobs"]["content"]
+    prompt = tokenizer.encode("<|start|>user\n龘<|end|>\n<|start|>assistant\n")
+    assert [token["logprob"] for token in tokens] == [-id / 8 for id in (prompt * 2)[:20]]
+    assert tokens[0]["token"] == "<|start|>"
+    assert tokens[0]["bytes"] == list(b"<|start|>")
+    for token in tokens:
+        if not token["token"].startswith("\\x"):
+            assert bytes(token["bytes"]).decode() == token["token"]
+        (top,) = token["top_logprobs"]
+        assert top == {name: token[name] for name in ("token", "logprob", "bytes")}
+    in_parts = [byte for token in tokens if token["token"].startswith("\\x") for byte in token["bytes"]]
+    assert bytes(in_parts) == "龘".encode()
+
+
+def test_max_completion_tokens_counts_before_max_tokens(http: httpx.Client) -> None:
+    body = {"messages": say("hello"), "max_tokens": 9, "max_completion_tokens": 2}
+    assert post(http, PATH, **body)["usage"]["completion_tokens"] == 2
+
+
+def test_a_stop_string_is_found_across_tokens(http: httpx.Client) -> None:
+    (choice,) = post(http, PATH, messages=say("hello"), stop=["xyz", "r\nh"])["choices"]
+    assert (choice["message"]["content"], choice["matched_stop"]) == ("use", "r\nh")
+
+
+def test_parts_of_text_are_lines_of_one_text(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "you"}]
+    (choice,) = post(http, PATH, messages=[{"role": "user", "content": parts}])["choices"]
+    assert choice["message"]["content"] == "user\nhello\nyou"
+
+
+def test_a_developer_is_the_system_to_templates_that_dont_know_it(http: httpx.Client, tmp_path: Path) -> None:
+    (choice,) = post(http, PATH, messages=[{"role": "developer", "content": "be brief"}])["choices"]
+    assert choice["message"]["content"] == "system\nbe brief"
+    knows = load_tokenizer(save(byte_level(), tmp_path, "{% if messages[0].role == 'developer' %}yes{% endif %}"))
+    prompt = prompt_of(knows, messages=[{"role": "developer", "content": "be brief"}])
+    assert knows.render_chat(prompt.messages, prompt.options) == "yes"
+
+
+def test_the_last_message_can_be_continued(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    messages = [*say("hello"), {"role": "assistant", "content": "I am"}]
+    answer = post(http, PATH, messages=messages, continue_final_message=True, max_tokens=1)
+    expected = tokenizer.encode("<|start|>user\nhello<|end|>\n<|start|>assistant\nI am")
+    assert answer["usage"]["prompt_tokens"] == len(expected)
+    answer = post(http, PATH, messages=messages, add_generation_prompt=False, max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == len(expected) + 2
+
+
+def test_the_template_is_given_tools_and_variables(telling: Tokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}, "strict": True}}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": "hi", "name": "Ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "ok", "tool_call_id": "c1"},
+    ]
+    prompt = prompt_of(telling, messages=messages, tools=[tool], chat_template_kwargs={"colour": {"is": "blue"}})
+    called = call | {"function": {"name": "f", "arguments": {"x": 1}}}
+    assert prompt.messages == [messages[0], messages[1] | {"content": "", "tool_calls": [called]}, messages[2]]
+    text = telling.render_chat(prompt.messages, prompt.options)
+    assert '"default": null' in text
+    assert text.endswith('true, {"is": "blue"}]')
+
+
+def test_tools_are_left_out_if_none_may_be_called(telling: Tokenizer) -> None:
+    body = ChatRequest.model_validate(
+        {"messages": say("hi"), "tools": [{"type": "function", "function": {"name": "f"}}]}
+    )
+    assert chat_prompt(body.messages, body, telling, with_tools=False).options.tools == ()
+    assert len(chat_prompt(body.messages, body, telling).options.tools) == 1
+
+
+def test_arguments_of_a_call_may_be_empty_or_an_object(telling: Tokenizer) -> None:
+    for given, expected in (("", {}), (None, {}), ({"x": 1}, {"x": 1})):
+        calls = [{"function": {"name": "f", "arguments": given}}]
+        prompt = prompt_of(telling, messages=[{"role": "assistant", "tool_calls": calls}])
+        (turn,) = prompt.messages
+        assert isinstance(turn, dict)
+        assert turn["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": expected}}]
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "tools", "conversation", "return_tensors"])
+def test_no_variable_gets_past_the_template(telling: Tokenizer, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"can't be called {name}"):
+        telling.render_chat(say("hi"), TemplateOptions(variables={name: "{{ 1 }}"}))
+
+
+@pytest.mark.parametrize("template", ["{{ nothing.at.all }}", "{{ 1 // 0 }}", "{{ 'a' + 1 }}", "{{ colour() }}"])
+def test_a_template_that_fails_is_no_error_of_ours(tmp_path: Path, template: str) -> None:
+    tokenizer = load_tokenizer(save(byte_level(), tmp_path, template))
+    with pytest.raises(InvalidRequest, match=r"chat template refuses these messages: \S"):
+        tokenizer.render_chat(say("hi"), TemplateOptions(variables={"colour": "blue"}))
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": None}, "messages", "valid list"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "must be a text, or a list of parts"),
+        ({"messages": ["hello"]}, "messages.0", "valid dictionary"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, None, "messages[0].content[0] is of type image_url"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, None, "unknown role tool"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+            None,
+            "arguments of the call of f are no JSON object",
+        ),
+        ({"tools": [{"type": "web"}]}, "tools.0.type", "'function'"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
+        ({"tool_choice": "required"}, None, "isn't built yet"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, None, "isn't built yet"),
+        ({"tool_choice": 5}, "tool_choice", "must be a text or an object"),
+        ({"response_format": {"type": "json_object"}}, None, "response_format json_object needs a grammar"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, None, "needs a grammar"),
+        ({"top_logprobs": 2}, None, "logprobs is not true"),
+        ({"logprobs": 3}, "logprobs", "valid boolean"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, None, "set one of them"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, None, "can't be called chat_template"),
+        ({"chat_template": "{{ 1 }}"}, None, "chat_template isn't built yet"),
+        ({"functions": [{"name": "f"}]}, None, "functions isn't built yet"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name(
+    http: httpx.Client, fields: dict[str, Any], param: str | None, words: str
+) -> None:
+    error = refusal(http, PATH, **({"messages": say("hello")} | fields))
+    assert words in error["message"]
+    assert error["param"] == param
+
+
+def test_what_clients_send_beside_is_accepted(http: httpx.Client) -> None:
+    answer = post(
+        http,
+        PATH,
+        messages=say("hello"),
+        model=None,
+        store=False,
+        metadata={},
+        user="me",
+        service_tier="auto",
+        parallel_tool_calls=True,
+        reasoning_effort="low",
+        response_format={"type": "text"},
+        tools=[],
+        tool_choice="auto",
+        modalities=["text"],
+        functions=[],
+        stop=None,
+        max_tokens=None,
+    )
+    assert answer["choices"][0]["message"]["content"] == "user\nhello"

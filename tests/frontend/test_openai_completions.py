@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine_process import EOS_ID, VOCAB_SIZE, Script
+from openai_calls import chunks, connect, post, refusal
+from server_process import ServerProcess
+
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.frontend.tokenizer import Tokenizer
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with connect(server) as http:
+        yield http
+
+
+def texts(answer: dict[str, Any]) -> list[str]:
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(answer["choices"])))
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def streamed(all_chunks: list[dict[str, Any]], num_choices: int) -> list[str]:
+    joined = [""] * num_choices
+    for chunk in all_chunks:
+        for choice in chunk["choices"]:
+            joined[choice["index"]] += choice["text"]
+    return joined
+
+
+def test_an_answer_has_all_that_openai_has(http: httpx.Client, model_folder: str) -> None:
+    answer = post(http, PATH, prompt="hello world", max_tokens=3)
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == model_folder
+    assert answer["created"] > 1_700_000_000
+    assert answer["choices"] == [
+        {"index": 0, "text": "hello world", "logprobs": None, "finish_reason": "length", "matched_stop": None}
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+@pytest.mark.parametrize("prompt", [[50, 60, 70], [[50, 60, 70]]])
+def test_prompts_may_be_token_ids(http: httpx.Client, tokenizer: Tokenizer, prompt: object) -> None:
+    assert texts(post(http, PATH, prompt=prompt, max_tokens=3)) == [tokenizer.decode([50, 60, 70])]
+
+
+def test_choices_are_numbered_prompt_by_prompt(http: httpx.Client) -> None:
+    answer = post(http, PATH, prompt=["abc", "xyz"], max_tokens=3, n=2)
+    assert texts(answer) == ["abc", "bca", "xyz", "yzx"]  # sample 1 of the fake engine starts one id later
+    assert answer["usage"]["prompt_tokens"] == 6
+    assert answer["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_stream_says_the_same_as_a_whole_answer(http: httpx.Client, echo: bool, logprobs: int | None) -> None:
+    body = {"prompt": ["hello Köln", "<="], "max_tokens": 7, "n": 3, "echo": echo, "logprobs": logprobs}
+    whole = post(http, PATH, **body)
+    parts = chunks(http, PATH, **body)
+    assert streamed(parts, 6) == texts(whole)
+    for choice in whole["choices"]:
+        of_choice = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
+        assert [part["finish_reason"] for part in of_choice] == [None] * (len(of_choice) - 1) + ["length"]
+        if logprobs is None:
+            assert all(part["logprobs"] is None for part in of_choice)
+            continue
+        for name, values in choice["logprobs"].items():
+            assert [value for part in of_choice for value in part["logprobs"][name]] == values, name
+
+
+def test_all_chunks_of_a_stream_have_one_head_and_no_usage(http: httpx.Client) -> None:
+    parts = chunks(http, PATH, prompt="hello", max_tokens=3)
+    assert len({(part["id"], part["object"], part["created"], part["model"]) for part in parts}) == 1
+    assert parts[0]["object"] == "text_completion"
+    assert all("usage" not in part for part in parts)
+
+
+def test_a_stream_ends_with_its_usage_if_asked(http: httpx.Client) -> None:
+    *parts, last = chunks(http, PATH, prompt=["hello", "abc"], max_tokens=3, stream_options={"include_usage": True})
+    assert all(part["usage"] is None for part in parts)
+    assert last["choices"] == []
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 6)
+
+
+def test_echo_puts_the_prompt_before_the_text(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    assert texts(post(http, PATH, prompt="hello ", max_tokens=1, echo=True)) == ["hello hello"]
+    of_ids = post(http, PATH, prompt=[50, 60], max_tokens=2, echo=True)
+    assert texts(of_ids) == [tokenizer.decode([50, 60, 50, 60])]
+
+
+def test_logprobs_have_the_form_of_openai(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("abc")
+    (choice,) = post(http, PATH, prompt="abc", max_tokens=3, logprobs=2)["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["a", "b", "c"]
+    assert logprobs["token_logprobs"] == [-id / 8 for id in ids]
+    following = {"a": "b", "b": "c", "c": "d"}  # their ids follow on each other; the fake names two, one less likely
+    assert logprobs["top_logprobs"] == [
+        {token: -id / 8, following[token]: -id / 8 - 1} for token, id in zip("abc", ids, strict=True)
+    ]
+    assert logprobs["text_offset"] == [0, 1, 2]
+
+
+def test_an_echoed_prompt_is_scored_without_its_first_token(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    (choice,) = post(http, PATH, prompt="hello world", max_tokens=1, logprobs=0, echo=True)["choices"]
+    ids = tokenizer.encode("hello world")
+    assert choice["logprobs"]["tokens"] == ["hello", " wor", "ld", "hello"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -ids[1] / 8, -ids[2] / 8, -ids[0] / 8]
+    assert choice["logprobs"]["top_logprobs"][0] is None
+    assert choice["logprobs"]["top_logprobs"][1] == {" wor": -ids[1] / 8}
+    assert choice["logprobs"]["text_offset"] == [0, 5, 9, 11]
+
+
+def test_max_tokens_of_0_scores_the_prompt_alone(http: httpx.Client) -> None:
+    answer = post(http, PATH, prompt=["hello world", "a"], max_tokens=0, logprobs=1, echo=True)
+    first, second = answer["choices"]
+    assert first["text"] == "hello world"
+    assert first["logprobs"]["tokens"] == ["hello", " wor", "ld"]
+    assert first["finish_reason"] == "length"
+    assert second["logprobs"]["token_logprobs"] == [None]
+    assert answer["usage"]["completion_tokens"] == 0
+    assert "echo" in refusal(http, PATH, prompt="hello", max_tokens=0)["message"]
+
+
+def test_offsets_are_places_in_the_text_whatever_the_tokens(http: httpx.Client) -> None:
+    (choice,) = post(http, PATH, prompt="a龘b🙂<|start|>c", max_tokens=30, logprobs=0)["choices"]
+    logprobs = choice["logprobs"]
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        if not token.startswith(("\\x", "<|")):
+            assert choice["text"][offset : offset + len(token)] == token
+    assert "<|start|>" in logprobs["tokens"]
+    assert logprobs["tokens"][1:4] == ["\\xe9", "\\xbe", "\\x98"]  # of 龘
+
+
+def test_a_stop_token_and_a_stop_string_are_named(http: httpx.Client) -> None:
+    (by_token,) = post(http, PATH, prompt=[66, EOS_ID, 67])["choices"]
+    assert (by_token["finish_reason"], by_token["matched_stop"]) == ("stop", EOS_ID)
+    (by_string,) = post(http, PATH, prompt="hello world", stop="o w")["choices"]
+    assert (by_string["text"], by_string["matched_stop"]) == ("hell", "o w")
+    (by_other,) = post(http, PATH, prompt="hello world", stop=["o w"], no_stop_trim=True)["choices"]
+    assert by_other["text"] == "hello w"
+    (by_id,) = post(http, PATH, prompt=[66, 67], stop_token_ids=[67], include_stop_str_in_output=True)["choices"]
+    assert (by_id["text"], by_id["matched_stop"]) == ("ab", 67)
+    (ignored,) = post(http, PATH, prompt=[66, EOS_ID, 67], ignore_eos=True, max_tokens=3)["choices"]
+    assert ignored["text"] == "ab"
+
+
+def test_sixteen_tokens_come_if_no_number_is_given(http: httpx.Client) -> None:
+    assert post(http, PATH, prompt="a")["usage"]["completion_tokens"] == 16
+    assert post(http, PATH, prompt="a", max_tokens=None)["usage"]["completion_tokens"] == 16
+
+
+def test_an_aborted_choice_ends_as_such(http: httpx.Client, stub: pb_grpc.JaxsglStub) -> None:
+    body = {"prompt": [Script.FOREVER], "stream": True, "max_tokens": 150, "logprobs": 0}
+    with http.stream("POST", PATH, json=body) as answer:
+        parts = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+        request_id = next(parts)["id"]
+        assert stub.Abort(pb.AbortRequest(request_id=request_id)).found
+        assert list(parts)[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_request_that_the_engine_refuses_has_its_status_even_if_streamed(http: httpx.Client) -> None:
+    for stream in (False, True):
+        body = {"prompt": [[Script.HANG], [Script.REFUSE, 1]], "stream": stream, "max_tokens": 1}
+        overloaded = http.post(PATH, json=body)
+        assert overloaded.status_code == 429
+        assert overloaded.headers["retry-after"]
+        assert overloaded.json()["error"]["message"] == "the scheduler refuses this: overloaded"
+
+
+def test_one_prompt_that_is_refused_ends_the_others(http: httpx.Client) -> None:
+    seen, aborted = counts(http)
+    assert http.post(PATH, json={"prompt": [[Script.HANG], [Script.REFUSE]]}).status_code == 400
+    assert counts(http) == (seen + 3, aborted + 1)
+
+
+def counts(http: httpx.Client) -> tuple[int, int]:
+    """Requests that the engine has ever seen, and samples that were ever aborted. Nothing runs."""
+    ids = post(http, PATH, prompt=[Script.REPORT], max_tokens=3, logprobs=0)["choices"][0]["logprobs"]
+    running, seen, aborted = (round(-8 * logprob) for logprob in ids["token_logprobs"])
+    assert running == 0
+    return seen, aborted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": None}, "prompt", "must be a text, a list of texts"),
+        ({"prompt": 5}, "prompt", "must be a text, a list of texts"),
+        ({"prompt": ["a", 5]}, "prompt", "must be a text, a list of texts"),
+        ({"prompt": [[1], [True]]}, "prompt", "must be a text, a list of texts"),
+        ({"prompt": []}, None, "the prompt is empty"),
+        ({"prompt": [[50], []]}, None, "the prompt is empty"),
+        ({"prompt": ""}, None, "text is empty"),
+        ({"prompt": [VOCAB_SIZE]}, None, "ids go from 0 to 999"),
+        ({"prompt": [10**30]}, None, "ids go from 0 to 999"),
+        ({"prompt": [5] * 200}, None, "the context holds 200"),
+        ({"prompt": ["a"] * 520, "n": 2}, None, "1040 choices"),
+        ({"suffix": "end"}, None, "suffix is not supported"),
+        ({"best_of": 3, "n": 2}, None, "best_of is 3, but only n=2"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"n": 129}, "n", "less than or equal to 128"),
+        ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+        ({"max_tokens": 10**30}, "max_tokens", "less than or equal to"),
+        ({"max_tokens": "many"}, "max_tokens", "valid integer"),
+        ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x.[key]", "should match pattern"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "less than or equal to 100"),
+        ({"logit_bias": {"1000": 1}}, None, "ids go from 0 to 999"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"stop": ["a"] * 17}, "stop", "up to 16 texts"),
+        ({"stop": [""]}, None, "the length of a stop string is 0"),
+        ({"stop": {"a": 1}}, "stop", "must be a text"),
+        ({"stop_token_ids": [1000]}, None, "ids go from 0 to 999"),
+        ({"min_tokens": 20}, None, "max_tokens=16 at most"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "valid boolean"),
+        ({"skip_special_tokens": False}, None, "special tokens have no text here"),
+        ({"guided_json": {"type": "object"}}, None, "guided_json isn't built yet"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name(
+    http: httpx.Client, fields: dict[str, Any], param: str | None, words: str
+) -> None:
+    error = refusal(http, PATH, **({"prompt": "hello"} | fields))
+    assert words in error["message"]
+    assert error["param"] == param
+
+
+def test_null_means_the_default_and_unknown_fields_mean_nothing(http: httpx.Client) -> None:
+    names = (
+        "model n stream stream_options temperature top_p top_k min_p frequency_penalty presence_penalty logit_bias "
+        "repetition_penalty seed stop stop_token_ids min_tokens ignore_eos logprobs best_of suffix echo user"
+    )
+    fields = dict.fromkeys(names.split())
+    answer = post(http, PATH, prompt="abc", max_tokens=3, **fields, colour="blue", priority=3, regex="")
+    assert texts(answer) == ["abc"]
+
+
+def test_what_engines_know_is_accepted(http: httpx.Client) -> None:
+    answer = post(
+        http,
+        PATH,
+        prompt="abc",
+        model="default",
+        max_tokens=3,
+        temperature=0,
+        top_k=-1,
+        top_p=1,
+        min_p=0.5,
+        seed=-1,
+        frequency_penalty=-2,
+        presence_penalty=2,
+        repetition_penalty=1.5,
+        logit_bias={"5": -100, "007": 3.5},
+        min_tokens=2,
+        best_of=1,
+        user="me",
+        suffix="",
+    )
+    assert texts(answer) == ["abc"]

@@ -1,0 +1,49 @@
+"""Bodies made from the server's own description, right ones and wrong ones: none may be answered with a 5xx."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import schemathesis
+from fake_engine_process import Script
+from hypothesis import HealthCheck, Phase, given, settings
+from openai_calls import connect, post
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
+from server_process import ServerProcess
+
+EXAMPLES = 8  # for each operation and mode
+
+_SCRIPTED = re.compile("|".join(rf"\b{value}\b" for name, value in vars(Script).items() if name.isupper()))
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_no_body_is_answered_with_an_error_of_ours(server: ServerProcess, mode: GenerationMode) -> None:
+    url = f"http://{server.http_address}"
+    with connect(server) as http:
+        schema = schemathesis.openapi.from_dict(http.get("/openapi.json").json())
+        paths = []
+        for found in schema.get_all_operations():
+            operation = found.ok()
+            paths.append(operation.path)
+            if mode is GenerationMode.NEGATIVE and not operation.body:
+                continue  # nothing that could be wrong
+
+            @settings(
+                max_examples=EXAMPLES,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def check(case: Any) -> None:
+                if not _SCRIPTED.search(repr(case.body)):  # the fake engine would do as it is told
+                    case.call_and_validate(base_url=url, checks=[not_a_server_error], timeout=30)
+
+            check()
+        assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"} <= {*paths}
+        assert post(http, "/v1/completions", prompt="abc", max_tokens=3)["choices"][0]["text"] == "abc"

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+from fake_engine_process import EOS_ID, Script
+from http_calls import client, error_of, events, generate_body, report
+from server_process import ServerProcess, wait_for
+
+from jaxsgl.frontend.tokenizer import Tokenizer
+
+TEXT = "hello 🦊 龘 world"
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with client(server) as http:
+        yield http
+
+
+def test_generate_continues_a_text(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT)
+    params = {"max_new_tokens": len(ids)}
+    answer = http.post("/generate", json={"text": TEXT, "rid": "r1", "sampling_params": params}).json()
+    assert answer["text"] == TEXT
+    assert answer["output_ids"] == ids
+    meta = answer["meta_info"]
+    assert meta.pop("e2e_latency") > 0
+    assert meta == {
+        "id": "r1",
+        "finish_reason": {"type": "length", "length": len(ids)},
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(ids),
+        "cached_tokens": len(ids) // 2,
+    }
+
+
+def test_each_event_of_a_stream_holds_all_so_far(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT)
+    body = {"text": TEXT, "stream": True, "sampling_params": {"max_new_tokens": 3 * len(ids)}}
+    response = http.post("/generate", json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = events(response.text)
+    for before, after in itertools.pairwise(chunks):
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        assert after["text"].startswith(before["text"])
+        assert before["meta_info"]["finish_reason"] is None
+    assert chunks[-1]["text"] == TEXT * 3
+    assert chunks[-1]["meta_info"]["finish_reason"]["type"] == "length"
+    assert "index" not in chunks[-1]
+
+
+def test_several_prompts_and_samples_come_as_a_list(http: httpx.Client) -> None:
+    body = {"input_ids": [[7, 8], [17, 18]], "rid": "r", "sampling_params": {"max_new_tokens": 2, "n": 2}}
+    answers = http.post("/generate", json=body).json()
+    assert [answer["output_ids"] for answer in answers] == [[7, 8], [8, 7], [17, 18], [18, 17]]
+    assert [answer["meta_info"]["id"] for answer in answers] == ["r_0", "r_0", "r_1", "r_1"]
+    streamed = events(http.post("/generate", json=body | {"stream": True}).text)
+    last = {event["index"]: event["output_ids"] for event in streamed}
+    assert [last[index] for index in range(4)] == [[7, 8], [8, 7], [17, 18], [18, 17]]
+
+
+def test_a_batch_of_one_is_a_list(http: httpx.Client) -> None:
+    (answer,) = http.post("/generate", json=generate_body() | {"input_ids": [[7]]}).json()
+    assert answer["output_ids"][0] == 7
+
+
+def test_prompts_may_have_parameters_of_their_own(http: httpx.Client) -> None:
+    params = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
+    answers = http.post("/generate", json={"input_ids": [[7], [8]], "sampling_params": params}).json()
+    assert [answer["output_ids"] for answer in answers] == [[7], [8, 8]]
+
+
+def test_what_ended_a_sample_is_told(http: httpx.Client) -> None:
+    def finish(body: dict[str, object]) -> object:
+        return http.post("/generate", json=body).json()["meta_info"]["finish_reason"]
+
+    assert finish(generate_body(5, EOS_ID)) == {"type": "stop", "matched": EOS_ID}
+    assert finish(generate_body(5, 6, stop_token_ids=[6])) == {"type": "stop", "matched": 6}
+    assert finish({"text": "hello world", "sampling_params": {"stop": "lo"}}) == {"type": "stop", "matched": "lo"}
+
+
+def test_stop_strings_stay_if_asked_for(http: httpx.Client) -> None:
+    for keep in (False, True):
+        body = {"text": "hello world", "sampling_params": {"stop": ["world"], "no_stop_trim": keep}}
+        assert http.post("/generate", json=body).json()["text"] == ("hello world" if keep else "hello ")
+
+
+def test_log_probabilities_come_as_sglang_writes_them(http: httpx.Client) -> None:
+    body = generate_body(8, 16, 24, max_new_tokens=2) | {
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "logprob_start_len": 0,
+        "return_text_in_logprobs": False,
+    }
+    meta = http.post("/generate", json=body).json()["meta_info"]
+    assert meta["output_token_logprobs"] == [[-1.0, 8, None], [-2.0, 16, None]]
+    assert meta["output_top_logprobs"][0] == [[-1.0, 8, None], [-2.0, 9, None]]
+    assert meta["input_token_logprobs"] == [[None, 8, None], [-2.0, 16, None], [-3.0, 24, None]]
+    assert meta["input_top_logprobs"] == [
+        None,
+        [[-2.0, 16, None], [-3.0, 17, None]],
+        [[-3.0, 24, None], [-4.0, 25, None]],
+    ]
+    later = http.post("/generate", json=body | {"logprob_start_len": 2, "top_logprobs_num": 0}).json()["meta_info"]
+    assert later["input_token_logprobs"] == [[-3.0, 24, None]]
+    assert "input_top_logprobs" not in later
+    without = http.post("/generate", json=body | {"logprob_start_len": -1}).json()["meta_info"]
+    assert without["input_token_logprobs"] == []
+    with_text = http.post("/generate", json=body | {"return_text_in_logprobs": True}).json()["meta_info"]
+    assert isinstance(with_text["output_token_logprobs"][0][2], str)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"text": "a"}, "either"),
+        ({"input_ids": []}, "empty"),
+        ({"input_ids": [5000]}, "5000"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        ({"sampling_params": {"max_tokens": 5}}, "max_tokens"),
+        ({"sampling_params": {"regex": "a+"}}, "regex"),
+        ({"sampling_params": {"skip_special_tokens": False}}, "skip_special_tokens"),
+        ({"sampling_params": [{}, {}]}, "2 entries for 1 prompts"),
+        ({"input_ids": [[5], [6]], "sampling_params": [{"n": 1}, {"n": 2}]}, "n differs"),
+        ({"input_ids": [[5]] * 100, "sampling_params": {"n": 11}}, "1100"),
+        ({"rid": ["a", "b"]}, "rid"),
+        ({"rid": "x" * 300}, "300"),
+        ({"image_data": "x.png"}, "image_data"),
+        ({"top_logprobs_num": 21}, "top_logprobs_num"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(http: httpx.Client, change: dict[str, object], words: str) -> None:
+    response = http.post("/generate", json={"input_ids": [5]} | change)
+    assert response.status_code == 400
+    assert words in error_of(response)["message"]
+
+
+def test_null_and_unknown_fields_ask_for_nothing(http: httpx.Client) -> None:
+    body = {"input_ids": [5], "what_is_this": 1, "image_data": None, "sampling_params": {"regex": None, "stop": None}}
+    assert http.post("/generate", json=body).status_code == 200
+
+
+@contextlib.contextmanager
+def hanging(server: ServerProcess, **more: object) -> Iterator[Future[httpx.Response]]:
+    """A request that never gets a token, in another thread."""
+    with ThreadPoolExecutor(1) as threads, client(server) as http:
+        before = report(http)[0]
+        answer = threads.submit(http.post, "/generate", json=generate_body(Script.HANG) | more)
+        with client(server) as other:
+            wait_for(lambda: report(other)[0] > before, "running request")
+            yield answer
+            other.post("/abort_request", json={"abort_all": True})
+
+
+def test_a_request_can_be_aborted_by_its_rid(server: ServerProcess, http: httpx.Client) -> None:
+    with hanging(server, rid="away") as answer:
+        assert http.post("/abort_request", json={"rid": "away"}).json() == {"num_aborted": 1}
+        assert answer.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert http.post("/abort_request", json={"rid": "away"}).json() == {"num_aborted": 0}
+
+
+def test_all_requests_can_be_aborted(server: ServerProcess, http: httpx.Client) -> None:
+    with hanging(server) as one, hanging(server, stream=True) as other:
+        assert http.post("/abort_request", json={"abort_all": True}).json() == {"num_aborted": 2}
+        assert one.result().json()["meta_info"]["finish_reason"]["type"] == "abort"
+        (event,) = events(other.result().text)
+        assert event["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_running_rid_is_refused(server: ServerProcess, http: httpx.Client) -> None:
+    with hanging(server, rid="taken"):
+        response = http.post("/generate", json=generate_body(5) | {"rid": "taken"})
+    assert response.status_code == 400
+    assert "taken" in error_of(response)["message"]
+
+
+def test_the_cache_is_flushed_unless_requests_run(server: ServerProcess, http: httpx.Client) -> None:
+    wait_for(lambda: report(http)[0] == 0, "idle engine")
+    assert http.get("/flush_cache").json()["success"]
+    assert http.post("/flush_cache").json()["success"]
+    with hanging(server):
+        response = http.post("/flush_cache")
+    assert response.status_code == 400
+    assert "not flushed" in error_of(response)["message"]
+
+
+def test_what_is_served_is_told(http: httpx.Client) -> None:
+    model = http.get("/get_model_info").json()
+    assert model["is_generation"] is True
+    assert model["context_length"] == 200
+    assert http.get("/model_info").json() == model
+    server = http.get("/get_server_info").json()
+    assert server["max_total_num_tokens"] == 160
+    assert server["page_size"] == 16
+    assert server["internal_states"][0]["num_running"] == 0
+    assert http.get("/server_info").json().keys() == server.keys()
+
+
+def test_health_is_good_while_the_engine_works(http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+    seen = report(http)[1]
+    assert http.get("/health_generate").status_code == 200
+    assert report(http)[1] == seen + 2  # the probe, and the report itself
+
+
+def test_health_is_bad_until_the_engine_is_ready(start_server: object) -> None:
+    server: ServerProcess = start_server("--random-seed", str(Script.START_HANGS))  # type: ignore[operator]
+    with client(server) as http:
+        for path in ("/health", "/health_generate", "/get_model_info", "/server_info"):
+            response = http.get(path)
+            assert response.status_code == 503
+            assert "starting" in error_of(response)["message"]
+        refused = http.post("/generate", json=generate_body(5))
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"

@@ -1,0 +1,193 @@
+"""The log of cache events: numbers, bounds, resuming, snapshots. Played without a server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from jaxsgl.config import Limits
+from jaxsgl.frontend.engine_client import EngineClient
+from jaxsgl.frontend.grpc_api.sglang.kv_log import DataLoss, KvLog, OutOfRange
+from jaxsgl.frontend.grpc_api.sglang.kv_messages import batch_of, snapshot_chunks
+from jaxsgl.frontend.grpc_api.sglang.kv_stream import KvStream
+from jaxsgl.frontend.grpc_api.sglang.loads import Busy
+from jaxsgl.frontend.throughput import Rates
+from jaxsgl.messages import CacheCleared, CacheEvents, EngineInfo, PagesRemoved, PagesStored, ToEngine, WatchCache
+
+INFO = EngineInfo(
+    model_path="/models/a", architecture="FakeForCausalLM", dtype="float32",
+    limits=Limits(vocab_size=100, context_length=100, pool_tokens=100), eos_token_ids=(1,), page_size=2,
+    max_running_requests=8, attention_backend="xla", platform="cpu", kv_bytes=1, weight_bytes=1, warmup_s=0.1,
+)  # fmt: skip
+
+
+class Engine:
+    """An engine client and what it sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[ToEngine] = []
+        self.client = EngineClient(self.sent.append)
+
+    def answer_watch(self, *stored: PagesStored) -> None:
+        command = next(message for message in self.sent if isinstance(message, WatchCache))
+        self.sent.remove(command)
+        self.client.receive(CacheEvents(list(stored), command.number))
+
+    def tell(self, page: int) -> None:
+        self.client.receive(CacheEvents([PagesStored([page], [page, page], None)]))
+
+
+async def follow(log: KvLog, engine: Engine, *stored: PagesStored) -> list[int]:
+    """Starts anew; returns the snapshot's numbers."""
+    asking = asyncio.ensure_future(log.snapshot())
+    await asyncio.sleep(0)
+    engine.answer_watch(*stored)
+    return [chunk.sequence_number for chunk in await asking]
+
+
+def page_of(log: KvLog, number: int) -> int:
+    batch = log.get(number)
+    assert batch is not None
+    return int(batch.events[0].stored.blocks[0].block_hash)
+
+
+def test_numbers_start_at_1_and_go_on() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        log = KvLog(engine.client)
+        assert await follow(log, engine) == [1]
+        for page in (10, 11, 12):
+            engine.tell(page)
+        assert [page_of(log, number) for number in (2, 3, 4)] == [10, 11, 12]
+        assert log.get(5) is None
+        assert await follow(log, engine) == [4], "a snapshot has the number of the last batch that it includes"
+        engine.tell(13)
+        assert page_of(log, 5) == 13
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_is_not_asked_before_somebody_follows() -> None:
+    engine = Engine()
+    log = KvLog(engine.client)
+    engine.tell(10)
+    assert not engine.sent
+    assert log.last == 0
+
+
+@pytest.mark.parametrize(("max_batches", "max_blocks"), [(3, 1000), (1000, 3)])
+def test_what_is_kept_is_bounded_and_who_reads_too_slowly_is_told(max_batches: int, max_blocks: int) -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        log = KvLog(engine.client, max_batches, max_blocks)
+        await follow(log, engine)
+        for page in range(10):
+            engine.tell(page)
+        assert log.last == 11
+        assert [page_of(log, number) for number in (9, 10, 11)] == [7, 8, 9]
+        with pytest.raises(DataLoss, match="gone unread"):
+            log.get(8)
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_larger_than_the_log_is_lost_and_not_kept() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        log = KvLog(engine.client, max_blocks=3)
+        await follow(log, engine)
+        engine.client.receive(CacheEvents([PagesRemoved([1, 2, 3, 4])]))
+        with pytest.raises(DataLoss):
+            log.get(2)
+        engine.tell(5)
+        assert page_of(log, 3) == 5
+
+    asyncio.run(scenario())
+
+
+def test_the_stream_of_a_slow_reader_ends_with_what_it_lost() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.client.accept()
+        log = KvLog(engine.client, max_batches=3)
+        stream = KvStream(log, engine.client, lambda: Busy(INFO, engine.client.load, Rates()), loads_at_once=False)
+        batches = stream.batches(0)
+        first = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0.01)
+        engine.answer_watch()
+        assert (await first).sequence_number == 1
+        for page in range(10):
+            engine.tell(page)
+        with pytest.raises(DataLoss, match="batches 2 to 8 are gone unread"):
+            await anext(batches)
+
+    asyncio.run(scenario())
+
+
+def test_resuming_works_from_the_last_number_seen_and_from_the_next_one() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        log = KvLog(engine.client, max_batches=3)
+        with pytest.raises(OutOfRange):
+            log.after(1)
+        await follow(log, engine)
+        for page in range(10):
+            engine.tell(page)
+        assert {number: log.after(number) for number in (8, 9, 10, 11, 12)} == {8: 8, 9: 8, 10: 9, 11: 10, 12: 11}
+        for number in (1, 7, 13, 1000):
+            with pytest.raises(OutOfRange, match=f"start_sequence_number is {number}"):
+                log.after(number)
+
+    asyncio.run(scenario())
+
+
+def test_a_snapshot_that_nobody_waits_for_any_more_is_dropped() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        log = KvLog(engine.client)
+        asking = asyncio.ensure_future(log.snapshot())
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking})
+        engine.answer_watch(PagesStored([1], [1], None))
+        assert await follow(log, engine) == [1]
+
+    asyncio.run(scenario())
+
+
+def test_a_snapshot_comes_in_chunks_with_parents_before_children() -> None:
+    stored = [PagesStored([1, 2, 3, 4, 5], list(range(10)), None), PagesStored([6, 7], [20, 21, 22, 23], 2)]
+    first, *others = chunks = snapshot_chunks(stored, last=50, chunk_blocks=2)
+    assert [chunk.sequence_number for chunk in chunks] == [47, 48, 49, 50]
+    assert [(chunk.snapshot.index, chunk.snapshot.count, chunk.snapshot.blocks) for chunk in chunks] == [
+        (index, 4, 7) for index in range(4)
+    ]
+    assert first.events[0].HasField("cleared")
+    events = [event.stored for chunk in chunks for event in chunk.events if event.HasField("stored")]
+    blocks = [(block.block_hash, list(block.token_ids), block.block_size) for event in events for block in event.blocks]
+    assert blocks == [(i + 1, [2 * i, 2 * i + 1], 2) for i in range(5)] + [(6, [20, 21], 2), (7, [22, 23], 2)]
+    parents = [event.parent_block_hash if event.HasField("parent_block_hash") else None for event in events]
+    assert parents == [None, 2, 4, 2, 6]
+    assert all(event.event_id == 0 for chunk in chunks for event in chunk.events)
+    assert not any(event.HasField("cleared") for chunk in others for event in chunk.events)
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "last", "numbers"), [(0, 0, [1]), (0, 9, [9]), (5, 0, [1, 2, 3]), (5, 2, [1, 2])]
+)
+def test_a_snapshots_numbers_fit_before_the_last_batch(num_pages: int, last: int, numbers: list[int]) -> None:
+    stored = [PagesStored([page], [page], None) for page in range(num_pages)]
+    chunks = snapshot_chunks(stored, last, chunk_blocks=2)
+    assert [chunk.sequence_number for chunk in chunks] == numbers
+    assert sum(len(event.stored.blocks) for chunk in chunks for event in chunk.events) == num_pages
+
+
+def test_events_keep_their_order_in_a_batch() -> None:
+    events = [PagesRemoved([-1, 2]), CacheCleared(), PagesStored([3, 4], [30, 31, 40, 41], -9)]
+    removed, cleared, stored = batch_of(events, 7, iter([100, 101, 102])).events
+    assert [event.event_id for event in (removed, cleared, stored)] == [100, 101, 102]
+    assert list(removed.removed.block_hashes) == [-1, 2]
+    assert cleared.HasField("cleared")
+    assert stored.stored.parent_block_hash == -9
+    assert [list(block.token_ids) for block in stored.stored.blocks] == [[30, 31], [40, 41]]

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+
+import grpc
+import pytest
+from fake_engine_process import Script
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from server_process import ServerProcess, ids_request
+
+from jaxsgl.errors import EngineUnavailable
+from jaxsgl.frontend.engine_client import EngineClient
+from jaxsgl.frontend.watchdog import TICKS, Watchdog
+from jaxsgl.messages import Answer, Load, Ping, Replies, Reply, ToEngine
+from jaxsgl.request import FinishReason, Request, SamplingParams
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+Start = Callable[..., ServerProcess]
+
+
+class Engine:
+    """A client, and the messages that reached its engine."""
+
+    def __init__(self, limit_s: float = 4.0) -> None:
+        self.sent: list[ToEngine] = []
+        self.client = EngineClient(self.sent.append)
+        self.client.accept()
+        self.watchdog = Watchdog(self.client, limit_s)
+
+    def ticks(self, count: int) -> list[str | None]:
+        return [self.watchdog.tick() for _ in range(count)]
+
+    def answer(self) -> None:
+        self.client.receive(Answer(0, True))
+
+    def step(self, steps_total: int) -> None:
+        self.client.receive(Replies([], Load(steps_total=steps_total)))
+
+
+def test_an_idle_engine_that_answers_is_well() -> None:
+    engine = Engine()
+    for _ in range(20):
+        assert engine.ticks(1) == [None]
+        engine.answer()
+    assert all(isinstance(message, Ping) for message in engine.sent)
+
+
+def test_silence_is_a_problem_until_it_ends() -> None:
+    engine = Engine()
+    assert engine.ticks(TICKS) == [None] * TICKS
+    (problem,) = set(engine.ticks(10))
+    assert problem == "the engine has given no sign of life for 4 s"
+    engine.answer()
+    assert engine.ticks(1) == [None]
+
+
+def test_a_silent_engine_is_asked_once() -> None:
+    engine = Engine()
+    engine.ticks(30)
+    assert len(engine.sent) == 1
+    engine.answer()
+    engine.ticks(30)
+    assert len(engine.sent) == 2
+
+
+def test_whatever_the_engine_says_is_a_sign_of_life() -> None:
+    engine = Engine()
+    for steps in range(20):
+        engine.step(steps)
+        assert engine.ticks(1) == [None]
+
+
+def test_an_engine_that_answers_but_makes_no_step_is_a_problem() -> None:
+    engine = Engine()
+    with engine.client.open(Request("r", [5], SamplingParams())) as stream:
+        told = []
+        for _ in range(TICKS + 2):
+            engine.answer()
+            told += engine.ticks(1)
+        assert told[: TICKS - 1] == [None] * (TICKS - 1)
+        assert told[-1] == "the engine has made no step for 4 s, though requests run"
+        engine.step(1)
+        assert engine.ticks(1) == [None]
+        engine.client.receive(Replies([Reply(stream.engine_id, (5,), FinishReason.STOP)], Load(steps_total=2)))
+        for _ in range(20):  # the client reads slowly, but nothing runs
+            engine.answer()
+            assert engine.ticks(1) == [None]
+
+
+def test_problems_are_told_and_logged_once_and_refuse_requests_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(limit_s=0.02)
+    told: asyncio.Queue[str | None]
+
+    async def tell() -> None:
+        told.put_nowait(engine.watchdog.problem())
+
+    async def live() -> None:
+        nonlocal told
+        told = asyncio.Queue()
+        running = asyncio.create_task(engine.watchdog.run(tell))
+        assert await told.get() == "the engine has given no sign of life for 0.02 s"
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineUnavailable, match="no sign of life"), engine.client.open(REQUEST):
+            pass
+        engine.answer()
+        assert await told.get() is None
+        running.cancel()
+
+    with caplog.at_level(logging.INFO, "jaxsgl"):
+        asyncio.run(live())
+    assert told.empty()
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1
+    assert "no sign of life" in errors[0].getMessage()
+
+
+REQUEST = Request("r", [5], SamplingParams())
+
+
+def test_why_nothing_is_served_goes_before_why_the_engine_is_stuck() -> None:
+    engine = Engine()
+    assert engine.watchdog.problem() is None
+    engine.client.stuck = "stuck"
+    assert engine.watchdog.problem() == "stuck"
+    engine.client.refuse("shutting down")
+    assert engine.watchdog.problem() == "shutting down"
+
+
+def test_health_follows_a_stuck_engine_and_its_recovery(start_server: Start) -> None:
+    server = start_server("--watchdog-s", "1")
+    server.wait_until_ready()
+    with grpc.insecure_channel(server.address) as channel, server.stub() as stub:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == SERVING
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        assert next(watch).status == NOT_SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Generate(ids_request(5)).next()
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "no sign of life for 1 s" in caught.value.details()
+        os.kill(server.engine_pid, signal.SIGCONT)
+        assert next(watch).status == SERVING
+        (reply,) = stub.Generate(ids_request(5, stream=False, max_tokens=1))
+        assert list(reply.token_ids) == [5]
+
+
+def test_an_engine_that_stands_still_for_ever_does_not_hold_the_exit(start_server: Start) -> None:
+    server = start_server("--watchdog-s", "1", "--drain-s", "0.5")
+    server.wait_until_ready()
+    with server.stub() as stub:
+        call = stub.Generate(ids_request(Script.STICK))
+        server.wait_for_log("(no sign of life|no step) for 1 s")
+        server.interrupt()
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert server.wait_for_exit() == 0
