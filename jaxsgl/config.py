@@ -23,6 +23,8 @@ BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
+PRIORITY_POLICIES = ("fcfs", "lof")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
@@ -37,6 +39,12 @@ def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str =
 class SchedulingConfig:
     """What runs when. The defaults are SGLang's."""
 
+    schedule_policy: str = flag("fcfs", "which waiting request goes first (docs/scheduling.md)", choices=POLICIES)
+    enable_priority_scheduling: bool = flag(False, "requests of higher priority go first, and may preempt others")
+    schedule_low_priority_values_first: bool = flag(False, "a lower number is the higher priority")
+    priority_scheduling_preemption_threshold: int = flag(
+        10, "a waiting request preempts running ones whose priority is lower by more than this"
+    )
     schedule_conservativeness: float = flag(
         1.0, "how much of their max_tokens running requests are expected to use; lower admits more and retracts more"
     )
@@ -45,6 +53,14 @@ class SchedulingConfig:
     decode_first: bool = flag(False, "a decode step between any two steps that extend prompts")
 
     def __post_init__(self) -> None:
+        _require(
+            self.schedule_policy in POLICIES, "--schedule-policy", self.schedule_policy, f"one of {', '.join(POLICIES)}"
+        )
+        if self.enable_priority_scheduling and self.schedule_policy not in PRIORITY_POLICIES:
+            raise ConfigError(
+                f"--enable-priority-scheduling goes with --schedule-policy {' or '.join(PRIORITY_POLICIES)}, "
+                f"but that is {self.schedule_policy}"
+            )
         _require(
             self.schedule_conservativeness > 0, "--schedule-conservativeness", self.schedule_conservativeness, "above 0"
         )

@@ -157,11 +157,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Request(msgspec.Struct, frozen=True, tag="generate"):
-    """One tokenized request, as it travels from the front end to the scheduler."""
+    """One tokenized request, as it travels from the front end to the scheduler.
+
+    `priority` counts where the server schedules by it: the higher number goes first, or the lower if it was told so.
+    """
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    priority: int = 0
 
 
 def check_request(request: Request, limits: Limits) -> None:

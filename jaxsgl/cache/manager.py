@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxsgl.cache.events import CacheObserver
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, PageAllocator, as_pages, full_pages, pages_for, tokens_in
-from jaxsgl.cache.prefix import Insertion, Match, PrefixCache
+from jaxsgl.cache.prefix import Insertion, Match, Peek, PrefixCache
 from jaxsgl.cache.table import PageTable
 
 
@@ -80,6 +80,10 @@ class CacheManager:
     def match(self, token_ids: IntArray) -> Match:
         """The longest cached prefix that leaves at least one token to compute (it yields the logits)."""
         return self.prefixes.match(as_pages(token_ids[:-1], self.page_size))
+
+    def peek(self, token_ids: IntArray) -> Peek:
+        """What `match` would find; changes nothing."""
+        return self.prefixes.peek(as_pages(token_ids[:-1], self.page_size))
 
     def acquire(self, match: Match) -> Lease:
         """Takes a row and locks the matched prefix."""

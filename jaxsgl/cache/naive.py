@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator
 import numpy as np
 
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.cache.prefix import Edge, Insertion, Match
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -21,6 +21,10 @@ class NaiveCache:
     def match(self, token_pages: IntArray) -> Match:
         """No prefix."""
         return Match(None, _NO_PAGES)
+
+    def peek(self, token_pages: IntArray) -> Peek:
+        """No prefix."""
+        return Peek(0)
 
     def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
         """Takes none of the pages."""

@@ -27,6 +27,20 @@ class Match:
 
 
 @dataclass(frozen=True)
+class Peek:
+    """What a match would find.
+
+    Attributes:
+      num_pages: its length.
+      path: the nodes on the way, from the root; the last one may be shared in part only. Each means something only as
+        being the same as another's.
+    """
+
+    num_pages: int
+    path: tuple[Hashable, ...] = ()
+
+
+@dataclass(frozen=True)
 class Insertion:
     """What became of the pages that were offered.
 
@@ -71,6 +85,10 @@ class PrefixCache(Protocol):
 
     def match(self, token_pages: IntArray) -> Match:
         """The longest cached prefix of `token_pages [n, page_size]`; marks it as recently used."""
+        ...
+
+    def peek(self, token_pages: IntArray) -> Peek:
+        """What `match` would find; changes nothing."""
         ...
 
     def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:

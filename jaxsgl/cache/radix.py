@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge, Insertion, Match
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -71,6 +71,22 @@ class RadixCache:
         """The longest cached prefix; a match that ends inside an edge splits it there."""
         node, pages = self._walk(token_pages)
         return Match(node, pages)
+
+    def peek(self, token_pages: IntArray) -> Peek:
+        """What `match` would find; changes nothing, neither order of use nor edges."""
+        node, depth = self._root, 0
+        path: list[Hashable] = []
+        while depth < len(token_pages):
+            child = node.children.get(token_pages[depth].tobytes())
+            if child is None:
+                break
+            shared = child.common_pages(token_pages[depth:])
+            path.append(child)
+            depth += shared
+            if shared < len(child.pages):
+                break
+            node = child
+        return Peek(depth, tuple(path))
 
     def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
         """Adds what is not there yet as one new leaf and takes its pages."""

@@ -49,6 +49,7 @@ class PrefillAdder:
 
     Attributes:
       no_room: why the last request that was offered has to wait; None while all went in.
+      pages_short: pages that it lacks, if any.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PrefillAdder:
         pages_taken: int = 0,
     ) -> None:
         self.no_room: NoRoom | None = None
+        self.pages_short = 0
         self._cache = cache
         self._admitted = list(admitted)
         self._pages_held = pages_held_for(self._admitted, ratio, cache)
@@ -123,11 +125,12 @@ class PrefillAdder:
     def _fits(self, req: Req) -> bool:
         if not self._admitted:
             return True
+        needed = pages_after(req, tokens_to_come(req), self._cache) + SPARE_PAGES
+        self.pages_short = max(needed + self._pages_held - self._cache.num_available, 0)
         everybody = [*self._admitted, req]
         if all(each.sampling.ignore_eos for each in everybody):
             return fits_to_the_end(everybody, self._cache)
-        needed = pages_after(req, tokens_to_come(req), self._cache)
-        return needed + SPARE_PAGES <= self._cache.num_available - self._pages_held
+        return self.pages_short == 0
 
     def _add(self, req: Req, budget: int) -> None:
         """Gives `req` up to `budget` tokens more of the step, as far as pages reach."""

@@ -41,13 +41,33 @@ class Req:
       lease_number: changes whenever it gets or gives back a lease: a step launched under another number yields
         nothing for it any more.
       prefilled: whether its whole prompt was launched once, so that its samples find it in the cache.
+      priority: as the client sent it.
+      num_ahead: admissions before its arrival, and requests that waited then: so many may go before it in good order.
       lease: what it holds of the cache while EXTENDING or RUNNING.
     """
 
     __slots__ = (
         "_prompt_logprobs",
-        "cached_tokens", "extend_to", "index", "key", "kv_len", "leader", "lease", "lease_number", "max_new_tokens",
-        "num_launched", "output_ids", "prefilled", "prompt_ids", "request_id", "sampling", "seed", "state", "stop_ids",
+        "cached_tokens",
+        "extend_to",
+        "index",
+        "key",
+        "kv_len",
+        "leader",
+        "lease",
+        "lease_number",
+        "max_new_tokens",
+        "num_ahead",
+        "num_launched",
+        "output_ids",
+        "prefilled",
+        "priority",
+        "prompt_ids",
+        "request_id",
+        "sampling",
+        "seed",
+        "state",
+        "stop_ids",
         "wants_scores",
     )  # fmt: skip
 
@@ -80,6 +100,8 @@ class Req:
         self.extend_to = self.prompt_len
         self.lease_number = 0
         self.prefilled = False
+        self.priority = request.priority
+        self.num_ahead = 0
         self.cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprob] = []
 
@@ -87,6 +109,11 @@ class Req:
     def may_start(self) -> bool:
         """Whether nothing is gained by waiting: the leader's prompt is launched, so its pages can be shared."""
         return self.leader is None or self.leader.prefilled or self.leader.state is State.FINISHED
+
+    @property
+    def has_waited_only(self) -> bool:
+        """Whether nothing has been done for it yet."""
+        return self.state is State.WAITING and not self.lease_number
 
     @property
     def scores_prompt(self) -> bool:

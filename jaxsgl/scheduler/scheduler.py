@@ -26,16 +26,19 @@ from jaxsgl.cache.naive import NaiveCache
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.table import PageTable
 from jaxsgl.config import SchedulingConfig
-from jaxsgl.messages import Abort, Load, Reply
+from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply
 from jaxsgl.request import FinishReason, Request
-from jaxsgl.scheduler.admit import Chunk, PrefillAdder
+from jaxsgl.scheduler.admit import Chunk, NoRoom, PrefillAdder
 from jaxsgl.scheduler.intake import Intake
 from jaxsgl.scheduler.launch import Launcher
 from jaxsgl.scheduler.launched import Launched, sampled_logprob
+from jaxsgl.scheduler.policy import Policy
+from jaxsgl.scheduler.preempt import victims
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.reserve import NewTokenRatio
 from jaxsgl.scheduler.retract import in_order_of_loss
 from jaxsgl.scheduler.running import Running
+from jaxsgl.scheduler.states import State
 from jaxsgl.scheduler.totals import Totals
 from jaxsgl.scheduler.waiting import WaitingQueue
 
@@ -87,6 +90,8 @@ class Scheduler:
         self._live: dict[str, list[Req]] = {}  # samples that have not ended, by request
         self._in_flight: deque[Launched] = deque()
         self._replies: list[Reply] = []
+        self._policy = Policy(config, self.cache, random_seed)
+        self._num_admitted = 0
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
         self._extended_last = False
         self._totals = Totals()
@@ -129,6 +134,7 @@ class Scheduler:
         if self._config.enable_mixed_chunk:
             riders = self._with_room(decoding)[: self._capacity.max_extend_tokens - 1]
             chunks = self._decide_extend(riders)
+            riders = [req for req in riders if req.can_launch]  # unless preempted
         elif decoding and self._config.decode_first and self._extended_last:
             chunks, riders = [], []
         else:
@@ -187,12 +193,27 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         refusal = self._intake.refusal(request, len(self._waiting))
+        if refusal is not None and refusal.kind is RefusalKind.OVERLOADED and self._make_way(request, refusal):
+            refusal = None
         if refusal is not None:
             self._replies.append(Reply(request.request_id, refusal=refusal))
             return
-        self._live[request.request_id] = self._intake.samples(request)
-        for req in self._live[request.request_id]:
+        samples = self._live[request.request_id] = self._intake.samples(request)
+        for req in samples:
+            req.num_ahead = self._num_admitted + len(self._waiting)
             self._waiting.add(req)
+
+    def _make_way(self, request: Request, refusal: Refusal) -> bool:
+        """Refuses a waiting request of lower priority than `request` in its place; False if there is none."""
+        if not self._config.enable_priority_scheduling:
+            return False
+        lowest = self._policy.lowest([samples[0] for samples in self._live.values() if samples[0].has_waited_only])
+        if lowest is None or self._policy.rank(lowest) <= self._policy.rank(request):
+            return False
+        self._replies.append(Reply(lowest.request_id, refusal=refusal))
+        for req in list(self._live[lowest.request_id]):
+            self._release(req)
+        return True
 
     def _abort(self, message: Abort) -> None:
         for req in list(self._live.get(message.request_id, ())):  # none, if all have ended already
@@ -203,7 +224,7 @@ class Scheduler:
     def _decide_extend(self, riders: Sequence[Req]) -> list[Chunk]:
         """Fills an extend step: requests between chunks, then the queue in its order, in what `riders` leave."""
         continuing = list(self._running.extending.values())
-        waiting = list(self._waiting.in_turn())
+        waiting = self._policy.order(list(self._waiting.in_turn()), self._num_admitted) if self._may_admit else []
         if not (continuing or waiting):
             return []
         adder = PrefillAdder(
@@ -220,6 +241,9 @@ class Scheduler:
             self._waiting.remove(req)
             self._running.file(req)
             self._totals.admitted(req)
+            self._num_admitted += 1
+        if adder.no_room in (NoRoom.TOKENS, NoRoom.ROWS) and self._preempt(waiting, adder.pages_short):
+            return self._decide_extend([req for req in riders if req.can_launch])
         adder.add_leftovers(continuing)
         chunks = adder.chunks()
         if not chunks and continuing and not (self._running.decoding or self._in_flight):
@@ -227,12 +251,28 @@ class Scheduler:
             return self._decide_extend(riders)
         return chunks
 
+    def _preempt(self, waiting: Sequence[Req], pages_short: int) -> bool:
+        """Takes requests of lower priority back to the queue if that makes room for the first that waits."""
+        if not self._config.enable_priority_scheduling:
+            return False
+        first = next(req for req in waiting if req.state is State.WAITING)
+        threshold = self._config.priority_scheduling_preemption_threshold
+        chosen = victims(self._policy.rank, first, self._running.retractable, threshold, pages_short, self.cache)
+        for req in chosen:
+            self._take_back(req)
+        return bool(chosen)
+
     def _launch_decode(self) -> StepInputs | None:
         reqs = self._with_room(list(self._running.decoding.values()))
         if not reqs:
             return None
         self._extended_last = False
         return self._launched(*self._launcher.decode(reqs))
+
+    @property
+    def _may_admit(self) -> bool:
+        """Whether it is worth while to put the queue in order."""
+        return bool(self._waiting) and (bool(self.cache.table.num_free_rows) or self._config.enable_priority_scheduling)
 
     def _launched(self, inputs: StepInputs, launched: Launched) -> StepInputs:
         self._totals.launched(inputs)
@@ -266,8 +306,11 @@ class Scheduler:
         return sum(self.cache.pages_for(req.kv_len + 1) > req.lease.num_pages for req in reqs if req.lease)
 
     def _retract(self, candidates: Sequence[Req]) -> None:
-        """Takes the one who loses least back to the head of the queue; its pages come free at once."""
-        req = in_order_of_loss(candidates)[0]
+        """Takes back the one who loses least."""
+        self._take_back(in_order_of_loss(candidates)[0])
+
+    def _take_back(self, req: Req) -> None:
+        """From the running ones to the head of the queue; its pages come free at once."""
         self.cache.drop(req.retract())
         self._running.file(req)
         self._waiting.put_back(req)

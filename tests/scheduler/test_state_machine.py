@@ -8,6 +8,7 @@ follows the prefix cache by its events alone must know exactly what is in it.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import pages_for
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config import POLICIES, PRIORITY_POLICIES, SchedulingConfig
 from jaxsgl.messages import Abort, TokenLogprob
 from jaxsgl.request import FinishReason, Request, SamplingParams, max_new_tokens
 from jaxsgl.scheduler.cache_journal import CacheJournal
@@ -53,8 +54,10 @@ class ServingMachine(RuleBasedStateMachine):
             max_prefill_tokens=st.sampled_from([5, 16384]),
             enable_mixed_chunk=st.booleans(),
             decode_first=st.booleans(),
+            schedule_policy=st.sampled_from(POLICIES),
         ),
         retract_every=st.sampled_from([None, None, 2, 3, 7]),
+        by_priority=st.booleans(),
     )
     def start(
         self,
@@ -67,7 +70,12 @@ class ServingMachine(RuleBasedStateMachine):
         overlap: bool,
         config: SchedulingConfig,
         retract_every: int | None,
+        by_priority: bool,
     ) -> None:
+        if by_priority and config.schedule_policy in PRIORITY_POLICIES:
+            config = replace(
+                config, enable_priority_scheduling=True, priority_scheduling_preemption_threshold=spare_pages
+            )
         num_pages = pages_for(context, page_size) // 2 + spare_pages + 2  # often too small for the longest requests
         self.capacity = Capacity(page_size, num_pages, rows, context, min(chunk, context), VOCAB)
         self.scheduler = Scheduler(
@@ -91,6 +99,7 @@ class ServingMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([None, 1, 2, 5, 20, 100]),
         ignore_eos=st.booleans(),
         copies=st.sampled_from([1, 1, 2]),
+        priority=st.sampled_from([-20, 0, 0, 5, 20]),
         features=st.fixed_dictionaries(
             {},
             optional={
@@ -111,13 +120,14 @@ class ServingMachine(RuleBasedStateMachine):
         ignore_eos: bool,
         copies: int,
         features: dict[str, Any],
+        priority: int,
     ) -> None:
         prompt = [base_token(base, i) for i in range(min(shared, self.capacity.context_length - 1))] + own
         if max_tokens is not None and "min_tokens" in features:
             features["min_tokens"] = min(features["min_tokens"], max_tokens)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **features)
         for _ in range(copies):
-            request = Request(f"r{len(self.requests)}", prompt, params)
+            request = Request(f"r{len(self.requests)}", prompt, params, priority)
             self.requests[request.request_id] = request
             self.scheduler.receive([request])
         self.settle()
