@@ -94,6 +94,7 @@ class Scheduler:
         self._num_admitted = 0
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
         self._extended_last = False
+        self._closed = False  # since a retraction, until a request ends: whoever was retracted would only come again
         self._totals = Totals()
 
     @property
@@ -271,8 +272,10 @@ class Scheduler:
 
     @property
     def _may_admit(self) -> bool:
-        """Whether it is worth while to put the queue in order."""
-        return bool(self._waiting) and (bool(self.cache.table.num_free_rows) or self._config.enable_priority_scheduling)
+        """Whether anybody may be admitted, so that it is worth while to put the queue in order."""
+        if self._closed or not self._waiting:
+            return False
+        return bool(self.cache.table.num_free_rows) or self._config.enable_priority_scheduling
 
     def _launched(self, inputs: StepInputs, launched: Launched) -> StepInputs:
         self._totals.launched(inputs)
@@ -282,18 +285,16 @@ class Scheduler:
     def _with_room(self, decoding: list[Req]) -> list[Req]:
         """Those of `decoding` that can store their next token, after retracting as many others as that takes.
 
-        None of them for now, if that would leave one alone while pages of ended requests are about to come back.
+        None of them for now, if the last token of another request is in flight: its pages are about to come back.
         """
         if self._pages_to_decode(decoding) <= self.cache.num_available:
             self._ratio.decoded()
             return decoding
         while self._pages_to_decode(decoding) > self.cache.num_available:
             candidates = self._running.retractable
-            if len(candidates) == 1:
-                assert len(self._running) > 1, (
-                    f"{decoding[0].key} runs alone and lacks pages: it was checked on arrival"
-                )
+            if len(candidates) < len(self._running):
                 return []
+            assert len(candidates) > 1, f"{decoding[0].key} runs alone and lacks pages: it was checked on arrival"
             self._retract(candidates)
             decoding = list(self._running.decoding.values())
         self._ratio.retracted(self._running.admitted.values())
@@ -306,7 +307,8 @@ class Scheduler:
         return sum(self.cache.pages_for(req.kv_len + 1) > req.lease.num_pages for req in reqs if req.lease)
 
     def _retract(self, candidates: Sequence[Req]) -> None:
-        """Takes back the one who loses least."""
+        """Takes back the one who loses least, and lets nobody in for now."""
+        self._closed = True
         self._take_back(in_order_of_loss(candidates)[0])
 
     def _take_back(self, req: Req) -> None:
@@ -324,7 +326,7 @@ class Scheduler:
             req for req in self._running.decoding.values() if req.prompt_len + len(req.output_ids) > req.extend_to
         ]
         if candidates:
-            self._retract(candidates)
+            self._take_back(in_order_of_loss(candidates)[0])
 
     def _release(self, req: Req) -> None:
         """Ends a request in whatever state it is; what it computed stays in the prefix cache."""
@@ -337,6 +339,7 @@ class Scheduler:
             del self._live[req.request_id]
         if lease is not None:
             self.cache.release(lease, stored)
+            self._closed = False
         if not self._running:
             self._ratio.reset()
 
