@@ -54,7 +54,12 @@ def new_handler(log_format: str, process_name: str, stream: TextIO) -> logging.H
 
 
 def name_request(request_id: str) -> None:
-    """What this task logs from now on is about the request `request_id`, unless a name was given before."""
+    """What this task logs from now on is about the request `request_id`."""
+    _request_id.set(request_id)
+
+
+def name_unnamed_request(request_id: str) -> None:
+    """As `name_request`, unless the protocol has named the request already."""
     if _request_id.get() is None:
         _request_id.set(request_id)
 

@@ -50,7 +50,7 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
-    """Record a trace of the device and the host from the next step on.
+    """Record a trace of the device and the host from the next step on; one at a time. Lost if the engine ends before.
 
     Attributes:
       folder: where the trace goes.
@@ -63,7 +63,7 @@ class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
 
 
 class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
-    """Stop recording and write the trace."""
+    """Stop recording and write the trace; answered when that is done, which takes seconds after hundreds of steps."""
 
     number: int
 

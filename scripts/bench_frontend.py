@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import operator
 import os
 import re
 import signal
@@ -92,15 +93,13 @@ def profile(plan: Plan, running: Server, protocol: str) -> None:
     running.process.send_signal(STOP)
     found = json.loads(written(plan.profile_path).read_text())
     print(f"\n{PROTOCOLS[protocol]}: profile of the front end, start of the streams included")
-    used = cpu_s_of_threads(running.process.pid)
-    used.subtract(before)
-    print(
-        "  threads: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in used.most_common() if seconds > 0.02)
-    )
+    main_s, others_s = map(operator.sub, cpu_s_of_threads(running.process.pid), before)
+    print(f"  processor time: main thread {main_s:.2f} s, all others {others_s:.2f} s")
+    num_samples = max(found["samples"], 1)
     for title, counts in (("own", found["own"]), ("with all they call", found["total"]), ("lines", found["lines"])):
-        print(f"  share of {found['samples']} samples, {title}")
+        print(f"  share of {num_samples} samples, {title}")
         for name, count in sorted(counts.items(), key=lambda entry: -entry[1])[:NUM_LINES]:
-            print(f"    {100 * count / found['samples']:5.1f}%  {name}")
+            print(f"    {100 * count / num_samples:5.1f}%  {name}")
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:

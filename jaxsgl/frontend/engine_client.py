@@ -37,15 +37,15 @@ class ReplyStream:
         self._max_unread = max_unread
         self._replies: list[Reply] = []
         self._failure: JaxsglError | None = None
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None  # of `next`; an Event would cost as much as all else here
 
     async def next(self) -> list[Reply]:
         """Returns all replies since the last call; waits for at least one. Raises what the stream was failed with."""
         while not self._replies:
             if self._failure is not None:
                 raise self._failure
-            self._news.clear()
-            await self._news.wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         replies, self._replies = self._replies, []
         return replies
 
@@ -57,7 +57,7 @@ class ReplyStream:
             self._running.remove(reply.index)
         self.ended = not self._running or reply.refusal is not None
         self._replies.append(reply)
-        self._news.set()
+        self._wake()
         if len(self._replies) > self._max_unread:
             self._replies.clear()  # they would reach nobody in time
             self._give_up(Overloaded(f"the client left {self._max_unread} replies unread: read them as they come"))
@@ -79,7 +79,11 @@ class ReplyStream:
             self._abort(Abort(self.engine_id))
         self.ended = True
         self._failure = error
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineClient:

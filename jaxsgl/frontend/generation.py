@@ -71,7 +71,7 @@ class Generation:
         were left unread, `TimedOut`, and `EngineUnavailable` if the engine is gone.
         """
         while not self._pieces:
-            if all(sample.ended for sample in self._samples):
+            if len(self.ends) == len(self._samples):
                 raise StopAsyncIteration
             self._take(await self._stream.next())
         return self._pieces.popleft()
@@ -130,7 +130,7 @@ class Generator:
 
     async def prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str) -> Request:
         """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
-        logs.name_request(request_id)
+        logs.name_unnamed_request(request_id)
         with self._metrics.counting_errors():
             return await self._prepare(prompt, sampling, request_id)
 

@@ -7,7 +7,8 @@ asynchronous front end (generation.py) and the offline `LLM` feed it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from jaxsgl.frontend.detokenizer import Detokenizer
 from jaxsgl.frontend.stop_strings import StopStrings
@@ -15,8 +16,7 @@ from jaxsgl.messages import Reply, TokenLogprob
 from jaxsgl.request import FinishReason, Request
 
 
-@dataclass(frozen=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """How a sample ended. `matched_stop` is the EOS or stop token, or the stop string, if that was why."""
 
     reason: FinishReason
@@ -26,8 +26,7 @@ class End:
     completion_tokens: int
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What is new of sample `index` since its last piece; its last one holds the end.
 
     Attributes:
@@ -62,18 +61,20 @@ class Sample:
         texts: list[str] = []
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
+        scored: tuple[TokenLogprob, ...] | None = None
         end: End | None = None
         for reply in replies:
             ids += reply.token_ids
             self.num_tokens += len(reply.token_ids)
             if reply.logprob is not None:
                 logprobs.append(reply.logprob)
+            if reply.prompt_logprobs is not None:
+                scored = reply.prompt_logprobs
             texts.append(self._text_of(reply))
             end = self._end_with(reply)
             if end is not None:
                 break
         self.ended = end is not None
-        scored = next((reply.prompt_logprobs for reply in replies if reply.prompt_logprobs is not None), None)
         cached_tokens = replies[-1].cached_tokens
         return Piece("".join(texts), ids, end, self._index, tuple(logprobs), scored, cached_tokens)
 

@@ -96,12 +96,17 @@ class Server:
         """Starts, and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
         await self.start()
         _spare_the_garbage_collector()
+        death = asyncio.create_task(self._supervisor.death())
         duties = [asyncio.create_task(self._watchdog.run(self._tell_health)), asyncio.create_task(self._status.run())]
         try:
-            reason = await self._supervisor.death()
-        finally:
+            await asyncio.wait([death, *duties], return_when=asyncio.FIRST_COMPLETED)
             for duty in duties:
-                duty.cancel()
+                if duty.done():
+                    duty.result()  # only a bug ends one: without a watchdog, health would stay good for ever
+            reason = death.result()
+        finally:
+            for task in (death, *duties):
+                task.cancel()
         logger.error("%s; ending %d open calls and the server", reason, self._client.num_open)
         await self._end_calls(reason)
         return 1

@@ -116,11 +116,11 @@ class Tokenizer:
             raise InvalidRequest("the model has no chat template: send text or token_ids instead of chat messages")
         if not turns:
             raise InvalidRequest("the chat has 0 messages: send at least one")
-        taken = sorted(
-            {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters} & {*options.variables}
-        )
-        if taken:
-            raise InvalidRequest(f"a chat template's variable can't be called {taken[0]}: leave it out")
+        if options.variables:
+            reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+            for name in options.variables:
+                if name in reserved:
+                    raise InvalidRequest(f"a chat template's variable can't be called {name}: leave it out")
         try:
             text: str = tokenizer.apply_chat_template(
                 list(turns),

@@ -1,8 +1,8 @@
 """Notices when the engine stands still, and says whether requests make sense now.
 
-Asks the engine for a sign of life whenever it was silent, and expects steps while requests run. Health endpoints of all
-protocols read `problem`; server.py runs it. Counts its own ticks instead of seconds, so that a front end that was
-stopped itself (a debugger, a laptop asleep) blames nobody.
+Asks the engine for a sign of life whenever it was silent, and expects steps while requests run or wait. Health
+endpoints of all protocols read `problem`; server.py runs it. Counts its own ticks instead of seconds, so that a front
+end that was stopped itself (a debugger, a laptop asleep) blames nobody.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ class Watchdog:
         """Looks at the engine; to be called every `limit_s` / `TICKS` seconds. Returns why it counts as stuck."""
         engine = self._engine
         heard = engine.heard_s != self._heard_s
-        stepped = engine.load.steps_total != self._steps_total
-        self._heard_s, self._steps_total = engine.heard_s, engine.load.steps_total
+        load = engine.load
+        stepped = load.steps_total != self._steps_total
+        self._heard_s, self._steps_total = engine.heard_s, load.steps_total
         self._silent_ticks = 0 if heard else self._silent_ticks + 1
-        self._stalled_ticks = 0 if stepped or not engine.num_running else self._stalled_ticks + 1
+        has_work = load.num_running > 0 or load.num_waiting > 0
+        self._stalled_ticks = self._stalled_ticks + 1 if has_work and not stepped else 0
         if heard or not self._asked:  # one question at a time: nothing piles up in front of a stuck engine
             with contextlib.suppress(EngineUnavailable):  # its death is told by the supervisor
                 engine.send_command(Ping)
@@ -67,5 +69,5 @@ class Watchdog:
         if self._silent_ticks * self._tick_s >= self._limit_s:
             return f"the engine has given no sign of life for {self._limit_s:g} s"
         if self._stalled_ticks * self._tick_s >= self._limit_s:
-            return f"the engine has made no step for {self._limit_s:g} s, though requests run"
+            return f"the engine has made no step for {self._limit_s:g} s, though requests run or wait"
         return None

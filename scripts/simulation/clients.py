@@ -1,7 +1,7 @@
 """All clients at once: the `Mailbox` of the real serving loop, on the simulated clock.
 
 Sends what a trace says when its time has come (and, of conversations, when the turn before has ended), and books what
-comes back. Every request must end exactly once, with as many tokens as it asked for.
+comes back. A reply to a request that is not open is a KeyError, an idle engine with open requests an AssertionError.
 """
 
 from __future__ import annotations

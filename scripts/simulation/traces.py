@@ -43,9 +43,9 @@ class TraceConfig:
     groups: int = flag(64, "groups of shared-prefix")
     turns: int = flag(8, "turns of a conversation at most, in chat")
     think_s: float = flag(10.0, "mean seconds from an answer to the next turn, in chat")
-    long_len: int = flag(32_768, "prompt tokens of the long requests, in bursts")
-    burst_size: int = flag(8, "long requests that come at once, in bursts")
-    burst_every_s: float = flag(30.0, "seconds between bursts")
+    long_len: int = flag(16_384, "prompt tokens of the long requests, in bursts")
+    burst_size: int = flag(4, "long requests that come at once, in bursts")
+    burst_every_s: float = flag(3.0, "seconds between bursts")
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len", "groups", "turns", "long_len", "burst_size"):

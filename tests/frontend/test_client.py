@@ -163,7 +163,7 @@ def test_it_waits_for_a_server_that_still_loads(start_server, capsys: pytest.Cap
 
 def test_ctrl_c_cancels_the_call(server: ServerProcess) -> None:
     command = [sys.executable, "-m", "jaxsgl.client", "--addr", server.address, "--token-ids", str(Script.HANG)]
-    before = server.log.count("left by the client")
+    before = server.log.count(", unfinished, ")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     client = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     with server.stub() as stub:
@@ -176,4 +176,4 @@ def test_ctrl_c_cancels_the_call(server: ServerProcess) -> None:
     client.send_signal(signal.SIGINT)
     _, err = client.communicate(timeout=PATIENCE_S)
     assert (client.returncode, err) == (130, "")
-    wait_for(lambda: server.log.count("left by the client") > before, "abort")
+    wait_for(lambda: server.log.count(", unfinished, ") > before, "abort")

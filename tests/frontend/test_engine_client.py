@@ -25,7 +25,7 @@ def test_a_reply_after_the_failure_revives_nothing() -> None:
         client.receive(Replies([Reply(stream.engine_id, (7,))]))
         with pytest.raises(EngineUnavailable, match="the engine died"):
             asyncio.run(stream.next())
-    assert len(sent) == 1, "no abort of what has failed"
+    assert sent[1:] == [Abort(stream.engine_id)], "what has failed is aborted once"
 
 
 def test_an_answer_that_was_complete_when_the_engine_died_stays_complete() -> None:

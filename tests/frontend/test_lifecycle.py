@@ -248,7 +248,7 @@ def error_of(server: ServerProcess) -> str:
     """The one line by which a start that failed explains itself."""
     assert server.wait_for_exit() == 1
     assert "Traceback" not in server.log
-    errors = [line for line in server.log.splitlines() if "INFO" not in line]
+    errors = [line for line in server.log.splitlines() if " INFO " not in line and " DEBUG " not in line]
     assert len(errors) == 1, server.log
     return errors[0]
 

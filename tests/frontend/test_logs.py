@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 from fake_engine_process import Script
 from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request
 
@@ -66,7 +67,7 @@ def test_lines_of_concurrent_requests_carry_their_own_ids() -> None:
     async def serve(logger: logging.Logger, request_id: str) -> None:
         logs.name_request(request_id)
         await asyncio.sleep(0)
-        logs.name_request("the id of a part")
+        logs.name_unnamed_request("the id of a part")
         await asyncio.sleep(0)
         logger.info("from %s", request_id)
 
@@ -92,9 +93,15 @@ def test_a_request_id_can_not_forge_a_line() -> None:
         assert written.getvalue().isprintable() or written.getvalue()[:-1].isprintable()
 
 
+def post(server: ServerProcess, path: str, headers: dict[str, str], body: object) -> None:
+    answer = httpx.post(f"http://{server.http_address}{path}", headers=headers, json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+
+
 def test_both_processes_write_objects_only(start_server: Start) -> None:
     server = start_server("--log-format", "json")
     server.wait_until_ready()
+    post(server, "/generate", {"x-request-id": "over http"}, {"input_ids": [5], "rid": "r"})
     with server.stub() as stub:
         prompt = (Script.FOREVER, 6, 7, 8)
         list(stub.Generate(ids_request(*prompt, request_id="mine\n", max_tokens=3, n=2, stream=False)))
@@ -104,10 +111,12 @@ def test_both_processes_write_objects_only(start_server: Start) -> None:
     assert {line["process"] for line in lines} == {"server", "engine"}
     (finished,) = [line for line in lines if line.get("request_id") == "mine\n"]
     assert finished["level"] == "debug"
-    assert finished["engine_id"] == "mine\n/0"
+    assert finished["engine_id"] == "mine\n/1"
     assert finished["finish_reason"] == "length,length"
     assert (finished["prompt_tokens"], finished["cached_tokens"], finished["output_tokens"]) == (4, 2, 6)
     assert 0 < finished["first_token_s"] <= finished["total_s"]
+    (over_http,) = [line for line in lines if line.get("request_id") == "over http"]
+    assert over_http["engine_id"].startswith("r/")
 
 
 def test_a_failing_start_is_an_object_too(start_server: Start) -> None:

@@ -188,6 +188,9 @@ def test_only_what_the_client_left_counts_as_aborted() -> None:
         raise asyncio.CancelledError
     assert metrics.finished == {"stop": 0, "length": 1, "abort": 1 + 1 + 2}
     assert metrics.errors == {"ValueError": 1}
+    samples = samples_of(metrics)
+    lengths = "vllm:request_generation_tokens_sum"
+    assert (samples[f"{E2E}_count"], samples[lengths]) == (1, 2), "aborted samples have no latency and no length"
 
 
 def test_a_histogram_agrees_with_prometheus_clients_own() -> None:

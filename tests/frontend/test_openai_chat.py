@@ -35,7 +35,7 @@ def telling(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def prompt_of(tokenizer: Tokenizer, **body: Any) -> ChatPrompt:
     parsed = ChatRequest.model_validate(body)
-    return chat_prompt(parsed.messages, parsed, tokenizer)
+    return chat_prompt(parsed, tokenizer)
 
 
 def test_an_answer_has_all_that_openai_has(http: httpx.Client, model_folder: str, tokenizer: Tokenizer) -> None:
@@ -164,8 +164,8 @@ def test_tools_are_left_out_if_none_may_be_called(telling: Tokenizer) -> None:
     body = ChatRequest.model_validate(
         {"messages": say("hi"), "tools": [{"type": "function", "function": {"name": "f"}}]}
     )
-    assert chat_prompt(body.messages, body, telling, with_tools=False).options.tools == ()
-    assert len(chat_prompt(body.messages, body, telling).options.tools) == 1
+    assert chat_prompt(body, telling, with_tools=False).options.tools == ()
+    assert len(chat_prompt(body, telling).options.tools) == 1
 
 
 def test_arguments_of_a_call_may_be_empty_or_an_object(telling: Tokenizer) -> None:

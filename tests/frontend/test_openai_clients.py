@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from fake_engine_process import Script
 from openai.types.chat import ChatCompletionMessageParam
-from openai_calls import connect, post
+from openai_calls import connect, post, refusal
 from server_process import PATIENCE_S, ServerProcess, wait_for
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
@@ -97,19 +98,34 @@ def test_openai_lists_the_model(client: openai.OpenAI, model: str, model_folder:
         client.models.retrieve("gpt-9")
 
 
-def test_the_served_name_counts_and_so_does_the_path(start_server: object) -> None:
-    assert callable(start_server)
-    server: ServerProcess = start_server("--served-model-name", "org/small")
+def test_the_served_name_counts_and_so_does_the_path(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start_server("--served-model-name", "org/small")
     server.wait_until_ready()
     with connect(server) as http:
-        for name in ("org/small", server.process.args[server.process.args.index("--model") + 1], "default", "", None):  # type: ignore[index,union-attr]
+        for name in ("org/small", str(tmp_path / "model"), "default", "", None):
             answer = post(http, "/v1/completions", model=name, prompt=[50], max_tokens=1)
             assert answer["model"] == "org/small"
         assert http.get("/v1/models/org/small").json()["id"] == "org/small"
         assert http.post("/v1/completions", json={"model": "org", "prompt": [50]}).status_code == 404
-        without_text = post(http, "/v1/completions", prompt=[50], max_tokens=1, echo=True, logprobs=0)["choices"][0]
-        assert without_text["text"] == ""
-        assert without_text["logprobs"]["tokens"] == ["token_id:50", "token_id:50"]
+
+
+def test_a_model_without_a_tokenizer_answers_ids(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with connect(server) as http:
+        (choice,) = post(http, "/v1/completions", prompt=[50], max_tokens=1, echo=True, logprobs=0)["choices"]
+        assert choice["text"] == ""
+        assert choice["logprobs"]["tokens"] == ["token_id:50", "token_id:50"]
+        for path, body in (
+            ("/v1/completions", {"prompt": "hello"}),
+            ("/v1/completions", {"prompt": [50], "stop": "a"}),
+            ("/v1/chat/completions", {"messages": HELLO}),
+            ("/tokenize", {"prompt": "hello"}),
+            ("/detokenize", {"tokens": [50]}),
+        ):
+            assert "no tokenizer" in refusal(http, path, **body)["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -129,6 +145,7 @@ def counts(http: httpx.Client) -> tuple[int, int]:
     return running, aborted
 
 
+JSON = "Content-Type: application/json"
 curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 
 
@@ -140,14 +157,14 @@ def run_curl(server: ServerProcess, path: str, *flags: str) -> str:
 @curl
 def test_curl_completes(server: ServerProcess) -> None:
     data = json.dumps({"prompt": "abc", "max_tokens": 3})
-    answer = json.loads(run_curl(server, "/v1/completions", "--json", data))
+    answer = json.loads(run_curl(server, "/v1/completions", "--header", JSON, "--data", data))
     assert answer["choices"][0]["text"] == "abc"
 
 
 @curl
 def test_curl_reads_a_stream(server: ServerProcess) -> None:
     data = json.dumps({"messages": HELLO, "stream": True})
-    lines = run_curl(server, "/v1/chat/completions", "--json", data).split("\n\n")
+    lines = run_curl(server, "/v1/chat/completions", "--header", JSON, "--data", data).split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     assert all(line.startswith("data: {") for line in lines[:-2])
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -186,6 +186,20 @@ def test_one_prompt_that_is_refused_ends_the_others(http: httpx.Client) -> None:
     seen, aborted = counts(http)
     assert http.post(PATH, json={"prompt": [[Script.HANG], [Script.REFUSE]]}).status_code == 400
     assert counts(http) == (seen + 3, aborted + 1)
+
+
+def test_an_engine_that_dies_ends_a_stream_of_several_prompts_with_an_error(
+    start_server: Callable[..., ServerProcess],
+) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    body = {"prompt": [[Script.FOREVER], [Script.FAIL]], "stream": True, "max_tokens": 150, "logprobs": 0}
+    with connect(server) as http, http.stream("POST", PATH, json=body) as answer:
+        assert answer.status_code == 200
+        *parts, last = [json.loads(line[6:]) for line in answer.iter_lines() if line]
+    assert {part["choices"][0]["index"] for part in parts} == {0, 1}
+    assert last["error"]["type"] == "server_error"
+    assert "failed as told" in last["error"]["message"]
 
 
 def counts(http: httpx.Client) -> tuple[int, int]:

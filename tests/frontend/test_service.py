@@ -346,4 +346,4 @@ def test_reflection_describes_the_service(server: ServerProcess) -> None:
 
 def test_every_request_leaves_a_debug_line(server: ServerProcess, stub: pb_grpc.JaxsglStub) -> None:
     list(stub.Generate(ids_request(5, 6, max_tokens=4, request_id="logged")))
-    server.wait_for_log(r"request logged/\d+: 2 prompt tokens, 4 new, ended")
+    server.wait_for_log(r"request 'logged/\d+': 2 prompt tokens, \d cached, 4 new, length")

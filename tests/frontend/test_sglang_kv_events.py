@@ -98,8 +98,22 @@ def test_a_server_that_nobody_has_followed_has_no_past(start_server: Callable[..
         with subscribed(sglang, start=1) as batches, pytest.raises(grpc.RpcError) as caught:
             next(batches)
         assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
-        with subscribed(sglang) as batches:
-            assert next(batches).sequence_number == 1
+
+
+def test_a_server_that_starts_again_uses_no_number_twice(
+    sglang: Stub, start_server: Callable[..., ServerProcess]
+) -> None:
+    """Or else whoever resumes would take the new server's cache for the old one's."""
+    with subscribed(sglang) as batches:
+        used = next(batches).sequence_number
+    again = start_server()
+    again.wait_until_ready()
+    with sglang_stub(again) as stub:
+        with subscribed(stub) as batches:
+            assert next(batches).sequence_number > used
+        with subscribed(stub, start=used) as batches, pytest.raises(grpc.RpcError) as caught:
+            next(batches)
+        assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
 
 
 def test_every_batch_tells_the_load(sglang: Stub) -> None:

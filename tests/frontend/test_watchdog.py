@@ -15,11 +15,13 @@ from server_process import ServerProcess, ids_request
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.watchdog import TICKS, Watchdog
-from jaxsgl.messages import Answer, Load, Ping, Replies, Reply, ToEngine
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.messages import Answer, Load, Ping, Replies, ToEngine
+from jaxsgl.request import Request, SamplingParams
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+REQUEST = Request("r", [5], SamplingParams())
 
 Start = Callable[..., ServerProcess]
 
@@ -39,8 +41,8 @@ class Engine:
     def answer(self) -> None:
         self.client.receive(Answer(0, True))
 
-    def step(self, steps_total: int) -> None:
-        self.client.receive(Replies([], Load(steps_total=steps_total)))
+    def turn(self, load: Load) -> None:
+        self.client.receive(Replies([], load))
 
 
 def test_an_idle_engine_that_answers_is_well() -> None:
@@ -72,24 +74,27 @@ def test_a_silent_engine_is_asked_once() -> None:
 def test_whatever_the_engine_says_is_a_sign_of_life() -> None:
     engine = Engine()
     for steps in range(20):
-        engine.step(steps)
+        engine.turn(Load(num_running=1, steps_total=steps))
         assert engine.ticks(1) == [None]
 
 
-def test_an_engine_that_answers_but_makes_no_step_is_a_problem() -> None:
+@pytest.mark.parametrize("work", [{"num_running": 1}, {"num_waiting": 1}])
+def test_an_engine_that_answers_but_makes_no_step_is_a_problem(work: dict[str, int]) -> None:
     engine = Engine()
-    with engine.client.open(Request("r", [5], SamplingParams())) as stream:
-        told = []
-        for _ in range(TICKS + 2):
-            engine.answer()
-            told += engine.ticks(1)
-        assert told[: TICKS - 1] == [None] * (TICKS - 1)
-        assert told[-1] == "the engine has made no step for 4 s, though requests run"
-        engine.step(1)
-        assert engine.ticks(1) == [None]
-        engine.client.receive(Replies([Reply(stream.engine_id, (5,), FinishReason.STOP)], Load(steps_total=2)))
-        for _ in range(20):  # the client reads slowly, but nothing runs
-            engine.answer()
+    told = []
+    for _ in range(TICKS + 1):
+        engine.turn(Load(steps_total=7, **work))
+        told += engine.ticks(1)
+    assert told == [None] * TICKS + ["the engine has made no step for 4 s, though requests run or wait"]
+    engine.turn(Load(steps_total=8, **work))
+    assert engine.ticks(1) == [None]
+
+
+def test_an_engine_without_work_need_not_step() -> None:
+    engine = Engine()
+    with engine.client.open(REQUEST):  # even if it has lost a request
+        for _ in range(20):
+            engine.turn(Load(steps_total=7))
             assert engine.ticks(1) == [None]
 
 
@@ -120,9 +125,6 @@ def test_problems_are_told_and_logged_once_and_refuse_requests_meanwhile(caplog:
     assert "no sign of life" in errors[0].getMessage()
 
 
-REQUEST = Request("r", [5], SamplingParams())
-
-
 def test_why_nothing_is_served_goes_before_why_the_engine_is_stuck() -> None:
     engine = Engine()
     assert engine.watchdog.problem() is None
@@ -133,7 +135,7 @@ def test_why_nothing_is_served_goes_before_why_the_engine_is_stuck() -> None:
 
 
 def test_health_follows_a_stuck_engine_and_its_recovery(start_server: Start) -> None:
-    server = start_server("--watchdog-s", "1")
+    server = start_server("--watchdog-s", "2")
     server.wait_until_ready()
     with grpc.insecure_channel(server.address) as channel, server.stub() as stub:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
@@ -143,7 +145,7 @@ def test_health_follows_a_stuck_engine_and_its_recovery(start_server: Start) -> 
         with pytest.raises(grpc.RpcError) as caught:
             stub.Generate(ids_request(5)).next()
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert "no sign of life for 1 s" in caught.value.details()
+        assert "no sign of life for 2 s" in caught.value.details()
         os.kill(server.engine_pid, signal.SIGCONT)
         assert next(watch).status == SERVING
         (reply,) = stub.Generate(ids_request(5, stream=False, max_tokens=1))

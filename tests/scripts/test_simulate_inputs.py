@@ -1,13 +1,21 @@
 """What the simulator is fed: replayed traces, and device models from measured steps."""
 
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 from simulation.cost import HARDWARE, MODELS, StepCost, data_sheet_costs, equal_pairs, num_params, weight_bytes
+from simulation.engine import Clock, SimulatedHandle
 from simulation.fit import fit
 from simulation.prompts import prompt_ids
+from simulation.record import record
 from simulation.replay import replayed
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.pages import pages_for
 
 MOONCAKE = """\
 {"timestamp": 2000, "input_length": 1300, "output_length": 7, "hash_ids": [46, 47, 90]}
@@ -103,6 +111,40 @@ def test_the_fit_of_noisy_measurements_predicts_better_than_their_noise() -> Non
 def test_a_fit_without_steps_of_a_kind_says_so() -> None:
     with pytest.raises(ValueError, match="'extend'"):
         fit([step for step in measured(0.0) if step["kind"] == "decode"])
+
+
+class EngineThatLooks:
+    """Runs nothing, but checks that a batch has pages of its own for every token."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.buckets = BucketSet.derive(capacity)
+        self.submitted: list[StepInputs] = []
+
+    def submit(self, inputs: StepInputs) -> SimulatedHandle:
+        arrays, capacity = inputs.arrays, self.capacity
+        needed = [pages_for(length, capacity.page_size) for length in arrays.lengths.tolist()]
+        pages = np.concatenate([row[:count] for row, count in zip(arrays.page_table, needed, strict=True)])
+        assert len(set(pages.tolist())) == len(pages) and pages.min() > 0 and pages.max() < capacity.num_pages
+        self.submitted.append(inputs)
+        return SimulatedHandle(Clock(), 0.0, inputs.num_seqs)
+
+
+@pytest.mark.parametrize("num_pages", [2000, 40])
+def test_a_recording_has_each_size_once_and_says_what_ran(num_pages: int) -> None:
+    engine = EngineThatLooks(
+        Capacity(16, num_pages, num_rows=16, context_length=600, max_extend_tokens=256, vocab_size=9)
+    )
+    steps = list(record(engine, repeats=1))
+    ran = engine.submitted[::2]
+    assert {step["tokens"] for step in steps if step["kind"] == "decode"} == {1, 2, 4, 8, 16}
+    assert {step["tokens"] for step in steps if step["kind"] == "extend"} == {16, 32, 64, 128, 256}
+    assert len({(step["kind"], step["tokens"], step["seqs"], step["kv_tokens"]) for step in steps}) == len(steps)
+    for step, inputs in zip(steps, ran, strict=True):
+        arrays = inputs.arrays
+        assert (step["kind"], step["tokens"], step["seqs"]) == (*astuple(inputs.bucket)[:2], inputs.num_seqs)
+        assert step["kv_tokens"] == arrays.lengths.sum() and step["seconds"] > 0
+        assert step["pairs"] == (arrays.positions[: inputs.num_tokens] + 1).sum()
 
 
 def test_pairs_are_what_counting_gives() -> None:

@@ -91,8 +91,10 @@ def _sampling(params: pb.SamplingParams) -> SamplingParams:
 
 def _reply(request_id: str, piece: Piece) -> pb.GenerateReply:
     reply = pb.GenerateReply(request_id=request_id, index=piece.index, text=piece.text, token_ids=piece.token_ids)
-    reply.logprobs.extend(map(_logprob, piece.logprobs))
-    reply.prompt_logprobs.extend(map(_logprob, piece.prompt_logprobs or ()))
+    if piece.logprobs:
+        reply.logprobs.extend(map(_logprob, piece.logprobs))
+    if piece.prompt_logprobs is not None:
+        reply.prompt_logprobs.extend(map(_logprob, piece.prompt_logprobs))
     if piece.end is not None:
         reply.finish_reason = _FINISH_REASONS[piece.end.reason]
         if isinstance(piece.end.matched_stop, str):

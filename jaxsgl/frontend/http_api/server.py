@@ -36,6 +36,7 @@ class HttpServer:
             uvicorn.Config(
                 build_app(front_end),
                 http=Connection,
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

@@ -54,7 +54,8 @@ class EventStream(Response):
                     asyncio.create_task(self._cut_when_stalled(scope, cut)),
                 ]
                 try:
-                    await self._send_all(send)
+                    # In a task of its own, so that an event doesn't wake a chain of some 20 middlewares.
+                    await asyncio.create_task(self._send_all(send))
                 finally:
                     for watcher in watchers:
                         watcher.cancel()

@@ -16,7 +16,8 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.messages import FlushCache, StartProfile, StopProfile
 
-ANSWER_LIMIT_S = 60.0  # writing a profile takes a while
+ANSWER_LIMIT_S = 60.0
+PROFILE_LIMIT_S = 600.0  # a trace of many steps takes minutes to write
 FLUSH_POLL_S = 0.05
 MAX_FLUSH_WAIT_S = 3600.0
 
@@ -49,5 +50,5 @@ async def start_profile(engine: EngineClient, request: common_pb2.StartProfileRe
 
 async def stop_profile(engine: EngineClient) -> common_pb2.ProfileResponse:
     """Ends recording; the message tells the folder."""
-    answer = await engine.ask(StopProfile, ANSWER_LIMIT_S)
+    answer = await engine.ask(StopProfile, PROFILE_LIMIT_S)
     return common_pb2.ProfileResponse(success=answer.ok, message=answer.text)

@@ -1,6 +1,6 @@
 """The cache events of this server as numbered batches: what a subscriber reads at its own pace, or resumes from.
 
-Owns the numbers, which start at 1, and the last batches. A subscriber holds nothing but a number, so a slow one costs
+Owns the numbers and the last batches. A subscriber holds nothing but a number, so a slow one costs
 no memory; when the batch that it wants next is gone, it has lost data. The engine tells of its cache from the first
 subscriber on, and of all that is cached whenever one starts anew. Knows no gRPC; kv_stream.py reads it.
 """
@@ -36,9 +36,15 @@ class DataLoss(JaxsglError):
 
 
 class KvLog:
-    """Follows the cache of `engine` for as long as the server lives. `last` is the last number used, 0 at first."""
+    """Follows the cache of `engine` for as long as the server lives. `last` is the last number used.
 
-    def __init__(self, engine: EngineClient, max_batches: int = MAX_BATCHES, max_blocks: int = MAX_BLOCKS) -> None:
+    The first number follows `last`. It has to be larger than any that a server at the same address used before: a
+    gateway that resumes after a restart would otherwise be told the new cache's news on top of the old one's.
+    """
+
+    def __init__(
+        self, engine: EngineClient, max_batches: int = MAX_BATCHES, max_blocks: int = MAX_BLOCKS, last: int = 0
+    ) -> None:
         self._engine = engine
         self._max_batches = max_batches
         self._max_blocks = max_blocks
@@ -48,7 +54,7 @@ class KvLog:
         self._snapshots: dict[int, asyncio.Future[list[common_pb2.KvEventBatch]]] = {}
         self._watching: contextlib.AbstractContextManager[None] | None = None
         self._news = asyncio.Event()
-        self.last = 0
+        self.last = last
 
     async def snapshot(self) -> list[common_pb2.KvEventBatch]:
         """All that is cached now, in chunks; the last one's number is that of the last batch it includes.
@@ -72,8 +78,9 @@ class KvLog:
         since a batch that comes twice is known by its number. Raises `OutOfRange`.
         """
         oldest = self.last - len(self._batches) + 1
-        if not oldest - 1 <= number <= self.last + 1 or not self.last:
-            can = f"from {oldest} to {self.last}" if self.last else "from nowhere yet"
+        followed = self._watching is not None
+        if not followed or not self.last or not oldest - 1 <= number <= self.last + 1:
+            can = f"from {oldest} to {self.last}" if followed else "from nowhere yet"
             raise OutOfRange(f"start_sequence_number is {number}, but this server can resume {can}: start from 0")
         return max(number, oldest) - 1
 

@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.errors import EngineUnavailable, NotFound, Unsupported
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.grpc_api.errors import answers_errors
+from jaxsgl.frontend.grpc_api.errors import answers_errors, write
 from jaxsgl.frontend.grpc_api.sglang import admin
 from jaxsgl.frontend.grpc_api.sglang.generate import Responses
 from jaxsgl.frontend.grpc_api.sglang.infos import model_info, server_info
@@ -43,7 +43,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self._engine = front_end.engine
         self._generator = front_end.generator
         self._throughput = front_end.throughput
-        self._kv_log = KvLog(front_end.engine)
+        self._kv_log = KvLog(front_end.engine, last=time.time_ns() // 1000)  # beyond those of servers before this one
         self._start_s = time.time()
 
     @answers_errors
@@ -56,7 +56,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         with self._generator.start(prepared, text=bool(wish.sampling.stop)) as generation:
             async for piece in generation:
                 for response in responses.of(piece):
-                    await context.write(response)
+                    await write(context, response)
 
     @answers_errors
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
@@ -131,7 +131,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         if not model.tokenizer.exists:
             raise NotFound(f"the model {model.info.model_path} has no tokenizer: give the gateway a tokenizer path")
         for chunk in chunks(await asyncio.to_thread(zip_tokenizer, Path(model.info.model_path))):
-            await context.write(chunk)
+            await write(context, chunk)
 
     @answers_errors
     async def SubscribeKvEvents(
@@ -139,11 +139,14 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     ) -> None:
         """Streams what happens to the prefix cache, and the load, until the client leaves."""
         self._busy()  # refuses while the engine starts
+        start = request.start_sequence_number
+        if start:
+            self._kv_log.after(start)  # gateways start anew if they are refused here, but not behind the metadata
         stream = KvStream(self._kv_log, self._engine, self._busy, request.load_records_before_first_batch)
         await context.send_initial_metadata(())  # a client waits for it, and events may be long in coming
-        async with contextlib.aclosing(stream.batches(request.start_sequence_number)) as batches:
+        async with contextlib.aclosing(stream.batches(start)) as batches:
             async for batch in batches:
-                await context.write(batch)
+                await write(context, batch)
 
     @answers_errors
     async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:

@@ -43,7 +43,7 @@ def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
         check_model(front_end, body.model)
         generator = front_end.generator
         sampling = _sampling(body)
-        prompt = chat_prompt(body.messages, body, generator.model.tokenizer, with_tools=body.tool_choice != "none")
+        prompt = chat_prompt(body, generator.model.tokenizer, with_tools=body.tool_choice != "none")
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = new_head("chatcmpl", kind, front_end.config.model_name)
         request = await generator.prepare(prompt, sampling, head.id)

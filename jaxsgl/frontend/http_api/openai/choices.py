@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from jaxsgl.frontend.http_api.openai.logprobs import LogprobsWriter, joined
 from jaxsgl.frontend.http_api.openai.replies import Logprobs, TextChoice, Usage

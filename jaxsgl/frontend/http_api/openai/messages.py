@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.http_api.openai.schemas import ContentPart, MessageBody, Templated, ToolCall
+from jaxsgl.frontend.http_api.openai.schemas import ChatRequest, ContentPart, MessageBody, TokenizeRequest, ToolCall
 from jaxsgl.frontend.prompts import ChatPrompt
 from jaxsgl.frontend.tokenizer import TemplateOptions, Tokenizer, Turn
 
 
-def chat_prompt(
-    messages: Sequence[MessageBody], body: Templated, tokenizer: Tokenizer, with_tools: bool = True
-) -> ChatPrompt:
-    """The prompt that `messages` make, with what `body` says of the template. Raises `InvalidRequest`."""
+def chat_prompt(body: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, with_tools: bool = True) -> ChatPrompt:
+    """The prompt that the messages of `body` make in the chat template. Raises `InvalidRequest`."""
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt are both true, but an answer either continues the last "
@@ -28,7 +25,7 @@ def chat_prompt(
         variables=body.chat_template_kwargs or {},
     )
     knows_developer = tokenizer.knows_role("developer")
-    return ChatPrompt([_turn(i, message, knows_developer) for i, message in enumerate(messages)], options)
+    return ChatPrompt([_turn(i, message, knows_developer) for i, message in enumerate(body.messages or ())], options)
 
 
 def _turn(index: int, message: MessageBody, knows_developer: bool) -> Turn:

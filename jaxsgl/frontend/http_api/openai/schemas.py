@@ -184,16 +184,10 @@ class ResponseFormat(Body):
 Messages = Annotated[list[MessageBody], Field(min_length=1, fail_fast=True)]
 
 
-class Templated(Body):
-    """What goes into the chat template beside the messages."""
-
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 
 
-class ChatRequest(Templated, Sampled):
+class ChatRequest(Sampled):
     """Body of /v1/chat/completions."""
 
     messages: Messages
@@ -201,17 +195,25 @@ class ChatRequest(Templated, Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
-class TokenizeRequest(Templated):
-    """Body of /tokenize: a text, several texts, or messages."""
+class TokenizeRequest(Body):
+    """Body of /tokenize: a text, several texts, or messages with what chat has for the template."""
 
     model: str | None = None
-    messages: Messages | None = None
     prompt: Texts | None = None
     add_special_tokens: bool | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

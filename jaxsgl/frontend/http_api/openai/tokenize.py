@@ -49,6 +49,8 @@ def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
             raise InvalidRequest(
                 f"{len(body.tokens)} tokens are given, but the context holds {limits.context_length}: send fewer"
             )
+        if not model.tokenizer.exists:
+            raise InvalidRequest("the model folder has no tokenizer: ids can't be turned into text")
         check_token_ids("tokens", body.tokens, limits.vocab_size)
         text = await generator.decode(body.tokens)
         return json_response(encode({"prompt": text, "text": text}))
@@ -58,6 +60,6 @@ def _prompts(body: TokenizeRequest, front_end: FrontEnd) -> list[Prompt]:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages must be given: send one of them")
     if body.messages is not None:
-        return [chat_prompt(body.messages, body, front_end.generator.model.tokenizer)]
+        return [chat_prompt(body, front_end.generator.model.tokenizer)]
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     return [TextPrompt(text, body.add_special_tokens is not False) for text in texts]

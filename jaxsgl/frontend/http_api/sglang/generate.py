@@ -28,6 +28,10 @@ NOT_BUILT = (
     "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path", "return_hidden_states",
     "session_params", "token_ids_logprob", "video_data",
 )  # fmt: skip
+SAME = (
+    "frequency_penalty", "ignore_eos", "min_p", "n", "presence_penalty", "repetition_penalty", "temperature", "top_k",
+    "top_p",
+)  # fmt: skip
 
 
 def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
@@ -120,20 +124,12 @@ def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
     return SamplingParams(
         max_tokens=params.max_new_tokens,
         min_tokens=params.min_new_tokens,
-        n=params.n,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        repetition_penalty=params.repetition_penalty,
+        **{name: getattr(params, name) for name in SAME},
         logit_bias={int(token_id): bias for token_id, bias in (params.logit_bias or {}).items()},
         seed=params.sampling_seed,
         stop=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ()),
         stop_token_ids=tuple(params.stop_token_ids or ()),
         include_stop_str_in_output=params.no_stop_trim,
-        ignore_eos=params.ignore_eos,
         logprobs=top,
         prompt_logprobs=top if start_len >= 0 else None,
     )
