@@ -5,19 +5,37 @@ The only place where an admitted request's lengths grow. Decides nothing; called
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from jaxsgl.batch.build import BatchBuilder, Work
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling_rows import SamplingRows
 from jaxsgl.cache.manager import CacheManager
+from jaxsgl.cache.pages import IntArray
 from jaxsgl.scheduler.admit import Chunk
 from jaxsgl.scheduler.launched import Launched, ScoredChunk
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.running import Running
 from jaxsgl.scheduler.states import State
+
+
+class Builder(Protocol):
+    """What makes steps of decisions; `BatchBuilder` is the real one."""
+
+    def decode(self, rows: IntArray, positions: IntArray) -> StepInputs:
+        """One token for each row `[S]`, stored at `positions [S]`."""
+        ...
+
+    def extend(self, works: Sequence[Work]) -> StepInputs:
+        """Several tokens for each of `works`."""
+        ...
+
+
+MakeBuilder: TypeAlias = Callable[[BucketSet, IntArray, SamplingRows, int], Builder]  # as `BatchBuilder.__init__`
 
 
 class Launcher:
@@ -29,7 +47,7 @@ class Launcher:
     """
 
     def __init__(
-        self, cache: CacheManager, builder: BatchBuilder, sampling: SamplingRows, running: Running, vocab_size: int
+        self, cache: CacheManager, builder: Builder, sampling: SamplingRows, running: Running, vocab_size: int
     ) -> None:
         self._cache = cache
         self._builder = builder

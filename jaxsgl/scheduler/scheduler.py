@@ -30,7 +30,7 @@ from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.scheduler.admit import Chunk, NoRoom, PrefillAdder
 from jaxsgl.scheduler.intake import Intake
-from jaxsgl.scheduler.launch import Launcher
+from jaxsgl.scheduler.launch import Launcher, MakeBuilder
 from jaxsgl.scheduler.launched import Launched, sampled_logprob
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.preempt import victims
@@ -57,6 +57,7 @@ class Scheduler:
       random_seed: seeds of requests that bring none are drawn from it.
       max_queued_requests: a request that finds so many samples waiting is refused; None: none is.
       retract_every: retract a request at every so-many-th launch, whether it must be or not; for tests.
+      make_builder: what makes batches, for a simulator that needs none.
 
     Raises:
       CheckpointError: the model has more EOS tokens than the step can hold back until min_tokens.
@@ -73,6 +74,7 @@ class Scheduler:
         random_seed: int = 0,
         max_queued_requests: int | None = None,
         retract_every: int | None = None,
+        make_builder: MakeBuilder = BatchBuilder,
     ) -> None:
         self._capacity = capacity
         self._buckets = buckets
@@ -85,7 +87,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running = Running()
         sampling = SamplingRows(capacity.num_rows)
-        builder = BatchBuilder(buckets, table.pages, sampling, capacity.page_size)
+        builder = make_builder(buckets, table.pages, sampling, capacity.page_size)
         self._launcher = Launcher(self.cache, builder, sampling, self._running, capacity.vocab_size)
         self._live: dict[str, list[Req]] = {}  # samples that have not ended, by request
         self._in_flight: deque[Launched] = deque()
