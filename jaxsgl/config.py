@@ -51,6 +51,12 @@ class SchedulingConfig:
     max_prefill_tokens: int = flag(16384, "prompt tokens of one step at most, however large its chunk may be")
     enable_mixed_chunk: bool = flag(False, "decode in the same steps that extend prompts")
     decode_first: bool = flag(False, "a decode step between any two steps that extend prompts")
+    queue_timeout_s: float | None = flag(
+        None, "seconds that a request may wait for admission; then it is refused (default: no limit)"
+    )
+    running_timeout_s: float | None = flag(
+        None, "seconds that a request may take from its admission on; then it is ended (default: no limit)"
+    )
 
     def __post_init__(self) -> None:
         _require(
@@ -65,6 +71,9 @@ class SchedulingConfig:
             self.schedule_conservativeness > 0, "--schedule-conservativeness", self.schedule_conservativeness, "above 0"
         )
         _require(self.max_prefill_tokens >= 1, "--max-prefill-tokens", self.max_prefill_tokens, "1 and more")
+        for name in ("queue_timeout_s", "running_timeout_s"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, _flag_name(name), value, "more than 0")
 
 
 @dataclass(frozen=True)

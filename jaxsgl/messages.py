@@ -129,6 +129,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       waiting_tokens: prompt tokens of those, cached or not.
       used_tokens: KV slots in pages that running samples own or lock.
       cached_tokens: KV slots in pages that only the prefix cache holds; they are given up when needed.
+      num_retracted: of those that wait, samples that have run before.
+      paused: nothing is launched until generation is continued.
       prompt_tokens_total: of admitted samples.
       cached_prompt_tokens_total: of those, found in the prefix cache.
       output_tokens_total: read from the device.
@@ -136,7 +138,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       decode_rows_total, decode_rows_padded_total: sequences of decode steps, and rows of the programs that ran them.
       extend_tokens_total, extend_tokens_padded_total: likewise tokens of extend steps.
       retractions_total: running samples that were taken back to the queue.
+      short_of_tokens_total, short_of_rows_total, short_of_chunk_total: steps at which admission stopped though somebody
+        waited, by what there was no room for: in the pool, in the batch, in the step.
       recompiles_total: programs compiled while serving; more than 0 is a bug.
+      leaks_total: pages, rows and locks that the runtime check found lost or in two places; more than 0 is a bug.
     """
 
     num_running: int = 0
@@ -144,6 +149,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     waiting_tokens: int = 0
     used_tokens: int = 0
     cached_tokens: int = 0
+    num_retracted: int = 0
+    paused: bool = False
     prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0
     output_tokens_total: int = 0
@@ -153,7 +160,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     extend_tokens_total: int = 0
     extend_tokens_padded_total: int = 0
     retractions_total: int = 0
+    short_of_tokens_total: int = 0
+    short_of_rows_total: int = 0
+    short_of_chunk_total: int = 0
     recompiles_total: int = 0
+    leaks_total: int = 0
 
 
 class RefusalKind(enum.Enum):
@@ -161,6 +172,8 @@ class RefusalKind(enum.Enum):
 
     INVALID = "invalid"  # it can never be served
     OVERLOADED = "overloaded"  # the queue is full
+    WAITED = "waited"  # it waited too long for its admission
+    RAN = "ran"  # it ran too long
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):

@@ -111,11 +111,6 @@ class Req:
         return self.leader is None or self.leader.prefilled or self.leader.state is State.FINISHED
 
     @property
-    def has_waited_only(self) -> bool:
-        """Whether nothing has been done for it yet."""
-        return self.state is State.WAITING and not self.lease_number
-
-    @property
     def scores_prompt(self) -> bool:
         """Whether it still computes the log-probabilities of its prompt: one of n samples does it for all."""
         return self.sampling.prompt_logprobs is not None and self.leader is None and not self.output_ids

@@ -9,9 +9,11 @@ extra token dropped. Pages freed while a step is in flight may be handed out at 
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
@@ -29,14 +31,16 @@ from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.scheduler.admit import Chunk, NoRoom, PrefillAdder
+from jaxsgl.scheduler.dump import dump_cache, dump_requests
 from jaxsgl.scheduler.intake import Intake
 from jaxsgl.scheduler.launch import Launcher, MakeBuilder
 from jaxsgl.scheduler.launched import Launched, sampled_logprob
+from jaxsgl.scheduler.live import Live
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.preempt import victims
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.reserve import NewTokenRatio
-from jaxsgl.scheduler.retract import in_order_of_loss
+from jaxsgl.scheduler.retract import Retraction
 from jaxsgl.scheduler.running import Running
 from jaxsgl.scheduler.states import State
 from jaxsgl.scheduler.totals import Totals
@@ -58,6 +62,7 @@ class Scheduler:
       max_queued_requests: a request that finds so many samples waiting is refused; None: none is.
       retract_every: retract a request at every so-many-th launch, whether it must be or not; for tests.
       make_builder: what makes batches, for a simulator that needs none.
+      clock: gives seconds.
 
     Raises:
       CheckpointError: the model has more EOS tokens than the step can hold back until min_tokens.
@@ -75,6 +80,7 @@ class Scheduler:
         max_queued_requests: int | None = None,
         retract_every: int | None = None,
         make_builder: MakeBuilder = BatchBuilder,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
         self._buckets = buckets
@@ -89,20 +95,28 @@ class Scheduler:
         sampling = SamplingRows(capacity.num_rows)
         builder = make_builder(buckets, table.pages, sampling, capacity.page_size)
         self._launcher = Launcher(self.cache, builder, sampling, self._running, capacity.vocab_size)
-        self._live: dict[str, list[Req]] = {}  # samples that have not ended, by request
+        self._live = Live(config, clock)
         self._in_flight: deque[Launched] = deque()
         self._replies: list[Reply] = []
         self._policy = Policy(config, self.cache, random_seed)
         self._num_admitted = 0
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
         self._extended_last = False
-        self._closed = False  # since a retraction, until a request ends: whoever was retracted would only come again
         self._totals = Totals()
+        self._retraction = Retraction(self.cache, self._running, self._waiting, self._ratio, self._totals)
+        self._no_room: NoRoom | None = None  # why admission stopped when somebody last waited
+        self._paused = False
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing can happen before the next message."""
-        return not (self._waiting or self._running or self._in_flight or self._replies)
+        has_work = (self._waiting or self._running) and not self._paused
+        return not (has_work or self._in_flight or self._replies)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is launched until `resume`."""
+        return self._paused
 
     @property
     def num_waiting(self) -> int:
@@ -132,10 +146,14 @@ class Scheduler:
 
         Prompts go first, unless a decode step is due; in mixed steps decoding requests ride along.
         """
-        self._retract_for_tests()
+        self._end_overdue()
+        if self._paused:
+            return None
+        if self._retract_every is not None and (self._totals.steps + 1) % self._retract_every == 0:
+            self._retraction.for_tests()
         decoding = list(self._running.decoding.values())
         if self._config.enable_mixed_chunk:
-            riders = self._with_room(decoding)[: self._capacity.max_extend_tokens - 1]
+            riders = self._retraction.with_room(decoding)[: self._capacity.max_extend_tokens - 1]
             chunks = self._decide_extend(riders)
             riders = [req for req in riders if req.can_launch]  # unless preempted
         elif decoding and self._config.decode_first and self._extended_last:
@@ -170,16 +188,55 @@ class Scheduler:
         replies, self._replies = self._replies, []
         return replies
 
-    def load(self, recompiles: int) -> Load:
-        """How busy it is; `recompiles` is what the engine says of itself. Costs the same whatever waits or runs."""
+    def load(self, recompiles: int, leaks: int = 0) -> Load:
+        """How busy it is; costs the same whatever waits or runs. The engine knows the `recompiles`, a checker the `leaks`."""
         return self._totals.load(
             recompiles,
+            leaks,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             waiting_tokens=self._waiting.num_tokens,
             used_tokens=self.cache.used_tokens,
             cached_tokens=self.cache.cached_tokens,
+            num_retracted=self._waiting.num_retracted,
+            paused=self._paused,
         )
+
+    def pause(self) -> None:
+        """Launches nothing until `resume`. Requests queue up, aborts work; steps in flight are still to collect."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Goes on."""
+        self._paused = False
+
+    def retract_all(self) -> None:
+        """Takes all running requests back to the queue; while paused, with no step in flight."""
+        assert self._paused and not self._in_flight
+        self._retraction.everybody()
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for req in self._live.everybody():
+            self._end(req, FinishReason.ABORT)
+
+    def dump(self) -> dict[str, Any]:
+        """The state in plain values, as JSON takes them."""
+        return {
+            "paused": self._paused,
+            "schedule_policy": self._config.schedule_policy,
+            "new_token_ratio": self._ratio.value,
+            "admission_stopped_for": self._no_room.value if self._no_room else None,
+            "admission_closed": self._retraction.closed,
+            "steps_in_flight": len(self._in_flight),
+            "retractions_total": self._totals.retractions,
+            "num_waiting": len(self._waiting),
+            "num_retracted": self._waiting.num_retracted,
+            "num_running": len(self._running),
+            "cache": dump_cache(self.cache),
+            "waiting": dump_requests(self._waiting, self._live),
+            "running": dump_requests(self._running.admitted.values(), self._live),
+        }
 
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""
@@ -192,7 +249,7 @@ class Scheduler:
         self._waiting.check()
         for req in self._running.admitted.values():
             assert req.lease is not None and self.cache.pages_for(req.kv_len) <= req.lease.num_pages, req.key
-            assert req in self._live[req.request_id]
+            assert req in self._live
 
     def _enqueue(self, request: Request) -> None:
         refusal = self._intake.refusal(request, len(self._waiting))
@@ -201,7 +258,8 @@ class Scheduler:
         if refusal is not None:
             self._replies.append(Reply(request.request_id, refusal=refusal))
             return
-        samples = self._live[request.request_id] = self._intake.samples(request)
+        samples = self._intake.samples(request)
+        self._live.add(samples)
         for req in samples:
             req.num_ahead = self._num_admitted + len(self._waiting)
             self._waiting.add(req)
@@ -210,24 +268,39 @@ class Scheduler:
         """Refuses a waiting request of lower priority than `request` in its place; False if there is none."""
         if not self._config.enable_priority_scheduling:
             return False
-        lowest = self._policy.lowest([samples[0] for samples in self._live.values() if samples[0].has_waited_only])
+        lowest = self._policy.lowest(self._live.never_admitted())
         if lowest is None or self._policy.rank(lowest) <= self._policy.rank(request):
             return False
-        self._replies.append(Reply(lowest.request_id, refusal=refusal))
-        for req in list(self._live[lowest.request_id]):
-            self._release(req)
+        self._refuse(lowest.request_id, refusal)
         return True
 
+    def _end_overdue(self) -> None:
+        """Refuses requests that have waited too long, and those that have run too long."""
+        while (overdue := self._live.overdue()) is not None:
+            self._refuse(*overdue)
+
+    def _refuse(self, request_id: str, refusal: Refusal) -> None:
+        """Ends all that is left of a request."""
+        self._replies.append(Reply(request_id, refusal=refusal))
+        for req in self._live.samples_of(request_id):
+            self._release(req)
+
     def _abort(self, message: Abort) -> None:
-        for req in list(self._live.get(message.request_id, ())):  # none, if all have ended already
+        for req in self._live.samples_of(message.request_id):
             if message.index is None or message.index == req.index:
-                self._replies.append(_end(req, FinishReason.ABORT))
-                self._release(req)
+                self._end(req, FinishReason.ABORT)
+
+    def _end(self, req: Req, reason: FinishReason) -> None:
+        self._replies.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
+        self._release(req)
 
     def _decide_extend(self, riders: Sequence[Req]) -> list[Chunk]:
         """Fills an extend step: requests between chunks, then the queue in its order, in what `riders` leave."""
         continuing = list(self._running.extending.values())
-        waiting = self._policy.order(list(self._waiting.in_turn()), self._num_admitted) if self._may_admit else []
+        self._no_room = self._lack() if self._waiting else None
+        waiting: list[Req] = []
+        if self._waiting and self._no_room is None:
+            waiting = self._policy.order(list(self._waiting.in_turn()), self._num_admitted)
         if not (continuing or waiting):
             return []
         adder = PrefillAdder(
@@ -237,20 +310,22 @@ class Scheduler:
             max_tokens=min(self._capacity.max_extend_tokens - len(riders), self._config.max_prefill_tokens),
             max_seqs=self._capacity.num_rows - len(riders),
             sizes=[size - len(riders) for size in self._buckets.extend_sizes if size > len(riders)],
-            pages_taken=self._pages_to_decode(riders),
+            pages_taken=self._retraction.pages_to_decode(riders),
         )
         adder.add_continuations(continuing, others_wait=bool(waiting))
         for req in takewhile(adder.add_waiting, waiting):
             self._waiting.remove(req)
             self._running.file(req)
+            self._live.admitted(req)
             self._totals.admitted(req)
             self._num_admitted += 1
         if adder.no_room in (NoRoom.TOKENS, NoRoom.ROWS) and self._preempt(waiting, adder.pages_short):
             return self._decide_extend([req for req in riders if req.can_launch])
+        self._no_room = self._no_room or adder.no_room
         adder.add_leftovers(continuing)
         chunks = adder.chunks()
         if not chunks and continuing and not (self._running.decoding or self._in_flight):
-            self._retract(self._running.retractable)  # each holds pages that the others wait for
+            self._retraction.one_of(self._running.retractable)  # each holds pages that the others wait for
             return self._decide_extend(riders)
         return chunks
 
@@ -262,73 +337,27 @@ class Scheduler:
         threshold = self._config.priority_scheduling_preemption_threshold
         chosen = victims(self._policy.rank, first, self._running.retractable, threshold, pages_short, self.cache)
         for req in chosen:
-            self._take_back(req)
+            self._retraction.take_back(req)
         return bool(chosen)
 
     def _launch_decode(self) -> StepInputs | None:
-        reqs = self._with_room(list(self._running.decoding.values()))
+        reqs = self._retraction.with_room(list(self._running.decoding.values()))
         if not reqs:
             return None
         self._extended_last = False
         return self._launched(*self._launcher.decode(reqs))
 
-    @property
-    def _may_admit(self) -> bool:
-        """Whether anybody may be admitted, so that it is worth while to put the queue in order."""
-        if self._closed or not self._waiting:
-            return False
-        return bool(self.cache.table.num_free_rows) or self._config.enable_priority_scheduling
+    def _lack(self) -> NoRoom | None:
+        """Why nobody can be admitted, so that it isn't worth while to put the queue in order."""
+        if self._retraction.closed:
+            return NoRoom.TOKENS
+        preempts = self._config.enable_priority_scheduling
+        return None if self.cache.table.num_free_rows or preempts else NoRoom.ROWS
 
     def _launched(self, inputs: StepInputs, launched: Launched) -> StepInputs:
-        self._totals.launched(inputs)
+        self._totals.launched(inputs, self._no_room)
         self._in_flight.append(launched)
         return inputs
-
-    def _with_room(self, decoding: list[Req]) -> list[Req]:
-        """Those of `decoding` that can store their next token, after retracting as many others as that takes.
-
-        None of them for now, if the last token of another request is in flight: its pages are about to come back.
-        """
-        if self._pages_to_decode(decoding) <= self.cache.num_available:
-            self._ratio.decoded()
-            return decoding
-        while self._pages_to_decode(decoding) > self.cache.num_available:
-            candidates = self._running.retractable
-            if len(candidates) < len(self._running):
-                return []
-            assert len(candidates) > 1, f"{decoding[0].key} runs alone and lacks pages: it was checked on arrival"
-            self._retract(candidates)
-            decoding = list(self._running.decoding.values())
-        self._ratio.retracted(self._running.admitted.values())
-        return decoding
-
-    def _pages_to_decode(self, reqs: Sequence[Req]) -> int:
-        """Pages that one more token of each of `reqs` takes; an upper bound where that is surely enough."""
-        if len(reqs) <= self.cache.num_available:
-            return len(reqs)
-        return sum(self.cache.pages_for(req.kv_len + 1) > req.lease.num_pages for req in reqs if req.lease)
-
-    def _retract(self, candidates: Sequence[Req]) -> None:
-        """Takes back the one who loses least, and lets nobody in for now."""
-        self._closed = True
-        self._take_back(in_order_of_loss(candidates)[0])
-
-    def _take_back(self, req: Req) -> None:
-        """From the running ones to the head of the queue; its pages come free at once."""
-        self.cache.drop(req.retract())
-        self._running.file(req)
-        self._waiting.put_back(req)
-        self._totals.retractions += 1
-
-    def _retract_for_tests(self) -> None:
-        """Only who has got further since it was admitted, or nobody might ever get to the end."""
-        if self._retract_every is None or (self._totals.steps + 1) % self._retract_every:
-            return
-        candidates = [
-            req for req in self._running.decoding.values() if req.prompt_len + len(req.output_ids) > req.extend_to
-        ]
-        if candidates:
-            self._take_back(in_order_of_loss(candidates)[0])
 
     def _release(self, req: Req) -> None:
         """Ends a request in whatever state it is; what it computed stays in the prefix cache."""
@@ -336,15 +365,9 @@ class Scheduler:
         stored = req.stored_ids()
         lease = req.finish()
         self._running.file(req)
-        self._live[req.request_id].remove(req)
-        if not self._live[req.request_id]:
-            del self._live[req.request_id]
+        self._live.remove(req)
         if lease is not None:
             self.cache.release(lease, stored)
-            self._closed = False
+            self._retraction.closed = False
         if not self._running:
             self._ratio.reset()
-
-
-def _end(req: Req, reason: FinishReason) -> Reply:
-    return Reply(req.request_id, (), reason, req.cached_tokens, index=req.index)

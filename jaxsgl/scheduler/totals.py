@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.messages import Load
+from jaxsgl.scheduler.admit import NoRoom
 from jaxsgl.scheduler.req import Req
 
 
@@ -22,15 +23,21 @@ class Totals:
     extend_tokens: int = 0
     extend_tokens_padded: int = 0
     retractions: int = 0
+    short_of_tokens: int = 0
+    short_of_rows: int = 0
+    short_of_chunk: int = 0
 
     def admitted(self, req: Req) -> None:
         """`req` has just been admitted."""
         self.prompt_tokens += req.prompt_len
         self.cached_prompt_tokens += req.cached_tokens
 
-    def launched(self, inputs: StepInputs) -> None:
-        """`inputs` goes to the device."""
+    def launched(self, inputs: StepInputs, no_room: NoRoom | None) -> None:
+        """`inputs` goes to the device; `no_room` is why somebody has to wait on, if anybody does."""
         self.steps += 1
+        self.short_of_tokens += no_room is NoRoom.TOKENS
+        self.short_of_rows += no_room is NoRoom.ROWS
+        self.short_of_chunk += no_room is NoRoom.CHUNK
         if inputs.bucket.kind == "decode":
             self.decode_rows += inputs.num_seqs
             self.decode_rows_padded += inputs.bucket.num_seqs
@@ -38,7 +45,7 @@ class Totals:
             self.extend_tokens += inputs.num_tokens
             self.extend_tokens_padded += inputs.bucket.num_tokens
 
-    def load(self, recompiles: int, **gauges: int) -> Load:
+    def load(self, recompiles: int, leaks: int, **gauges: int) -> Load:
         """All that is counted, beside the `gauges` of `Load`, which the scheduler reads off."""
         return Load(
             prompt_tokens_total=self.prompt_tokens,
@@ -50,6 +57,10 @@ class Totals:
             extend_tokens_total=self.extend_tokens,
             extend_tokens_padded_total=self.extend_tokens_padded,
             retractions_total=self.retractions,
+            short_of_tokens_total=self.short_of_tokens,
+            short_of_rows_total=self.short_of_rows,
+            short_of_chunk_total=self.short_of_chunk,
             recompiles_total=recompiles,
+            leaks_total=leaks,
             **gauges,
         )
