@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
 
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, WrongLocks
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -55,3 +55,7 @@ class NaiveCache:
     def owned_pages(self) -> IntArray:
         """No pages."""
         return _NO_PAGES
+
+    def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
+        """No locks."""
+        return []

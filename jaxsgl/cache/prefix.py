@@ -6,7 +6,7 @@ pages: token ids come as `[n, page_size]`. It never allocates or frees; it says 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +70,20 @@ class Edge:
     parent: int
 
 
+@dataclass(frozen=True)
+class WrongLocks:
+    """Cached pages, `first_page` and those behind it, that are locked too often, or not often enough.
+
+    Attributes:
+      locks, holders: how often they are locked, and by how many.
+    """
+
+    first_page: int
+    num_pages: int
+    locks: int
+    holders: int
+
+
 class PrefixCache(Protocol):
     """Matching, inserting, locking and evicting of prefixes."""
 
@@ -121,4 +135,8 @@ class PrefixCache(Protocol):
 
     def owned_pages(self) -> IntArray:
         """All pages of the cache, after checking the cache's own books; for the integrity check."""
+        ...
+
+    def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
+        """Where the cache counts other locks than those of `handles`, which are all there are."""
         ...

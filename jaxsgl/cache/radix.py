@@ -11,14 +11,15 @@ Eviction costs O(log n) per node: unlocked leaves sit in a heap, at most once ea
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import takewhile
 from typing import cast
 
 import numpy as np
 
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, WrongLocks
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -151,19 +152,27 @@ class RadixCache:
             yield Edge(node.tokens, node.pages, int(above[-1]) if len(above) else DUMMY_PAGE)
 
     def owned_pages(self) -> IntArray:
-        """All pages, after checking links, lock counts, page counts and that evictable leaves are in the heap."""
+        """All pages, after checking links, page counts and that evictable leaves are in the heap."""
         nodes = list(self._descendants())
         for node in nodes:
             assert len(node.tokens) == len(node.pages) > 0, "an edge without a page for each page of tokens"
             parent = node.parent
             assert parent is not None and parent.children.get(node.tokens[0].tobytes()) is node, "broken link"
-            assert parent is self._root or parent.locks >= node.locks, "a child with more locks than its parent"
             assert node.locks or node.children or node.in_heap, "an unlocked leaf that eviction can't find"
         in_heap = [node for _, _, node in self._heap]
         assert len({id(node) for node in in_heap}) == len(in_heap), "a node is in the heap twice"
         assert self._num_pages == sum(len(node.pages) for node in nodes), "num_pages is off"
         assert self._num_locked == sum(len(node.pages) for node in nodes if node.locks), "num_evictable is off"
         return np.concatenate([_NO_PAGES, *(node.pages for node in nodes)])
+
+    def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
+        """Edges whose number of locks isn't that of the `handles` at or below them."""
+        holders = Counter(node for handle in handles for node in self._path_up(cast(_Node, handle)))
+        return [
+            WrongLocks(int(node.pages[0]), len(node.pages), node.locks, holders[node])
+            for node in self._descendants()
+            if node.locks != holders[node]
+        ]
 
     def _walk(self, token_pages: IntArray) -> tuple[_Node, IntArray]:
         """Descends as far as `token_pages` goes, touching and if need be splitting nodes."""

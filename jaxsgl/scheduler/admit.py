@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxsgl.cache.manager import CacheManager
+from jaxsgl.scheduler.allowance import Allowance
 from jaxsgl.scheduler.chunks import fair_shares, without_much_padding
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.reserve import fits_to_the_end, pages_after, pages_held_for, tokens_to_come
@@ -42,7 +43,7 @@ class PrefillAdder:
       cache: pages and rows.
       admitted: requests that hold pages.
       ratio: share of their output that is held for them.
-      max_tokens: tokens that the step may extend.
+      allowance: tokens that the step may extend, and the time for it.
       max_seqs: sequences that the step may hold.
       sizes: T of the extend buckets, less what rides along; ascending.
       pages_taken: pages that the step needs for what rides along.
@@ -57,7 +58,7 @@ class PrefillAdder:
         cache: CacheManager,
         admitted: Iterable[Req],
         ratio: float,
-        max_tokens: int,
+        allowance: Allowance,
         max_seqs: int,
         sizes: Sequence[int],
         pages_taken: int = 0,
@@ -67,7 +68,7 @@ class PrefillAdder:
         self._cache = cache
         self._admitted = list(admitted)
         self._pages_held = pages_held_for(self._admitted, ratio, cache)
-        self._tokens_left = max_tokens
+        self._allowance = allowance
         self._seqs_left = max_seqs
         self._sizes = sizes
         self._pages_taken = pages_taken
@@ -75,7 +76,7 @@ class PrefillAdder:
 
     def add_continuations(self, reqs: Sequence[Req], others_wait: bool) -> None:
         """The next chunks of admitted requests, in equal shares; half of the step is left for others if some wait."""
-        budget = self._tokens_left
+        budget = self._allowance.num_tokens
         if others_wait:
             budget = max(budget // 2, self._cache.page_size)
         reqs = reqs[: self._seqs_left]
@@ -85,7 +86,7 @@ class PrefillAdder:
     def add_leftovers(self, reqs: Sequence[Req]) -> None:
         """What waiting requests have left of the step goes to those between chunks, oldest first."""
         for req in reqs:
-            self._add(req, self._tokens_left)
+            self._add(req, self._allowance.num_tokens)
 
     def add_waiting(self, req: Req) -> bool:
         """Admits `req` and adds its first chunk; False, and nothing changed, if it has to wait."""
@@ -94,13 +95,13 @@ class PrefillAdder:
         if self.no_room is not None:
             return False
         match = cache.match(req.matchable_ids)
-        lease = cache.acquire(match)  # locked first: what it locks can't be evicted for it
+        lease = cache.acquire(match, req.name)  # locked first: what it locks can't be evicted for it
         req.admit(lease, cached_tokens=cache.tokens_held(lease))
         if not self._fits(req):
             cache.cancel(req.retract())
             self.no_room = NoRoom.TOKENS
             return False
-        self._add(req, self._tokens_left)
+        self._add(req, self._allowance.num_tokens)
         if req not in self._chunks:  # what is left of the step holds no page of it
             cache.cancel(req.retract())
             self.no_room = NoRoom.CHUNK
@@ -118,7 +119,7 @@ class PrefillAdder:
     def _lack(self) -> NoRoom | None:
         if not self._cache.table.num_free_rows:
             return NoRoom.ROWS
-        if not (self._tokens_left and self._seqs_left):
+        if not (self._allowance.num_tokens and self._seqs_left):
             return NoRoom.CHUNK
         return None
 
@@ -137,13 +138,19 @@ class PrefillAdder:
         before = self._chunks.get(req, 0)
         if not before and not self._seqs_left:
             return
-        count = self._chunk_len(req, min(before + min(budget, self._tokens_left), req.extend_left))
+        count = min(before + min(budget, self._allowance.num_tokens), self._in_time(req, before), req.extend_left)
+        count = self._chunk_len(req, count)
         if count <= before:
             return
         self._pages_taken += self._new_pages(req, count) - self._new_pages(req, before)
-        self._tokens_left -= count - before
+        self._allowance.take(req.kv_len, before, count)
         self._seqs_left -= not before
         self._chunks[req] = count
+
+    def _in_time(self, req: Req, before: int) -> int:
+        """Tokens that `req` may have in the step for the sake of those that decode; a page if nobody else has any."""
+        longest = self._allowance.longest_chunk(req.kv_len, before)
+        return longest if self._chunks else max(longest, self._cache.page_size)
 
     def _chunk_len(self, req: Req, count: int) -> int:
         """At most `count`: what pages can be allocated for, and unless it is the rest, up to a page border."""

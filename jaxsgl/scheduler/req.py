@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxsgl.batch.logit_edits import pack_edits, row_setup, token_counts
-from jaxsgl.cache.manager import Lease
+from jaxsgl.cache.lease import Lease
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import MAX_SEED, FinishReason, Request
@@ -104,6 +104,11 @@ class Req:
         self.num_ahead = 0
         self.cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprob] = []
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.request_id} (sample {self.index})"
 
     @property
     def may_start(self) -> bool:

@@ -36,6 +36,7 @@ from jaxsgl.scheduler.intake import Intake
 from jaxsgl.scheduler.launch import Launcher, MakeBuilder
 from jaxsgl.scheduler.launched import Launched, sampled_logprob
 from jaxsgl.scheduler.live import Live
+from jaxsgl.scheduler.pace import Pace
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.preempt import victims
 from jaxsgl.scheduler.req import Req
@@ -98,6 +99,8 @@ class Scheduler:
         self._live = Live(config, clock)
         self._in_flight: deque[Launched] = deque()
         self._replies: list[Reply] = []
+        max_itl_s = None if config.max_itl_ms is None else config.max_itl_ms / 1000
+        self._pace = Pace(max_itl_s, buckets, capacity.page_size, clock)
         self._policy = Policy(config, self.cache, random_seed)
         self._num_admitted = 0
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
@@ -156,7 +159,7 @@ class Scheduler:
             riders = self._retraction.with_room(decoding)[: self._capacity.max_extend_tokens - 1]
             chunks = self._decide_extend(riders)
             riders = [req for req in riders if req.can_launch]  # unless preempted
-        elif decoding and self._config.decode_first and self._extended_last:
+        elif decoding and self._extended_last and (self._config.decode_first or self._pace.is_bound):
             chunks, riders = [], []
         else:
             chunks, riders = self._decide_extend([]), []
@@ -170,6 +173,7 @@ class Scheduler:
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
         """Takes what the oldest step in flight yields: `[num_seqs]` tokens in the order of its batch, and scores."""
         launched = self._in_flight.popleft()
+        self._pace.collected()
         launched.take_prompt_scores(scores)
         for place, req, token_id in launched.yielded(np.asarray(tokens).tolist()):
             reason = req.append(token_id)
@@ -189,17 +193,17 @@ class Scheduler:
         return replies
 
     def load(self, recompiles: int, leaks: int = 0) -> Load:
-        """How busy it is; costs the same whatever waits or runs. The engine knows the `recompiles`, a checker the `leaks`."""
+        """How busy it is; costs the same whatever waits or runs. Others count `recompiles` and `leaks`."""
         return self._totals.load(
             recompiles,
             leaks,
+            self._paused,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             waiting_tokens=self._waiting.num_tokens,
             used_tokens=self.cache.used_tokens,
             cached_tokens=self.cache.cached_tokens,
             num_retracted=self._waiting.num_retracted,
-            paused=self._paused,
         )
 
     def pause(self) -> None:
@@ -241,6 +245,10 @@ class Scheduler:
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""
         self.cache.flush()
+
+    def leaks(self) -> list[str]:
+        """Pages, rows and locks that are lost or in two places, each in words; [] if all is well."""
+        return self.cache.leaks(req.lease for req in self._running.admitted.values() if req.lease)
 
     def check(self) -> None:
         """Integrity of requests, rows and pages; raises AssertionError."""
@@ -307,7 +315,12 @@ class Scheduler:
             self.cache,
             self._running.admitted.values(),
             self._ratio.value,
-            max_tokens=min(self._capacity.max_extend_tokens - len(riders), self._config.max_prefill_tokens),
+            self._pace.allowance(
+                min(self._capacity.max_extend_tokens - len(riders), self._config.max_prefill_tokens),
+                self._running.decoding.values(),
+                continuing,
+                riders,
+            ),
             max_seqs=self._capacity.num_rows - len(riders),
             sizes=[size - len(riders) for size in self._buckets.extend_sizes if size > len(riders)],
             pages_taken=self._retraction.pages_to_decode(riders),
@@ -357,6 +370,7 @@ class Scheduler:
     def _launched(self, inputs: StepInputs, launched: Launched) -> StepInputs:
         self._totals.launched(inputs, self._no_room)
         self._in_flight.append(launched)
+        self._pace.launched(inputs.bucket, launched.kv_tokens, launched.pairs)
         return inputs
 
     def _release(self, req: Req) -> None:

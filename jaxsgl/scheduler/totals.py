@@ -45,7 +45,7 @@ class Totals:
             self.extend_tokens += inputs.num_tokens
             self.extend_tokens_padded += inputs.bucket.num_tokens
 
-    def load(self, recompiles: int, leaks: int, **gauges: int) -> Load:
+    def load(self, recompiles: int, leaks: int, paused: bool, **gauges: int) -> Load:
         """All that is counted, beside the `gauges` of `Load`, which the scheduler reads off."""
         return Load(
             prompt_tokens_total=self.prompt_tokens,
@@ -62,5 +62,6 @@ class Totals:
             short_of_chunk_total=self.short_of_chunk,
             recompiles_total=recompiles,
             leaks_total=leaks,
+            paused=paused,
             **gauges,
         )
