@@ -51,6 +51,9 @@ class SchedulingConfig:
     max_prefill_tokens: int = flag(16384, "prompt tokens of one step at most, however large its chunk may be")
     enable_mixed_chunk: bool = flag(False, "decode in the same steps that extend prompts")
     decode_first: bool = flag(False, "a decode step between any two steps that extend prompts")
+    max_itl_ms: float | None = flag(
+        None, "milliseconds between two tokens of a running request at most: chunks are sized by measured step times"
+    )
     queue_timeout_s: float | None = flag(
         None, "seconds that a request may wait for admission; then it is refused (default: no limit)"
     )
@@ -70,6 +73,7 @@ class SchedulingConfig:
         _require(
             self.schedule_conservativeness > 0, "--schedule-conservativeness", self.schedule_conservativeness, "above 0"
         )
+        _require(self.max_itl_ms is None or self.max_itl_ms > 0, "--max-itl-ms", self.max_itl_ms, "more than 0")
         _require(self.max_prefill_tokens >= 1, "--max-prefill-tokens", self.max_prefill_tokens, "1 and more")
         for name in ("queue_timeout_s", "running_timeout_s"):
             value = getattr(self, name)
@@ -104,6 +108,7 @@ class EngineConfig:
     compilation_cache_dir: str | None = flag(
         None, "where compiled programs are kept between starts; '': nowhere (default: jaxsgl/xla in ~/.cache)"
     )
+    check_every_step: bool = flag(False, "account for all pages after every step, and fail if one is lost; for tests")
     random_seed: int = flag(0, "seed of dummy weights and of requests that bring none")
     max_queued_requests: int = flag(
         8192, "requests that may wait for admission, each of n samples counted; more are refused at once"

@@ -44,9 +44,48 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
-    """Drop every cached prefix. Refused (`Answer.ok` False) while requests wait or run."""
+    """Drop every cached prefix. Refused (`Answer.ok` False) while requests wait or run.
+
+    While generation is paused those that wait don't matter.
+
+    Attributes:
+      timeout_s: wait so long for the last of them to end. New ones are let in meanwhile.
+    """
 
     number: int
+    timeout_s: float = 0.0
+
+
+class PauseMode(enum.Enum):
+    """What becomes of the requests when generation is paused."""
+
+    IN_PLACE = "in_place"  # they keep their KV, and go on with it
+    RETRACT = "retract"  # they go back to the queue without their KV, so that the cache can be flushed
+    ABORT = "abort"  # they end
+
+
+class PauseGeneration(msgspec.Struct, frozen=True, tag="pause_generation"):
+    """Launch nothing until `ContinueGeneration`; requests queue up. Answered when no step is in flight any more."""
+
+    number: int
+    mode: PauseMode
+
+
+class ContinueGeneration(msgspec.Struct, frozen=True, tag="continue_generation"):
+    """Go on, if generation is paused."""
+
+    number: int
+
+
+class DumpState(msgspec.Struct, frozen=True, tag="dump_state"):
+    """Tell the scheduler's state; the `Answer.text` is JSON.
+
+    Attributes:
+      check: account for all pages, rows and locks, too; takes milliseconds.
+    """
+
+    number: int
+    check: bool = False
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
@@ -260,7 +299,9 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Command: TypeAlias = Ping | FlushCache | StartProfile | StopProfile | WatchCache
+Command: TypeAlias = (
+    Ping | FlushCache | PauseGeneration | ContinueGeneration | DumpState | StartProfile | StopProfile | WatchCache
+)
 ToEngine: TypeAlias = Request | Abort | Command | Shutdown
 News: TypeAlias = Replies | Answer | CacheEvents
 FromEngine: TypeAlias = EngineReady | News | EngineFailed
