@@ -51,7 +51,7 @@ class ReplyStream:
 
     def put(self, reply: Reply) -> None:
         """Adds a reply; one that comes after the end of its sample is dropped."""
-        if self.ended or reply.index not in self._running:
+        if self.ended or (reply.refusal is None and reply.index not in self._running):
             return
         if reply.finish_reason is not None:
             self._running.remove(reply.index)
