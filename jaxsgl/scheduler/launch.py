@@ -72,7 +72,9 @@ class Launcher:
             assert chunk.req.lease is not None
             self._cache.share(chunk.req.lease, chunk.req.stored_ids())
         mute = frozenset(chunk.req for chunk in chunks if chunk.req.state is State.EXTENDING)
-        return inputs, Launched([*(chunk.req for chunk in chunks), *riders], mute, scored)
+        kv_tokens = sum(work.start + len(work.token_ids) for work in works)
+        pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
+        return inputs, Launched([*(chunk.req for chunk in chunks), *riders], kv_tokens, pairs, mute, scored)
 
     def decode(self, reqs: Sequence[Req]) -> tuple[StepInputs, Launched]:
         """A step that decodes one token of each of `reqs`."""
@@ -84,7 +86,7 @@ class Launcher:
         inputs = self._builder.decode(rows, positions)
         for req in reqs:
             self._launch_decode(req)
-        return inputs, Launched(reqs)
+        return inputs, Launched(reqs, int(positions.sum()) + len(reqs))
 
     def _extend(self, chunk: Chunk) -> Work:
         req, start = chunk.req, chunk.req.kv_len

@@ -30,12 +30,22 @@ class Launched:
     Args:
       reqs: whose sequences the batch holds, in its order.
       mute: chunks that aren't the last of their request, so their token means nothing.
+      kv_tokens: tokens of KV that it reads.
+      pairs: (token, token that it attends to) in its chunks and riders; 0 in a decode step, which is `kv_tokens`' own.
+      mute: chunks that aren't the last of their request, so their token means nothing.
       scored: chunks whose prompt tokens are scored.
     """
 
     def __init__(
-        self, reqs: Sequence[Req], mute: frozenset[Req] = frozenset(), scored: Sequence[ScoredChunk] = ()
+        self,
+        reqs: Sequence[Req],
+        kv_tokens: int,
+        pairs: float = 0.0,
+        mute: frozenset[Req] = frozenset(),
+        scored: Sequence[ScoredChunk] = (),
     ) -> None:
+        self.kv_tokens = kv_tokens
+        self.pairs = pairs
         self._reqs = reqs
         self._lease_numbers = [req.lease_number for req in reqs]
         self._mute = mute

@@ -51,6 +51,7 @@ def simulate(
         random_seed=config.random_seed,
         max_queued_requests=config.max_queued_requests,
         make_builder=SizesBuilder,
+        clock=lambda: clock.now_s,
     )
     clients = Clients(trace, clock, capacity.vocab_size, max_concurrency)
     start_s = time.process_time()

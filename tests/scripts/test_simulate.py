@@ -75,6 +75,7 @@ def test_latencies_are_what_two_requests_see_by_hand() -> None:
     assert list(figures.ttft_s.values) == [1.5, 1.0], "the second ends first"
     assert list(figures.e2e_s.values) == [2.5, 4.0]
     assert np.repeat(figures.itl_s.values, figures.itl_s.counts).tolist() == [2.0, 1.0, 1.0]
+    assert list(figures.step_itl_s.values) == [2.0, 1.0], "of both in one step, and of the first alone"
     assert (summary["duration_s"], summary["device_busy"], summary["concurrency"]) == (4.0, 1.0, 6.5 / 4)
 
 
