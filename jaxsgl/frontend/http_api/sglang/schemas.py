@@ -6,11 +6,11 @@ sampling parameters refused; generate.py refuses fields that would change the an
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxsgl.frontend.http_api.openai.schemas import MAX_INT, Body, Count, Penalty, Stop, TokenIds, TokenIdText
+from jaxsgl.frontend.http_api.openai.schemas import MAX_INT, Body, Count, Penalty, Priority, Stop, TokenIds, TokenIdText
 from jaxsgl.request import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -63,10 +63,21 @@ class GenerateBody(Body):
     ) = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_text_in_logprobs: Flag = None
+    priority: Priority | None = None
 
 
 class AbortBody(Body):
-    """Body of /abort_request: which request, or all."""
+    """Body of /abort_request: which request, those whose rids begin alike, or all."""
 
     rid: str | None = None
+    prefix: Annotated[Flag, Field(description="abort all requests whose rids begin with rid")] = None
     abort_all: Flag = None
+
+
+class PauseBody(Body):
+    """Body of /pause_generation; the modes are SGLang's, and so is the default."""
+
+    mode: Annotated[
+        Literal["abort", "retract", "in_place"],
+        Field(description="running requests end, go back to the queue without their KV, or stay as they are"),
+    ] = "abort"
