@@ -1,8 +1,8 @@
 """What a run is judged by, with the definitions of SGLang's bench_serving.
 
 TTFT: first token - send. E2E: last token - send. TPOT: (E2E - TTFT) / (output tokens - 1), of requests with more than
-one. ITL: gap between two tokens of a request. Concurrency: sum of E2E / duration. Besides, the longest ITL of each step,
-so that a step counts once, however many sequences it holds.
+one. ITL: gap between two tokens of a request. Concurrency: sum of E2E / duration. Besides, the longest ITL of
+each step, so that a step counts once, however many sequences it holds.
 """
 
 from __future__ import annotations
