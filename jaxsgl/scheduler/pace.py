@@ -83,12 +83,13 @@ class Pace:
             base_s = times.base(size)
             for_chunks_s = left_s - (base_s or 0.0)
             if base_s is None or for_chunks_s <= 0:
-                best = best or Allowance(room, 0.0 if base_s else math.inf)
+                best = best or Allowance(room, math.inf if base_s is None else 0.0)
                 continue
             length = Allowance(room, for_chunks_s, times.kv_token_s, times.pair_s).longest_chunk(deepest)
-            rate = length / (self._max_itl_s - for_chunks_s + times.attention(deepest + length, deepest * length))
+            seconds = self._max_itl_s - for_chunks_s + times.attention(deepest + length, deepest * length)
+            rate = length / max(seconds, 1e-9)
             if best is None or rate > best_rate:
-                best = Allowance(max(length, self._page_size), for_chunks_s, times.kv_token_s, times.pair_s)
+                best = Allowance(max(length, min(self._page_size, room)), for_chunks_s, times.kv_token_s, times.pair_s)
                 best_rate = rate
         return best or Allowance(most)
 

@@ -73,6 +73,7 @@ class ServingMachine(RuleBasedStateMachine):
             max_prefill_tokens=st.sampled_from([5, 16384]),
             enable_mixed_chunk=st.booleans(),
             decode_first=st.booleans(),
+            max_itl_ms=st.sampled_from([None, None, 0.001, 5000.0]),
             schedule_policy=st.sampled_from(POLICIES),
             queue_timeout_s=st.sampled_from([None, None, 9.0]),
             running_timeout_s=st.sampled_from([None, None, 4.0]),
