@@ -16,7 +16,7 @@ from jaxsgl.config import SchedulingConfig
 from jaxsgl.request import Request
 from jaxsgl.scheduler.req import Req
 
-MAX_REORDERED = 128  # beyond so many, finding everybody's prefix costs more than it saves: first come, first served
+MAX_REORDERED = 128  # prefixes of so many are looked up; whoever came after them is served first come, first served
 MAX_OVERTAKEN = 256  # admissions of later arrivals that a request lets pass
 SHARED_TOKENS = 32  # common tokens that are worth waiting for
 
@@ -68,14 +68,13 @@ class Policy:
             return self._random.sample(waiting, len(waiting))
         if policy == "lof":
             return sorted(waiting, key=lambda req: -req.max_new_tokens)
-        if len(waiting) > MAX_REORDERED:
-            return waiting
+        waiting, others = waiting[:MAX_REORDERED], waiting[MAX_REORDERED:]
         peeks = {req: self._cache.peek(req.matchable_ids) for req in waiting}
         later = self._waiting_for_others(peeks)
         waiting = [req for req in waiting if req not in later]
         if policy == "lpm":
-            return sorted(waiting, key=lambda req: -peeks[req].num_pages)
-        return _depth_first(waiting, peeks)
+            return sorted(waiting, key=lambda req: -peeks[req].num_pages) + others
+        return _depth_first(waiting, peeks) + others
 
     def _waiting_for_others(self, peeks: dict[Req, Peek]) -> frozenset[Req]:
         """Those that share more than SHARED_TOKENS uncached tokens with an earlier one, which goes first."""

@@ -76,13 +76,20 @@ def test_lpm_serves_the_longest_cached_prefix_first() -> None:
     assert serving.serve(of("a", A), of("b", B), of("c", C)) == ["c", "b", "a"]
 
 
-def test_lpm_becomes_fcfs_beyond_its_limit() -> None:
+def test_lpm_is_fcfs_behind_the_first_128() -> None:
     serving = Serving("lpm")
     serving.serve(of("warm", C))
     others = [of(f"o{i}", range(i, i + 5), 1) for i in range(MAX_REORDERED)]
     order = serving.serve(*others, of("c", C, 1))
-    assert order[0] == "o0", "129 wait: nobody's prefix is looked up"
-    assert order[1] == "c", "128 wait"
+    assert order[0] == "o0", "c is number 129: its prefix is not looked up"
+    assert order[1] == "c", "number 128"
+
+
+def test_lpm_orders_the_first_128_however_many_wait() -> None:
+    serving = Serving("lpm")
+    serving.serve(of("warm", C))
+    others = [of(f"o{i}", range(i, i + 5), 1) for i in range(2 * MAX_REORDERED)]
+    assert serving.serve(*others[:100], of("c", C, 1), *others[100:])[:2] == ["c", "o0"]
 
 
 def test_dfs_weight_goes_into_the_branch_where_most_wait() -> None:
