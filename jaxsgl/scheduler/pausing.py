@@ -1,7 +1,7 @@
-"""Pausing and continuing generation, as trainers do that change the weights. Commands that wait for the device.
+"""Pausing and continuing generation, as trainers do that change the weights.
 
-Nothing is launched from the command on; it is done, and answered, once the steps in flight are read. commands.py calls
-this.
+Nothing is launched from the command on, so the same turn of the loop reads the step in flight; at its end the pause is
+complete. commands.py calls this.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxsgl.scheduler.scheduler import Scheduler
 
 
 class Pausing:
-    """Owns the pauses that are not complete yet.
+    """Owns the pauses that began in this turn.
 
     Args:
       scheduler: what is paused.
@@ -33,17 +33,15 @@ class Pausing:
         self._begun.append(command)
 
     def resume(self, command: ContinueGeneration) -> None:
-        """Goes on, whether it was paused or not. A pause that isn't complete yet has failed."""
+        """Goes on, whether it was paused or not. A pause of the same turn has failed."""
         for begun in self._begun:
-            self._answer(Answer(begun.number, False, "generation was continued before the steps in flight were read"))
+            self._answer(Answer(begun.number, False, "generation was continued before the step in flight was read"))
         self._begun.clear()
         self._scheduler.resume()
         self._answer(Answer(command.number, True))
 
     def turn_ends(self) -> None:
-        """Completes pauses if no step is in flight any more."""
-        if self._scheduler.num_in_flight:
-            return
+        """Completes pauses."""
         for begun in self._begun:
             if begun.mode is PauseMode.RETRACT:
                 self._scheduler.retract_all()

@@ -123,6 +123,16 @@ def test_it_checks_once_each_time_the_scheduler_becomes_idle() -> None:
         assert scheduler.num_checks == times
 
 
+def test_an_idle_scheduler_is_not_checked_again_and_again() -> None:
+    scheduler, watched = checked()
+    scheduler.now_s = 10.0
+    scheduler.work(watched)
+    for _ in range(100):  # such as pings
+        scheduler.now_s += 10.0
+        watched.turn_ends()
+    assert scheduler.num_checks == 1
+
+
 def test_it_checks_less_often_where_requests_come_and_go_fast() -> None:
     scheduler, watched = checked()
     for _ in range(1000):
