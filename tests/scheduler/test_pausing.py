@@ -125,16 +125,16 @@ def test_a_pause_that_retracts_opens_an_admission_that_a_retraction_had_closed()
                 return [PauseGeneration(1, PauseMode.RETRACT)]
             if self.loads and self.loads[-1].paused:
                 return [ContinueGeneration(2)]
-            assert self.num_calls < 500, "nobody is admitted any more"
+            assert self.num_calls < 2000, "nobody is admitted any more"
             return super().receive(block)
 
-    sizes = capacity(page_size=1, num_pages=30, rows=4, context=28)
+    sizes = capacity(num_pages=60)
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(schedule_conservativeness=0.01))
-    mailbox = PausedAtFirstRetraction([[request(f"r{i}", range(10 * i, 10 * i + 4), 20) for i in range(3)]])
+    mailbox = PausedAtFirstRetraction([[request(f"r{i}", range(i, i + 20), 60) for i in range(8)]])
     run_loop(scheduler, FakeEngine(sizes), mailbox, True)
     assert mailbox.paused
-    for i in range(3):
-        assert mailbox.output_ids(f"r{i}") == expected(range(10 * i, 10 * i + 4), 20)
+    for i in range(8):
+        assert mailbox.output_ids(f"r{i}") == expected(range(i, i + 20), 60)
 
 
 def test_aborts_work_while_generation_is_paused() -> None:
