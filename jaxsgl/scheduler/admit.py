@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.scheduler.allowance import Allowance
 from jaxsgl.scheduler.chunks import fair_shares, without_much_padding
+from jaxsgl.scheduler.forecast import Forecast
 from jaxsgl.scheduler.req import Req
-from jaxsgl.scheduler.reserve import fits_to_the_end, pages_after, pages_held_for, tokens_to_come
+from jaxsgl.scheduler.reserve import pages_after, pages_held_for, tokens_to_come
 
 SPARE_PAGES = 1  # beyond the estimate, for each request that is admitted
 
@@ -68,6 +69,8 @@ class PrefillAdder:
         self._cache = cache
         self._admitted = list(admitted)
         self._pages_held = pages_held_for(self._admitted, ratio, cache)
+        self._all_go_on = all(req.sampling.ignore_eos for req in self._admitted)
+        self._forecast: Forecast | None = None  # made when it is asked for
         self._allowance = allowance
         self._seqs_left = max_seqs
         self._sizes = sizes
@@ -107,6 +110,9 @@ class PrefillAdder:
             self.no_room = NoRoom.CHUNK
             return False
         self._admitted.append(req)
+        self._all_go_on = self._all_go_on and req.sampling.ignore_eos
+        if self._forecast is not None:
+            self._forecast.add(req)
         self._pages_held += pages_after(req, tokens_to_come(req), cache)
         return True
 
@@ -128,10 +134,11 @@ class PrefillAdder:
             return True
         needed = pages_after(req, tokens_to_come(req), self._cache) + SPARE_PAGES
         self.pages_short = max(needed + self._pages_held - self._cache.num_available, 0)
-        everybody = [*self._admitted, req]
-        if all(each.sampling.ignore_eos for each in everybody):
-            return fits_to_the_end(everybody, self._cache)
-        return self.pages_short == 0
+        if not (self._all_go_on and req.sampling.ignore_eos):
+            return self.pages_short == 0
+        if self._forecast is None:
+            self._forecast = Forecast(self._admitted, self._cache)
+        return self._forecast.fits(req)
 
     def _add(self, req: Req, budget: int) -> None:
         """Gives `req` up to `budget` tokens more of the step, as far as pages reach."""

@@ -3,7 +3,7 @@
 Most requests end long before their max_tokens, so holding all of it would leave the pool half empty. The ratio is the
 share of it that is held: high at first, falling with every decode step that goes well, set anew by what a retraction
 has shown (SGLang's new_token_ratio). Requests that ignore EOS are known to go on to the end, so for them alone it is
-computed when each ends and what the pool must hold until then. Values and arithmetic; decides nothing.
+computed when each ends and what the pool must hold until then (forecast.py). Values and arithmetic; decides nothing.
 """
 
 from __future__ import annotations
@@ -66,19 +66,3 @@ def pages_after(req: Req, num_tokens: int, cache: CacheManager) -> int:
     """Pages that `req` allocates until it has stored all that is known of it, and `num_tokens` tokens more."""
     assert req.lease is not None
     return max(cache.pages_for(req.kv_len + req.extend_left + num_tokens) - req.lease.num_pages, 0)
-
-
-def fits_to_the_end(reqs: Collection[Req], cache: CacheManager) -> bool:
-    """Whether the pool suffices until the last of `reqs`, which all run to their max_tokens, has ended.
-
-    Between two ends each running request grows by the same number of tokens, so the pool is tightest right before an
-    end. Pages that a request shares with others count as given back only when nobody else locks them.
-    """
-    room = cache.num_available
-    by_end = sorted(((req.max_kv_len - req.kv_len - req.extend_left, i, req) for i, req in enumerate(reqs)))
-    for place, (steps, _, ending) in enumerate(by_end):
-        assert ending.lease is not None
-        if sum(pages_after(req, steps, cache) for _, _, req in by_end[place:]) > room:
-            return False
-        room += cache.num_exclusive(ending.lease)  # what it allocates until then, it gives back too
-    return True
