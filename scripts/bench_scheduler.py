@@ -1,8 +1,9 @@
 """What the scheduler and the cache cost the host: no device, no JAX.
 
 Prints host microseconds per decode step (launch, collect, replies, load) with many running requests, admission of new
-ones (of 64 at once beside three quarters of --running), a step that puts 128 waiting requests of 4,096 tokens in order of
-their prefixes in a tree of a million tokens, and the rates of radix match, insert and evict. Reproduce the figures of docs/performance.md with:
+ones (of 64 at once beside three quarters of --running, too), a step that puts 128 waiting requests of 4,096 tokens in
+order of their prefixes in a tree of a million tokens, and the rates of radix match, insert and evict. Reproduce the
+figures of docs/performance.md with:
 
     python scripts/bench_scheduler.py
 """
