@@ -58,7 +58,7 @@ class Script:
     DIE = 902  # SIGKILL after the third token
     FAIL = 903  # EngineFailed after the first token
     FOREVER = 904  # the same token again and again, a step every 5 ms
-    REFUSE = 905  # the scheduler refuses it, or if a 1 follows says that its queue is full
+    REFUSE = 905  # the scheduler refuses it; the id that follows, if any, says which `RefusalKind`
     REPORT = 906  # echoes [running requests, requests ever seen, aborts ever seen]
     STICK = 907  # the loop stands still for ever: no token, no answer
     PAUSE = 908  # three tokens, then none any more
@@ -137,7 +137,7 @@ class FakeEngine:
             if script[0] == Script.REPORT:
                 script = [len(self.running), self.num_seen, self.num_aborts]
             if script[0] == Script.REFUSE:
-                kind = RefusalKind.OVERLOADED if script[1:] == [1] else RefusalKind.INVALID
+                kind = list(RefusalKind)[(script[1:] or [0])[0]]
                 self.send(
                     [Reply(message.request_id, refusal=Refusal(kind, f"the scheduler refuses this: {kind.value}"))]
                 )
