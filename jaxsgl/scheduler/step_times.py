@@ -9,14 +9,14 @@ is left of the slowest recent steps but one: a bound, not a mean, that a new T i
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 WINDOW = 64  # steps of each size that are remembered
-FIT_EVERY = 16  # steps
+FIT_EVERY = 32  # steps
+TOLERATED = 1.02  # times what was foreseen, until the next fit
 OUTLIERS_FROM = 16  # from so many steps of a size on, its slowest one doesn't count
 DOUBT = 3.0  # standard errors
 FORGET_AFTER = 2048  # steps without one of a size: it may be worth another try
@@ -25,10 +25,21 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class _Window:
-    """Recent steps of one size."""
+    """Recent steps of one size, in no order."""
 
-    steps: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))  # KV, pairs, seconds
-    last: int = 0  # which step of all that was
+    steps: Floats = field(default_factory=lambda: np.empty((WINDOW, 3)))  # KV, pairs, seconds
+    count: int = 0
+    last: int = 0  # which step of all the last one was
+
+    def add(self, *step: float) -> None:
+        """In place of the oldest."""
+        self.steps[self.count % WINDOW] = step
+        self.count += 1
+
+    @property
+    def rows(self) -> Floats:
+        """`[n, 3]`."""
+        return self.steps[: self.count]
 
 
 class StepTimes:
@@ -46,13 +57,13 @@ class StepTimes:
         self._num_steps = 0
 
     def measured(self, num_tokens: int, kv_tokens: float, pairs: float, seconds: float) -> None:
-        """A step of `num_tokens`, padding included, took `seconds`. Fits anew if that was too long."""
+        """A step of `num_tokens`, padding included, took `seconds`. Fits anew if that was much too long."""
         window = self._windows.setdefault(num_tokens, _Window())
-        window.steps.append((kv_tokens, pairs, seconds))
+        window.add(kv_tokens, pairs, seconds)
         self._num_steps += 1
         window.last = self._num_steps
         known = self._bases.get(num_tokens, -1.0) + self.attention(kv_tokens, pairs)
-        if seconds > known or self._num_steps % FIT_EVERY == 0:
+        if seconds > TOLERATED * known or self._num_steps % FIT_EVERY == 0:
             self._fit()
 
     def base(self, num_tokens: int) -> float | None:
@@ -71,7 +82,7 @@ class StepTimes:
     def _fit(self) -> None:
         oldest = self._num_steps - FORGET_AFTER
         self._windows = {size: window for size, window in self._windows.items() if window.last > oldest}
-        steps = {size: np.array(window.steps) for size, window in self._windows.items()}
+        steps = {size: window.rows for size, window in self._windows.items()}
         centred = [(rows - rows.mean(axis=0)) / rows[:, 2].mean() for rows in steps.values() if rows[:, 2].mean() > 0]
         if centred:
             self.kv_token_s, self.pair_s = _least_squares(np.concatenate(centred))
