@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -30,20 +29,18 @@ from jaxsgl.cache.table import PageTable
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply
 from jaxsgl.request import FinishReason, Request
-from jaxsgl.scheduler.admit import Chunk, NoRoom, PrefillAdder
 from jaxsgl.scheduler.dump import dump_cache, dump_requests
+from jaxsgl.scheduler.extends import Extends
 from jaxsgl.scheduler.intake import Intake
 from jaxsgl.scheduler.launch import Launcher, MakeBuilder
 from jaxsgl.scheduler.launched import Launched, sampled_logprob
 from jaxsgl.scheduler.live import Live
 from jaxsgl.scheduler.pace import Pace
 from jaxsgl.scheduler.policy import Policy
-from jaxsgl.scheduler.preempt import victims
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.reserve import NewTokenRatio
 from jaxsgl.scheduler.retract import Retraction
 from jaxsgl.scheduler.running import Running
-from jaxsgl.scheduler.states import State
 from jaxsgl.scheduler.totals import Totals
 from jaxsgl.scheduler.waiting import WaitingQueue
 
@@ -102,12 +99,14 @@ class Scheduler:
         max_itl_s = None if config.max_itl_ms is None else config.max_itl_ms / 1000
         self._pace = Pace(max_itl_s, buckets, capacity.page_size, clock)
         self._policy = Policy(config, self.cache, random_seed)
-        self._num_admitted = 0
         self._ratio = NewTokenRatio(config.schedule_conservativeness)
         self._extended_last = False
         self._totals = Totals()
         self._retraction = Retraction(self.cache, self._running, self._waiting, self._ratio, self._totals)
-        self._no_room: NoRoom | None = None  # why admission stopped when somebody last waited
+        self._extends = Extends(
+            capacity, buckets, config, self.cache, self._waiting, self._running, self._live, self._policy, self._pace,
+            self._retraction, self._ratio, self._totals,
+        )  # fmt: skip
         self._paused = False
 
     @property
@@ -157,12 +156,12 @@ class Scheduler:
         decoding = list(self._running.decoding.values())
         if self._config.enable_mixed_chunk:
             riders = self._retraction.with_room(decoding)[: self._capacity.max_extend_tokens - 1]
-            chunks = self._decide_extend(riders)
+            chunks = self._extends.decide(riders, bool(self._in_flight))
             riders = [req for req in riders if req.can_launch]  # unless preempted
         elif decoding and self._extended_last and (self._config.decode_first or self._pace.is_bound):
             chunks, riders = [], []
         else:
-            chunks, riders = self._decide_extend([]), []
+            chunks, riders = self._extends.decide([], bool(self._in_flight)), []
         if not chunks:
             return self._launch_decode()
         if any(chunk.req.scores_prompt for chunk in chunks):
@@ -230,7 +229,7 @@ class Scheduler:
             "paused": self._paused,
             "schedule_policy": self._config.schedule_policy,
             "new_token_ratio": self._ratio.value,
-            "admission_stopped_for": self._no_room.value if self._no_room else None,
+            "admission_stopped_for": self._extends.no_room.value if self._extends.no_room else None,
             "admission_closed": self._retraction.closed,
             "steps_in_flight": len(self._in_flight),
             "retractions_total": self._totals.retractions,
@@ -269,7 +268,7 @@ class Scheduler:
         samples = self._intake.samples(request)
         self._live.add(samples)
         for req in samples:
-            req.num_ahead = self._num_admitted + len(self._waiting)
+            req.num_ahead = self._extends.num_admitted + len(self._waiting)
             self._waiting.add(req)
 
     def _make_way(self, request: Request, refusal: Refusal) -> bool:
@@ -302,57 +301,6 @@ class Scheduler:
         self._replies.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
         self._release(req)
 
-    def _decide_extend(self, riders: Sequence[Req]) -> list[Chunk]:
-        """Fills an extend step: requests between chunks, then the queue in its order, in what `riders` leave."""
-        continuing = list(self._running.extending.values())
-        self._no_room = self._lack() if self._waiting else None
-        waiting: list[Req] = []
-        if self._waiting and self._no_room is None:
-            waiting = self._policy.order(list(self._waiting.in_turn()), self._num_admitted)
-        if not (continuing or waiting):
-            return []
-        adder = PrefillAdder(
-            self.cache,
-            self._running.admitted.values(),
-            self._ratio.value,
-            self._pace.allowance(
-                min(self._capacity.max_extend_tokens - len(riders), self._config.max_prefill_tokens),
-                self._running.decoding.values(),
-                continuing,
-                riders,
-            ),
-            max_seqs=self._capacity.num_rows - len(riders),
-            sizes=[size - len(riders) for size in self._buckets.extend_sizes if size > len(riders)],
-            pages_taken=self._retraction.pages_to_decode(riders),
-        )
-        adder.add_continuations(continuing, others_wait=bool(waiting))
-        for req in takewhile(adder.add_waiting, waiting):
-            self._waiting.remove(req)
-            self._running.file(req)
-            self._live.admitted(req)
-            self._totals.admitted(req)
-            self._num_admitted += 1
-        if adder.no_room in (NoRoom.TOKENS, NoRoom.ROWS) and self._preempt(waiting, adder.pages_short):
-            return self._decide_extend([req for req in riders if req.can_launch])
-        self._no_room = self._no_room or adder.no_room
-        adder.add_leftovers(continuing)
-        chunks = adder.chunks()
-        if not chunks and continuing and not (self._running.decoding or self._in_flight):
-            self._retraction.one_of(self._running.retractable)  # each holds pages that the others wait for
-            return self._decide_extend(riders)
-        return chunks
-
-    def _preempt(self, waiting: Sequence[Req], pages_short: int) -> bool:
-        """Takes requests of lower priority back to the queue if that makes room for the first that waits."""
-        if not self._config.enable_priority_scheduling:
-            return False
-        first = next(req for req in waiting if req.state is State.WAITING)
-        threshold = self._config.priority_scheduling_preemption_threshold
-        chosen = victims(self._policy.rank, first, self._running.retractable, threshold, pages_short, self.cache)
-        for req in chosen:
-            self._retraction.take_back(req)
-        return bool(chosen)
-
     def _launch_decode(self) -> StepInputs | None:
         reqs = self._retraction.with_room(list(self._running.decoding.values()))
         if not reqs:
@@ -360,15 +308,8 @@ class Scheduler:
         self._extended_last = False
         return self._launched(*self._launcher.decode(reqs))
 
-    def _lack(self) -> NoRoom | None:
-        """Why nobody can be admitted, so that it isn't worth while to put the queue in order."""
-        if self._retraction.closed:
-            return NoRoom.TOKENS
-        preempts = self._config.enable_priority_scheduling
-        return None if self.cache.table.num_free_rows or preempts else NoRoom.ROWS
-
     def _launched(self, inputs: StepInputs, launched: Launched) -> StepInputs:
-        self._totals.launched(inputs, self._no_room)
+        self._totals.launched(inputs, self._extends.no_room)
         self._in_flight.append(launched)
         self._pace.launched(inputs.bucket, launched.kv_tokens, launched.pairs)
         return inputs
