@@ -103,7 +103,7 @@ class CacheManager:
             return
         row = self.table.pages[lease.row]
         token_pages = as_pages(token_ids, self.page_size)
-        done = self.prefixes.insert(token_pages, row[:num_full])
+        done = self.prefixes.insert(token_pages, row[:num_full], lease.handle)
         if self._observer is not None:
             _tell_stored(self._observer, token_pages, done)
         self.prefixes.lock(done.handle)

@@ -26,7 +26,7 @@ class NaiveCache:
         """No prefix."""
         return Peek(0)
 
-    def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
         """Takes none of the pages."""
         return Insertion(None, 0, _NO_PAGES)
 

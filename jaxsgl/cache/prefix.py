@@ -105,8 +105,12 @@ class PrefixCache(Protocol):
         """What `match` would find; changes nothing."""
         ...
 
-    def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
-        """Offers `pages [n]` that hold the KV of `token_pages [n, page_size]`."""
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
+        """Offers `pages [n]` that hold the KV of `token_pages [n, page_size]`.
+
+        `held` is a locked handle of whoever offers them, of a prefix of `token_pages`. If nobody else locks it, it may
+        stand for the longer prefix from now on.
+        """
         ...
 
     def lock(self, handle: Hashable) -> None:

@@ -89,12 +89,19 @@ class RadixCache:
             node = child
         return Peek(depth, tuple(path))
 
-    def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
-        """Adds what is not there yet as one new leaf and takes its pages."""
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
+        """Adds what is not there yet and takes its pages: to the edge of `held`, else as one new leaf.
+
+        So a prompt that comes in many chunks is one edge, and not a chain of them to walk for every chunk.
+        """
         node, existing = self._walk(token_pages)
         num_existing = len(existing)
         if num_existing < len(pages):
-            node = self._add_leaf(node, token_pages[num_existing:].copy(), pages[num_existing:].copy())
+            new_tokens, new_pages = token_pages[num_existing:], pages[num_existing:]
+            if node is held and node.locks == 1 and not node.children:
+                self._lengthen(node, new_tokens, new_pages)
+            else:
+                node = self._add_leaf(node, new_tokens.copy(), new_pages.copy())
         return Insertion(node, num_existing, np.concatenate((existing, pages[num_existing:])))
 
     def lock(self, handle: Hashable) -> None:
@@ -208,6 +215,11 @@ class RadixCache:
         self._num_pages += len(pages)
         self._offer(leaf)
         return leaf
+
+    def _lengthen(self, leaf: _Node, tokens: IntArray, pages: IntArray) -> None:
+        leaf.tokens, leaf.pages = np.concatenate((leaf.tokens, tokens)), np.concatenate((leaf.pages, pages))
+        self._num_pages += len(pages)
+        self._num_locked += len(pages)
 
     def _remove_leaf(self, node: _Node) -> None:
         parent = cast(_Node, node.parent)
