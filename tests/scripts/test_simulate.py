@@ -179,6 +179,20 @@ def test_the_time_of_a_mixed_step_counts_the_kv_of_those_that_decode_in_it() -> 
     assert summary["steps"]["extend"]["count"] == 2
 
 
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_bound_between_tokens_holds_in_simulated_time(mixed: bool) -> None:
+    costs = {"decode": StepCost(1e-3, 0.0, 1e-4, 1e-8, 0.0), "extend": StepCost(1e-3, 0.0, 1e-4, 0.0, 1e-9)}
+    trace = TraceConfig(trace="bursts", num_prompts=60, output_len=100, long_len=1500, burst_size=2, burst_every_s=0.5,
+                        request_rate=10.0)  # fmt: skip
+    p99 = {}
+    for bound_ms in (None, 12.0):
+        config = EngineConfig(scheduling=SchedulingConfig(max_itl_ms=bound_ms, enable_mixed_chunk=mixed))
+        _, summary = served(made_up(trace, 0), costs=costs, config=config)
+        assert summary["completed"] == 60
+        p99[bound_ms] = summary["step_itl_s"]["p99"]
+    assert p99[12.0] <= 12e-3 < 25e-3 < p99[None]
+
+
 def test_the_script_prints_writes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]}\n' * 2)
