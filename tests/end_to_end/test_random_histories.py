@@ -9,7 +9,7 @@ import pytest
 
 from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.messages import Abort, ToEngine
+from jaxsgl.messages import Abort, ContinueGeneration, PauseGeneration, PauseMode, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve
@@ -96,7 +96,7 @@ CONFIGS = [
 def test_two_hundred_random_requests_yield_their_unbatched_tokens_without_a_recompile(
     engine: Engine, seed: int, overlap: bool
 ) -> None:
-    """Whatever the policy: mixed steps, forced retraction and preemption leave no trace in the tokens."""
+    """Whatever the policy: mixed steps, forced retraction, preemption and pauses leave no trace in the tokens."""
     rng = random.Random(seed + 100)
     requests = random_requests(seed)
     aborted = {request.request_id for request in rng.sample(requests, 30)}
@@ -106,6 +106,12 @@ def test_two_hundred_random_requests_yield_their_unbatched_tokens_without_a_reco
         script.append([request])
     for request_id in aborted:
         script[rng.randrange(len(script))].append(Abort(request_id))  # before, while or after it runs
+    for number in range(10):
+        mode = rng.choice([PauseMode.IN_PLACE, PauseMode.RETRACT])
+        at = rng.randrange(len(script))
+        script.insert(at, [PauseGeneration(number, mode)])
+        script.insert(at + rng.randint(1, 3), [ContinueGeneration(100 + number)])
+    script.append([ContinueGeneration(200)])  # whichever pause came last
     retract_every = 5 if seed % 2 else None
     together = serve(engine, script, overlap=overlap, config=CONFIGS[seed], retract_every=retract_every)
     last = ends(together)
