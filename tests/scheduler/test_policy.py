@@ -27,8 +27,8 @@ def of(name: str, prompt: Sequence[int], max_tokens: int = 4, priority: int = 0)
 class Serving:
     """A scheduler and a fake engine, a step at a time; notes the order in which requests get their first token."""
 
-    def __init__(self, policy: str = "fcfs", rows: int = 1, **config: object) -> None:
-        sizes = capacity(rows=rows, num_pages=400)
+    def __init__(self, policy: str = "fcfs", rows: int = 1, num_pages: int = 400, **config: object) -> None:
+        sizes = capacity(rows=rows, num_pages=num_pages)
         config = {"schedule_policy": policy, **config}
         max_queued = config.pop("max_queued", None)
         self.scheduler: Scheduler = CheckedScheduler(
@@ -160,6 +160,17 @@ def test_a_full_queue_refuses_the_lowest_priority() -> None:
     assert refused == ["a", "d"]
     assert all(reply.refusal and reply.refusal.kind is RefusalKind.OVERLOADED for reply in serving.replies)
     assert serving.serve() == ["c", "b"]
+
+
+def test_who_found_no_room_in_the_pool_can_still_be_refused_for_a_higher_priority() -> None:
+    serving = Serving(rows=2, num_pages=20, enable_priority_scheduling=True, max_queued=1)
+    serving.scheduler.receive([of("runs", A, 30, 3)])
+    serving.step()
+    serving.scheduler.receive([of("tried", B, 30, 1)])
+    serving.step()
+    serving.scheduler.receive([of("higher", C, 4, 2)])
+    serving.hear()
+    assert [reply.request_id for reply in serving.replies if reply.refusal] == ["tried"]
 
 
 def test_priorities_and_prefix_policies_exclude_each_other() -> None:
