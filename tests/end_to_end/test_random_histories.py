@@ -87,7 +87,7 @@ CONFIGS = [
         priority_scheduling_preemption_threshold=1,
         enable_mixed_chunk=True,
     ),
-    SchedulingConfig(schedule_policy="random", schedule_conservativeness=0.05),
+    SchedulingConfig(schedule_policy="random", schedule_conservativeness=0.05, max_itl_ms=20.0),
 ]
 
 
