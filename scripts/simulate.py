@@ -135,10 +135,7 @@ def table(summary: dict[str, Any]) -> str:
         f"completed {summary['completed']:,}, refused {summary['refused']:,}, in {summary['duration_s']:,.1f} s",
         f"{summary['requests_per_s']:.2f} requests/s; tokens/s: {', '.join(rates)}",
         f"{'ms':8}" + "".join(f"{name:>10}" for name in summary["ttft_s"]),
-        *(
-            f"{title:8}" + "".join(f"{1000 * value:10,.1f}" for value in summary[name].values())
-            for title, name in ROWS
-        ),
+        *(f"{title:8}" + "".join(f"{1000 * value:10,.1f}" for value in summary[name].values()) for title, name in ROWS),
         f"cache hit rate {summary['cache_hit_rate']:.1%}, retractions {summary['retractions']}",
         f"waiting {waiting['mean']:,.1f} on average, {waiting['max']:,} at most; "
         f"running {summary['running_mean']:,.1f}; concurrency {summary['concurrency']:,.1f}; "
