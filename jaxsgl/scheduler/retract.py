@@ -67,17 +67,20 @@ class Retraction:
         self.take_back(in_order_of_loss(candidates)[0])
 
     def take_back(self, req: Req) -> None:
-        """From the running ones to the head of the queue; its pages come free at once."""
+        """From the running ones to the head of the queue; its pages come free at once.
+
+        The last one opens admission again: nobody is left whose end could.
+        """
         self._cache.drop(req.retract())
         self._running.file(req)
         self._waiting.put_back(req)
         self._totals.retractions += 1
+        self.closed = self.closed and len(self._running) > 0
 
     def everybody(self) -> None:
         """Takes all back; they go first again, in order of admission. No step may be in flight."""
         for req in reversed(list(self._running.admitted.values())):
             self.take_back(req)
-        self.closed = False
         self._ratio.reset()
 
     def for_tests(self) -> None:

@@ -100,3 +100,22 @@ def test_the_ratio_falls_with_every_good_step_and_learns_from_a_retraction() -> 
     assert ratio.value == pytest.approx((40 + 2 * 20) / 201)
     ratio.reset()
     assert ratio.value == pytest.approx(0.7)
+
+
+def test_admission_opens_when_nobody_is_left_whose_end_could_open_it() -> None:
+    """A retraction closes it, and then the last running request is taken back, too."""
+    sizes = capacity()
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), ())
+    engine = FakeEngine(sizes)
+    scheduler.receive([forgetful(f"r{i}", range(i, i + 20), 9) for i in range(2)])
+    for _ in range(3):
+        inputs = scheduler.launch()
+        assert inputs is not None
+        scheduler.collect(engine.submit(inputs).tokens())
+    retraction = scheduler._retraction
+    retraction.one_of(scheduler._running.retractable)
+    assert retraction.closed
+    retraction.for_tests()
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 2)
+    inputs = scheduler.launch()
+    assert inputs is not None and inputs.num_seqs == 2
