@@ -23,6 +23,8 @@ BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
+PRIORITY_POLICIES = ("fcfs", "lof")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
@@ -31,6 +33,51 @@ API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
 def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "", secret: bool = False) -> Any:
     """A dataclass field that is also a command-line flag. A secret one is left out where the config is printed."""
     return field(default=default, repr=not secret, metadata={"help": help, "choices": choices, "alias": alias})
+
+
+@dataclass(frozen=True)
+class SchedulingConfig:
+    """What runs when. The defaults are SGLang's."""
+
+    schedule_policy: str = flag("fcfs", "which waiting request goes first (docs/scheduling.md)", choices=POLICIES)
+    enable_priority_scheduling: bool = flag(False, "requests of higher priority go first, and may preempt others")
+    schedule_low_priority_values_first: bool = flag(False, "a lower number is the higher priority")
+    priority_scheduling_preemption_threshold: int = flag(
+        10, "a waiting request preempts running ones whose priority is lower by more than this"
+    )
+    schedule_conservativeness: float = flag(
+        1.0, "how much of their max_tokens running requests are expected to use; lower admits more and retracts more"
+    )
+    max_prefill_tokens: int = flag(16384, "prompt tokens of one step at most, however large its chunk may be")
+    enable_mixed_chunk: bool = flag(False, "decode in the same steps that extend prompts")
+    decode_first: bool = flag(False, "a decode step between any two steps that extend prompts")
+    max_itl_ms: float | None = flag(
+        None, "milliseconds between two tokens of a running request at most: chunks are sized by measured step times"
+    )
+    queue_timeout_s: float | None = flag(
+        None, "seconds that a request may wait for admission; then it is refused (default: no limit)"
+    )
+    running_timeout_s: float | None = flag(
+        None, "seconds that a request may take from its admission on; then it is ended (default: no limit)"
+    )
+
+    def __post_init__(self) -> None:
+        _require(
+            self.schedule_policy in POLICIES, "--schedule-policy", self.schedule_policy, f"one of {', '.join(POLICIES)}"
+        )
+        if self.enable_priority_scheduling and self.schedule_policy not in PRIORITY_POLICIES:
+            raise ConfigError(
+                f"--enable-priority-scheduling goes with --schedule-policy {' or '.join(PRIORITY_POLICIES)}, "
+                f"but that is {self.schedule_policy}"
+            )
+        _require(
+            self.schedule_conservativeness > 0, "--schedule-conservativeness", self.schedule_conservativeness, "above 0"
+        )
+        _require(self.max_itl_ms is None or self.max_itl_ms > 0, "--max-itl-ms", self.max_itl_ms, "more than 0")
+        _require(self.max_prefill_tokens >= 1, "--max-prefill-tokens", self.max_prefill_tokens, "1 and more")
+        for name in ("queue_timeout_s", "running_timeout_s"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, _flag_name(name), value, "more than 0")
 
 
 @dataclass(frozen=True)
@@ -52,6 +99,7 @@ class EngineConfig:
     chunked_prefill_size: int | None = flag(
         None, "prompt tokens extended in one step, -1: unlimited (default: 512 on CPU, else 2048)"
     )
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
     attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)
@@ -60,6 +108,7 @@ class EngineConfig:
     compilation_cache_dir: str | None = flag(
         None, "where compiled programs are kept between starts; '': nowhere (default: jaxsgl/xla in ~/.cache)"
     )
+    check_every_step: bool = flag(False, "account for all pages after every step, and fail if one is lost; for tests")
     random_seed: int = flag(0, "seed of dummy weights and of requests that bring none")
     max_queued_requests: int = flag(
         8192, "requests that may wait for admission, each of n samples counted; more are refused at once"
@@ -77,7 +126,7 @@ class EngineConfig:
             sizes = getattr(self, name)
             _require(all(size >= 1 for size in sizes), _flag_name(name), sizes, "sizes of 1 and more")
         for spec in dataclasses.fields(self):
-            allowed = spec.metadata["choices"]
+            allowed = spec.metadata.get("choices") or ()
             value = getattr(self, spec.name)
             _require(not allowed or value in allowed, _flag_name(spec.name), value, f"one of {', '.join(allowed)}")
 

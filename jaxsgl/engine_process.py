@@ -41,7 +41,7 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox) -> int:
         from jaxsgl import wiring
         from jaxsgl.scheduler.loop import run_loop
 
-        engine, scheduler = wiring.build(launch.config, launch.config.max_queued_requests)
+        engine, scheduler = wiring.build(launch.config)
     except StartupError as error:
         mailbox.fail(str(error))
         return 1
@@ -51,7 +51,8 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox) -> int:
         return 1
     mailbox.announce(engine.info)
     try:
-        run_loop(scheduler, engine, mailbox, overlap=not launch.config.disable_overlap_schedule)
+        overlap = not launch.config.disable_overlap_schedule
+        run_loop(scheduler, engine, mailbox, overlap, launch.config.check_every_step)
     except Exception as error:
         logger.exception("the engine failed")
         mailbox.fail(f"the engine failed: {_in_one_line(error)}")

@@ -6,7 +6,7 @@
     |- NotFound                  NOT_FOUND            404   no such model, request or method
     |- Overloaded                RESOURCE_EXHAUSTED   429   the queue is full, or the client reads too slowly
     |- Unsupported               UNIMPLEMENTED        501   a method of a known protocol that isn't built yet
-    |- EngineUnavailable         UNAVAILABLE          503   the engine process is starting, stopping, stuck or dead
+    |- EngineUnavailable         UNAVAILABLE          503   the engine is starting, stopping, stuck, dead or too busy
     |- TimedOut                  DEADLINE_EXCEEDED    504   the request ran longer than it may
     `- StartupError              (exit status 1)            the server can't start as it was asked to
        |- ConfigError                                       flags that contradict each other or the model
@@ -73,7 +73,7 @@ class TimedOut(JaxsglError):
 
 
 class EngineUnavailable(JaxsglError):
-    """The engine process doesn't answer; the request may be sent again elsewhere or later."""
+    """The engine doesn't answer, or has let the request wait for too long; it may be sent again elsewhere or later."""
 
     grpc_status = "UNAVAILABLE"
     http_status = 503

@@ -59,13 +59,13 @@ class LLM:
 
     Args:
       model: local folder or hub id; default the bundled model.
-      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`. `max_queued_requests` limits
-        servers only: a call may bring any number of prompts.
+      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`. `max_queued_requests` and
+        timeouts limit servers only: a call may bring any number of prompts, and waits for all of them.
     """
 
     def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
         self.config = EngineConfig(model=model, **flags)
-        self.engine, self._scheduler = build(self.config, max_queued_requests=None)
+        self.engine, self._scheduler = build(self.config, limited=False)
         self.tokenizer = load_tokenizer(model)
 
     def generate(
@@ -73,6 +73,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool = True,
     ) -> list[Completion]:
         """Completes all prompts (texts or lists of token ids) together; answers in their order, n for each.
@@ -80,26 +81,28 @@ class LLM:
         Args:
           prompts: one prompt or many.
           sampling_params: for all prompts, or one for each; default `SamplingParams()`.
+          priority: of all prompts, or one for each; counts with `enable_priority_scheduling`.
           progress: show a progress bar on standard error.
 
         Raises:
           InvalidRequest: a prompt that can never be served; nothing has run then.
         """
         ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(ids, sampling_params, progress)
+        return self._run(ids, sampling_params, priority, progress)
 
     def chat(
         self,
         conversations: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool = True,
     ) -> list[Completion]:
         """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
         chats = [[_message(turn) for turn in turns] for turns in many]
-        return self._run([self.tokenizer.encode_chat(chat) for chat in chats], sampling_params, progress)
+        return self._run([self.tokenizer.encode_chat(chat) for chat in chats], sampling_params, priority, progress)
 
     def close(self) -> None:
         """Gives the model's and the cache's memory back; the object can't be used afterwards."""
@@ -118,6 +121,7 @@ class LLM:
         self,
         prompts: list[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
         progress: bool,
     ) -> list[Completion]:
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -126,7 +130,12 @@ class LLM:
             raise InvalidRequest(
                 f"{len(per_prompt)} sampling_params for {len(prompts)} prompts: give one for all, or one for each"
             )
-        requests = [Request(str(i), ids, p) for i, (ids, p) in enumerate(zip(prompts, per_prompt, strict=True))]
+        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(prompts):
+            raise InvalidRequest(f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or each")
+        requests = [
+            Request(str(i), *parts) for i, parts in enumerate(zip(prompts, per_prompt, priorities, strict=True))
+        ]
         for request in requests:
             if request.sampling.stop:
                 self.tokenizer.check_text_comes_back("stop strings")
@@ -134,9 +143,10 @@ class LLM:
         with tqdm(total=sum(params.n for params in per_prompt), desc="requests", disable=not progress) as bar:
             mailbox = _OfflineMailbox(requests, self.tokenizer, bar)
             try:
-                run_loop(self._scheduler, self.engine, mailbox, not self.config.disable_overlap_schedule)
+                overlap = not self.config.disable_overlap_schedule
+                run_loop(self._scheduler, self.engine, mailbox, overlap, self.config.check_every_step)
             except BaseException:  # Ctrl-C too: what was in the middle is dropped, the next call starts clean
-                self._scheduler = build_scheduler(self.config, self.engine, max_queued_requests=None)
+                self._scheduler = build_scheduler(self.config, self.engine, limited=False)
                 raise
         return [_completion(join(pieces)) for pieces in mailbox.pieces.values()]
 

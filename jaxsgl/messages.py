@@ -44,9 +44,48 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
-    """Drop every cached prefix. Refused (`Answer.ok` False) while requests wait or run."""
+    """Drop every cached prefix. Refused (`Answer.ok` False) while requests wait or run.
+
+    While generation is paused those that wait don't matter.
+
+    Attributes:
+      timeout_s: wait so long for the last of them to end. New ones are let in meanwhile.
+    """
 
     number: int
+    timeout_s: float = 0.0
+
+
+class PauseMode(enum.Enum):
+    """What becomes of the requests when generation is paused."""
+
+    IN_PLACE = "in_place"  # they keep their KV, and go on with it
+    RETRACT = "retract"  # they go back to the queue without their KV, so that the cache can be flushed
+    ABORT = "abort"  # they end
+
+
+class PauseGeneration(msgspec.Struct, frozen=True, tag="pause_generation"):
+    """Launch nothing until `ContinueGeneration`; requests queue up. Answered when no step is in flight any more."""
+
+    number: int
+    mode: PauseMode
+
+
+class ContinueGeneration(msgspec.Struct, frozen=True, tag="continue_generation"):
+    """Go on, if generation is paused."""
+
+    number: int
+
+
+class DumpState(msgspec.Struct, frozen=True, tag="dump_state"):
+    """Tell the scheduler's state; the `Answer.text` is JSON.
+
+    Attributes:
+      check: account for all pages, rows and locks, too; takes milliseconds.
+    """
+
+    number: int
+    check: bool = False
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
@@ -129,6 +168,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       waiting_tokens: prompt tokens of those, cached or not.
       used_tokens: KV slots in pages that running samples own or lock.
       cached_tokens: KV slots in pages that only the prefix cache holds; they are given up when needed.
+      num_retracted: of those that wait, samples that have run before.
+      paused: nothing is launched until generation is continued.
       prompt_tokens_total: of admitted samples.
       cached_prompt_tokens_total: of those, found in the prefix cache.
       output_tokens_total: read from the device.
@@ -136,7 +177,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       decode_rows_total, decode_rows_padded_total: sequences of decode steps, and rows of the programs that ran them.
       extend_tokens_total, extend_tokens_padded_total: likewise tokens of extend steps.
       retractions_total: running samples that were taken back to the queue.
+      short_of_tokens_total, short_of_rows_total, short_of_chunk_total: steps at which admission stopped though somebody
+        waited, by what there was no room for: in the pool, in the batch, in the step.
       recompiles_total: programs compiled while serving; more than 0 is a bug.
+      leaks_total: pages, rows and locks that the runtime check found lost or in two places; more than 0 is a bug.
     """
 
     num_running: int = 0
@@ -144,6 +188,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     waiting_tokens: int = 0
     used_tokens: int = 0
     cached_tokens: int = 0
+    num_retracted: int = 0
+    paused: bool = False
     prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0
     output_tokens_total: int = 0
@@ -153,7 +199,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     extend_tokens_total: int = 0
     extend_tokens_padded_total: int = 0
     retractions_total: int = 0
+    short_of_tokens_total: int = 0
+    short_of_rows_total: int = 0
+    short_of_chunk_total: int = 0
     recompiles_total: int = 0
+    leaks_total: int = 0
 
 
 class RefusalKind(enum.Enum):
@@ -161,6 +211,8 @@ class RefusalKind(enum.Enum):
 
     INVALID = "invalid"  # it can never be served
     OVERLOADED = "overloaded"  # the queue is full
+    WAITED = "waited"  # it waited too long for its admission
+    RAN = "ran"  # it ran too long
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
@@ -247,7 +299,9 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-Command: TypeAlias = Ping | FlushCache | StartProfile | StopProfile | WatchCache
+Command: TypeAlias = (
+    Ping | FlushCache | PauseGeneration | ContinueGeneration | DumpState | StartProfile | StopProfile | WatchCache
+)
 ToEngine: TypeAlias = Request | Abort | Command | Shutdown
 News: TypeAlias = Replies | Answer | CacheEvents
 FromEngine: TypeAlias = EngineReady | News | EngineFailed

@@ -27,6 +27,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
 
 
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1  # int32 in protocols
+
+
 class FinishReason(enum.Enum):
     """Why a request ended."""
 
@@ -157,11 +160,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Request(msgspec.Struct, frozen=True, tag="generate"):
-    """One tokenized request, as it travels from the front end to the scheduler."""
+    """One tokenized request, as it travels from the front end to the scheduler.
+
+    `priority` counts where the server schedules by it, and is ignored elsewhere: the higher number goes first, or the
+    lower if the server was told so.
+    """
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
+    priority: int = 0
 
 
 def check_request(request: Request, limits: Limits) -> None:
@@ -169,6 +177,9 @@ def check_request(request: Request, limits: Limits) -> None:
 
     An output that doesn't fit into the context is no error: `max_new_tokens` caps it.
     """
+    _check_integer("priority", request.priority)
+    in_range = MIN_PRIORITY <= request.priority <= MAX_PRIORITY
+    _check(in_range, "priority", request.priority, f"{MIN_PRIORITY} to {MAX_PRIORITY}")
     prompt_len = len(request.prompt_ids)
     if prompt_len == 0:
         raise InvalidRequest("the prompt is empty: send at least one token")

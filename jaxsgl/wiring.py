@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.errors import ConfigError
 from jaxsgl.scheduler.scheduler import Scheduler
 
+RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # a test switch
 
-def build(config: EngineConfig, max_queued_requests: int | None) -> tuple[Engine, Scheduler]:
+
+def build(config: EngineConfig, limited: bool = True) -> tuple[Engine, Scheduler]:
     """Loads the model and compiles every bucket (seconds to minutes). Raises `StartupError`.
 
     Args:
       config: flags.
-      max_queued_requests: the config's for a server; None where whoever asks waits for all answers anyway.
+      limited: the flags that limit the queue and the time count, as in a server; not where whoever asks waits for all
+        answers anyway.
     """
+    retract_every()  # fails now, not after minutes
     engine = Engine(config)
-    return engine, build_scheduler(config, engine, max_queued_requests)
+    return engine, build_scheduler(config, engine, limited)
 
 
-def build_scheduler(config: EngineConfig, engine: Engine, max_queued_requests: int | None) -> Scheduler:
+def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) -> Scheduler:
     """A scheduler with an empty cache for `engine`; the arguments are those of `build`."""
+    scheduling = config.scheduling
+    if not limited:
+        scheduling = replace(scheduling, queue_timeout_s=None, running_timeout_s=None)
     return Scheduler(
         engine.capacity,
         engine.buckets,
         engine.arch.eos_token_ids,
+        scheduling,
         radix_cache=not config.disable_radix_cache,
         random_seed=config.random_seed,
-        max_queued_requests=max_queued_requests,
+        max_queued_requests=config.max_queued_requests if limited else None,
+        retract_every=retract_every(),
     )
+
+
+def retract_every() -> int | None:
+    """At every so-many-th step a request is to be retracted without need; None: never.
+
+    Raises:
+      ConfigError: the variable is set to something else than a number of steps.
+    """
+    text = os.environ.get(RETRACT_VARIABLE, "")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise ConfigError(f"{RETRACT_VARIABLE} is {text!r}, but must be a number of steps, 1 and more; or unset it")
+    return int(text)

@@ -1,7 +1,9 @@
 """What the scheduler and the cache cost the host: no device, no JAX.
 
 Prints host microseconds per decode step (launch, collect, replies, load) with many running requests, admission of new
-ones, and the rates of radix match, insert and evict. Reproduce the figures of docs/performance.md with:
+ones (of 64 at once beside three quarters of --running, too), a step that puts 128 waiting requests of 4,096 tokens in
+order of their prefixes in a tree of a million tokens, and the rates of radix match, insert and evict. Reproduce the
+figures of docs/performance.md with:
 
     python scripts/bench_scheduler.py
 """
@@ -20,6 +22,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import as_pages, pages_for
 from jaxsgl.cache.radix import RadixCache
+from jaxsgl.config import SchedulingConfig
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 
@@ -27,9 +30,11 @@ from jaxsgl.scheduler.scheduler import Scheduler
 def decode_and_admission(num_running: int, context: int, page_size: int, steps: int) -> dict[str, float]:
     """Host time of decode steps with `num_running` requests of `context` tokens, and of admitting them."""
     room = context + steps + 2
-    num_pages = num_running * pages_for(room, page_size) + 1
+    num_pages = num_running * (pages_for(room, page_size) + 1) + 1
     sizes = Capacity(page_size, num_pages, num_running, room, num_running * context, 32_000)
-    scheduler = Scheduler(sizes, BucketSet.derive(sizes), {2})
+    scheduler = Scheduler(
+        sizes, BucketSet.derive(sizes), {2}, SchedulingConfig(max_prefill_tokens=num_running * context)
+    )
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=steps + 1)
     prompts = rng.integers(3, 32_000, (num_running, context))
@@ -55,6 +60,70 @@ def decode_and_admission(num_running: int, context: int, page_size: int, steps: 
         "decode_step_us_p99": 1e6 * sorted(times)[int(0.99 * len(times))],
         "admission_us_per_request": 1e6 * admission_s / num_running,
     }
+
+
+def admission(num_running: int, num_new: int, prompt_len: int, ignore_eos: bool, page_size: int) -> float:
+    """Host seconds of the step that admits `num_new` requests at once, from their arrival, beside `num_running`."""
+    num_rows, room = num_running + num_new, prompt_len + 258
+    num_pages = num_rows * (pages_for(room, page_size) + 2) + 1
+    sizes = Capacity(page_size, num_pages, num_rows, room, num_rows * prompt_len, 32_000)
+    scheduler = Scheduler(
+        sizes, BucketSet.derive(sizes), {2}, SchedulingConfig(max_prefill_tokens=num_rows * prompt_len)
+    )
+    rng, params = np.random.default_rng(2), SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=ignore_eos)
+    seconds = []
+    for count in (num_running, num_new):
+        first = scheduler.num_running
+        prompts = rng.integers(3, 32_000, (count, prompt_len)).tolist()
+        requests = [Request(str(first + i), prompt, params) for i, prompt in enumerate(prompts)]
+        start = time.perf_counter()
+        scheduler.receive(requests)
+        launched = scheduler.launch()
+        seconds.append(time.perf_counter() - start)
+        assert launched is not None and launched.num_seqs == count
+        scheduler.collect(np.full(count, 5, dtype=np.int32))
+    return seconds[-1]
+
+
+def longest_match_first(num_waiting: int, length: int, cached_tokens: int, page_size: int, steps: int) -> float:
+    """Median host seconds of putting `num_waiting` requests in order, all of them with a cached prefix, in one step.
+
+    One request decodes, and another holds so much of the pool that nobody can be admitted.
+    """
+    num_prefixes = cached_tokens // length
+    holder = num_prefixes * length
+    sizes = Capacity(page_size, 2 * pages_for(holder, page_size) + 8, 8, 2 * holder, holder, 32_000)
+    config = SchedulingConfig(max_prefill_tokens=holder, schedule_policy="lpm", schedule_conservativeness=1.0)
+    scheduler = Scheduler(sizes, BucketSet.derive(sizes), {2}, config)
+    rng = np.random.default_rng(3)
+    prefixes = rng.integers(3, 32_000, (num_prefixes, length))
+
+    def serve(name: str, prompt: list[int], max_tokens: int) -> None:
+        scheduler.receive(
+            [Request(name, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))]
+        )
+        launched = scheduler.launch()
+        assert launched is not None
+        scheduler.collect(np.full(launched.num_seqs, 5, dtype=np.int32))
+
+    for i, prefix in enumerate(prefixes.tolist()):
+        serve(f"cached {i}", prefix, 1)
+    assert scheduler.cache.cached_tokens >= num_prefixes * (length - page_size)
+    serve("holder", rng.integers(3, 32_000, holder - page_size * num_prefixes).tolist(), holder)
+    params = SamplingParams(temperature=0.0, max_tokens=holder, ignore_eos=True)
+    waiting = [
+        Request(f"waiting {i}", [*prefixes[i % num_prefixes, :-1].tolist(), 1, i + 3], params)
+        for i in range(num_waiting)
+    ]
+    scheduler.receive(waiting)
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        launched = scheduler.launch()
+        times.append(time.perf_counter() - start)
+        assert launched is not None and launched.num_seqs == 1 and scheduler.num_waiting == num_waiting
+        scheduler.collect(np.full(1, 5, dtype=np.int32))
+    return statistics.median(times)
 
 
 def radix_rates(num_prefixes: int, tokens: int, page_size: int) -> dict[str, float]:
@@ -98,6 +167,10 @@ def main() -> None:
     args = parser.parse_args()
     figures = decode_and_admission(args.running, args.context, args.page_size, args.steps)
     figures |= radix_rates(num_prefixes=2_000, tokens=args.context, page_size=args.page_size)
+    for name, ignore_eos in (("admission_of_64_ms", False), ("admission_of_64_ignoring_eos_ms", True)):
+        runs = (admission(args.running * 3 // 4, 64, 256, ignore_eos, args.page_size) for _ in range(5))
+        figures[name] = 1e3 * min(runs)
+    figures["lpm_step_ms"] = 1e3 * longest_match_first(128, 4096, 1_000_000, args.page_size, steps=20)
     print(f"{args.running} running requests of {args.context} tokens, page size {args.page_size}")
     for name, value in figures.items():
         print(f"  {name:28} {value:14,.1f}")

@@ -124,6 +124,9 @@ def write_steps(config: SimulationConfig, path: Path) -> int:
     return 0
 
 
+ROWS = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("of steps", "step_itl_s"), ("E2E", "e2e_s"))
+
+
 def table(summary: dict[str, Any]) -> str:
     """The figures, for people."""
     rates = (f"{summary[f'{name}_tokens_per_s']:,.0f} {name}" for name in ("input", "output", "total"))
@@ -132,10 +135,7 @@ def table(summary: dict[str, Any]) -> str:
         f"completed {summary['completed']:,}, refused {summary['refused']:,}, in {summary['duration_s']:,.1f} s",
         f"{summary['requests_per_s']:.2f} requests/s; tokens/s: {', '.join(rates)}",
         f"{'ms':8}" + "".join(f"{name:>10}" for name in summary["ttft_s"]),
-        *(
-            f"{name[:-2].upper():8}" + "".join(f"{1000 * value:10,.1f}" for value in summary[name].values())
-            for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")
-        ),
+        *(f"{title:8}" + "".join(f"{1000 * value:10,.1f}" for value in summary[name].values()) for title, name in ROWS),
         f"cache hit rate {summary['cache_hit_rate']:.1%}, retractions {summary['retractions']}",
         f"waiting {waiting['mean']:,.1f} on average, {waiting['max']:,} at most; "
         f"running {summary['running_mean']:,.1f}; concurrency {summary['concurrency']:,.1f}; "

@@ -11,31 +11,13 @@ Knows token ids and lengths, but no request states, budgets or batches. Called b
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-import numpy as np
-
+from jaxsgl.cache.audit import LastOwners, audit
 from jaxsgl.cache.events import CacheObserver
+from jaxsgl.cache.lease import Lease
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, PageAllocator, as_pages, full_pages, pages_for, tokens_in
-from jaxsgl.cache.prefix import Insertion, Match, PrefixCache
+from jaxsgl.cache.prefix import Insertion, Match, Peek, PrefixCache
 from jaxsgl.cache.table import PageTable
-
-
-@dataclass(slots=True)
-class Lease:
-    """What one admitted request holds: a row, a locked prefix, own pages.
-
-    Attributes:
-      row: its row in the page table.
-      num_pages: pages in the row.
-      num_shared: leading pages that belong to the prefix cache.
-      handle: the locked prefix of `num_shared` pages.
-    """
-
-    row: int
-    num_pages: int
-    num_shared: int
-    handle: object
 
 
 class CacheManager:
@@ -47,6 +29,7 @@ class CacheManager:
         self.prefixes = prefixes
         self._allocator = PageAllocator(num_pages)
         self._observer: CacheObserver | None = None
+        self._last_owners = LastOwners(num_pages, len(table.pages))
 
     @property
     def num_pages(self) -> int:
@@ -81,12 +64,17 @@ class CacheManager:
         """The longest cached prefix that leaves at least one token to compute (it yields the logits)."""
         return self.prefixes.match(as_pages(token_ids[:-1], self.page_size))
 
-    def acquire(self, match: Match) -> Lease:
-        """Takes a row and locks the matched prefix."""
+    def peek(self, token_ids: IntArray) -> Peek:
+        """What `match` would find; changes nothing."""
+        return self.prefixes.peek(as_pages(token_ids[:-1], self.page_size))
+
+    def acquire(self, match: Match, owner: str = "") -> Lease:
+        """Takes a row and locks the matched prefix, for `owner`, whom the report of a leak would name."""
         self.prefixes.lock(match.handle)
         row, num_pages = self.table.take_row(), len(match.pages)
         self.table.pages[row, :num_pages] = match.pages
-        return Lease(row, num_pages, num_pages, match.handle)
+        self._last_owners.of_row[row] = owner
+        return Lease(row, num_pages, num_pages, match.handle, owner)
 
     def cancel(self, lease: Lease) -> None:
         """Undoes `acquire` for a request that was not admitted after all."""
@@ -98,7 +86,9 @@ class CacheManager:
         """Allocates pages so that the lease holds `num_tokens` tokens; evicts if need be."""
         needed = pages_for(num_tokens, self.page_size)
         if needed > lease.num_pages:
-            self.table.pages[lease.row, lease.num_pages : needed] = self._allocate(needed - lease.num_pages)
+            pages = self._allocate(needed - lease.num_pages)
+            self.table.pages[lease.row, lease.num_pages : needed] = pages
+            self._last_owners.of_page[pages] = lease.owner
             lease.num_pages = needed
 
     def share(self, lease: Lease, token_ids: IntArray) -> None:
@@ -113,7 +103,7 @@ class CacheManager:
             return
         row = self.table.pages[lease.row]
         token_pages = as_pages(token_ids, self.page_size)
-        done = self.prefixes.insert(token_pages, row[:num_full])
+        done = self.prefixes.insert(token_pages, row[:num_full], lease.handle)
         if self._observer is not None:
             _tell_stored(self._observer, token_pages, done)
         self.prefixes.lock(done.handle)
@@ -125,6 +115,10 @@ class CacheManager:
     def release(self, lease: Lease, token_ids: IntArray) -> None:
         """Ends the lease: full pages of `token_ids` go to the prefix cache, the rest and the row are freed."""
         self.share(lease, token_ids)
+        self.drop(lease)
+
+    def drop(self, lease: Lease) -> None:
+        """Ends the lease at once: own pages and the row are freed, the shared prefix is unlocked."""
         self._allocator.free(self.table.pages[lease.row, lease.num_shared : lease.num_pages])
         self.prefixes.unlock(lease.handle)
         self.table.free_row(lease.row)
@@ -139,30 +133,14 @@ class CacheManager:
             else:
                 self._observer.cleared()
 
-    def check(self, leases: Iterable[Lease]) -> None:
-        """Integrity: every page is in exactly one place, every row names only what it owns or locks.
+    def leaks(self, leases: Iterable[Lease]) -> list[str]:
+        """What is wrong with pages, rows and locks, given all leases; see `audit`."""
+        return audit(self._allocator, self.table, self.prefixes, list(leases), self._last_owners)
 
-        Raises AssertionError naming the pages that are lost or in two places.
-        """
-        leases = list(leases)
-        cached = self.prefixes.owned_pages()
-        own = [self.table.pages[lease.row, lease.num_shared : lease.num_pages] for lease in leases]
-        places = np.concatenate([self._allocator.free_pages(), cached, *own])
-        counts = np.bincount(places, minlength=self._allocator.num_pages)
-        wrong = np.flatnonzero(counts[1:] != 1) + 1
-        assert not len(wrong), f"pages not in exactly one place: {[(int(p), int(counts[p])) for p in wrong[:10]]}"
-        assert counts[0] == 0, "the dummy page was handed out"
-        in_cache = np.zeros(self._allocator.num_pages, dtype=bool)
-        in_cache[cached] = True
-        for lease in leases:
-            row = self.table.pages[lease.row]
-            assert in_cache[row[: lease.num_shared]].all(), f"row {lease.row} names shared pages that were given up"
-            assert not row[lease.num_pages :].any(), f"row {lease.row} names pages past its {lease.num_pages}"
-        rows = {lease.row for lease in leases}
-        assert len(rows) == len(leases), "two leases share a row"
-        assert len(rows) + self.table.num_free_rows == len(self.table.pages), "a row is lost"
-        if not leases:
-            assert self.prefixes.num_evictable == self.prefixes.num_pages, "a prefix is locked, but nobody runs"
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Raises AssertionError with what `leaks` finds, if it does."""
+        leaks = self.leaks(leases)
+        assert not leaks, "; ".join(leaks)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens take."""
@@ -171,6 +149,14 @@ class CacheManager:
     def tokens_held(self, lease: Lease) -> int:
         """Tokens that the lease's pages hold."""
         return tokens_in(lease.num_pages, self.page_size)
+
+    def tokens_of(self, num_pages: int) -> int:
+        """Tokens that `num_pages` pages hold."""
+        return tokens_in(num_pages, self.page_size)
+
+    def num_exclusive(self, lease: Lease) -> int:
+        """Pages that come free or can be evicted when the lease ends: its own, and the prefix that it alone locks."""
+        return lease.num_pages - lease.num_shared + self.prefixes.num_exclusive(lease.handle)
 
     def page_floor(self, num_tokens: int) -> int:
         """`num_tokens` rounded down to whole pages, in tokens."""

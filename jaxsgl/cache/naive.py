@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
 
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.cache.prefix import Edge, Insertion, Match
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, WrongLocks
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -22,7 +22,11 @@ class NaiveCache:
         """No prefix."""
         return Match(None, _NO_PAGES)
 
-    def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
+    def peek(self, token_pages: IntArray) -> Peek:
+        """No prefix."""
+        return Peek(0)
+
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
         """Takes none of the pages."""
         return Insertion(None, 0, _NO_PAGES)
 
@@ -31,6 +35,10 @@ class NaiveCache:
 
     def unlock(self, handle: Hashable) -> None:
         """Nothing to unlock."""
+
+    def num_exclusive(self, handle: Hashable) -> int:
+        """No prefix, no pages."""
+        return 0
 
     def evict(self, num_pages: int) -> IntArray:
         """Nothing to evict."""
@@ -47,3 +55,7 @@ class NaiveCache:
     def owned_pages(self) -> IntArray:
         """No pages."""
         return _NO_PAGES
+
+    def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
+        """No locks."""
+        return []

@@ -6,7 +6,7 @@ pages: token ids come as `[n, page_size]`. It never allocates or frees; it says 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,20 @@ class Match:
 
     handle: Hashable
     pages: IntArray
+
+
+@dataclass(frozen=True)
+class Peek:
+    """What a match would find.
+
+    Attributes:
+      num_pages: its length.
+      path: the nodes on the way, from the root; the last one may be shared in part only. Each means something only as
+        being the same as another's.
+    """
+
+    num_pages: int
+    path: tuple[Hashable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,20 @@ class Edge:
     parent: int
 
 
+@dataclass(frozen=True)
+class WrongLocks:
+    """Cached pages, `first_page` and those behind it, that are locked too often, or not often enough.
+
+    Attributes:
+      locks, holders: how often they are locked, and by how many.
+    """
+
+    first_page: int
+    num_pages: int
+    locks: int
+    holders: int
+
+
 class PrefixCache(Protocol):
     """Matching, inserting, locking and evicting of prefixes."""
 
@@ -73,8 +101,16 @@ class PrefixCache(Protocol):
         """The longest cached prefix of `token_pages [n, page_size]`; marks it as recently used."""
         ...
 
-    def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
-        """Offers `pages [n]` that hold the KV of `token_pages [n, page_size]`."""
+    def peek(self, token_pages: IntArray) -> Peek:
+        """What `match` would find; changes nothing."""
+        ...
+
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
+        """Offers `pages [n]` that hold the KV of `token_pages [n, page_size]`.
+
+        `held` is a locked handle of whoever offers them, of a prefix of `token_pages`. If nobody else locks it, it may
+        stand for the longer prefix from now on.
+        """
         ...
 
     def lock(self, handle: Hashable) -> None:
@@ -83,6 +119,10 @@ class PrefixCache(Protocol):
 
     def unlock(self, handle: Hashable) -> None:
         """Takes one lock back."""
+        ...
+
+    def num_exclusive(self, handle: Hashable) -> int:
+        """Pages of the prefix of `handle` that no other lock holds."""
         ...
 
     def evict(self, num_pages: int) -> IntArray:
@@ -99,4 +139,8 @@ class PrefixCache(Protocol):
 
     def owned_pages(self) -> IntArray:
         """All pages of the cache, after checking the cache's own books; for the integrity check."""
+        ...
+
+    def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
+        """Where the cache counts other locks than those of `handles`, which are all there are."""
         ...

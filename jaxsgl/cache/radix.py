@@ -11,13 +11,15 @@ Eviction costs O(log n) per node: unlocked leaves sit in a heap, at most once ea
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from itertools import takewhile
 from typing import cast
 
 import numpy as np
 
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge, Insertion, Match
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, WrongLocks
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -71,12 +73,35 @@ class RadixCache:
         node, pages = self._walk(token_pages)
         return Match(node, pages)
 
-    def insert(self, token_pages: IntArray, pages: IntArray) -> Insertion:
-        """Adds what is not there yet as one new leaf and takes its pages."""
+    def peek(self, token_pages: IntArray) -> Peek:
+        """What `match` would find; changes nothing, neither order of use nor edges."""
+        node, depth = self._root, 0
+        path: list[Hashable] = []
+        while depth < len(token_pages):
+            child = node.children.get(token_pages[depth].tobytes())
+            if child is None:
+                break
+            shared = child.common_pages(token_pages[depth:])
+            path.append(child)
+            depth += shared
+            if shared < len(child.pages):
+                break
+            node = child
+        return Peek(depth, tuple(path))
+
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
+        """Adds what is not there yet and takes its pages: to the edge of `held`, else as one new leaf.
+
+        So a prompt that comes in many chunks is one edge, and not a chain of them to walk for every chunk.
+        """
         node, existing = self._walk(token_pages)
         num_existing = len(existing)
         if num_existing < len(pages):
-            node = self._add_leaf(node, token_pages[num_existing:].copy(), pages[num_existing:].copy())
+            new_tokens, new_pages = token_pages[num_existing:], pages[num_existing:]
+            if node is held and node.locks == 1 and not node.children:
+                self._lengthen(node, new_tokens, new_pages)
+            else:
+                node = self._add_leaf(node, new_tokens.copy(), new_pages.copy())
         return Insertion(node, num_existing, np.concatenate((existing, pages[num_existing:])))
 
     def lock(self, handle: Hashable) -> None:
@@ -94,6 +119,11 @@ class RadixCache:
             if node.locks == 0:
                 self._num_locked -= len(node.pages)
                 self._offer(node)
+
+    def num_exclusive(self, handle: Hashable) -> int:
+        """Pages on the way up to the first node that somebody else locks too."""
+        alone = takewhile(lambda node: node.locks == 1, self._path_up(cast(_Node, handle)))
+        return sum(len(node.pages) for node in alone)
 
     def evict(self, num_pages: int) -> IntArray:
         """Drops unlocked leaves, oldest first; of the last one only as much of its tail as is needed."""
@@ -129,19 +159,27 @@ class RadixCache:
             yield Edge(node.tokens, node.pages, int(above[-1]) if len(above) else DUMMY_PAGE)
 
     def owned_pages(self) -> IntArray:
-        """All pages, after checking links, lock counts, page counts and that evictable leaves are in the heap."""
+        """All pages, after checking links, page counts and that evictable leaves are in the heap."""
         nodes = list(self._descendants())
         for node in nodes:
             assert len(node.tokens) == len(node.pages) > 0, "an edge without a page for each page of tokens"
             parent = node.parent
             assert parent is not None and parent.children.get(node.tokens[0].tobytes()) is node, "broken link"
-            assert parent is self._root or parent.locks >= node.locks, "a child with more locks than its parent"
             assert node.locks or node.children or node.in_heap, "an unlocked leaf that eviction can't find"
         in_heap = [node for _, _, node in self._heap]
         assert len({id(node) for node in in_heap}) == len(in_heap), "a node is in the heap twice"
         assert self._num_pages == sum(len(node.pages) for node in nodes), "num_pages is off"
         assert self._num_locked == sum(len(node.pages) for node in nodes if node.locks), "num_evictable is off"
         return np.concatenate([_NO_PAGES, *(node.pages for node in nodes)])
+
+    def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
+        """Edges whose number of locks isn't that of the `handles` at or below them."""
+        holders = Counter(node for handle in handles for node in self._path_up(cast(_Node, handle)))
+        return [
+            WrongLocks(int(node.pages[0]), len(node.pages), node.locks, holders[node])
+            for node in self._descendants()
+            if node.locks != holders[node]
+        ]
 
     def _walk(self, token_pages: IntArray) -> tuple[_Node, IntArray]:
         """Descends as far as `token_pages` goes, touching and if need be splitting nodes."""
@@ -177,6 +215,11 @@ class RadixCache:
         self._num_pages += len(pages)
         self._offer(leaf)
         return leaf
+
+    def _lengthen(self, leaf: _Node, tokens: IntArray, pages: IntArray) -> None:
+        leaf.tokens, leaf.pages = np.concatenate((leaf.tokens, tokens)), np.concatenate((leaf.pages, pages))
+        self._num_pages += len(pages)
+        self._num_locked += len(pages)
 
     def _remove_leaf(self, node: _Node) -> None:
         parent = cast(_Node, node.parent)

@@ -25,6 +25,10 @@ class PageTable:
         """Rows that can be taken now."""
         return len(self._free_rows)
 
+    def free_rows(self) -> list[int]:
+        """A copy of the free list, for the integrity check."""
+        return self._free_rows.copy()
+
     def take_row(self) -> int:
         """Takes a free row; its entries are all the dummy page."""
         return self._free_rows.pop()

@@ -51,7 +51,7 @@ class ReplyStream:
 
     def put(self, reply: Reply) -> None:
         """Adds a reply; one that comes after the end of its sample is dropped."""
-        if self.ended or reply.index not in self._running:
+        if self.ended or (reply.refusal is None and reply.index not in self._running):
             return
         if reply.finish_reason is not None:
             self._running.remove(reply.index)
@@ -171,9 +171,10 @@ class EngineClient:
         stream = self._by_request_id.get(request_id)
         return stream is not None and self._abort(stream)
 
-    def abort_all(self) -> int:
-        """Aborts all running requests; returns how many."""
-        return sum(map(self._abort, self._streams.values()))
+    def abort_prefix(self, prefix: str) -> int:
+        """Aborts all running requests whose ids begin with `prefix`, with "" all there are; returns how many."""
+        begins = [stream for request_id, stream in self._by_request_id.items() if request_id.startswith(prefix)]
+        return sum(map(self._abort, begins))
 
     async def ask(self, command: Callable[[int], Command], timeout_s: float) -> Answer:
         """Sends the command that `command` makes of a new number, and waits for its answer.

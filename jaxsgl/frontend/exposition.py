@@ -42,6 +42,31 @@ TABLE = (
         lambda front_end, engine: engine.load.num_waiting,
     ),
     Row(
+        ("sglang:num_retracted_reqs",),
+        "Of those that wait, samples that were taken back to the queue.",
+        lambda front_end, engine: engine.load.num_retracted,
+    ),
+    Row(
+        ("sglang:num_paused_reqs",),
+        "Samples that hold a row while generation is paused.",
+        lambda front_end, engine: engine.load.num_running if engine.load.paused else 0,
+    ),
+    Row(
+        ("jaxsgl:paused",),
+        "1 while generation is paused, else 0.",
+        lambda front_end, engine: int(engine.load.paused),
+    ),
+    Row(
+        ("jaxsgl:admission_stopped_total",),
+        "Steps at which somebody had to wait on, by what there was no room for: pool, batch or step.",
+        lambda front_end, engine: {
+            "tokens": engine.load.short_of_tokens_total,
+            "rows": engine.load.short_of_rows_total,
+            "chunk": engine.load.short_of_chunk_total,
+        },
+        label="reason",
+    ),
+    Row(
         ("sglang:num_used_tokens",),
         "KV slots that running samples own or lock.",
         lambda front_end, engine: engine.load.used_tokens,
@@ -163,6 +188,11 @@ TABLE = (
         ("jaxsgl:recompiles_total",),
         "Programs compiled while serving; more than 0 is a bug.",
         lambda front_end, engine: engine.load.recompiles_total,
+    ),
+    Row(
+        ("jaxsgl:leaks_total",),
+        "Pages, rows and locks that the runtime check found lost or in two places; more than 0 is a bug.",
+        lambda front_end, engine: engine.load.leaks_total,
     ),
 )
 

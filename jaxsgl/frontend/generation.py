@@ -27,7 +27,12 @@ from jaxsgl.request import Request, SamplingParams, check_request
 
 MAX_REQUEST_ID_CHARS = 256
 
-_REFUSALS = {RefusalKind.INVALID: InvalidRequest, RefusalKind.OVERLOADED: Overloaded}
+_REFUSALS = {
+    RefusalKind.INVALID: InvalidRequest,
+    RefusalKind.OVERLOADED: Overloaded,
+    RefusalKind.WAITED: EngineUnavailable,  # as in SGLang: gateways send it to another worker then
+    RefusalKind.RAN: TimedOut,
+}
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +73,7 @@ class Generation:
         """The next piece.
 
         Raises `InvalidRequest` or `Overloaded` if the scheduler refused the request, `Overloaded` if too many replies
-        were left unread, `TimedOut`, and `EngineUnavailable` if the engine is gone.
+        were left unread, `TimedOut`, and `EngineUnavailable` if the engine is gone or let it wait for too long.
         """
         while not self._pieces:
             if len(self.ends) == len(self._samples):
@@ -128,13 +133,13 @@ class Generator:
         self._model = model
         self._client.accept()
 
-    async def prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str) -> Request:
+    async def prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str, priority: int = 0) -> Request:
         """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
         logs.name_unnamed_request(request_id)
         with self._metrics.counting_errors():
-            return await self._prepare(prompt, sampling, request_id)
+            return await self._prepare(prompt, sampling, request_id, priority)
 
-    async def _prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str) -> Request:
+    async def _prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str, priority: int) -> Request:
         model = self.model
         if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
             raise InvalidRequest(
@@ -143,7 +148,7 @@ class Generator:
         if sampling.stop:
             model.tokenizer.check_text_comes_back("stop strings")
         limits = model.info.limits
-        request = Request(request_id, await self.tokenize(prompt), sampling)
+        request = Request(request_id, await self.tokenize(prompt), sampling, priority)
         check_request(request, limits)
         return request
 

@@ -1,6 +1,7 @@
 """Notices when the engine stands still, and says whether requests make sense now.
 
-Asks the engine for a sign of life whenever it was silent, and expects steps while requests run or wait. Health
+Asks the engine for a sign of life whenever it was silent, and expects steps while requests run or wait, unless
+generation is paused. Health
 endpoints of all protocols read `problem`; server.py runs it. Counts its own ticks instead of seconds, so that a front
 end that was stopped itself (a debugger, a laptop asleep) blames nobody.
 """
@@ -60,7 +61,7 @@ class Watchdog:
         stepped = load.steps_total != self._steps_total
         self._heard_s, self._steps_total = engine.heard_s, load.steps_total
         self._silent_ticks = 0 if heard else self._silent_ticks + 1
-        has_work = load.num_running > 0 or load.num_waiting > 0
+        has_work = (load.num_running > 0 or load.num_waiting > 0) and not load.paused
         self._stalled_ticks = self._stalled_ticks + 1 if has_work and not stepped else 0
         if heard or not self._asked:  # one question at a time: nothing piles up in front of a stuck engine
             with contextlib.suppress(EngineUnavailable):  # its death is told by the supervisor

@@ -6,21 +6,30 @@ command sees the scheduler at rest. A command that fails is answered with why; t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+
+import msgspec
 
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.messages import (
     Answer,
     CacheEvents,
     Command,
+    ContinueGeneration,
+    DumpState,
     FlushCache,
     News,
+    PauseGeneration,
     Ping,
     StartProfile,
     StopProfile,
     WatchCache,
 )
 from jaxsgl.scheduler.cache_journal import CacheJournal
+from jaxsgl.scheduler.checker import Checker
+from jaxsgl.scheduler.flushing import Flushing
+from jaxsgl.scheduler.pausing import Pausing
 from jaxsgl.scheduler.profiling import Profiling
 from jaxsgl.scheduler.scheduler import Scheduler
 
@@ -33,12 +42,25 @@ class Commands:
     Args:
       scheduler, engine: what the commands are about.
       send: takes answers and cache events, on their way to the front end.
+      checker: looks for leaks.
+      clock: gives seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, engine: StepEngine, send: Callable[[News], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: StepEngine,
+        send: Callable[[News], None],
+        checker: Checker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._scheduler = scheduler
         self._send = send
         self._journal: CacheJournal | None = None
+        self._checker = checker
+        self._answers: list[Answer] = []  # of commands that change what the load tells: it goes first
+        self._pausing = Pausing(scheduler, self._answers.append)
+        self._flushing = Flushing(scheduler, self._answers.append, clock)
         self._profiling = Profiling(engine, send)
 
     @property
@@ -51,10 +73,14 @@ class Commands:
         match command:
             case Ping(number):
                 self._send(Answer(number, True))
-            case FlushCache(number):
-                answer = self._flush(number)
-                self._tell_cache_events()  # whoever reads the answer finds them told
-                self._send(answer)
+            case FlushCache():
+                self._flushing.flush(command)
+            case PauseGeneration():
+                self._pausing.pause(command)
+            case ContinueGeneration():
+                self._pausing.resume(command)
+            case DumpState(number, check):
+                self._send(Answer(number, True, self._dump(check)))
             case StartProfile():
                 self._profiling.start(command, self._scheduler.num_in_flight)
             case StopProfile(number):
@@ -67,17 +93,24 @@ class Commands:
         self._profiling.step_collected()
 
     def turn_ends(self) -> None:
-        """Tells what happened to the prefix cache in this turn of the loop, and answers what took longer."""
+        """Does what has waited for its time, and tells what happened to the prefix cache in this turn of the loop."""
+        self._pausing.turn_ends()
+        self._flushing.turn_ends()
         self._tell_cache_events()
         self._profiling.poll(IDLE_POLL_S if self._scheduler.is_idle else 0)
 
-    def _flush(self, number: int) -> Answer:
-        waiting, running = self._scheduler.num_waiting, self._scheduler.num_running
-        if waiting or running:
-            text = f"{waiting} requests wait and {running} run: the cache is flushed only when there are none"
-            return Answer(number, False, text)
-        self._scheduler.flush_cache()
-        return Answer(number, True)
+    def load_told(self) -> None:
+        """The front end knows the load after this turn, and may see the answers."""
+        for answer in self._answers:
+            self._send(answer)
+        self._answers.clear()
+
+    def _dump(self, check: bool) -> str:
+        state = self._scheduler.dump()
+        if check:
+            state["leaks"] = self._checker.check()
+        state["leaks_total"] = self._checker.num_leaks
+        return msgspec.json.encode(state).decode()
 
     def _watch(self, number: int) -> None:
         if self._journal is None:

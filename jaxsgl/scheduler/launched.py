@@ -1,13 +1,14 @@
-"""What a step in flight owes to whom: the entries of its batch, and how its scores become replies' log-probabilities.
+"""What a step in flight owes to whom: the requests of its batch, and how its scores become replies' log-probabilities.
 
 Values and a conversion; the scheduler makes and reads them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxsgl.batch.engine_api import TokenScores
+from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.scheduler.req import Req
 
@@ -17,22 +18,57 @@ class ScoredChunk:
     """Tokens first .. first + count - 1 of a step are `req`'s from position `start` on, and their scores are wanted."""
 
     req: Req
+    lease_number: int
     first: int
     count: int
     start: int
 
 
-@dataclass(frozen=True, slots=True)
 class Launched:
-    """One step in flight.
+    """One step in flight, made right after it was launched.
 
-    Attributes:
-      entries: whose token each sequence of the batch yields; None for a chunk that yields none.
+    Args:
+      reqs: whose sequences the batch holds, in its order.
+      mute: chunks that aren't the last of their request, so their token means nothing.
+      kv_tokens: tokens of KV that it reads.
+      pairs: (token, token that it attends to) in its chunks and riders; 0 in a decode step, which is `kv_tokens`' own.
+      mute: chunks that aren't the last of their request, so their token means nothing.
       scored: chunks whose prompt tokens are scored.
     """
 
-    entries: list[Req | None]
-    scored: tuple[ScoredChunk, ...] = ()
+    def __init__(
+        self,
+        reqs: Sequence[Req],
+        kv_tokens: int,
+        pairs: float = 0.0,
+        mute: frozenset[Req] = frozenset(),
+        scored: Sequence[ScoredChunk] = (),
+    ) -> None:
+        self.kv_tokens = kv_tokens
+        self.pairs = pairs
+        self._reqs = reqs
+        self._lease_numbers = [req.lease_number for req in reqs]
+        self._mute = mute
+        self._scored = scored
+
+    def yielded(self, tokens: Sequence[int]) -> Iterator[tuple[int, Req, int]]:
+        """(place in the batch, request, token) where somebody waits for the token.
+
+        Nobody does if the request has ended or was retracted since the launch. What one token ends is asked for when
+        its turn comes.
+        """
+        for place, (req, number, token) in enumerate(zip(self._reqs, self._lease_numbers, tokens, strict=True)):
+            if req.lease_number == number and req not in self._mute:
+                yield place, req, token
+
+    def take_prompt_scores(self, scores: StepScores) -> None:
+        """Gives the log-probabilities of scored chunks to their requests."""
+        for chunk in self._scored:
+            num_top = chunk.req.sampling.prompt_logprobs
+            assert scores.prompt is not None and num_top is not None
+            if chunk.req.lease_number == chunk.lease_number:
+                of_chunk = token_logprobs(scores.prompt, chunk.first, chunk.count, num_top)
+                chunk.req.add_prompt_logprobs(chunk.start, of_chunk)
 
 
 def token_logprobs(scores: TokenScores, first: int, count: int, num_top: int) -> list[TokenLogprob]:
@@ -41,3 +77,12 @@ def token_logprobs(scores: TokenScores, first: int, count: int, num_top: int) ->
     ids, logprobs = scores.top_ids[part, :num_top].tolist(), scores.top_logprobs[part, :num_top].tolist()
     tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids, logprobs, strict=True))
     return [TokenLogprob(*pair) for pair in zip(scores.logprobs[part].tolist(), tops, strict=True)]
+
+
+def sampled_logprob(req: Req, place: int, scores: StepScores) -> TokenLogprob | None:
+    """Of the token at `place` of the batch, if `req` wants it."""
+    if req.sampling.logprobs is None:
+        return None
+    assert scores.sampled is not None, f"{req.key} wants log-probabilities, but its step has none"
+    (logprob,) = token_logprobs(scores.sampled, place, 1, req.sampling.logprobs)
+    return logprob

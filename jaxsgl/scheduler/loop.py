@@ -12,6 +12,7 @@ from typing import Protocol
 from jaxsgl.batch.engine_api import StepEngine, StepHandle
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
 from jaxsgl.request import Request
+from jaxsgl.scheduler.checker import Checker
 from jaxsgl.scheduler.commands import Commands
 from jaxsgl.scheduler.scheduler import Scheduler
 
@@ -28,11 +29,14 @@ class Mailbox(Protocol):
         ...
 
 
-def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap: bool) -> None:
-    """Serves until a `Shutdown` message comes."""
+def run_loop(
+    scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap: bool, check_every_step: bool = False
+) -> None:
+    """Serves until a `Shutdown` message comes. With `check_every_step` a leak raises AssertionError; for tests."""
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
-    commands = Commands(scheduler, engine, mailbox.send)
+    checker = Checker(scheduler, check_every_step)
+    commands = Commands(scheduler, engine, mailbox.send, checker)
     while True:
         for message in mailbox.receive(block=scheduler.is_idle and commands.is_idle):
             if isinstance(message, Shutdown):
@@ -49,4 +53,6 @@ def run_loop(scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap
             scheduler.collect(step.tokens(), step.scores())
             commands.step_collected()
         commands.turn_ends()
-        mailbox.send(Replies(scheduler.take_replies(), scheduler.load(engine.recompiles)))
+        mailbox.send(Replies(scheduler.take_replies(), scheduler.load(engine.recompiles, checker.num_leaks)))
+        commands.load_told()
+        checker.turn_ends()

@@ -1,8 +1,9 @@
 """`Req`: the scheduler's view of one sample of a request. Owns its lengths, output and state; nobody else moves them.
 
-prompt_ids  |=========== cached ===========|=== chunk ===|.........|
-            0                       kv_len before    kv_len after   prompt_len
-then one token a step: the token sampled last is stored (kv_len + 1) while the next one is sampled.
+known_ids  |=========== cached ===========|=== chunk ===|.........|
+           0                       kv_len before    kv_len after   extend_to
+then one token a step: the token sampled last is stored (kv_len + 1) while the next one is sampled. What is known is the
+prompt, and for a request that was retracted its output so far.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxsgl.batch.logit_edits import pack_edits, row_setup, token_counts
-from jaxsgl.cache.manager import Lease
+from jaxsgl.cache.lease import Lease
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import MAX_SEED, FinishReason, Request
@@ -35,13 +36,38 @@ class Req:
       max_new_tokens: tokens it may generate, capped by context and pool.
       kv_len: tokens whose KV is stored, or will be by steps in flight.
       num_launched: sampled tokens that are read or in flight.
-      cached_tokens: prompt tokens found in the prefix cache at admission.
+      extend_to: tokens known when it was admitted, all to be stored before it samples.
+      cached_tokens: prompt tokens found in the prefix cache when it was admitted to yield its first token.
+      lease_number: changes whenever it gets or gives back a lease: a step launched under another number yields
+        nothing for it any more.
+      prefilled: whether its whole prompt was launched once, so that its samples find it in the cache.
+      priority: as the client sent it.
+      num_ahead: admissions before its arrival, and requests that waited then: so many may go before it in good order.
       lease: what it holds of the cache while EXTENDING or RUNNING.
     """
 
     __slots__ = (
-        "_prompt_logprobs", "cached_tokens", "index", "key", "kv_len", "leader", "lease", "max_new_tokens",
-        "num_launched", "output_ids", "prompt_ids", "request_id", "sampling", "seed", "state", "stop_ids",
+        "_prompt_logprobs",
+        "cached_tokens",
+        "extend_to",
+        "index",
+        "key",
+        "kv_len",
+        "leader",
+        "lease",
+        "lease_number",
+        "max_new_tokens",
+        "num_ahead",
+        "num_launched",
+        "output_ids",
+        "prefilled",
+        "priority",
+        "prompt_ids",
+        "request_id",
+        "sampling",
+        "seed",
+        "state",
+        "stop_ids",
         "wants_scores",
     )  # fmt: skip
 
@@ -71,23 +97,45 @@ class Req:
         self.lease: Lease | None = None
         self.kv_len = 0
         self.num_launched = 0
+        self.extend_to = self.prompt_len
+        self.lease_number = 0
+        self.prefilled = False
+        self.priority = request.priority
+        self.num_ahead = 0
         self.cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprob] = []
 
     @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.request_id} (sample {self.index})"
+
+    @property
     def may_start(self) -> bool:
         """Whether nothing is gained by waiting: the leader's prompt is launched, so its pages can be shared."""
-        return self.leader is None or self.leader.state in (State.RUNNING, State.FINISHED)
+        return self.leader is None or self.leader.prefilled or self.leader.state is State.FINISHED
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it computes the log-probabilities of its prompt: one of n samples does it for all."""
-        return self.sampling.prompt_logprobs is not None and self.leader is None
+        """Whether it still computes the log-probabilities of its prompt: one of n samples does it for all."""
+        return self.sampling.prompt_logprobs is not None and self.leader is None and not self.output_ids
+
+    @property
+    def known_ids(self) -> IntArray:
+        """Prompt and output so far."""
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate((self.prompt_ids, np.array(self.output_ids, dtype=np.int32)))
 
     @property
     def matchable_ids(self) -> IntArray:
-        """Prompt tokens whose KV may come from the prefix cache; none if their logits are wanted."""
-        return self.prompt_ids[:0] if self.scores_prompt else self.prompt_ids
+        """Tokens whose KV may come from the prefix cache; none if their logits are wanted."""
+        return self.prompt_ids[:0] if self.scores_prompt else self.known_ids
+
+    @property
+    def extend_left(self) -> int:
+        """Known tokens that are not stored or in flight, while EXTENDING; 0 then."""
+        return max(self.extend_to - self.kv_len, 0)
 
     @property
     def prompt_len(self) -> int:
@@ -106,8 +154,7 @@ class Req:
 
     def stored_ids(self) -> IntArray:
         """Token ids whose KV is stored or in flight and whose values are known: what may be shared."""
-        ids = np.concatenate((self.prompt_ids, np.array(self.output_ids, dtype=np.int32)))
-        return ids[: self.kv_len]
+        return self.known_ids[: self.kv_len]
 
     def targets(self, start: int, stop: int) -> IntArray | None:
         """`[stop - start]` the prompt token behind each of a chunk's tokens, if its log-probability is wanted.
@@ -130,14 +177,19 @@ class Req:
         """Takes what it needs to run."""
         self._move(State.EXTENDING)
         self.lease = lease
-        self.kv_len = self.cached_tokens = cached_tokens
+        self.kv_len = cached_tokens
+        self.extend_to = self.prompt_len + len(self.output_ids)
+        if not self.output_ids:
+            self.cached_tokens = cached_tokens
+        self.lease_number += 1
 
     def launch_chunk(self, num_tokens: int) -> None:
         """`num_tokens` more of the prompt are in flight."""
         self.kv_len += num_tokens
-        if self.kv_len == self.prompt_len:
+        if self.kv_len == self.extend_to:
             self._move(State.RUNNING)
-            self.num_launched = 1
+            self.prefilled = True
+            self.num_launched = len(self.output_ids) + 1
 
     def launch_decode(self) -> None:
         """One decode step is in flight."""
@@ -159,14 +211,24 @@ class Req:
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
         """All of them, once, with the first token."""
-        if not self.scores_prompt or len(self.output_ids) != 1:
+        if self.sampling.prompt_logprobs is None or self.leader is not None or len(self.output_ids) != 1:
             return None
         taken, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return taken
 
+    def retract(self) -> Lease:
+        """Back to the queue, with its output so far; hands over what it held. What is in flight is lost."""
+        self._move(State.WAITING)
+        lease, self.lease = self.lease, None
+        assert lease is not None
+        self.lease_number += 1
+        self.kv_len, self.num_launched, self._prompt_logprobs = 0, len(self.output_ids), []
+        return lease
+
     def finish(self) -> Lease | None:
         """Ends it, and hands over what it held."""
         self._move(State.FINISHED)
+        self.lease_number += 1
         lease, self.lease = self.lease, None
         return lease
 

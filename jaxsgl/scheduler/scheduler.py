@@ -3,37 +3,44 @@
     receive(messages)  ->  launch() -> StepInputs  ->  collect(tokens)  ->  take_replies()
 
 Up to one step may be launched before the tokens of the one before are collected: everything that launch() decides
-follows from what has been launched, not from tokens. A request that turns out to have ended gets its extra token
-dropped. Pages freed while a step is in flight may be handed out at once, since steps run in order.
+follows from what has been launched, not from tokens. A request that turns out to have ended, or was retracted, gets its
+extra token dropped. Pages freed while a step is in flight may be handed out at once, since steps run in order.
 """
 
 from __future__ import annotations
 
-import random
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.build import BatchBuilder, Work
+from jaxsgl.batch.build import BatchBuilder
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.logit_edits import MAX_EOS_TOKEN_IDS
 from jaxsgl.batch.sampling_rows import SamplingRows
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.naive import NaiveCache
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.table import PageTable
-from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply, TokenLogprob
-from jaxsgl.request import FinishReason, Request, check_request, max_new_tokens
-from jaxsgl.scheduler.admit import Chunk, PrefillAdder, pages_promised
-from jaxsgl.scheduler.launched import Launched, ScoredChunk, token_logprobs
-from jaxsgl.scheduler.req import Key, Req
-from jaxsgl.scheduler.states import State
+from jaxsgl.config import SchedulingConfig
+from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.scheduler.dump import dump_cache, dump_requests
+from jaxsgl.scheduler.extends import Extends
+from jaxsgl.scheduler.intake import Intake
+from jaxsgl.scheduler.launch import Launcher, MakeBuilder
+from jaxsgl.scheduler.launched import Launched, sampled_logprob
+from jaxsgl.scheduler.live import Live
+from jaxsgl.scheduler.pace import Pace
+from jaxsgl.scheduler.policy import Policy
+from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.reserve import NewTokenRatio
+from jaxsgl.scheduler.retract import Retraction
+from jaxsgl.scheduler.running import Running
 from jaxsgl.scheduler.totals import Totals
 from jaxsgl.scheduler.waiting import WaitingQueue
 
@@ -47,9 +54,13 @@ class Scheduler:
       capacity: sizes of pool, rows, context and steps.
       buckets: shapes that the engine has compiled.
       eos_token_ids: tokens that end every request that doesn't ignore them.
+      config: what runs when.
       radix_cache: share prefixes between requests.
       random_seed: seeds of requests that bring none are drawn from it.
       max_queued_requests: a request that finds so many samples waiting is refused; None: none is.
+      retract_every: retract a request at every so-many-th launch, whether it must be or not; for tests.
+      make_builder: what makes batches, for a simulator that needs none.
+      clock: gives seconds.
 
     Raises:
       CheckpointError: the model has more EOS tokens than the step can hold back until min_tokens.
@@ -60,38 +71,54 @@ class Scheduler:
         capacity: Capacity,
         buckets: BucketSet,
         eos_token_ids: Iterable[int],
+        config: SchedulingConfig = SchedulingConfig(),
         *,
         radix_cache: bool = True,
         random_seed: int = 0,
         max_queued_requests: int | None = None,
+        retract_every: int | None = None,
+        make_builder: MakeBuilder = BatchBuilder,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
-        self._max_queued = max_queued_requests
-        self._eos_token_ids = frozenset(eos_token_ids)
-        if len(self._eos_token_ids) > MAX_EOS_TOKEN_IDS:
-            raise CheckpointError(
-                f"the model has {len(self._eos_token_ids)} EOS tokens, but {MAX_EOS_TOKEN_IDS} are the most: shorten "
-                "eos_token_id in its generation_config.json"
-            )
-        self._seeds = random.Random(random_seed)
+        self._buckets = buckets
+        self._config = config
+        self._retract_every = retract_every
+        self._intake = Intake(capacity.limits, eos_token_ids, random_seed, max_queued_requests)
         table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
         prefixes = RadixCache(capacity.page_size) if radix_cache else NaiveCache()
         self.cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes)
-        self._sampling = SamplingRows(capacity.num_rows)
-        self._builder = BatchBuilder(buckets, table.pages, self._sampling, capacity.page_size)
         self._waiting = WaitingQueue()
-        self._live: dict[str, list[Req]] = {}  # samples that have not ended, by request
-        self._admitted: dict[Key, Req] = {}  # EXTENDING and RUNNING, in order of admission
-        self._extending: dict[Key, Req] = {}  # between chunks
-        self._decoding: dict[Key, Req] = {}  # RUNNING, with tokens left to launch
+        self._running = Running()
+        sampling = SamplingRows(capacity.num_rows)
+        builder = make_builder(buckets, table.pages, sampling, capacity.page_size)
+        self._launcher = Launcher(self.cache, builder, sampling, self._running, capacity.vocab_size)
+        self._live = Live(config, clock)
         self._in_flight: deque[Launched] = deque()
         self._replies: list[Reply] = []
+        max_itl_s = None if config.max_itl_ms is None else config.max_itl_ms / 1000
+        self._pace = Pace(max_itl_s, buckets, capacity.page_size, clock)
+        self._policy = Policy(config, self.cache, random_seed)
+        self._ratio = NewTokenRatio(config.schedule_conservativeness)
+        self._extended_last = False
         self._totals = Totals()
+        self._retraction = Retraction(self.cache, self._running, self._waiting, self._ratio, self._totals)
+        self._extends = Extends(
+            capacity, buckets, config, self.cache, self._waiting, self._running, self._live, self._policy, self._pace,
+            self._retraction, self._ratio, self._totals,
+        )  # fmt: skip
+        self._paused = False
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing can happen before the next message."""
-        return not (self._waiting or self._admitted or self._in_flight or self._replies)
+        has_work = (self._waiting or self._running) and not self._paused
+        return not (has_work or self._in_flight or self._replies)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is launched until `resume`."""
+        return self._paused
 
     @property
     def num_waiting(self) -> int:
@@ -101,7 +128,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Samples that hold a row."""
-        return len(self._admitted)
+        return len(self._running)
 
     @property
     def num_in_flight(self) -> int:
@@ -117,200 +144,185 @@ class Scheduler:
                 self._enqueue(message)
 
     def launch(self) -> StepInputs | None:
-        """Decides the next step and accounts for it as launched. Prefill first: waiting prompts go before decoding."""
-        chunks = self._decide_extend()
-        if chunks:
-            return self._launch_extend(chunks)
-        if self._decoding:
-            return self._launch_decode(list(self._decoding.values()))
-        return None
+        """Decides the next step and accounts for it as launched; None if there is nothing to do before `collect`.
+
+        Prompts go first, unless a decode step is due; in mixed steps decoding requests ride along.
+        """
+        self._end_overdue()
+        if self._paused:
+            return None
+        if self._retract_every is not None and (self._totals.steps + 1) % self._retract_every == 0:
+            self._retraction.for_tests()
+        decoding = list(self._running.decoding.values())
+        if self._config.enable_mixed_chunk:
+            riders = self._retraction.with_room(decoding)[: self._capacity.max_extend_tokens - 1]
+            chunks = self._extends.decide(riders, bool(self._in_flight))
+            riders = [req for req in riders if req.can_launch]  # unless preempted
+        elif decoding and self._extended_last and (self._config.decode_first or self._pace.is_bound):
+            chunks, riders = [], []
+        else:
+            chunks, riders = self._extends.decide([], bool(self._in_flight)), []
+        if not chunks:
+            return self._launch_decode()
+        if any(chunk.req.scores_prompt for chunk in chunks):
+            riders = []  # the program that scores prompts is for them alone
+        self._extended_last = True
+        return self._launched(*self._launcher.extend(chunks, riders))
 
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
         """Takes what the oldest step in flight yields: `[num_seqs]` tokens in the order of its batch, and scores."""
         launched = self._in_flight.popleft()
-        num_replies = len(self._replies)
-        for chunk in launched.scored:
-            assert scores.prompt is not None and chunk.req.sampling.prompt_logprobs is not None
-            logprobs = token_logprobs(scores.prompt, chunk.first, chunk.count, chunk.req.sampling.prompt_logprobs)
-            chunk.req.add_prompt_logprobs(chunk.start, logprobs)
-        for s, (req, token_id) in enumerate(zip(launched.entries, np.asarray(tokens).tolist(), strict=True)):
-            if req is None or req.state is State.FINISHED:
-                continue  # a chunk that yields no token, or the extra token of a request that has ended
+        self._pace.collected()
+        launched.take_prompt_scores(scores)
+        for place, req, token_id in launched.yielded(np.asarray(tokens).tolist()):
             reason = req.append(token_id)
-            logprob, of_prompt = _logprobs(req, s, scores) if req.wants_scores else (None, None)
+            logprob, of_prompt = None, None
+            if req.wants_scores:
+                logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
             self._replies.append(
                 Reply(req.request_id, (token_id,), reason, req.cached_tokens, None, req.index, logprob, of_prompt)
             )
+            self._totals.output_tokens += 1
             if reason is not None:
                 self._release(req)
-        self._totals.output_tokens += len(self._replies) - num_replies
 
     def take_replies(self) -> list[Reply]:
         """All news since the last call."""
         replies, self._replies = self._replies, []
         return replies
 
-    def load(self, recompiles: int) -> Load:
-        """How busy it is; `recompiles` is what the engine says of itself. Costs the same whatever waits or runs."""
-        totals = self._totals
-        return Load(
-            num_running=len(self._admitted),
+    def load(self, recompiles: int, leaks: int = 0) -> Load:
+        """How busy it is; costs the same whatever waits or runs. Others count `recompiles` and `leaks`."""
+        return self._totals.load(
+            recompiles,
+            leaks,
+            self._paused,
+            num_running=len(self._running),
             num_waiting=len(self._waiting),
             waiting_tokens=self._waiting.num_tokens,
             used_tokens=self.cache.used_tokens,
             cached_tokens=self.cache.cached_tokens,
-            prompt_tokens_total=totals.prompt_tokens,
-            cached_prompt_tokens_total=totals.cached_prompt_tokens,
-            output_tokens_total=totals.output_tokens,
-            steps_total=totals.steps,
-            decode_rows_total=totals.decode_rows,
-            decode_rows_padded_total=totals.decode_rows_padded,
-            extend_tokens_total=totals.extend_tokens,
-            extend_tokens_padded_total=totals.extend_tokens_padded,
-            recompiles_total=recompiles,
+            num_retracted=self._waiting.num_retracted,
         )
+
+    def pause(self) -> None:
+        """Launches nothing until `resume`. Requests queue up, aborts work; steps in flight are still to collect."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Goes on."""
+        self._paused = False
+
+    def retract_all(self) -> None:
+        """Takes all running requests back to the queue; while paused, with no step in flight."""
+        assert self._paused and not self._in_flight
+        self._retraction.everybody()
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        for req in self._live.everybody():
+            self._end(req, FinishReason.ABORT)
+
+    def dump(self) -> dict[str, Any]:
+        """The state in plain values, as JSON takes them."""
+        return {
+            "paused": self._paused,
+            "schedule_policy": self._config.schedule_policy,
+            "new_token_ratio": self._ratio.value,
+            "admission_stopped_for": self._extends.no_room.value if self._extends.no_room else None,
+            "admission_closed": self._retraction.closed,
+            "steps_in_flight": len(self._in_flight),
+            "retractions_total": self._totals.retractions,
+            "num_waiting": len(self._waiting),
+            "num_retracted": self._waiting.num_retracted,
+            "num_running": len(self._running),
+            "cache": dump_cache(self.cache),
+            "waiting": dump_requests(self._waiting, self._live),
+            "running": dump_requests(self._running.admitted.values(), self._live),
+        }
 
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""
         self.cache.flush()
 
+    def leaks(self) -> list[str]:
+        """Pages, rows and locks that are lost or in two places, each in words; [] if all is well."""
+        return self.cache.leaks(req.lease for req in self._running.admitted.values() if req.lease)
+
     def check(self) -> None:
         """Integrity of requests, rows and pages; raises AssertionError."""
-        self.cache.check(req.lease for req in self._admitted.values() if req.lease)
-        for req in self._admitted.values():
-            assert req.lease is not None and req.state in (State.EXTENDING, State.RUNNING)
-            assert (req.state is State.EXTENDING) == (req.key in self._extending)
-            assert req.can_launch == (req.key in self._decoding)
-            assert self.cache.pages_for(req.kv_len) <= req.lease.num_pages, f"{req.key} lacks pages"
-            assert req in self._live[req.request_id]
+        self.cache.check(req.lease for req in self._running.admitted.values() if req.lease)
+        self._running.check()
         self._waiting.check()
-        promised = pages_promised(self._admitted.values(), self.cache)
-        assert promised <= self.cache.num_available, f"{promised} pages promised, {self.cache.num_available} left"
+        for req in self._running.admitted.values():
+            assert req.lease is not None and self.cache.pages_for(req.kv_len) <= req.lease.num_pages, req.key
+            assert req in self._live
 
     def _enqueue(self, request: Request) -> None:
-        refusal = self._refusal(request)
+        refusal = self._intake.refusal(request, len(self._waiting))
+        if refusal is not None and refusal.kind is RefusalKind.OVERLOADED and self._make_way(request, refusal):
+            refusal = None
         if refusal is not None:
             self._replies.append(Reply(request.request_id, refusal=refusal))
             return
-        sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)
-        max_new = max_new_tokens(request, self._capacity.limits)
-        leader: Req | None = None
-        samples = self._live[request.request_id] = []
-        for index in range(sampling.n):
-            req = Req(request, max_new, self._eos_token_ids, seed, index, leader)
-            leader = leader or req
-            samples.append(req)
+        samples = self._intake.samples(request)
+        self._live.add(samples)
+        for req in samples:
+            req.num_ahead = self._extends.num_admitted + len(self._waiting)
             self._waiting.add(req)
 
-    def _refusal(self, request: Request) -> Refusal | None:
-        """Why `request` can't be taken. The queue holds samples, but a request is taken or refused as a whole."""
-        try:
-            check_request(request, self._capacity.limits)
-        except InvalidRequest as error:
-            return Refusal(RefusalKind.INVALID, str(error))
-        if self._max_queued is not None and len(self._waiting) >= self._max_queued:
-            text = (
-                f"the queue is full: {len(self._waiting)} wait for admission, and --max-queued-requests is "
-                f"{self._max_queued}: try again later"
-            )
-            return Refusal(RefusalKind.OVERLOADED, text)
-        return None
+    def _make_way(self, request: Request, refusal: Refusal) -> bool:
+        """Refuses a waiting request of lower priority than `request` in its place; False if there is none."""
+        if not self._config.enable_priority_scheduling:
+            return False
+        lowest = self._policy.lowest(self._live.never_admitted())
+        if lowest is None or self._policy.rank(lowest) <= self._policy.rank(request):
+            return False
+        self._refuse(lowest.request_id, refusal)
+        return True
+
+    def _end_overdue(self) -> None:
+        """Refuses requests that have waited too long, and those that have run too long."""
+        while (overdue := self._live.overdue()) is not None:
+            self._refuse(*overdue)
+
+    def _refuse(self, request_id: str, refusal: Refusal) -> None:
+        """Ends all that is left of a request."""
+        self._replies.append(Reply(request_id, refusal=refusal))
+        for req in self._live.samples_of(request_id):
+            self._release(req)
 
     def _abort(self, message: Abort) -> None:
-        for req in list(self._live.get(message.request_id, ())):  # none, if all have ended already
+        for req in self._live.samples_of(message.request_id):
             if message.index is None or message.index == req.index:
-                self._replies.append(_end(req, FinishReason.ABORT))
-                self._release(req)
+                self._end(req, FinishReason.ABORT)
 
-    def _decide_extend(self) -> list[Chunk]:
-        """Fills an extend step: requests between chunks first, then the queue in its order."""
-        if not (self._extending or self._waiting):
-            return []
-        promised = pages_promised(self._admitted.values(), self.cache)
-        adder = PrefillAdder(self.cache, self._capacity.max_extend_tokens, self._capacity.num_rows, promised)
-        for req in self._extending.values():
-            if not adder.add_continuation(req):
-                break
-        for req in list(takewhile(adder.add_waiting, self._waiting.in_turn())):
-            self._waiting.remove(req)
-        return adder.chunks
+    def _end(self, req: Req, reason: FinishReason) -> None:
+        self._replies.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
+        self._release(req)
 
-    def _launch_extend(self, chunks: list[Chunk]) -> StepInputs:
-        works: list[Work] = []
-        entries: list[Req | None] = []
-        scored: list[ScoredChunk] = []
-        for chunk in chunks:
-            req, start = chunk.req, chunk.req.kv_len
-            assert req.lease is not None
-            if req.key not in self._admitted:
-                self._admitted[req.key] = req
-                self._totals.admitted(req)
-                self._sampling.set(req.lease.row, req.sampling, req.seed)
-            self.cache.grow(req.lease, start + chunk.num_tokens)
-            req.launch_chunk(chunk.num_tokens)
-            self._file(req)
-            last = req.state is State.RUNNING
-            targets = req.targets(start, req.kv_len)
-            if targets is not None:
-                first = sum(len(work.token_ids) for work in works)
-                scored.append(ScoredChunk(req, first, chunk.num_tokens, start))
-            setup = req.edit_setup(self._capacity.vocab_size) if last else None
-            works.append(Work(req.lease.row, req.prompt_ids[start : req.kv_len], start, last, targets, setup))
-            entries.append(req if last else None)
-        inputs = self._builder.extend(works)
-        self._totals.launched(inputs)
-        self._in_flight.append(Launched(entries, tuple(scored)))
-        for chunk in chunks:  # only now: no request of a batch may count on KV that the same batch computes
-            assert chunk.req.lease is not None
-            self.cache.share(chunk.req.lease, chunk.req.stored_ids())
+    def _launch_decode(self) -> StepInputs | None:
+        reqs = self._retraction.with_room(list(self._running.decoding.values()))
+        if not reqs:
+            return None
+        self._extended_last = False
+        return self._launched(*self._launcher.decode(reqs))
+
+    def _launched(self, inputs: StepInputs, launched: Launched) -> StepInputs:
+        self._totals.launched(inputs, self._extends.no_room)
+        self._in_flight.append(launched)
+        self._pace.launched(inputs.bucket, launched.kv_tokens, launched.pairs)
         return inputs
-
-    def _launch_decode(self, reqs: list[Req]) -> StepInputs:
-        for req in reqs:
-            assert req.lease is not None
-            self.cache.grow(req.lease, req.kv_len + 1)
-        rows = np.fromiter((req.lease.row for req in reqs if req.lease), np.int32, len(reqs))
-        positions = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
-        inputs = self._builder.decode(rows, positions)
-        self._totals.launched(inputs)
-        self._in_flight.append(Launched(list(reqs)))
-        for req in reqs:
-            req.launch_decode()
-            if not req.can_launch:
-                self._file(req)
-        return inputs
-
-    def _file(self, req: Req) -> None:
-        """Keeps the sets by state in step with the request's state."""
-        for reqs, belongs in ((self._extending, req.state is State.EXTENDING), (self._decoding, req.can_launch)):
-            if belongs:
-                reqs[req.key] = req
-            else:
-                reqs.pop(req.key, None)
 
     def _release(self, req: Req) -> None:
         """Ends a request in whatever state it is; what it computed stays in the prefix cache."""
         self._waiting.remove(req)
         stored = req.stored_ids()
         lease = req.finish()
-        self._file(req)
-        self._live[req.request_id].remove(req)
-        if not self._live[req.request_id]:
-            del self._live[req.request_id]
+        self._running.file(req)
+        self._live.remove(req)
         if lease is not None:
-            del self._admitted[req.key]
             self.cache.release(lease, stored)
-
-
-def _end(req: Req, reason: FinishReason) -> Reply:
-    return Reply(req.request_id, (), reason, req.cached_tokens, index=req.index)
-
-
-def _logprobs(req: Req, place: int, scores: StepScores) -> tuple[TokenLogprob | None, tuple[TokenLogprob, ...] | None]:
-    """Of the token that `req` just got, which stands at `place` in its batch, and of the prompt if it is the first."""
-    logprob: TokenLogprob | None = None
-    if req.sampling.logprobs is not None:
-        assert scores.sampled is not None, f"{req.key} wants log-probabilities, but its step has none"
-        (logprob,) = token_logprobs(scores.sampled, place, 1, req.sampling.logprobs)
-    return logprob, req.take_prompt_logprobs()
+            self._retraction.closed = False
+        if not self._running:
+            self._ratio.reset()

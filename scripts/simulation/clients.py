@@ -82,6 +82,8 @@ class Clients:
                 self._end(reply, sent)
         for gap_s, count in gaps.items():
             self.figures.itl_s.add(gap_s, count)
+        if gaps:
+            self.figures.step_itl_s.add(max(gaps))
         self.figures.step(news.load, self._stepped_s, now_s)
         self._stepped_s = now_s
 

@@ -3,7 +3,8 @@
     seconds = launch + max(weights, token x T) + max(kv_token x KV, pair x pairs)
 
 T: tokens, padding included. KV: tokens whose keys and values are read. pairs: (token, token that it attends to). The
-products and the attention of a layer run one after the other, and each is bound by memory or by compute. Coefficients
+products and the attention of a layer run one after the other, and each is bound by memory or by compute. Sequences that
+decode in an extend step add the reading of their KV to it, which is assumed to overlap with nothing. Coefficients
 come from data sheets (`data_sheet_costs`) or from measured steps (`fit.py`). Knows no requests and no clock.
 """
 

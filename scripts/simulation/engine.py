@@ -18,6 +18,7 @@ from jaxsgl.batch.build import Work
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.sampling_rows import SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
@@ -59,10 +60,16 @@ def capacity_on(hardware: Hardware, arch: ModelArch, config: EngineConfig) -> Ca
 
 @dataclass(frozen=True)
 class StepSizes(StepInputs):
-    """A step of which only the sizes are known; that is all that its time depends on."""
+    """A step of which only the sizes are known; that is all that its time depends on.
+
+    Attributes:
+      kv_tokens, pairs: see cost.py; of an extend step, without the sequences that decode in it.
+      rider_kv_tokens: of those.
+    """
 
     kv_tokens: int = 0
     pairs: float = 0.0
+    rider_kv_tokens: int = 0
 
 
 class SizesBuilder:
@@ -71,7 +78,7 @@ class SizesBuilder:
     The sizes are the same, for requests that are greedy and want no log-probabilities, as all simulated ones do.
     """
 
-    def __init__(self, buckets: BucketSet) -> None:
+    def __init__(self, buckets: BucketSet, page_tables: IntArray, sampling: SamplingRows, page_size: int) -> None:
         self._buckets = buckets
 
     def decode(self, rows: IntArray, positions: IntArray) -> StepSizes:
@@ -82,12 +89,19 @@ class SizesBuilder:
 
     def extend(self, works: Sequence[Work]) -> StepSizes:
         """See `BatchBuilder`."""
-        counts = [len(work.token_ids) for work in works]
-        ends = [work.start + count for work, count in zip(works, counts, strict=True)]
-        pairs = sum(equal_pairs(count, 1, end) for count, end in zip(counts, ends, strict=True))
-        num_tokens = sum(counts)
+        num_tokens = kv_tokens = rider_kv_tokens = 0
+        pairs = 0.0
+        for work in works:
+            count = len(work.token_ids)
+            end = work.start + count
+            num_tokens += count
+            if work.token_ids[0] < 0:  # its token is not known yet: it decodes
+                rider_kv_tokens += end
+            else:
+                kv_tokens += end
+                pairs += equal_pairs(count, 1, end)
         bucket = self._buckets.extend(num_tokens, len(works), False)
-        return StepSizes(bucket, _NOTHING, len(works), num_tokens, None, sum(ends), pairs)
+        return StepSizes(bucket, _NOTHING, len(works), num_tokens, None, kv_tokens, pairs, rider_kv_tokens)
 
 
 @dataclass(slots=True)
@@ -148,6 +162,7 @@ class SimulatedEngine:
         clock.now_s += self.host_step_s + self.host_seq_s * inputs.num_seqs
         cost = self.costs["decode" if bucket.kind == "decode" else "extend"]
         seconds = cost.seconds(bucket.num_tokens, inputs.kv_tokens, inputs.pairs)
+        seconds += self.costs["decode"].kv_token_s * inputs.rider_kv_tokens
         self._free_at_s = max(self._free_at_s, clock.now_s) + seconds
         counts = self.counts.setdefault(bucket.kind, KindCounts())
         counts.steps += 1

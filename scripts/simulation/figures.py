@@ -1,7 +1,8 @@
 """What a run is judged by, with the definitions of SGLang's bench_serving.
 
 TTFT: first token - send. E2E: last token - send. TPOT: (E2E - TTFT) / (output tokens - 1), of requests with more than
-one. ITL: gap between two tokens of a request. Concurrency: sum of E2E / duration.
+one. ITL: gap between two tokens of a request. Concurrency: sum of E2E / duration. Besides, the longest ITL of
+each step, so that a step counts once, however many sequences it holds.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Figures:
     tpot_s: Distribution = field(default_factory=Distribution)
     itl_s: Distribution = field(default_factory=Distribution)
     e2e_s: Distribution = field(default_factory=Distribution)
+    step_itl_s: Distribution = field(default_factory=Distribution)
     load: Load = field(default_factory=Load)
     waiting_seconds: float = 0.0
     running_seconds: float = 0.0
@@ -119,7 +121,7 @@ class Figures:
             "output_tokens_per_s": self.output_tokens / duration_s,
             "total_tokens_per_s": (self.input_tokens + self.output_tokens) / duration_s,
             "concurrency": float(np.sum(self.e2e_s.values)) / duration_s,
-            **{name: getattr(self, name).summary() for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s")},
+            **{name: getattr(self, name).summary() for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s", "step_itl_s")},
             "cache_hit_rate": self.cached_tokens / max(self.input_tokens, 1),
             "retractions": self.load.retractions_total,
             "waiting": {"mean": self.waiting_seconds / duration_s, "max": self.max_waiting},

@@ -11,7 +11,7 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config import EngineConfig
 from jaxsgl.models import ModelArch
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.wiring import build_scheduler
+from jaxsgl.scheduler.scheduler import Scheduler
 from simulation.clients import Clients
 from simulation.cost import Costs
 from simulation.engine import Clock, SimulatedEngine, SizesBuilder
@@ -42,8 +42,17 @@ def simulate(
     clock = Clock()
     buckets = BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets)
     engine = SimulatedEngine(arch, capacity, buckets, costs, clock, host_step_s, host_seq_s)
-    scheduler = build_scheduler(config, engine, config.max_queued_requests)
-    scheduler._builder = SizesBuilder(buckets)
+    scheduler = Scheduler(
+        capacity,
+        buckets,
+        arch.eos_token_ids,
+        config.scheduling,
+        radix_cache=not config.disable_radix_cache,
+        random_seed=config.random_seed,
+        max_queued_requests=config.max_queued_requests,
+        make_builder=SizesBuilder,
+        clock=lambda: clock.now_s,
+    )
     clients = Clients(trace, clock, capacity.vocab_size, max_concurrency)
     start_s = time.process_time()
     run_loop(scheduler, engine, clients, overlap=not config.disable_overlap_schedule)

@@ -5,7 +5,8 @@ import hashlib
 import numpy as np
 
 from jaxsgl.cache.events import page_hashes
-from jaxsgl.cache.manager import CacheManager, Lease
+from jaxsgl.cache.lease import Lease
+from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.naive import NaiveCache
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.cache.radix import RadixCache

@@ -188,3 +188,21 @@ def test_the_integrity_check_finds_damage(damage: str) -> None:
         node.in_heap = False  # type: ignore[attr-defined]
     with pytest.raises(AssertionError):
         tree.owned_pages()
+
+
+def test_a_prefix_that_one_alone_holds_grows_without_new_edges() -> None:
+    tree = RadixCache(page_size=1)
+    handle = tree.insert(token_pages([1, 2]), page_ids(10, 11)).handle
+    tree.lock(handle)
+    assert tree.insert(token_pages([1, 2, 3]), page_ids(10, 11, 12), handle).handle is handle
+    assert (tree.num_pages, tree.num_evictable) == (3, 0)
+    tree.lock(handle)  # somebody else holds it as well: its end must stay where it is
+    longer = tree.insert(token_pages([1, 2, 3, 4]), page_ids(10, 11, 12, 13), handle)
+    assert longer.handle is not handle
+    assert longer.pages.tolist() == [10, 11, 12, 13]
+    tree.unlock(handle)
+    beside = tree.insert(token_pages([1, 2, 3, 5]), page_ids(10, 11, 12, 14), handle)
+    assert beside.handle not in (handle, longer.handle), "others go on from its end"
+    tree.unlock(handle)
+    assert tree.num_evictable == 5
+    assert sorted(tree.owned_pages().tolist()) == [10, 11, 12, 13, 14]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from jaxsgl.config import SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Reply, ToEngine
 from jaxsgl.request import Request
@@ -12,8 +13,16 @@ from jaxsgl.testing import ScriptedMailbox
 from tests.checked import CheckedScheduler
 
 
-def new_scheduler(engine: Engine, radix: bool, eos_token_ids: Iterable[int] = ()) -> CheckedScheduler:
-    return CheckedScheduler(engine.capacity, engine.buckets, eos_token_ids, radix_cache=radix)
+def new_scheduler(
+    engine: Engine,
+    radix: bool,
+    eos_token_ids: Iterable[int] = (),
+    config: SchedulingConfig = SchedulingConfig(),
+    retract_every: int | None = None,
+) -> CheckedScheduler:
+    return CheckedScheduler(
+        engine.capacity, engine.buckets, eos_token_ids, config, radix_cache=radix, retract_every=retract_every
+    )
 
 
 def serve(
@@ -23,9 +32,11 @@ def serve(
     radix: bool = True,
     overlap: bool = True,
     eos_token_ids: Iterable[int] = (),
+    config: SchedulingConfig = SchedulingConfig(),
+    retract_every: int | None = None,
 ) -> ScriptedMailbox:
     """Serves `script` (messages by turn of the loop) to the end with an empty cache."""
-    scheduler = new_scheduler(engine, radix, eos_token_ids)
+    scheduler = new_scheduler(engine, radix, eos_token_ids, config, retract_every)
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, engine, mailbox, overlap)
     assert scheduler.is_idle

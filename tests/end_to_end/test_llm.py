@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,27 @@ def test_parameters_may_differ_by_prompt(llm: LLM) -> None:
     assert [completion.finish_reason for completion in completions] == ["length"] * 3
     with pytest.raises(InvalidRequest, match="2 sampling_params for 1 prompts"):
         llm.generate(["x"], params[:2])
+
+
+def test_priorities_may_differ_by_prompt(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    receive = llm._scheduler.receive
+
+    def spy(messages: Sequence[Any]) -> None:
+        seen.extend(message.priority for message in messages)
+        receive(messages)
+
+    monkeypatch.setattr(llm._scheduler, "receive", spy)
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=1)
+    llm.generate(["a", "b"], params, priority=[-3, 2**31 - 1], progress=False)
+    llm.generate(["a", "b"], params, priority=7, progress=False)
+    llm.chat([{"role": "user", "content": "a"}], params, priority=2, progress=False)
+    assert seen == [-3, 2**31 - 1, 7, 7, 2]
+    with pytest.raises(InvalidRequest, match="1 priorities for 2 prompts"):
+        llm.generate(["a", "b"], params, priority=[1])
+    for priority in (2**31, 1.5):
+        with pytest.raises(InvalidRequest, match="priority is"):
+            llm.generate(["a"], params, priority=[priority])  # type: ignore[list-item]
 
 
 def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(llm: LLM) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.messages import Abort, ToEngine
+from jaxsgl.messages import Abort, ContinueGeneration, PauseGeneration, PauseMode, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve
@@ -73,14 +73,30 @@ def random_requests(seed: int) -> list[Request]:
         prompt = rng.choice(texts)[: rng.randint(1, 130)] + [
             rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(0, 3))
         ]
-        requests.append(Request(f"r{i}", prompt, random_params(rng, seed=i)))
+        requests.append(Request(f"r{i}", prompt, random_params(rng, seed=i), priority=rng.randint(-3, 3)))
     return requests
 
 
-@pytest.mark.parametrize(("seed", "overlap"), [(1, True), (2, False)])
+CONFIGS = [
+    SchedulingConfig(),
+    SchedulingConfig(schedule_policy="lpm", enable_mixed_chunk=True, schedule_conservativeness=0.05),
+    SchedulingConfig(schedule_policy="dfs-weight", decode_first=True),
+    SchedulingConfig(
+        schedule_policy="lof",
+        enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=1,
+        enable_mixed_chunk=True,
+    ),
+    SchedulingConfig(schedule_policy="random", schedule_conservativeness=0.05, max_itl_ms=20.0),
+]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("seed", range(len(CONFIGS)))
 def test_two_hundred_random_requests_yield_their_unbatched_tokens_without_a_recompile(
     engine: Engine, seed: int, overlap: bool
 ) -> None:
+    """Whatever the policy: mixed steps, forced retraction, preemption and pauses leave no trace in the tokens."""
     rng = random.Random(seed + 100)
     requests = random_requests(seed)
     aborted = {request.request_id for request in rng.sample(requests, 30)}
@@ -90,7 +106,14 @@ def test_two_hundred_random_requests_yield_their_unbatched_tokens_without_a_reco
         script.append([request])
     for request_id in aborted:
         script[rng.randrange(len(script))].append(Abort(request_id))  # before, while or after it runs
-    together = serve(engine, script, overlap=overlap)
+    for number in range(10):
+        mode = rng.choice([PauseMode.IN_PLACE, PauseMode.RETRACT])
+        at = rng.randrange(len(script))
+        script.insert(at, [PauseGeneration(number, mode)])
+        script.insert(at + rng.randint(1, 3), [ContinueGeneration(100 + number)])
+    script.append([ContinueGeneration(200)])  # whichever pause came last
+    retract_every = 5 if seed % 2 else None
+    together = serve(engine, script, overlap=overlap, config=CONFIGS[seed], retract_every=retract_every)
     last = ends(together)
     assert set(last) == {request.request_id for request in requests}
     alone = [request for request in requests if request.request_id not in aborted]

@@ -7,6 +7,7 @@ config's `random_seed` chooses how it starts.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -23,10 +24,14 @@ from jaxsgl.messages import (
     Answer,
     CacheCleared,
     CacheEvents,
+    ContinueGeneration,
+    DumpState,
     EngineInfo,
     FlushCache,
     Load,
     PagesStored,
+    PauseGeneration,
+    PauseMode,
     Ping,
     Refusal,
     RefusalKind,
@@ -53,7 +58,7 @@ class Script:
     DIE = 902  # SIGKILL after the third token
     FAIL = 903  # EngineFailed after the first token
     FOREVER = 904  # the same token again and again, a step every 5 ms
-    REFUSE = 905  # the scheduler refuses it, or if a 1 follows says that its queue is full
+    REFUSE = 905  # the scheduler refuses it; the id that follows, if any, says which `RefusalKind`
     REPORT = 906  # echoes [running requests, requests ever seen, aborts ever seen]
     STICK = 907  # the loop stands still for ever: no token, no answer
     PAUSE = 908  # three tokens, then none any more
@@ -88,17 +93,24 @@ class FakeEngine:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_steps = 0
+        self.paused = self.retracted = False
+        self.drains: list[int] = []
 
     def run(self) -> None:
         while True:
-            idle = all(run.hangs for run in self.running.values())
+            idle = self.paused or all(run.hangs for run in self.running.values())
             for message in self.mailbox.receive(block=idle):
                 if isinstance(message, Shutdown):
                     return
                 self.handle(message)
-            replies = [reply for run in list(self.running.values()) if (reply := self.step(run)) is not None]
+            stepping = [] if self.paused else list(self.running.values())
+            replies = [reply for run in stepping if (reply := self.step(run)) is not None]
             if replies:
                 self.send(replies)
+            if not self.running:
+                for number in self.drains:
+                    self.obey(FlushCache(number))
+                self.drains.clear()
 
     def send(self, replies: list[Reply]) -> None:
         self.num_tokens += sum(len(reply.token_ids) for reply in replies)
@@ -111,6 +123,8 @@ class FakeEngine:
             cached_prompt_tokens_total=self.num_cached_tokens,
             output_tokens_total=self.num_tokens,
             steps_total=self.num_steps,
+            paused=self.paused,
+            num_retracted=len(self.running) if self.retracted else 0,
         )
         self.mailbox.send(Replies(replies, load))
 
@@ -118,17 +132,15 @@ class FakeEngine:
         if isinstance(message, Abort):
             for request_id, index in list(self.running):
                 if request_id == message.request_id and message.index in (None, index):
-                    del self.running[request_id, index]
-                    self.num_aborts += 1
-                    self.send([Reply(request_id, finish_reason=FinishReason.ABORT, index=index)])
+                    self.abort(request_id, index)
         elif isinstance(message, Request):
             self.num_seen += 1
             script = list(message.prompt_ids)
             if script[0] == Script.REPORT:
                 script = [len(self.running), self.num_seen, self.num_aborts]
             if script[0] == Script.REFUSE or len(self.running) >= self.max_requests:
-                invalid = script[0] == Script.REFUSE and script[1:] != [1]
-                kind = RefusalKind.INVALID if invalid else RefusalKind.OVERLOADED
+                told = list(RefusalKind)[(script[1:] or [0])[0]]
+                kind = told if script[0] == Script.REFUSE else RefusalKind.OVERLOADED
                 self.send(
                     [Reply(message.request_id, refusal=Refusal(kind, f"the scheduler refuses this: {kind.value}"))]
                 )
@@ -144,11 +156,35 @@ class FakeEngine:
         else:
             self.obey(message)
 
+    def priorities(self) -> list[int]:
+        return [run.request.priority for run in self.running.values()]
+
+    def abort(self, request_id: str, index: int) -> None:
+        del self.running[request_id, index]
+        self.num_aborts += 1
+        self.send([Reply(request_id, finish_reason=FinishReason.ABORT, index=index)])
+
     def obey(self, command: ToEngine) -> None:
         """The prefix cache of the fake holds one page, with one token."""
         match command:
             case Ping(number):
                 self.mailbox.send(Answer(number, True))
+            case PauseGeneration(number, mode):
+                if mode is PauseMode.ABORT:
+                    for key in list(self.running):
+                        self.abort(*key)
+                self.paused, self.retracted = True, mode is PauseMode.RETRACT
+                self.send([])
+                self.mailbox.send(Answer(number, True))
+            case ContinueGeneration(number):
+                self.paused = self.retracted = False
+                self.send([])
+                self.mailbox.send(Answer(number, True))
+            case DumpState(number, check):
+                state = {"num_running": len(self.running), "priorities": self.priorities()}
+                self.mailbox.send(Answer(number, True, json.dumps(state | ({"leaks": []} if check else {}))))
+            case FlushCache(number, timeout_s) if self.running and timeout_s:
+                self.drains.append(number)
             case FlushCache(number) if self.running:
                 self.mailbox.send(Answer(number, False, f"{len(self.running)} requests wait or run"))
             case FlushCache(number):

@@ -148,8 +148,19 @@ def test_the_engines_numbers_come_from_its_latest_load() -> None:
     assert samples["sglang:num_used_tokens"] == load.used_tokens
     assert samples["vllm:num_preemptions_total"] == load.retractions_total
     assert samples["jaxsgl:recompiles_total"] == load.recompiles_total
+    assert samples["jaxsgl:leaks_total"] == load.leaks_total
+    assert samples["sglang:num_retracted_reqs"] == load.num_retracted
+    assert samples["sglang:num_paused_reqs"] == load.num_running
+    for reason in ("tokens", "rows", "chunk"):
+        assert samples[f"jaxsgl:admission_stopped_total.{reason}"] == getattr(load, f"short_of_{reason}_total")
     for name in ("decode_rows", "decode_rows_padded", "extend_tokens", "extend_tokens_padded"):
         assert samples[f"jaxsgl:{name}_total"] == getattr(load, f"{name}_total")
+
+
+def test_only_a_pause_pauses_requests() -> None:
+    for paused in (False, True):
+        samples = samples_of(metrics_of(Load(num_running=3, paused=paused)))
+        assert (samples["jaxsgl:paused"], samples["sglang:num_paused_reqs"]) == ((1, 3) if paused else (0, 0))
 
 
 def test_two_servers_in_one_process_count_apart() -> None:

@@ -45,5 +45,6 @@ def test_no_body_is_answered_with_an_error_of_ours(server: ServerProcess, mode: 
                     case.call_and_validate(base_url=url, checks=[not_a_server_error], timeout=30)
 
             check()
+            http.post("/continue_generation")  # after pauses nothing else would be answered
         assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"} <= {*paths}
         assert post(http, "/v1/completions", prompt="abc", max_tokens=3)["choices"][0]["text"] == "abc"

@@ -98,6 +98,13 @@ def test_an_engine_without_work_need_not_step() -> None:
             assert engine.ticks(1) == [None]
 
 
+def test_a_paused_engine_need_not_step() -> None:
+    engine = Engine()
+    for _ in range(20):
+        engine.turn(Load(num_running=1, num_waiting=1, steps_total=7, paused=True))
+        assert engine.ticks(1) == [None]
+
+
 def test_problems_are_told_and_logged_once_and_refuse_requests_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(limit_s=0.02)
     told: asyncio.Queue[str | None]

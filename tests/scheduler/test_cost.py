@@ -11,10 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_a_decode_step_of_256_requests_costs_less_than_a_millisecond(tmp_path: Path) -> None:
+def test_the_scheduler_stays_within_its_bounds(tmp_path: Path) -> None:
+    """For the times of admission and policies, four times what is promised: a busy machine must not fail this."""
     result = tmp_path / "figures.json"
     command = [sys.executable, "scripts/bench_scheduler.py", "--steps", "100", "--json", str(result)]
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     figures = json.loads(result.read_text())["figures"]
     assert figures["decode_step_us_median"] < 1_000
+    assert figures["admission_of_64_ms"] < 4 * 10
+    assert figures["admission_of_64_ignoring_eos_ms"] < 4 * 10
+    assert figures["lpm_step_ms"] < 4 * 3
     assert min(figures[name] for name in ("insert_per_s", "match_per_s", "evict_pages_per_s")) > 0

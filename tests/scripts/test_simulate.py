@@ -1,6 +1,7 @@
 """The simulator serves every request once, repeats itself, and takes the time that its device model says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.sampling_rows import SamplingRows
-from jaxsgl.config import EngineConfig
+from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.scheduler.scheduler import Scheduler
 
 ARCH = MODELS["qwen3-0.6b"]
@@ -74,6 +75,7 @@ def test_latencies_are_what_two_requests_see_by_hand() -> None:
     assert list(figures.ttft_s.values) == [1.5, 1.0], "the second ends first"
     assert list(figures.e2e_s.values) == [2.5, 4.0]
     assert np.repeat(figures.itl_s.values, figures.itl_s.counts).tolist() == [2.0, 1.0, 1.0]
+    assert list(figures.step_itl_s.values) == [2.0, 1.0], "of both in one step, and of the first alone"
     assert (summary["duration_s"], summary["device_busy"], summary["concurrency"]) == (4.0, 1.0, 6.5 / 4)
 
 
@@ -142,28 +144,66 @@ def test_sizes_are_those_of_whole_batches() -> None:
     buckets = BucketSet.derive(SMALL)
     sampling = SamplingRows(SMALL.num_rows)
     tables = np.arange(SMALL.num_rows * SMALL.max_pages_per_seq, dtype=np.int32).reshape(SMALL.num_rows, -1)
-    whole, sizes = BatchBuilder(buckets, tables, sampling, SMALL.page_size), SizesBuilder(buckets)
+    whole, sizes = (kind(buckets, tables, sampling, SMALL.page_size) for kind in (BatchBuilder, SizesBuilder))
     ids = np.ones(40, dtype=np.int32)
-    works = [Work(0, ids, 16, True), Work(3, ids[:5], 0, False)]
+    rider = Work(7, np.array([~7], dtype=np.int32), 99, True)
+    works = [Work(0, ids, 16, True), Work(3, ids[:5], 0, False), rider]
     rows, positions = np.array([1, 2, 5], dtype=np.int32), np.array([7, 100, 31], dtype=np.int32)
     for batch, small in ((whole.extend(works), sizes.extend(works)),
                          (whole.decode(rows, positions), sizes.decode(rows, positions))):  # fmt: skip
         arrays = batch.arrays
         assert (small.bucket, small.num_seqs, small.num_tokens) == (batch.bucket, batch.num_seqs, batch.num_tokens)
-        assert small.kv_tokens == arrays.lengths.sum()
-        assert small.pairs == (arrays.positions[: batch.num_tokens] + 1).sum()
+        assert small.kv_tokens + small.rider_kv_tokens == arrays.lengths.sum()
+        assert small.pairs + small.rider_kv_tokens == (arrays.positions[: batch.num_tokens] + 1).sum()
+    assert sizes.extend(works).rider_kv_tokens == 100
+
+
+def test_flags_of_scheduling_reach_the_scheduler() -> None:
+    """Two prompts in one group, one in another, one row: longest match first takes the second of the group second."""
+    asks = [Ask(0.0, (1, 2), (100, 20), 2), Ask(0.5, (3,), (120,), 4), Ask(0.5, (1, 4), (100, 20), 2)]
+    ends = {}
+    for policy in ("fcfs", "lpm"):
+        scheduling = SchedulingConfig(schedule_policy=policy)
+        config = EngineConfig(scheduling=scheduling, max_running_requests=1, disable_overlap_schedule=True)
+        figures, _ = served(asks, costs=STEADY, config=config, capacity=replace(SMALL, num_rows=1))
+        ends[policy] = list(figures.e2e_s.values)
+    assert ends == {"fcfs": [2.0, 5.5, 7.5], "lpm": [2.0, 3.5, 7.5]}
+
+
+def test_the_time_of_a_mixed_step_counts_the_kv_of_those_that_decode_in_it() -> None:
+    costs = {"decode": StepCost(1.0, 0.0, 0.0, 0.01, 0.0), "extend": StepCost(2.0, 0.0, 0.0, 0.0, 0.0)}
+    asks = [Ask(0.0, (1,), (99,), output_len=2), Ask(1.0, (2,), (20,), output_len=1)]
+    config = EngineConfig(scheduling=SchedulingConfig(enable_mixed_chunk=True), disable_overlap_schedule=True)
+    figures, summary = served(asks, costs=costs, config=config)
+    assert sorted(figures.e2e_s.values) == [4.0, 2.0 + 2.0 + 100 * 0.01]
+    assert summary["steps"]["extend"]["count"] == 2
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_bound_between_tokens_holds_in_simulated_time(mixed: bool) -> None:
+    costs = {"decode": StepCost(1e-3, 0.0, 1e-4, 1e-8, 0.0), "extend": StepCost(1e-3, 0.0, 1e-4, 0.0, 1e-9)}
+    trace = TraceConfig(trace="bursts", num_prompts=60, output_len=100, long_len=1500, burst_size=2, burst_every_s=0.5,
+                        request_rate=10.0)  # fmt: skip
+    p99 = {}
+    for bound_ms in (None, 12.0):
+        config = EngineConfig(scheduling=SchedulingConfig(max_itl_ms=bound_ms, enable_mixed_chunk=mixed))
+        _, summary = served(made_up(trace, 0), costs=costs, config=config)
+        assert summary["completed"] == 60
+        p99[bound_ms] = summary["step_itl_s"]["p99"]
+    assert p99[12.0] <= 12e-3 < 25e-3 < p99[None]
 
 
 def test_the_script_prints_writes_and_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]}\n' * 2)
     flags = ["--model", "qwen3-0.6b", "--trace", "mooncake", "--trace-file", str(trace), "--json", str(out)]
-    assert script.main([*flags, "--max-running-requests", "1"]) == 0
+    assert script.main([*flags, "--max-running-requests", "1", "--schedule-policy", "lof"]) == 0
     assert "ASSUMED" in capsys.readouterr().out
     report = json.loads(out.read_text())
     assert report["figures"]["completed"] == 2 and report["figures"]["running_mean"] <= 1
     assert report["figures"]["cache_hit_rate"] == pytest.approx(592 / 1200)
     assert report["flags"]["engine"]["max_running_requests"] == 1
+    assert report["flags"]["engine"]["scheduling"]["schedule_policy"] == "lof"
     assert script.main(["--trace", "bailian"]) == 1
     assert "--trace-file" in capsys.readouterr().err
 

@@ -46,7 +46,8 @@ class JaxsglService(pb_grpc.JaxsglServicer):
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams pieces, or writes each sample as one reply. A cancelled call aborts the request."""
         request_id = request.request_id or uuid.uuid4().hex
-        prepared = await self._generator.prepare(_prompt(request), _sampling(request.sampling), request_id)
+        prompt, sampling = _prompt(request), _sampling(request.sampling)
+        prepared = await self._generator.prepare(prompt, sampling, request_id, request.priority)
         with self._generator.start(prepared) as generation:
             if request.stream:
                 async for piece in generation:

@@ -28,9 +28,10 @@ def router(front_end: FrontEnd) -> APIRouter:
 
     @api.get("/health_generate")
     async def health_generate() -> dict[str, str]:
-        """As /health, but has the engine generate a token, too."""
+        """As /health, but has the engine generate a token, too, unless generation is paused."""
         _check(front_end)
-        await probe.run()
+        if not front_end.engine.load.paused:
+            await probe.run()
         return {"status": "ok"}
 
     return api

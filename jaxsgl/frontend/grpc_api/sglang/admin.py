@@ -5,9 +5,7 @@ Knows how long to wait and what the protocol's fields mean; the engine does the 
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
-import time
 from pathlib import Path
 
 from smg_grpc_proto.generated import common_pb2
@@ -18,7 +16,6 @@ from jaxsgl.messages import FlushCache, StartProfile, StopProfile
 
 ANSWER_LIMIT_S = 60.0
 PROFILE_LIMIT_S = 600.0  # a trace of many steps takes minutes to write
-FLUSH_POLL_S = 0.05
 MAX_FLUSH_WAIT_S = 3600.0
 
 
@@ -26,12 +23,9 @@ async def flush_cache(engine: EngineClient, request: common_pb2.FlushCacheReques
     """Empties the prefix cache as soon as no request waits or runs, within `timeout_s`."""
     if not 0 <= request.timeout_s <= MAX_FLUSH_WAIT_S:
         raise InvalidRequest(f"timeout_s is {request.timeout_s}, but must be 0 to {MAX_FLUSH_WAIT_S:g} seconds")
-    deadline_s = time.monotonic() + request.timeout_s
-    while True:
-        answer = await engine.ask(FlushCache, ANSWER_LIMIT_S)
-        if answer.ok or time.monotonic() >= deadline_s:
-            return common_pb2.FlushCacheResponse(success=answer.ok, message=answer.text)
-        await asyncio.sleep(FLUSH_POLL_S)
+    timeout_s = request.timeout_s
+    answer = await engine.ask(lambda number: FlushCache(number, timeout_s), timeout_s + ANSWER_LIMIT_S)
+    return common_pb2.FlushCacheResponse(success=answer.ok, message=answer.text)
 
 
 async def start_profile(engine: EngineClient, request: common_pb2.StartProfileRequest) -> common_pb2.ProfileResponse:

@@ -49,7 +49,7 @@ def model_info(model: ServedModel, config: ServerConfig) -> pb.GetModelInfoRespo
 
 
 def server_info(
-    model: ServedModel, config: ServerConfig, start_s: float, num_open: int, heard_s: float
+    model: ServedModel, config: ServerConfig, start_s: float, num_open: int, heard_s: float, paused: bool = False
 ) -> pb.GetServerInfoResponse:
     """How the server was started and how long it runs; times in seconds since 1970."""
     info = model.info
@@ -67,6 +67,7 @@ def server_info(
             }
         ),
         active_requests=num_open,
+        is_paused=paused,
         last_receive_timestamp=heard_s,
         uptime_seconds=time.time() - start_s,
         sglang_version=f"jaxsgl-{jaxsgl.__version__}",

@@ -41,6 +41,15 @@ class Busy:
         """Share of the scarcer of rows and tokens that is taken."""
         return max(self.token_usage, self.load.num_running / self.info.max_running_requests)
 
+    def queues(self) -> dict[str, int]:
+        """Fields of both shapes' queue section. Paused are those that hold their pages meanwhile."""
+        load = self.load
+        return {
+            "waiting": load.num_waiting,
+            "paused": load.num_running if load.paused else 0,
+            "retracted": load.num_retracted,
+        }
+
     def memory(self) -> dict[str, float | int]:
         """Fields of both shapes' memory section; programs are no graphs and own no memory between steps."""
         return {
@@ -69,7 +78,7 @@ def loads_response(busy: Busy, include: Sequence[str]) -> pb.GetLoadsResponse:
     if everything or "disagg" in wanted:
         load.disaggregation.mode = NO_DISAGGREGATION
     if everything or "queues" in wanted:
-        load.queues.CopyFrom(pb.QueueMetrics(waiting=busy.load.num_waiting))
+        load.queues.CopyFrom(pb.QueueMetrics(**busy.queues()))
     return pb.GetLoadsResponse(
         timestamp=datetime.now(UTC).isoformat(),
         version=f"jaxsgl-{jaxsgl.__version__}",
@@ -131,6 +140,6 @@ def load_record(busy: Busy, sample: int, silence_s: float | None, telemetry: boo
         record.num_used_tokens = load.used_tokens
         record.max_total_num_tokens = busy.info.limits.pool_tokens
         record.memory.CopyFrom(common_pb2.EngineMemory(**busy.memory()))
-        record.queues.CopyFrom(common_pb2.EngineQueues(waiting=load.num_waiting))
+        record.queues.CopyFrom(common_pb2.EngineQueues(**busy.queues()))
         record.disaggregation.mode = NO_DISAGGREGATION
     return record

@@ -95,7 +95,8 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         """Tells how the server was started."""
         engine = self._engine
         heard_s = time.time() - (time.monotonic() - engine.heard_s)
-        return server_info(self._generator.model, self._config, self._start_s, engine.num_open, heard_s)
+        paused = engine.load.paused
+        return server_info(self._generator.model, self._config, self._start_s, engine.num_open, heard_s, paused)
 
     @answers_errors
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:

@@ -46,7 +46,7 @@ def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
         prompt = chat_prompt(body, generator.model.tokenizer, with_tools=body.tool_choice != "none")
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = new_head("chatcmpl", kind, front_end.config.model_name)
-        request = await generator.prepare(prompt, sampling, head.id)
+        request = await generator.prepare(prompt, sampling, head.id, body.priority or 0)
         if body.stream:
             include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
             return EventStream(_stream(front_end, request, head, include_usage))

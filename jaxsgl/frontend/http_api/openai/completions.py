@@ -43,10 +43,11 @@ def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
                 f"may have {MAX_CHOICES}: send less at once"
             )
         head = new_head("cmpl", "text_completion", front_end.config.model_name)
+        priority = body.priority or 0
         requests: list[Request] = []
         for number, prompt in enumerate(prompts):
             request_id = head.id if len(prompts) == 1 else f"{head.id}-{number}"
-            requests.append(await front_end.generator.prepare(prompt, sampling, request_id))
+            requests.append(await front_end.generator.prepare(prompt, sampling, request_id, priority))
             await asyncio.sleep(0)  # short prompts are tokenized on the event loop, which has other things to do
         texts = await _echoed(front_end, body, prompts, requests)
         choices = Choices(front_end.generator.model.tokenizer, requests, texts, keep_output=body.max_tokens != 0)

@@ -19,7 +19,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jaxsgl.request import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from jaxsgl.request import (
+    MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    MAX_SAMPLES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+    MIN_PRIORITY,
+)
 
 MAX_INT = 2**31 - 1
 MAX_TOOLS = 512
@@ -62,6 +70,10 @@ Stop = Annotated[
 ]
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Priority = Annotated[
+    int,
+    Field(ge=MIN_PRIORITY, le=MAX_PRIORITY, description="ignored unless the server schedules by priority"),
+]
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
@@ -104,6 +116,7 @@ class Sampled(Body):
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
+    priority: Priority | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: Annotated[bool, Field(description="SGLang's word for include_stop_str_in_output")] | None = None
     skip_special_tokens: Annotated[bool, Field(description="only true is supported")] | None = None

@@ -68,7 +68,7 @@ async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     ids = _ids(body.rid, prompts)
     samplings = [_sampling(body, params) for params in each]
     return [
-        await front_end.generator.prepare(prompt, sampling, request_id)
+        await front_end.generator.prepare(prompt, sampling, request_id, body.priority or 0)
         for prompt, sampling, request_id in zip(prompts, samplings, ids, strict=True)
     ]
 

@@ -6,7 +6,7 @@ sampling parameters refused; generate.py refuses fields that would change the an
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -16,6 +16,7 @@ from jaxsgl.frontend.http_api.openai.schemas import (
     Body,
     Count,
     Penalty,
+    Priority,
     Stop,
     TokenIds,
     TokenIdText,
@@ -76,10 +77,21 @@ class GenerateBody(Body):
     ) = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     return_text_in_logprobs: Flag = None
+    priority: Priority | None = None
 
 
 class AbortBody(Body):
-    """Body of /abort_request: which request, or all."""
+    """Body of /abort_request: which request, those whose rids begin alike, or all."""
 
     rid: str | None = None
+    prefix: Annotated[Flag, Field(description="abort all requests whose rids begin with rid")] = None
     abort_all: Flag = None
+
+
+class PauseBody(Body):
+    """Body of /pause_generation; the modes are SGLang's, and so is the default."""
+
+    mode: Annotated[
+        Literal["abort", "retract", "in_place"],
+        Field(description="running requests end, go back to the queue without their KV, or stay as they are"),
+    ] = "abort"

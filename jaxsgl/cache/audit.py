@@ -1,0 +1,79 @@
+"""Accounts for every page, row and lock of a cache, and names who had last what is lost. Changes nothing.
+
+Each page is in exactly one place: on the free list, in the prefix cache, or a request's own. manager.py calls it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.cache.lease import Lease
+from jaxsgl.cache.pages import PageAllocator
+from jaxsgl.cache.prefix import PrefixCache
+from jaxsgl.cache.table import PageTable
+
+
+class LastOwners:
+    """Who had a page or a row last, in words; kept for the report of a leak.
+
+    Attributes:
+      of_page: `[num_pages]` who allocated it.
+      of_row: `[num_rows]`.
+    """
+
+    def __init__(self, num_pages: int, num_rows: int) -> None:
+        self.of_page: npt.NDArray[np.object_] = np.full(num_pages, "nobody", dtype=object)
+        self.of_row = ["nobody"] * num_rows
+
+
+def audit(
+    allocator: PageAllocator, table: PageTable, prefixes: PrefixCache, leases: Sequence[Lease], last: LastOwners
+) -> list[str]:
+    """All that is wrong, in words: one text for each page, row or lock; [] if all is well.
+
+    Args:
+      leases: all there are.
+      last: who had what.
+    """
+    try:
+        cached = prefixes.owned_pages()
+    except AssertionError as error:  # nothing else can be told of a tree with broken links
+        return [f"the prefix cache is broken: {error}"]
+    own = [table.pages[lease.row, lease.num_shared : lease.num_pages] for lease in leases]
+    places = np.concatenate([allocator.free_pages(), cached, *own])
+    counts = np.bincount(places, minlength=allocator.num_pages)
+    wrong = np.flatnonzero(counts[1:] != 1) + 1
+    found = [f"page {page} is in {counts[page]} places; {last.of_page[page]} had it last" for page in wrong.tolist()]
+    if counts[0]:
+        found.append("the dummy page was handed out")
+    in_cache = np.zeros(allocator.num_pages, dtype=bool)
+    in_cache[cached] = True
+    for lease in leases:
+        row = table.pages[lease.row]
+        if not in_cache[row[: lease.num_shared]].all():
+            found.append(f"row {lease.row} of {lease.owner} names shared pages that were given up")
+        if row[lease.num_pages :].any():
+            found.append(f"row {lease.row} of {lease.owner} names pages past its {lease.num_pages}")
+    return found + _rows(table, leases, last) + _locks(prefixes, leases, last)
+
+
+def _rows(table: PageTable, leases: Sequence[Lease], last: LastOwners) -> list[str]:
+    counts = Counter(table.free_rows())
+    counts.update(lease.row for lease in leases)
+    return [
+        f"row {row} is in {counts[row]} places; {last.of_row[row]} had it last"
+        for row in range(len(table.pages))
+        if counts[row] != 1
+    ]
+
+
+def _locks(prefixes: PrefixCache, leases: Sequence[Lease], last: LastOwners) -> list[str]:
+    return [
+        f"{wrong.num_pages} cached pages from page {wrong.first_page} on have {wrong.locks} locks, but "
+        f"{wrong.holders} hold them; {last.of_page[wrong.first_page]} computed them"
+        for wrong in prefixes.wrong_locks([lease.handle for lease in leases])
+    ]

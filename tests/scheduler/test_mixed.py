@@ -1,0 +1,74 @@
+"""How prompts and decoding share the steps."""
+
+from __future__ import annotations
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.config import SchedulingConfig
+from jaxsgl.request import Request
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from tests.checked import CheckedScheduler
+from tests.scheduler.serving import capacity, expected, request
+
+
+def steps_and_mailbox(
+    config: SchedulingConfig, script: list[list[Request]]
+) -> tuple[CheckedScheduler, ScriptedMailbox]:
+    sizes = capacity(num_pages=400, context=512, max_extend_tokens=32)
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config)
+    mailbox = ScriptedMailbox(script)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap=True)
+    return scheduler, mailbox
+
+
+SCRIPT = [[request("short", range(8), 40)], [], [], [request("long", range(100, 400), 4)]]
+
+
+def longest_wait(scheduler: CheckedScheduler) -> int:
+    """Steps in a row in which "short", of row 0 or not, got no token while it could have."""
+    waits = [0]
+    for step in scheduler.launched[2:]:
+        arrays = step.arrays
+        positions = arrays.positions[: step.num_tokens]
+        decodes = (arrays.token_ids[: step.num_tokens] < 0) & (positions < 48)
+        if decodes.any():
+            waits.append(0)
+        else:
+            waits[-1] += 1
+    return max(waits[:-1])
+
+
+def test_prompts_go_first_unless_told_otherwise() -> None:
+    scheduler, mailbox = steps_and_mailbox(SchedulingConfig(), SCRIPT)
+    assert longest_wait(scheduler) >= 300 // 32
+    assert mailbox.output_ids("long") == expected(range(100, 400), 4)
+
+
+def test_in_mixed_steps_running_requests_never_stall() -> None:
+    scheduler, mailbox = steps_and_mailbox(SchedulingConfig(enable_mixed_chunk=True), SCRIPT)
+    assert longest_wait(scheduler) == 0
+    assert mailbox.output_ids("short") == expected(range(8), 40)
+    assert mailbox.output_ids("long") == expected(range(100, 400), 4)
+    assert all(step.num_tokens <= 32 for step in scheduler.launched)
+
+
+def test_decode_first_puts_a_decode_step_between_two_chunks() -> None:
+    scheduler, mailbox = steps_and_mailbox(SchedulingConfig(decode_first=True), SCRIPT)
+    assert longest_wait(scheduler) == 1
+    assert mailbox.output_ids("short") == expected(range(8), 40)
+
+
+def test_short_prompts_are_not_stuck_behind_a_long_one() -> None:
+    script = [[request("long", range(100, 500), 1)], [], [request(f"s{i}", range(i, i + 10), 1) for i in range(3)]]
+    _, mailbox = steps_and_mailbox(SchedulingConfig(), script)
+    ends = [reply.request_id for reply in mailbox.replies if reply.finish_reason]
+    assert ends == ["s0", "s1", "s2", "long"]
+
+
+def test_long_prompts_beside_each_other_advance_in_equal_shares() -> None:
+    script = [[request("a", range(200), 1), request("b", range(300, 500), 1)]]
+    scheduler, mailbox = steps_and_mailbox(SchedulingConfig(), script)
+    ends = [reply.request_id for reply in mailbox.replies if reply.finish_reason]
+    assert sorted(ends) == ["a", "b"]
+    shared = [step for step in scheduler.launched if step.num_seqs == 2]
+    assert len(shared) >= 10, "they advance together"

@@ -1,0 +1,163 @@
+"""How long a request may wait for its admission, and how long it may run."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.config import SchedulingConfig
+from jaxsgl.errors import ConfigError
+from jaxsgl.messages import Abort, RefusalKind, Reply
+from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.testing import FakeEngine, FakeHandle
+from tests.scheduler.serving import capacity, expected, request
+
+PROMPT = list(range(40))
+
+
+class Served:
+    """A scheduler, its engine and a clock that goes only when it is told to."""
+
+    def __init__(self, rows: int = 1, retract_every: int | None = None, **config: object) -> None:
+        sizes = capacity(rows=rows)
+        self.now_s = 0.0
+        self.scheduler = Scheduler(
+            sizes,
+            BucketSet.derive(sizes),
+            (),
+            SchedulingConfig(**config),  # type: ignore[arg-type]
+            retract_every=retract_every,
+            clock=lambda: self.now_s,
+        )
+        self.engine = FakeEngine(sizes)
+        self.in_flight: deque[FakeHandle] = deque()
+        self.replies: list[Reply] = []
+
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            inputs = self.scheduler.launch()
+            if inputs is not None:
+                self.in_flight.append(self.engine.submit(inputs))
+            if self.in_flight and (inputs is None or len(self.in_flight) > 1):
+                step = self.in_flight.popleft()
+                self.scheduler.collect(step.tokens(), step.scores())
+            self.scheduler.check()
+            self.replies += self.scheduler.take_replies()
+
+    def finish(self) -> None:
+        while not self.scheduler.is_idle:
+            self.turns(1)
+
+    def output(self, request_id: str) -> list[int]:
+        return [token for reply in self.replies if reply.request_id == request_id for token in reply.token_ids]
+
+    def refusals(self) -> dict[str, RefusalKind]:
+        return {reply.request_id: reply.refusal.kind for reply in self.replies if reply.refusal is not None}
+
+
+def test_what_waits_too_long_is_refused_and_the_rest_goes_on() -> None:
+    served = Served(queue_timeout_s=10.0)
+    served.scheduler.receive([request("runs", PROMPT, 60), request("waits", PROMPT, 5)])
+    served.turns(3)
+    served.now_s = 5.0
+    served.scheduler.receive([request("later", PROMPT, 5)])
+    served.now_s = 10.0
+    served.turns(1)
+    assert served.refusals() == {}, "not a moment too soon"
+    served.now_s = 10.1
+    served.turns(1)
+    assert served.refusals() == {"waits": RefusalKind.WAITED}
+    served.finish()
+    (refused,) = (reply for reply in served.replies if reply.refusal is not None)
+    assert refused.refusal is not None
+    assert refused.refusal.text == (
+        "the request waited for admission longer than 10 s (--queue-timeout-s): try again later"
+    )
+    assert served.output("runs") == expected(PROMPT, 60)
+    assert served.output("later") == expected(PROMPT, 5)
+
+
+@pytest.mark.parametrize("turns", range(1, 6))
+def test_what_runs_too_long_ends_with_its_pages(turns: int) -> None:
+    """In flight or not."""
+    served = Served(running_timeout_s=10.0)
+    served.scheduler.receive([request("long", PROMPT, 60), request("next", [7, 8, 9], 5)])
+    served.turns(turns)
+    served.now_s = 10.1
+    served.turns(1)
+    assert served.refusals() == {"long": RefusalKind.RAN}
+    served.finish()
+    assert served.output("long") == expected(PROMPT, 60)[: len(served.output("long"))]
+    assert served.output("next") == expected([7, 8, 9], 5), "its time began with its admission"
+    assert served.scheduler.load(0).used_tokens == 0
+
+
+def test_the_time_in_the_queue_is_none_of_the_running() -> None:
+    served = Served(running_timeout_s=10.0)
+    served.scheduler.receive([request("first", PROMPT, 20), request("second", PROMPT, 20)])
+    served.turns(3)
+    served.now_s = 9.0
+    served.finish()
+    assert served.refusals() == {}
+
+
+def test_the_time_after_a_retraction_is_running_time() -> None:
+    served = Served(queue_timeout_s=1.0, running_timeout_s=10.0)
+    served.scheduler.receive([request("a", PROMPT, 20)])
+    served.turns(4)
+    served.scheduler.pause()
+    served.turns(2)
+    served.scheduler.retract_all()
+    served.now_s = 5.0
+    served.turns(1)
+    assert served.refusals() == {}, "it has been admitted once, so it doesn't wait for its admission"
+    served.now_s = 10.1
+    served.turns(1)
+    assert served.refusals() == {"a": RefusalKind.RAN}, "paused or not"
+
+
+def test_a_request_of_several_samples_runs_from_its_first_and_ends_as_one() -> None:
+    served = Served(queue_timeout_s=3.0, running_timeout_s=10.0)
+    several = Request("n", PROMPT, SamplingParams(temperature=0.0, max_tokens=4, n=3))
+    served.scheduler.receive([several])
+    while served.scheduler.load(0).output_tokens_total < 6:  # one row: sample 0 has ended, 1 runs, 2 waits
+        served.turns(1)
+    ended = [reply.index for reply in served.replies if reply.finish_reason is not None]
+    served.now_s = 9.0
+    served.turns(1)
+    assert served.refusals() == {}, "a sample that waits while others run is not overdue"
+    served.now_s = 10.1
+    served.turns(1)
+    assert ended == [0]
+    assert served.refusals() == {"n": RefusalKind.RAN}
+    assert served.scheduler.num_waiting == served.scheduler.num_running == 0
+
+
+def test_what_ended_in_time_is_never_overdue() -> None:
+    served = Served(rows=2, queue_timeout_s=5.0, running_timeout_s=5.0)
+    served.scheduler.receive([request("a", PROMPT, 3), request("b", PROMPT, 30), request("c", PROMPT, 3)])
+    served.turns(2)
+    served.scheduler.receive([Abort("c"), Abort("b")])
+    served.finish()
+    served.now_s = 100.0
+    served.turns(1)
+    assert served.refusals() == {}
+    assert [reply.finish_reason for reply in served.replies].count(FinishReason.ABORT) == 2
+
+
+def test_without_timeouts_nobody_is_overdue() -> None:
+    served = Served()
+    served.scheduler.receive([request("a", PROMPT, 9), request("b", PROMPT, 9)])
+    served.turns(2)
+    served.now_s = 1e9
+    served.finish()
+    assert served.output("b") == expected(PROMPT, 9)
+
+
+@pytest.mark.parametrize("name", ["queue_timeout_s", "running_timeout_s"])
+def test_a_timeout_is_more_than_nothing(name: str) -> None:
+    with pytest.raises(ConfigError, match="--" + name.replace("_", "-") + " is 0.0"):
+        SchedulingConfig(**{name: 0.0})  # type: ignore[arg-type]
