@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import signal
 import sys
 from typing import Any
 
@@ -61,6 +62,7 @@ def _talk(args: argparse.Namespace) -> int:
 def _talk_by_keyboard(conversation: Conversation) -> int:
     with contextlib.suppress(ImportError):  # not on every platform
         import readline  # noqa: F401  (gives `input` the arrow keys)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if a script has put its programs behind it
     while True:
         try:
             line = input(PROMPT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 _CACHE = tempfile.TemporaryDirectory(prefix="jaxsgl-tests-")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
+signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test inherit it, were it ignored
 os.environ["XDG_CACHE_HOME"] = _CACHE.name  # compiled programs are shared by the tests of one run, and by nobody else
 
 ROOT = Path(__file__).parent
