@@ -170,8 +170,8 @@ def test_one_slow_step_among_many_does_not_count_and_old_sizes_are_forgotten() -
 
 
 @given(
-    st.integers(1, 4096), st.just(0.0) | st.floats(1e-9, 1e3), st.sampled_from([0.0, 1e-3]), st.sampled_from([0.0, 1e-6]),
-    st.integers(0, 100_000), st.integers(0, 64),
+    st.integers(1, 4096), st.just(0.0) | st.floats(1e-9, 1e3), st.sampled_from([0.0, 1e-3]),
+    st.sampled_from([0.0, 1e-6]), st.integers(0, 100_000), st.integers(0, 64),
 )  # fmt: skip
 def test_a_chunk_takes_what_is_left_and_not_more(
     num_tokens: int, seconds: float, kv_token_s: float, pair_s: float, start: int, before: int
