@@ -8,7 +8,7 @@ are guard.py's business, streams sse.py's.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -48,8 +48,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._have_head()
         self._await_head()
-        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["jaxsgl.abort"] = self.transport.abort
+        cast(dict[str, Any], self.scope)["jaxsgl.abort"] = self.transport.abort
 
     def on_url(self, url: bytes) -> None:
         """A part of its URL."""

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.http_api.answers import start_all, whole
 from jaxsgl.frontend.http_api.calls import until_gone
-from jaxsgl.frontend.http_api.openai.answers import start_all, whole
 from jaxsgl.frontend.http_api.openai.logprobs import chat_logprobs
 from jaxsgl.frontend.http_api.openai.messages import chat_prompt
 from jaxsgl.frontend.http_api.openai.models import check_model

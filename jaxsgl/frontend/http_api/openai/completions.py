@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.http_api.answers import pieces, start_all, whole
 from jaxsgl.frontend.http_api.calls import until_gone
-from jaxsgl.frontend.http_api.openai.answers import pieces, start_all, whole
 from jaxsgl.frontend.http_api.openai.choices import Choices
 from jaxsgl.frontend.http_api.openai.models import check_model
 from jaxsgl.frontend.http_api.openai.replies import Head, json_response, new_head

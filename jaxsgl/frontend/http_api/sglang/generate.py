@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.http_api.answers import pieces, start_all, whole
 from jaxsgl.frontend.http_api.calls import until_gone
-from jaxsgl.frontend.http_api.openai.answers import pieces, start_all, whole
 from jaxsgl.frontend.http_api.openai.replies import encode, json_response
 from jaxsgl.frontend.http_api.sglang.replies import Choice, Writer
 from jaxsgl.frontend.http_api.sglang.schemas import GenerateBody, SamplingBody

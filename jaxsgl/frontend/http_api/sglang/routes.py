@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.openai.bodies import StrictJson
+from jaxsgl.frontend.http_api.bodies import StrictJson
 from jaxsgl.frontend.http_api.sglang import control, generate
 
 
