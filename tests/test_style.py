@@ -22,7 +22,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert command in (ROOT / ".ci/run").read_text().splitlines()
 
 
-@pytest.mark.parametrize(("package", "most"), [("jaxsgl", 9_500), ("pallas_kernels", 3_500), ("scripts", 6_000)])
+@pytest.mark.parametrize(("package", "most"), [("jaxsgl", 10_000), ("pallas_kernels", 3_500), ("scripts", 8_500)])
 def test_everything_but_the_tests_stays_small(package: str, most: int) -> None:
     files = [path for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name]
     assert sum(map(lines_of_code, files)) < most

@@ -1,0 +1,1 @@
+"""What benchmarks run: shapes of models, and requests. Knows no engine and no clock."""

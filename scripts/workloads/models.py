@@ -1,0 +1,91 @@
+"""Shapes of models by name, and folders of random weights in Hugging Face's layout, which every engine can load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+
+def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, head_dim: int, vocab: int, tied: bool) -> dict[str, Any]:
+    """A config.json of the Qwen3 family, with 8 kv heads."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": head_dim,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "max_position_embeddings": 40_960,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+SHAPES = {
+    "mid": _qwen3(1024, 8, 16, 3072, head_dim=64, vocab=32_000, tied=True),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, head_dim=128, vocab=151_936, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12_288, head_dim=128, vocab=151_936, tied=False),
+}
+
+
+def write_config(shape: str, folder: Path) -> Path:
+    """A folder with the config.json of `shape` alone, for engines that draw random weights; returns `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    return folder
+
+
+def write_checkpoint(shape: str, folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Path:
+    """As `write_config`, with random weights in one model.safetensors; needs twice the model's size of memory."""
+    config = SHAPES[shape]
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, dims in _tensor_shapes(config).items():
+        if len(dims) == 1:
+            values = np.ones(dims, np.float32)
+        else:
+            values = rng.standard_normal(dims, np.float32) / np.float32(dims[1] ** 0.5)
+        tensors[name] = values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    write_config(shape, folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> `[out, in]`, or the length of a norm's scale."""
+    d, f, h = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * h, config["num_key_value_heads"] * h
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], d)}
+    for layer in range(config["num_hidden_layers"]):
+        parts: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (d,),
+            "self_attn.q_proj": (q, d),
+            "self_attn.k_proj": (kv, d),
+            "self_attn.v_proj": (kv, d),
+            "self_attn.q_norm": (h,),
+            "self_attn.k_norm": (h,),
+            "self_attn.o_proj": (d, q),
+            "post_attention_layernorm": (d,),
+            "mlp.gate_proj": (f, d),
+            "mlp.up_proj": (f, d),
+            "mlp.down_proj": (d, f),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": dims for name, dims in parts.items()}
+    shapes["model.norm.weight"] = (d,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], d)
+    return shapes
