@@ -30,6 +30,7 @@ class Lengths:
     most: int
 
     def draw(self, rng: np.random.Generator) -> int:
+        """A length."""
         return int(rng.integers(self.least, self.most, endpoint=True))
 
 
