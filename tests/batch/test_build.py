@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -97,6 +99,17 @@ def test_buckets_double_up_to_the_largest_batch() -> None:
                 assert bucket in everything
                 assert bucket.num_tokens >= tokens
                 assert bucket.num_seqs >= seqs
+
+
+def test_sizes_of_large_decode_batches_grow_in_steps_of_an_eighth() -> None:
+    def sizes(rows: int) -> tuple[int, ...]:
+        return BucketSet.derive(replace(SIZES, num_rows=rows)).decode_sizes
+
+    assert sizes(1) == (1,)
+    assert sizes(32) == (1, 2, 4, 8, 16, 32)
+    assert sizes(100) == (1, 2, 4, 8, 16, 32, 64, 96, 100)
+    assert sizes(256) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+    assert sizes(257) == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 257)
 
 
 @pytest.mark.parametrize(
