@@ -99,11 +99,15 @@ def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
     record_run(scheduler, engine, requests_of(warm_up), overlap)
     scheduler = build_scheduler(config.engine, engine, limited=False)
     recording, replies = record_run(scheduler, engine, requests, overlap, config.profile)
+    done = figures(recording, ModelWork.of(engine), roofline, requests, replies, config.at_running)
+    wanted, got = sum(request.sampling.max_tokens or 0 for request in requests), done["requests"]["output_tokens"]
+    if got != wanted:
+        raise JaxsglError(f"{got} tokens came, but {wanted} were asked for: no figure of this run means anything")
     report = {
         "flags": asdict(config),
         "device": asdict(device),
         "model": msgspec.to_builtins(engine.info),
-        **figures(recording, ModelWork.of(engine), roofline, requests, replies, config.at_running),
+        **done,
     }
     report["recording"] |= seen_late()
     engine.close()
