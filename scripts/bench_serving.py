@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving_bench.answer import Answer
 from serving_bench.backend import Backend, BackendError
 from serving_bench.datasets import DatasetConfig
 from serving_bench.grpc_backend import GrpcBackend
@@ -29,7 +28,7 @@ from serving_bench.http_backends import DIALECTS, HttpBackend
 from serving_bench.http_stream import HttpServer
 from serving_bench.metrics import details, parse_goodput, summary
 from serving_bench.report import failures, table
-from serving_bench.run import Run
+from serving_bench.run import Outcome, Run
 from tqdm import tqdm
 from workloads.prompts import Ask
 
@@ -81,24 +80,24 @@ def main(arguments: list[str] | None = None) -> int:
         if not asks:
             raise ValueError(f"{config.dataset.dataset_path} has no requests")
         allow_many_connections()
-        answers, duration_s = asyncio.run(load(config, asks))
+        outcome = asyncio.run(load(config, asks))
     except (JaxsglError, BackendError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    result = settings(config) | summary(answers, duration_s, goodput)
+    result = settings(config) | summary(outcome, goodput)
     print(table(result))
     if config.output_file:
-        line = result | (details(answers) if config.output_details else {})
+        line = result | (details(outcome.answers) if config.output_details else {})
         with Path(config.output_file).open("a") as file:
             file.write(json.dumps(line) + "\n")
-    failed = failures(answers)
+    failed = failures(outcome.answers)
     if failed:
         print(f"failed:\n{failed}", file=sys.stderr)
     return 1 if failed else 0
 
 
-async def load(config: ServingConfig, asks: list[Ask]) -> tuple[list[Answer], float]:
-    """The warm-up and the run; returns answers and seconds. Raises `BackendError`."""
+async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:
+    """The warm-up and the run. Raises `BackendError`."""
     backend = backend_of(config)
     try:
         served = await backend.describe()
