@@ -33,7 +33,7 @@ from tqdm import tqdm
 from workloads.prompts import Ask
 
 from jaxsgl.config import API_KEY_VARIABLE, add_flags, flag, from_flags
-from jaxsgl.errors import JaxsglError
+from jaxsgl.errors import ConfigError, JaxsglError
 
 GRPC = "jaxsgl-grpc"
 PORTS = {GRPC: 30001}
@@ -68,6 +68,12 @@ class ServingConfig:
     goodput: str = flag("", 'limits in milliseconds, as "ttft:500 tpot:50 e2el:5000": answers a second that keep all')
     output_file: str | None = flag(None, "append the figures as a line of JSON")
     output_details: bool = flag(False, "with lengths, times, texts and errors of each request")
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"--max-concurrency is {self.max_concurrency}, but must be 1 and more")
+        if self.vocab_size is not None and self.vocab_size < 2:
+            raise ConfigError(f"--vocab-size is {self.vocab_size}, but must be 2 and more")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -65,15 +65,17 @@ class Run:
           asks: the requests, at least one, each with its later turns; those that follow a failed turn aren't sent.
           on_end: called with 1 whenever a request has ended.
         """
-        gc.disable()  # it would walk through all that was kept, again and again
         tasks = []
         start_s, start_cpu_s = time.monotonic(), time.process_time()
-        for ask in asks:
-            wait_s = start_s + ask.at_s - asks[0].at_s - time.monotonic()
-            await asyncio.sleep(max(wait_s, 0.0))  # even for none: what is being made must not delay what comes
-            tasks.append(asyncio.create_task(self._converse(ask, on_end)))
-        await asyncio.gather(*tasks)
-        gc.enable()
+        gc.disable()  # it would walk through all that was kept, again and again
+        try:
+            for ask in asks:
+                wait_s = start_s + ask.at_s - asks[0].at_s - time.monotonic()
+                await asyncio.sleep(max(wait_s, 0.0))  # even for none: what is being made must not delay what comes
+                tasks.append(asyncio.create_task(self._converse(ask, on_end)))
+            await asyncio.gather(*tasks)
+        finally:
+            gc.enable()
         end_s = max(answer.end_s for answer in self._answers)
         return Outcome(self._answers, end_s - start_s, time.process_time() - start_cpu_s)
 

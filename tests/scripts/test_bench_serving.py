@@ -183,6 +183,20 @@ def test_without_a_server_the_script_says_so(capsys: pytest.CaptureFixture[str])
     assert "UNAVAILABLE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max-concurrency", "0"), ("--vocab-size", "1"), ("--gsp-num-groups", "0"), ("--request-rate", "0"),
+        ("--random-range-ratio", "1.5"), ("--think-s", "-1"), ("--goodput", "itl:5"), ("--base-url", "127.0.0.1:1"),
+    ],
+    ids=lambda flags: flags[0],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_by_name(flags: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(list(flags)) == 1
+    told = capsys.readouterr().err
+    assert flags[0] in told or "http://HOST:PORT" in told
+
+
 def test_a_trace_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--dataset-name", "mooncake"]) == 1
     assert "--dataset-path" in capsys.readouterr().err
