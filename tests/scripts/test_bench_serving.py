@@ -10,6 +10,7 @@ import bench_serving as script
 import numpy as np
 import pytest
 from server_process import ServerProcess
+from serving_bench import capacity
 from serving_bench.answer import Answer
 from serving_bench.datasets import DatasetConfig
 from serving_bench.metrics import details, parse_goodput, summary
@@ -200,3 +201,11 @@ def test_values_out_of_range_are_refused_by_name(flags: tuple[str, str], capsys:
 def test_a_trace_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--dataset-name", "mooncake"]) == 1
     assert "--dataset-path" in capsys.readouterr().err
+
+
+def test_a_paced_engine_shows_its_pace() -> None:
+    """A token each 20 ms for each of 4 streams, and little work for the generator."""
+    found = capacity.measure("jaxsgl-grpc", streams=4, rate=200.0, tokens=30)
+    assert found["completed"] == 4 and found["total_output_tokens"] == 120
+    assert 5 < found["median_tpot_ms"] < 200 and 0.2 < found["duration"] < 30
+    assert 0 < found["load_cpu"] < 1
