@@ -64,7 +64,8 @@ def rope_tables(positions_T: jax.Array, rope: RopeParams, head_dim: int) -> tupl
     # There XLA would compute them anew in every layer, for every head. It does not look into a branch, and this one is
     # always taken, which XLA can't know.
     zeros = jnp.zeros((len(positions_T), 1, head_dim // 2), jnp.float32)
-    return jax.lax.cond(positions_T[0] >= 0, tables, lambda: (zeros, zeros))
+    cos_and_sin: tuple[jax.Array, jax.Array] = jax.lax.cond(positions_T[0] >= 0, tables, lambda: (zeros, zeros))
+    return cos_and_sin
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -100,4 +100,5 @@ def attend_shared(
         # Empty seats get the softmax of other queries, and tiles beyond the list perhaps of NaN.
         return merge(state, jnp.int32(0), num_seqs, places.reshape(-1), mine, precision, taken.reshape(-1))
 
-    return lax.fori_loop(0, (ends[-1] + batch - 1) // batch, add_tiles, state)
+    done: State = lax.fori_loop(0, (ends[-1] + batch - 1) // batch, add_tiles, state)
+    return done
