@@ -14,7 +14,7 @@ import jax.numpy as jnp
 MAX_PAGE_SIZE = 256
 FLOAT8 = jnp.float8_e4m3fn
 _QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_CACHE_DTYPES = (*_QUERY_DTYPES, FLOAT8)
+_CACHE_DTYPES = (*_QUERY_DTYPES, FLOAT8, jnp.uint16)  # uint16: see `bfloat16_bits`
 
 # One factor for the whole cache array, or `[K]` of them.
 Scale: TypeAlias = float | jax.Array | None
@@ -64,7 +64,8 @@ def check_pages(k_pages: jax.Array, v_pages: jax.Array) -> None:
         raise ValueError(f"page_size is {k_pages.shape[2]} (axis 2 of k_pages); it must be 1..{MAX_PAGE_SIZE}")
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if pages.dtype not in _CACHE_DTYPES:
-            raise ValueError(f"{name} has dtype {pages.dtype}; it must be float32, bfloat16, float16 or float8_e4m3fn")
+            allowed = "float32, bfloat16 (or its bits, uint16), float16 or float8_e4m3fn"
+            raise ValueError(f"{name} has dtype {pages.dtype}; it must be {allowed}")
     if k_pages.dtype != v_pages.dtype:
         raise ValueError(f"k_pages has dtype {k_pages.dtype} and v_pages {v_pages.dtype}; they must have one")
 

@@ -40,7 +40,8 @@ def as_bits(array: jax.Array) -> jax.Array:
 
 
 def from_bits(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The opposite of `as_bits`."""
+    """The opposite of `as_bits`; numbers of pages that are kept as bits (`bfloat16_bits`), too."""
+    dtype = jnp.dtype(jnp.bfloat16) if dtype == jnp.uint16 else dtype
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 

@@ -2,8 +2,8 @@
 
 Accelerators use one format for all. A CPU multiplies 16 bit weights with float32 accumulation (see `layers.product`),
 but does everything else in float32: XLA has no vector code for 16 bit arithmetic there, and so widens and narrows
-around each operation. The KV cache is read more than anything but the weights: it is float16 there, which XLA moves as
-it is, while it widens a whole bfloat16 cache in order to write a row of it.
+around each operation. The KV cache has 16 bits there too: it is read as much as the weights. For bfloat16 those are
+kept as uint16 (`pallas_kernels.bfloat16_bits`), since XLA would widen the whole cache in order to write a row of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxsgl.models.arch import ModelArch
+from pallas_kernels.bfloat16_bits import DTYPE as BITS
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of what a processor can
 
@@ -37,7 +38,7 @@ def resolve_precision(flag: str, arch: ModelArch, platform: str, *, cpu_multipli
     weights = jnp.dtype(flag)
     if platform != "cpu" or weights.itemsize > 2:
         return Precision(weights, weights, weights)
-    return Precision(weights, jnp.dtype(jnp.float32), jnp.dtype(jnp.float16))
+    return Precision(weights, jnp.dtype(jnp.float32), BITS if weights == jnp.bfloat16 else weights)
 
 
 def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -44,6 +44,7 @@ def paged_decode_attention(
     Args:
         q: `[S, N, H]`, the query at position lengths[s] - 1. Query head n reads kv head n // (N // K).
         k_pages, v_pages: the cache `[num_pages, K, page_size, H]`; unused places may hold anything, NaN included.
+            uint16: the bits of bfloat16, for CPUs (`bfloat16_bits`).
         page_table: `[S, P]` int32; entries past a sequence's pages may be any page that exists.
         lengths: `[S]` int32, KV tokens of each sequence, the new one included (already stored), at most
             P * page_size. 0 marks a padding row, whose output is zeros.

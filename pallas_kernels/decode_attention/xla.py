@@ -19,7 +19,7 @@ from jax import lax
 from pallas_kernels import softmax_state, tuning
 from pallas_kernels.decode_attention.xla_shared import attend_shared, find_groups
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.xla_rows import UNSEEN, dot_precision, first_visible, read_tiles, soft_cap, take
+from pallas_kernels.xla_rows import UNSEEN, dot_precision, first_visible, take
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -111,10 +111,8 @@ def _attend(
         page_ids = take(page_table, (seq[:, None], page))
         position = kv_tile[:, None] * tile_tokens + jnp.arange(tile_tokens)
         seen = (position >= first[:, None]) & (position <= last[:, None])  # [B, tokens]
-        k = read_tiles(k_pages, page_ids)
-        # Unseen places may hold NaN, which a weight of zero would not silence.
-        v = jnp.where(seen[:, None, :, None], read_tiles(v_pages, page_ids), 0)
-        scores = soft_cap(jnp.einsum("bkgh,bkth->bkgt", take(q, seq), k, precision=precision), options)
+        k, v = softmax_state.read_tiles(k_pages, v_pages, page_ids, seen)
+        scores = softmax_state.tile_scores(take(q, seq), k, options, precision)
         scores = jnp.where(seen[:, None, None], scores, UNSEEN)
         tiles = softmax_state.tile_softmax(scores, v, precision)
         return softmax_state.merge(state, place[0], batch, place, tiles, precision)

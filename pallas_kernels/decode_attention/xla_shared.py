@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.softmax_state import State, merge, tile_softmax
-from pallas_kernels.xla_rows import read_tiles, soft_cap, take
+from pallas_kernels.softmax_state import State, merge, read_tiles, tile_scores, tile_softmax
+from pallas_kernels.xla_rows import take
 
 SEATS = 4  # sequences that read a tile together
 
@@ -89,8 +89,8 @@ def attend_shared(
         places = jnp.minimum(places, num_seqs - 1)
         taken &= take(groups.group, places) == take(groups.group, first)[:, None]
         rows = take(q, places).swapaxes(1, 2).reshape(batch, num_kv_heads, -1, head_dim)
-        k, v = read_tiles(k_pages, page_ids), read_tiles(v_pages, page_ids)
-        scores = soft_cap(jnp.einsum("bkrh,bkth->bkrt", rows, k, precision=precision), options)
+        k, v = read_tiles(k_pages, v_pages, page_ids, None)  # what a whole group shares is seen by all of it
+        scores = tile_scores(rows, k, options, precision)
 
         def by_seat(x: jax.Array) -> jax.Array:
             x = x.reshape(batch, num_kv_heads, SEATS, num_groups, *x.shape[3:])

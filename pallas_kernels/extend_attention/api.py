@@ -47,7 +47,7 @@ def paged_extend_attention(
         q: `[T, N, H]`; sequence s owns q[query_offsets[s]:query_offsets[s + 1]], its last tokens, so that its i-th
             query stands at position lengths[s] - num_queries + i. Query head n reads kv head n // (N // K).
         k_pages, v_pages: the cache `[num_pages, K, page_size, H]`, the new tokens already stored; unused places may
-            hold anything, NaN included.
+            hold anything, NaN included. uint16: the bits of bfloat16, for CPUs (`bfloat16_bits`).
         page_table: `[S, P]` int32; entries past a sequence's pages may be any page that exists.
         lengths: `[S]` int32, KV tokens of each sequence, the new ones included, at most P * page_size.
         query_offsets: `[S + 1]` int32, ascending from 0. Padding sequences own no query and have length 0; tokens from

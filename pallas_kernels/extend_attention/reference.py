@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import bfloat16_bits
 from pallas_kernels.options import AttentionOptions
 
 
@@ -16,6 +17,8 @@ def extend_attention(
     options: AttentionOptions,
 ) -> jax.Array:
     """See `pallas_kernels.paged_extend_attention`; memory `[T, K, P * page_size, H]`, so for small shapes only."""
+    if k_pages.dtype == bfloat16_bits.DTYPE:
+        k_pages, v_pages = bfloat16_bits.to_numbers(k_pages), bfloat16_bits.to_numbers(v_pages)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_pages.shape[1]
     token = jnp.arange(num_tokens)

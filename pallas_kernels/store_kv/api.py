@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import bfloat16_bits, dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.options import FLOAT8, Scale, check_pages, per_head_scale
 from pallas_kernels.store_kv import mosaic_tpu, reference, triton, xla
@@ -31,8 +31,8 @@ def store_kv(
     """Scatter the K and V of T tokens into the cache; returns the two updated cache arrays.
 
     Args:
-        k_pages, v_pages: the cache `[num_pages, K, page_size, H]`. Donate them to the surrounding jit and they are
-            updated in place.
+        k_pages, v_pages: the cache `[num_pages, K, page_size, H]`; uint16: the bits of bfloat16
+            (`bfloat16_bits`). Donate them to the surrounding jit and they are updated in place.
         k, v: `[T, K, H]`, cast to the cache's dtype; beyond what float8 can hold they become its largest number.
         slots: `[T]` int32, page * page_size + offset, each within the cache. Padding tokens use slots of page 0; only
             there may a slot occur twice.
@@ -67,4 +67,4 @@ def _to_cache_dtype(new: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -
     if dtype == FLOAT8:
         largest = float(jnp.finfo(FLOAT8).max)
         new = jnp.clip(new, -largest, largest)
-    return new.astype(dtype)
+    return bfloat16_bits.to_bits(new) if dtype == bfloat16_bits.DTYPE else new.astype(dtype)

@@ -18,4 +18,5 @@ def store_kv(
 def _store(pages: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     page_size = pages.shape[2]
     where = (slots // page_size, slice(None), slots % page_size)
-    return from_bits(as_bits(pages).at[where].set(as_bits(new), mode="promise_in_bounds"), pages.dtype)
+    stored = as_bits(pages).at[where].set(as_bits(new), mode="promise_in_bounds")
+    return stored if stored.dtype == pages.dtype else from_bits(stored, pages.dtype)

@@ -13,7 +13,7 @@ from jaxsgl.models import Precision, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.models.products import FEW_ROWS, product
 from tests.models.test_arch import read
 
-F32, F16, BF16 = (jnp.dtype(name) for name in ("float32", "float16", "bfloat16"))
+F32, F16, BF16, BITS = (jnp.dtype(name) for name in ("float32", "float16", "bfloat16", "uint16"))
 
 
 def formats(folder: Path, flag: str, platform: str, *, stored: str = "bfloat16", native: bool = True) -> Precision:
@@ -26,14 +26,15 @@ def test_an_accelerator_computes_in_the_checkpoints_format(tmp_path: Path) -> No
 
 
 def test_a_cpu_multiplies_bfloat16_where_it_can_and_keeps_the_rest_in_float32(tmp_path: Path) -> None:
-    assert formats(tmp_path, "auto", "cpu") == (BF16, F32, F16)
+    assert formats(tmp_path, "auto", "cpu") == (BF16, F32, BITS)
     assert formats(tmp_path, "auto", "cpu", native=False) == (F32, F32, F32)
     assert formats(tmp_path, "auto", "cpu", stored="float32") == (F32, F32, F32)
 
 
 def test_a_format_that_is_asked_for_is_taken(tmp_path: Path) -> None:
     assert formats(tmp_path, "float32", "cpu") == (F32, F32, F32)
-    assert formats(tmp_path, "bfloat16", "cpu", native=False) == (BF16, F32, F16)
+    assert formats(tmp_path, "float16", "cpu") == (F16, F32, F16)
+    assert formats(tmp_path, "bfloat16", "cpu", native=False) == (BF16, F32, BITS)
 
 
 @pytest.mark.parametrize(
