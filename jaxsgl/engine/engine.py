@@ -49,8 +49,11 @@ class DeviceHandle:
             array.copy_to_host_async()
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Waits for the step; sampled ids `[num_seqs]`. Raises what the device raised, if the step failed."""
-        return np.asarray(self._tokens)[: self._inputs.num_seqs]
+        """Waits for the step; sampled ids `[num_seqs]`, of several steps `[num_steps, num_seqs]`.
+
+        Raises what the device raised, if the step failed.
+        """
+        return np.asarray(self._tokens)[..., : self._inputs.num_seqs]
 
     def scores(self) -> StepScores:
         """Waits for the step; log-probabilities, as far as the batch asked for some."""
@@ -97,7 +100,9 @@ class Engine:
 
         page_shape = kv_shape(self.arch, config.page_size, dtype)
         self.capacity = plan_capacity(config, self.arch, page_shape, device)
-        self.buckets = BucketSet.derive(self.capacity, config.decode_buckets, config.extend_buckets)
+        self.buckets = BucketSet.derive(
+            self.capacity, config.decode_buckets, config.extend_buckets, config.decode_steps
+        )
         self._kv = allocate(page_shape, self.capacity.num_pages, mesh)
         self._last_tokens = jax.device_put(np.zeros(self.capacity.num_rows + 1, np.int32), replicated(mesh))
         self._edit_tables = edits.allocate(self.capacity.num_rows, self.arch.vocab_size, mesh)
@@ -138,6 +143,8 @@ class Engine:
         forward, *after = self._programs.of(inputs.bucket)
         out = forward(self._params, self._kv, self._last_tokens, inputs.packed)
         self._kv, self._last_tokens = out.kv, out.last_tokens
+        if inputs.bucket.num_steps > 1:
+            return DeviceHandle(inputs, out.tokens)
         if inputs.features is not None:
             return self._submit_featured(after[0], out, inputs, inputs.features)
         tokens = out.tokens
