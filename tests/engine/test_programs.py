@@ -27,6 +27,7 @@ BUCKETS = [
     Bucket("decode", 4, 4, 16, False),
     Bucket("extend", 32, 4, 16, False),
     Bucket("score", 32, 4, 16, False),
+    Bucket("decode", 4, 4, 16, True, num_steps=3),
 ]
 
 
