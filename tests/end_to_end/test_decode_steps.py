@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jaxsgl import LLM
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.request import FinishReason, Request, SamplingParams
-from jaxsgl.wiring import build_scheduler
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve
 
@@ -71,22 +68,3 @@ def test_tokens_are_those_of_single_steps(engine: Engine, overlap: bool, retract
     assert reasons == {FinishReason.STOP, FinishReason.LENGTH}
     assert {len(reply.token_ids) for reply in mailbox.replies} == {1, 2, 3, 4}
     assert engine.recompiles == 0
-
-
-def test_answers_of_the_offline_llm_are_equal_with_stop_strings_and_several_samples() -> None:
-    """On the bundled model, which has a tokenizer."""
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=23),
-        SamplingParams(temperature=0.0, max_tokens=40, stop=("1",)),
-        SamplingParams(temperature=0.8, seed=5, max_tokens=30, n=2),
-    ]
-    llm = LLM(
-        decode_steps=STEPS, max_running_requests=4, chunked_prefill_size=64, extend_buckets=(64,), decode_buckets=(4,)
-    )
-    several = llm.generate(["3 + 4 =", "3 6 9 12", "The fox"], params, progress=False)
-    llm.engine.buckets = replace(llm.engine.buckets, decode_steps=1)
-    llm._scheduler = build_scheduler(llm.config, llm.engine, limited=False)
-    assert several == llm.generate(["3 + 4 =", "3 6 9 12", "The fox"], params, progress=False)
-    assert len(several) == 4
-    assert llm.engine.recompiles == 0
-    llm.close()
