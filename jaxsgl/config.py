@@ -105,6 +105,9 @@ class EngineConfig:
     attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)
     decode_buckets: tuple[int, ...] = flag((), "compiled decode batch sizes, as 1,2,4 (default: derived)")
     extend_buckets: tuple[int, ...] = flag((), "compiled extend sizes in tokens, as 64,512 (default: derived)")
+    auto_buckets: str | None = flag(
+        None, "take both lists from this file, which scripts/bench_buckets.py --json wrote (default: derived)"
+    )
     decode_steps: int = flag(
         1, "tokens that one program decodes for each running request while nobody is admitted and no logits are edited"
     )
@@ -129,6 +132,8 @@ class EngineConfig:
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
             _require(all(size >= 1 for size in sizes), _flag_name(name), sizes, "sizes of 1 and more")
+            if sizes and self.auto_buckets is not None:
+                raise ConfigError(f"{_flag_name(name)} and --auto-buckets both say which sizes to compile: give one")
         for spec in dataclasses.fields(self):
             allowed = spec.metadata.get("choices") or ()
             value = getattr(self, spec.name)

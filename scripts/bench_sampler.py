@@ -22,7 +22,7 @@ from jaxsgl.engine.mesh import make_mesh
 from jaxsgl.engine.step import SAMPLING_FIELDS, featured_step, sample_step
 from jaxsgl.request import SamplingParams
 
-SHAPES = ((32, 1024), (8, 151_936))  # rows, vocabulary
+SHAPES = "32x1024,8x151936"
 CALLS, REPEATS = 5, 7
 
 
@@ -53,10 +53,12 @@ def main() -> None:
     """Measures every shape and prints it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--shapes", default=SHAPES, help=f"rows x vocabulary, with commas between them ({SHAPES})")
     args = parser.parse_args()
+    shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     figures = {
         f"{rows} x {vocab_size}{' featured' if featured else ''}": milliseconds(rows, vocab_size, featured)
-        for rows, vocab_size in SHAPES
+        for rows, vocab_size in shapes
         for featured in (False, True)
     }
     for shape, time_ms in figures.items():

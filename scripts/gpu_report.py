@@ -3,13 +3,18 @@
     python scripts/gpu_report.py --out report            # on a machine with a GPU
     python scripts/gpu_report.py --out report --tune     # block sizes too, with what time is left
     python scripts/gpu_report.py --out report --smoke    # tiny, anywhere: does this script itself work?
+    python scripts/gpu_report.py --out speed --sections offline,sampling,peers    # all of the time for some of it
 
 Sections, each in processes of its own with a time limit, so that a hang or a crash of one kernel costs no other: the
 correctness grid (a process per backend, side by side), the kernel benchmark (a process per backend and one for
-the baselines, one after the other), the engine, and the search for block sizes. Unused time goes to later sections.
+the baselines, one after the other), the engine, its speed on shapes of Qwen3 with random weights (the offline
+benchmark), the sampling program, transformers on the same work, and the search for block sizes. Unused time goes to
+later sections; what needs a package that is missing isn't run, and the summary says so. A call's time is short for all
+of it: several calls with some sections each, into one folder each, tell more.
 The folder holds summary.md (each criterion passed or failed), report.json (all figures), log.txt (all output),
 kernels.png (where matplotlib is) and a table of block sizes (with --tune), rewritten after each section. Leaves with
-status 1 if something was found wrong. Needs only what the kernels need; the engine needs msgspec too.
+status 1 if something was found wrong. Needs only what the kernels need; the engine needs msgspec too, and transformers
+needs torch.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kernel_report.plan import phases
+from kernel_report.plan import PARTS, phases
 from kernel_report.run import Report, describe_machine
 
 
@@ -29,16 +34,28 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the results go")
     parser.add_argument("--budget-s", type=float, default=520, help="seconds for everything (520)")
     parser.add_argument("--tune", action="store_true", help="search for block sizes too")
+    parser.add_argument(
+        "--sections", type=parts, default=PARTS[:-1], help=f"some of {','.join(PARTS)} (default: all but tune)"
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny run that shows that every section works")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kernel-report-") as work:
         report = Report(options.out, Path(work), options.budget_s)
         report.machine = describe_machine()
-        plan = phases(report.machine, Path(work), tune=options.tune, smoke=options.smoke)
+        chosen = (*options.sections, *(("tune",) if options.tune else ()))
+        plan = phases(report.machine, Path(work), parts=chosen, smoke=options.smoke)
         for i, phase in enumerate(plan):
             report.run(phase, weight_left=sum(later.weight for later in plan[i:]))
     return int(report.found_wrong)
+
+
+def parts(text: str) -> tuple[str, ...]:
+    """Names, with commas between them. Raises `ArgumentTypeError` for others than PARTS."""
+    names = tuple(text.split(","))
+    if not set(names) <= set(PARTS):
+        raise argparse.ArgumentTypeError(f"{text!r}: sections are {', '.join(PARTS)}")
+    return names
 
 
 if __name__ == "__main__":

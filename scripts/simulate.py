@@ -27,11 +27,11 @@ from simulation.cost import HARDWARE, Costs, arch_of, data_sheet_costs, read_ste
 from simulation.engine import capacity_on
 from simulation.fit import fit
 from simulation.plot import plot
-from simulation.prompts import Ask
 from simulation.record import record
-from simulation.replay import FORMATS, replayed
 from simulation.run import simulate
-from simulation.traces import TraceConfig, made_up
+from workloads.prompts import Ask
+from workloads.replay import FORMATS, replayed
+from workloads.traces import TraceConfig, made_up
 
 from jaxsgl.config import BUNDLED_MODEL, EngineConfig, add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine

@@ -42,6 +42,13 @@ def test_flags_out_of_range_name_the_value_and_the_limit(argv: list[str], messag
         parse(*argv)
 
 
+@pytest.mark.parametrize("name", ["--decode-buckets", "--extend-buckets"])
+def test_sizes_come_from_a_list_or_from_a_file_but_not_from_both(name: str) -> None:
+    assert parse("--auto-buckets", "b.json").engine.auto_buckets == "b.json"
+    with pytest.raises(ConfigError, match=f"{name} and --auto-buckets both say"):
+        parse("--auto-buckets", "b.json", name, "32")
+
+
 @pytest.mark.parametrize(
     "values",
     [

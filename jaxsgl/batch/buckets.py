@@ -1,8 +1,10 @@
 """The list of compiled shapes, how a batch finds its own, and how much padding that costs.
 
-Derived from the capacity, or given. Few buckets mean a short warm-up, many mean little waste. Derived sizes double, so
-a decode step pays for less than twice its rows, and an extend step beyond the smallest size for less than twice its
-tokens. Knows nothing about requests.
+Derived from the capacity, or given. Few buckets mean a short warm-up, many mean little waste. Derived sizes double;
+those of decode go on in equal steps once such a step is an eighth of all rows and at least 32, since a batch is large
+most of the time, and shrinks by a request at a time when nobody waits. So a decode step pays for less than twice its
+rows, and an extend step beyond the smallest size for less than twice its tokens; the scheduler sheds tails that would
+be padded much (scheduler/chunks.py). Knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from jaxsgl.errors import ConfigError
 
 MIN_EXTEND_TOKENS = 16
 VARIANTS = ((False, False), (True, False), (True, True))  # sampled, featured
+MIN_DECODE_STEP = 32  # rows; smaller sizes double, since every program costs seconds to compile
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
 
 
@@ -47,7 +50,7 @@ class BucketSet:
     ) -> BucketSet:
         """The default list for `capacity`; lists that are given are taken, and must reach the largest batch."""
         rows, tokens = capacity.num_rows, capacity.max_extend_tokens
-        decode_sizes = tuple(sorted(set(decode_sizes))) or doubling(1, rows)
+        decode_sizes = tuple(sorted(set(decode_sizes))) or _default_decode_sizes(rows)
         extend_sizes = tuple(sorted(set(extend_sizes))) or doubling(min(MIN_EXTEND_TOKENS, tokens), tokens)
         if decode_sizes[-1] < rows:
             raise ConfigError(
@@ -93,6 +96,14 @@ class BucketSet:
                 for sampled in (False, True)
             }
         return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
+
+
+def _default_decode_sizes(rows: int) -> tuple[int, ...]:
+    """Doubling up to a step, then in such steps: the least power of two that takes 8 to `rows` at most."""
+    step = MIN_DECODE_STEP
+    while 8 * step < rows:
+        step *= 2
+    return (*doubling(1, min(step, rows)), *range(2 * step, rows, step), *((rows,) if rows > step else ()))
 
 
 def doubling(first: int, last: int) -> tuple[int, ...]:

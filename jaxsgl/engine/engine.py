@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from jaxsgl.batch.auto_buckets import buckets_of
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
@@ -71,6 +72,7 @@ class Engine:
       arch: the model.
       capacity: sizes that the scheduler works with.
       buckets: the shapes that are compiled.
+      programs: what they were compiled to.
       info: what the front end is told.
     """
 
@@ -100,9 +102,7 @@ class Engine:
 
         page_shape = kv_shape(self.arch, config.page_size, dtype)
         self.capacity = plan_capacity(config, self.arch, page_shape, device)
-        self.buckets = BucketSet.derive(
-            self.capacity, config.decode_buckets, config.extend_buckets, config.decode_steps
-        )
+        self.buckets = buckets_of(config, self.capacity)
         self._kv = allocate(page_shape, self.capacity.num_pages, mesh)
         self._last_tokens = jax.device_put(np.zeros(self.capacity.num_rows + 1, np.int32), replicated(mesh))
         self._edit_tables = edits.allocate(self.capacity.num_rows, self.arch.vocab_size, mesh)
@@ -111,7 +111,7 @@ class Engine:
         backend = config.attention_backend
         spec = ProgramSpec(graphdef, params, self._kv, self.capacity.num_rows, self.arch.vocab_size, backend, mesh)
         _check_backend(spec, self.buckets)
-        self._programs = Programs(spec, self.buckets, progress=progress)
+        self.programs = Programs(spec, self.buckets, progress=progress)
         self._compiles = CompileCounter()
         self.info = EngineInfo(
             model_path=str(folder),
@@ -127,7 +127,7 @@ class Engine:
             weight_bytes=sum(array.nbytes for array in self._params),
             warmup_s=time.monotonic() - start_s,
         )
-        logger.info("%d programs compiled, %.1f s of loading and compiling", len(self._programs), self.info.warmup_s)
+        logger.info("%d programs compiled, %.1f s of loading and compiling", len(self.programs), self.info.warmup_s)
 
     @property
     def recompiles(self) -> int:
@@ -140,7 +140,7 @@ class Engine:
         The host array goes to the device as it is, the only transfer of a step without sampling features. Raises
         `JaxsglError` for a bucket that wasn't compiled, and what XLA raises; after that the engine can't go on.
         """
-        forward, *after = self._programs.of(inputs.bucket)
+        forward, *after = self.programs.of(inputs.bucket)
         out = forward(self._params, self._kv, self._last_tokens, inputs.packed)
         self._kv, self._last_tokens = out.kv, out.last_tokens
         if inputs.bucket.num_steps > 1:
@@ -156,7 +156,7 @@ class Engine:
         self, program: jax.stages.Compiled, forwarded: Forwarded, inputs: StepInputs, features: StepFeatures
     ) -> DeviceHandle:
         for setup in features.row_setups:
-            self._edit_tables = self._programs.set_row(self._edit_tables, setup)
+            self._edit_tables = self.programs.set_row(self._edit_tables, setup)
         out = program(forwarded.logits, forwarded.sampling, self._last_tokens, self._edit_tables, features.edit_rows)
         self._last_tokens, self._edit_tables = out.last_tokens, out.tables
         sampled = out.scores if features.logprobs else None

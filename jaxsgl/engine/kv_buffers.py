@@ -81,7 +81,7 @@ def choose_num_pages(
         memory = int(memory * CPU_FRACTION)
     num_pages = memory // shape.page_bytes
     if device.platform == "cpu":
-        num_pages = min(num_pages, 1 + pages_for(useful_tokens, shape.page_size))
+        num_pages = min(_steady(num_pages), 1 + pages_for(useful_tokens, shape.page_size))
     least = 1 + pages_for(MIN_REQUEST_TOKENS, shape.page_size)
     if num_pages < least:
         raise ConfigError(
@@ -89,6 +89,13 @@ def choose_num_pages(
             "MiB are the least: raise --mem-fraction-static, or use a smaller model or --page-size"
         )
     return num_pages
+
+
+def _steady(num_pages: int) -> int:
+    """The next 2^k or 3 x 2^k below: free memory differs a little at each start, but programs are compiled for one
+    number of pages, so another number would not find them in the compilation cache."""
+    grain = 1 << max(num_pages.bit_length() - 2, 0)
+    return num_pages // grain * grain
 
 
 def _asked_pages(shape: KvShape, max_total_tokens: int, memory: int) -> int:

@@ -5,9 +5,9 @@ Called by `engine`. Knows what the programs' arguments look like, not what is in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxsgl.engine.step import (
     make_forward,
     sample_step,
 )
-from jaxsgl.engine.warmup import compile_all
+from jaxsgl.engine.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
 
 
@@ -59,6 +59,14 @@ class ProgramSpec:
     vocab_size: int
     attention_backend: str
     mesh: Mesh
+
+    def trace(self, key: ProgramKey) -> jax.stages.Traced:
+        """The program of `key`, traced."""
+        if isinstance(key.shape, Bucket):
+            return self.trace_forward(key.shape)
+        if key == SET_ROW:
+            return self.trace_set_row()
+        return self.trace_featured(key.shape) if key.kind == "featured" else self.trace_sampling(key.shape)
 
     def trace_forward(self, bucket: Bucket) -> jax.stages.Traced:
         """The forward program of `bucket`, traced."""
@@ -122,19 +130,32 @@ def keys_of(bucket: Bucket) -> list[ProgramKey]:
     return keys
 
 
+def all_keys(buckets: BucketSet) -> list[ProgramKey]:
+    """Every program that warm-up compiles, in its order."""
+    return list(dict.fromkeys([*(key for bucket in buckets.all() for key in keys_of(bucket)), SET_ROW]))
+
+
 class Programs:
-    """The programs of all buckets, and the one that writes a row of the edit tables."""
+    """The programs of all buckets, and the one that writes a row of the edit tables.
+
+    Attributes:
+      spec: what they were made from.
+      compilations: by key, with what each took.
+    """
 
     def __init__(self, spec: ProgramSpec, buckets: BucketSet, *, progress: bool) -> None:
         """Compiles everything."""
-        keys = dict.fromkeys([*(key for bucket in buckets.all() for key in keys_of(bucket)), SET_ROW])
-        self._compiled = compile_all({key: _lowering(spec, key) for key in keys}, progress=progress)
-        self.set_row = self._compiled[SET_ROW]
+        self.spec = spec
+        lowerings = {key: _lowering(spec, key) for key in all_keys(buckets)}
+        self.compilations: Mapping[ProgramKey, Compilation] = compile_all(lowerings, progress=progress)
+        self.set_row = self.compilations[SET_ROW].compiled
         # One look-up per step instead of building keys.
-        self._of_bucket = {bucket: tuple(self._compiled[key] for key in keys_of(bucket)) for bucket in buckets.all()}
+        self._of_bucket = {
+            bucket: tuple(self.compilations[key].compiled for key in keys_of(bucket)) for bucket in buckets.all()
+        }
 
     def __len__(self) -> int:
-        return len(self._compiled)
+        return len(self.compilations)
 
     def of(self, bucket: Bucket) -> tuple[jax.stages.Compiled, ...]:
         """The forward program of `bucket`, and its sampling or featured program if it is sampled."""
@@ -147,13 +168,5 @@ class Programs:
             ) from None
 
 
-def _lowering(spec: ProgramSpec, key: ProgramKey) -> Callable[[], Any]:
-    return lambda: _trace(spec, key).lower()
-
-
-def _trace(spec: ProgramSpec, key: ProgramKey) -> jax.stages.Traced:
-    if isinstance(key.shape, Bucket):
-        return spec.trace_forward(key.shape)
-    if key == SET_ROW:
-        return spec.trace_set_row()
-    return spec.trace_featured(key.shape) if key.kind == "featured" else spec.trace_sampling(key.shape)
+def _lowering(spec: ProgramSpec, key: ProgramKey) -> Callable[[], jax.stages.Lowered]:
+    return lambda: spec.trace(key).lower()

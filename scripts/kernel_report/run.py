@@ -25,7 +25,8 @@ _DESCRIBE = """
 import json, jax, importlib.metadata as m
 from pallas_kernels.target import target_device
 d = target_device()
-names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "torch", "triton", "flax", "transformers")
+names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "torch", "triton", "flax",
+         "transformers", "msgspec")
 def version(name):
     try: return m.version(name)
     except m.PackageNotFoundError: return None
@@ -55,6 +56,7 @@ class Report:
         self._out, self._work = out, work
         self._deadline = time.monotonic() + budget_s
         self._results: dict[str, Any] = {"sections": [], "check": [], "bench": [], "rooflines": [], "engine": {}}
+        self._results["offline"] = {}
         self._log = out / "log.txt"
         self._log.write_text("")
 
@@ -63,11 +65,23 @@ class Report:
         left_s = self._deadline - time.monotonic()
         limit_s = max(1.0, left_s * phase.weight / weight_left)
         begin = time.monotonic()
-        running = [(section, self._start(section, limit_s, len(phase.sections))) for section in phase.sections]
+        here = [section for section in phase.sections if not self._pass_over(section)]
+        running = [(section, self._start(section, limit_s, len(here))) for section in here]
         for section, process in running:
             timed_out = _wait(process, begin + limit_s)
             self._take_in(section, process.returncode, time.monotonic() - begin, timed_out)
         self._write()
+
+    def _pass_over(self, section: Section) -> bool:
+        """Whether a package is missing; says so."""
+        packages = self.machine.get("packages")
+        missing = [name for name in section.needs if packages is not None and packages.get(name) is None]
+        if missing:
+            note = f"not run: no {' and no '.join(missing)} here"
+            print(f"{section.name}: {note}", flush=True)
+            told = {"name": section.name, "status": 0, "seconds": 0.0, "timed_out": False, "note": note}
+            self._results["sections"].append(told)
+        return bool(missing)
 
     def _start(self, section: Section, limit_s: float, num_beside: int) -> subprocess.Popen[bytes]:
         budget_s = str(max(1, round(limit_s - _GRACE_S)))
@@ -102,6 +116,8 @@ class Report:
                 self._results["rooflines"].append(result["roofline"])
             case "tune":
                 (self._out / "table.json").write_text(section.result.read_text())
+            case "offline":
+                self._results["offline"][section.name.removeprefix("offline ")] = result
             case kind:
                 self._results[kind] = result
 

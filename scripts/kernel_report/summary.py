@@ -7,6 +7,8 @@ from typing import Any
 
 from kernel_bench.criteria import Verdict, fastest, judge, judge_checks
 
+from kernel_report.engine_criteria import judge_engine, offline_lines
+
 _WORDS = {True: "pass", False: "**FAIL**", None: "not measured"}
 
 
@@ -28,14 +30,17 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str
         f"matrix product {roofline['flops_per_s'] / 1e12:.1f} TFLOP/s.",
         "",
         "## Criteria",
-        *map(_line, [*checks, *speed]),
+        *map(_line, [*checks, *speed, *judge_engine(results)]),
         "",
         "## Engine: tokens equal to XLA's",
         *(f"- {backend}: {_engine(told)}" for backend, told in results["engine"].items()),
         "",
+        "## Offline benchmark",
+        *offline_lines(results),
+        "",
         "## Sections",
         *(
-            f"- {section['name']}: status {section['status']}, {section['seconds']} s"
+            f"- {section['name']}: {section.get('note') or _status(section)}"
             f"{', ended by its time limit' if section['timed_out'] else ''}"
             f"{', left out: ' + ', '.join(section['left_out']) if section.get('left_out') else ''}"
             for section in results["sections"]
@@ -59,6 +64,10 @@ def best_roofline(rooflines: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _line(verdict: Verdict) -> str:
     return f"- {_WORDS[verdict.passed]}: {verdict.what}: {verdict.detail}"
+
+
+def _status(section: Mapping[str, Any]) -> str:
+    return f"status {section['status']}, {section['seconds']} s"
 
 
 def _engine(told: Mapping[str, Any]) -> str:

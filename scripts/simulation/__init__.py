@@ -1,1 +1,1 @@
-"""The parts of scripts/simulate.py: traces, clients and a device on a simulated clock, figures."""
+"""The parts of scripts/simulate.py: clients and a device on a simulated clock, figures."""

@@ -11,11 +11,12 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Iterable
 
+from workloads.prompts import Ask, prompt_ids
+
 from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import Request, SamplingParams
 from simulation.engine import Clock
 from simulation.figures import Figures, Sent
-from simulation.prompts import Ask, prompt_ids
 
 MAX_IDLE_CALLS = 1000  # of the loop, in which no time passes and no message comes
 

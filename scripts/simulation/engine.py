@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from workloads.prompts import OUTPUT_TOKEN
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import Work
@@ -24,7 +25,6 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
 from jaxsgl.models import ModelArch, resolve_dtype
 from simulation.cost import Costs, Hardware, equal_pairs, weight_bytes
-from simulation.prompts import OUTPUT_TOKEN
 
 JAX_SHARE = 0.75  # of a GPU's memory that JAX takes if nothing else is said
 _NOTHING = np.empty(0, dtype=np.int32)

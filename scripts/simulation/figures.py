@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from workloads.prompts import Ask
 
 from jaxsgl.messages import Load
 from simulation.engine import SimulatedEngine
-from simulation.prompts import Ask
 
 PERCENTILES = (50, 90, 95, 99)
 SERIES_S = 1.0

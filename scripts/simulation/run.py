@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from workloads.prompts import Ask
+
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config import EngineConfig
@@ -16,7 +18,6 @@ from simulation.clients import Clients
 from simulation.cost import Costs
 from simulation.engine import Clock, SimulatedEngine, SizesBuilder
 from simulation.figures import Figures
-from simulation.prompts import Ask
 
 
 def simulate(

@@ -1,1 +1,1 @@
-"""What benchmarks run: shapes of models, and requests. Knows no engine and no clock."""
+"""What benchmarks run: shapes of models; requests, all there at the start or coming by a trace. Knows no engine."""

@@ -119,6 +119,17 @@ def test_programs_of_several_steps_exist_only_where_asked_for_and_never_with_fea
     assert {(b.num_steps, b.featured) for b in more} == {(4, False)}
 
 
+def test_sizes_of_large_decode_batches_grow_in_steps_of_an_eighth() -> None:
+    def sizes(rows: int) -> tuple[int, ...]:
+        return BucketSet.derive(replace(SIZES, num_rows=rows)).decode_sizes
+
+    assert sizes(1) == (1,)
+    assert sizes(32) == (1, 2, 4, 8, 16, 32)
+    assert sizes(100) == (1, 2, 4, 8, 16, 32, 64, 96, 100)
+    assert sizes(256) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+    assert sizes(257) == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 257)
+
+
 @pytest.mark.parametrize(
     ("lists", "message"),
     [({"decode_sizes": (1, 5)}, "--decode-buckets end at 5"), ({"extend_sizes": (8,)}, "--extend-buckets end at 8")],

@@ -171,7 +171,7 @@ def test_a_step_transfers_one_array_to_the_device_and_with_features_two(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], transfers: list[int]
 ) -> None:
     seen = []
-    real = engine._programs.of
+    real = engine.programs.of
 
     def recorded(bucket):  # type: ignore[no-untyped-def]
         def record(program):  # type: ignore[no-untyped-def]
@@ -183,7 +183,7 @@ def test_a_step_transfers_one_array_to_the_device_and_with_features_two(
 
         return tuple(record(program) for program in real(bucket))
 
-    monkeypatch.setattr(engine._programs, "of", recorded)
+    monkeypatch.setattr(engine.programs, "of", recorded)
     driver = Driver(engine)
     driver.sampling.set(0, SamplingParams(**params), 0)
     driver.run(driver.extend((0, [1, 2], 0)))

@@ -48,6 +48,15 @@ def test_a_pool_on_cpu_is_no_larger_than_all_rows_can_fill() -> None:
     assert 2 <= bounded <= free_host_bytes() // 2 // PAGE.page_bytes
 
 
+def test_a_pool_on_cpu_is_the_same_at_the_next_start_though_free_memory_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else no program would be found in the compilation cache."""
+    sizes = set()
+    for free_gib in (19.9, 20, 20.7, 22.3):
+        monkeypatch.setattr("jaxsgl.engine.kv_buffers.free_bytes", lambda *_, free=free_gib: int(free * GIB))
+        sizes.add(num_pages(jax.devices("cpu")[0]))
+    assert sizes == {4 * GIB // PAGE.page_bytes}
+
+
 def test_tokens_asked_for_are_rounded_up_to_pages_besides_the_dummy_page() -> None:
     device = Accelerator(limit=GIB, used=0)
     assert num_pages(device, max_total_tokens=160) == 11

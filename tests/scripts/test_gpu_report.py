@@ -1,5 +1,6 @@
 """One call runs every section, and what happens to one section costs no other."""
 
+import dataclasses
 import functools
 import json
 import sys
@@ -7,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from kernel_report.plan import BUDGET, Phase, Section, phases
+from kernel_report.engine_criteria import judge_engine
+from kernel_report.plan import BUDGET, PARTS, Phase, Section, phases
 from kernel_report.run import Report
 
 from tests.scripts.running import run_script
@@ -74,9 +76,9 @@ def test_unused_time_goes_to_later_phases(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_every_command_of_the_plan_is_one_that_its_script_takes(platform: str, tmp_path: Path) -> None:
-    plan = phases({"platform": platform}, tmp_path, tune=True, smoke=False)
+    plan = phases({"platform": platform}, tmp_path, parts=PARTS, smoke=False)
     sections = [section for phase in plan for section in phase.sections]
-    assert {section.kind for section in sections} >= {"check", "bench", "engine", "tune"}
+    assert {section.kind for section in sections} == {"check", "bench", *PARTS} - {"kernels"}
     for script in {section.command[1] for section in sections}:
         usage = usage_of(Path(script).name)
         for section in sections:
@@ -84,12 +86,50 @@ def test_every_command_of_the_plan_is_one_that_its_script_takes(platform: str, t
                 assert all(flag in usage for flag in section.command if flag.startswith("--"))
 
 
+def test_only_chosen_sections_are_planned(tmp_path: Path) -> None:
+    plan = phases({"platform": "gpu"}, tmp_path, parts=("offline", "sampling"), smoke=False)
+    names = [section.name for phase in plan for section in phase.sections]
+    assert names == ["offline qwen3-0.6b", "offline qwen3-8b", "sampling"]
+
+
+def test_a_section_whose_package_is_missing_is_passed_over_and_says_so(tmp_path: Path) -> None:
+    section = dataclasses.replace(python(tmp_path, "peers", write(PASSED)), needs=("torch", "transformers"))
+    report = Report(tmp_path, tmp_path, 60)
+    report.machine["packages"] = {"torch": "2", "transformers": None}
+    report.run(Phase((section,), weight=1), weight_left=1)
+    assert not report.found_wrong and not section.result.exists()
+    assert "peers: not run: no transformers here" in (tmp_path / "summary.md").read_text()
+
+
+def offline(fraction: float, idle: float, step_ms: float) -> dict:
+    return {
+        "roofline": {"fraction": fraction, "fraction_of_busy": fraction},
+        "time_split": {"idle": idle, "host_exposed": idle},
+        "step_ms": {"decode T=256 S=256 P=128 greedy": {"median": step_ms}, "decode T=8 S=8 P=128 greedy": {}},
+    }
+
+
+def test_the_engine_passes_what_it_reaches_and_fails_what_it_misses() -> None:
+    peers = {"contenders": {f"transformers-{n}": {"ratio_of_best_jaxsgl": {"median": n}} for n in (4.0, 2.5)}}
+    results = {
+        "offline": {"qwen3-0.6b": offline(0.59, 0.04, 1.0), "qwen3-8b": offline(0.61, 0.06, 9.0)},
+        "sampling": {"ms": {"256 x 151936": 0.2}},
+        "peers": peers,
+    }
+    passed = [verdict.passed for verdict in judge_engine(results)]
+    assert passed == [False, True, False, True, False, True, False]
+    assert {verdict.passed for verdict in judge_engine({"offline": {}})} == {None}
+
+
 def test_a_smoke_run_does_all_of_it(tmp_path: Path) -> None:
     run_script("gpu_report.py", "--smoke", "--tune", "--out", tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     assert all(section["status"] == 0 for section in report["sections"]), report["sections"]
     names = [section["name"] for section in report["sections"]]
-    assert names == ["check xla", "check triton", "bench xla", "bench baselines", "engine", "tune"]
+    kernels = ["check xla", "check triton", "bench xla", "bench baselines"]
+    assert names == [*kernels, "engine", "offline bundled", "sampling", "peers", "tune"]
+    assert report["offline"]["bundled"]["output_tokens_per_s"] > 0 and report["sampling"]["ms"]["4 x 1024"] > 0
+    assert report["peers"]["contenders"]["transformers-static8-float32"]["ratio_of_best_jaxsgl"]["median"] > 0
     assert {check["backend"] for check in report["check"]} == {"xla", "triton"}
     assert all(check["verdict"] == "passed" for check in report["check"])
     assert {row["is_ours"] for row in report["bench"]} == {True, False}
@@ -97,5 +137,6 @@ def test_a_smoke_run_does_all_of_it(tmp_path: Path) -> None:
     assert report["machine"]["platform"] == "cpu" and report["machine"]["packages"]["jax"]
     summary = (tmp_path / "summary.md").read_text()
     assert "pass: correct on this device: triton" in summary and "not measured: decode 64 x 4096" in summary
+    assert "- bundled: " in summary and "not measured: offline, qwen3-8b" in summary
     assert json.loads((tmp_path / "table.json").read_text())["devices"] == ["cpu"]
     assert len(list(tmp_path.iterdir())) <= 8

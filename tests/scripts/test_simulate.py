@@ -10,9 +10,9 @@ import simulate as script
 from simulation.cost import HARDWARE, MODELS, StepCost, data_sheet_costs
 from simulation.engine import SizesBuilder
 from simulation.figures import Distribution
-from simulation.prompts import OUTPUT, OUTPUT_TOKEN, Ask, prompt_ids
 from simulation.run import simulate
-from simulation.traces import DEFAULTS, TraceConfig, made_up
+from workloads.prompts import OUTPUT, OUTPUT_TOKEN, Ask, prompt_ids
+from workloads.traces import DEFAULTS, TraceConfig, made_up
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import BatchBuilder, Work

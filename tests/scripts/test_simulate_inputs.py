@@ -8,9 +8,9 @@ import pytest
 from simulation.cost import HARDWARE, MODELS, StepCost, data_sheet_costs, equal_pairs, num_params, weight_bytes
 from simulation.engine import Clock, SimulatedHandle
 from simulation.fit import fit
-from simulation.prompts import prompt_ids
 from simulation.record import record
-from simulation.replay import replayed
+from workloads.prompts import prompt_ids
+from workloads.replay import replayed
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity

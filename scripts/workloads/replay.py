@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from simulation.prompts import Ask
-from simulation.traces import UNIQUE
+from workloads.prompts import Ask
+from workloads.traces import UNIQUE
 
 FORMATS = {"mooncake": (512, 1e-3), "bailian": (16, 1.0)}  # tokens of a block, seconds of a timestamp's unit
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxsgl.config import flag
 from jaxsgl.errors import ConfigError
-from simulation.prompts import OUTPUT, Ask
+from workloads.prompts import OUTPUT, Ask
 
 UNIQUE = 1 << 62  # seeds from here on belong to one request; those below are shared
 
@@ -52,10 +52,12 @@ class TraceConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}, but must be 1 and more")
-        for name in ("request_rate", "slowdown", "burst_every_s", "think_s"):
+        for name in ("request_rate", "slowdown", "burst_every_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}, but must be more than 0")
+        if self.think_s < 0:
+            raise ConfigError(f"--think-s is {self.think_s}, but must be 0 and more")
 
 
 DEFAULTS: dict[str, dict[str, float]] = {  # the first two as SGLang's bench_serving has them

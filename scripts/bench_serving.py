@@ -1,0 +1,153 @@
+"""What a running server does under load: SGLang's bench_serving for any OpenAI endpoint, SGLang, and jaxsgl's gRPC.
+
+    python -m jaxsgl.serve --model MODEL
+    python scripts/bench_serving.py --backend jaxsgl-grpc --num-prompts 200 --random-input-len 256 --max-concurrency 32
+    python scripts/bench_serving.py --backend openai --base-url http://127.0.0.1:8000 --request-rate 4
+    python scripts/bench_serving.py --backend sglang --dataset-name generated-shared-prefix --flush-cache
+
+Datasets, defaults and figures are those of SGLang: 1000 prompts of random ids, all at once, temperature 0, EOS ignored.
+Exit status 1 if a request failed. docs/benchmarking.md has the definitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from serving_bench.answer import Answer
+from serving_bench.backend import Backend, BackendError
+from serving_bench.datasets import DatasetConfig
+from serving_bench.grpc_backend import GrpcBackend
+from serving_bench.http_backends import DIALECTS, HttpBackend
+from serving_bench.http_stream import HttpServer
+from serving_bench.metrics import details, parse_goodput, summary
+from serving_bench.report import failures, table
+from serving_bench.run import Run
+from tqdm import tqdm
+from workloads.prompts import Ask
+
+from jaxsgl.config import API_KEY_VARIABLE, add_flags, flag, from_flags
+from jaxsgl.errors import JaxsglError
+
+GRPC = "jaxsgl-grpc"
+PORTS = {GRPC: 30001}
+HTTP_PORT = 30000
+VOCAB_SIZE = 10_000  # where the server doesn't tell: every larger model has so many
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """One run."""
+
+    backend: str = flag(
+        "openai",
+        "openai: /v1/completions; openai-chat: /v1/chat/completions; sglang: /generate; jaxsgl-grpc: jaxsgl's Generate",
+        choices=(*DIALECTS, GRPC),
+    )
+    host: str = flag("127.0.0.1", "of the server")
+    port: int | None = flag(None, f"of the server (default: {HTTP_PORT}; jaxsgl-grpc: {PORTS[GRPC]})")
+    base_url: str | None = flag(None, "http://HOST:PORT, instead of --host and --port; jaxsgl-grpc: HOST:PORT")
+    model: str | None = flag(None, "its name for the server (default: the first that /v1/models lists)")
+    api_key: str | None = flag(
+        None, f"sent as a bearer token (default: {API_KEY_VARIABLE} or OPENAI_API_KEY of the environment)", secret=True
+    )
+    vocab_size: int | None = flag(
+        None, f"ids of prompts are below this (default: what the server says, else {VOCAB_SIZE})"
+    )
+    dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    max_concurrency: int | None = flag(None, "requests that are open at once (default: no bound)")
+    disable_ignore_eos: bool = flag(False, "let EOS tokens end answers")
+    warmup_requests: int = flag(1, "requests that are sent before, and don't count")
+    flush_cache: bool = flag(False, "empty the server's prefix cache before")
+    goodput: str = flag("", 'limits in milliseconds, as "ttft:500 tpot:50 e2el:5000": answers a second that keep all')
+    output_file: str | None = flag(None, "append the figures as a line of JSON")
+    output_details: bool = flag(False, "with lengths, times, texts and errors of each request")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs, prints, writes; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, ServingConfig)
+    try:
+        config = from_flags(ServingConfig, parser.parse_args(arguments))
+        goodput, asks = parse_goodput(config.goodput), config.dataset.asks()
+        if not asks:
+            raise ValueError(f"{config.dataset.dataset_path} has no requests")
+        allow_many_connections()
+        answers, duration_s = asyncio.run(load(config, asks))
+    except (JaxsglError, BackendError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    result = settings(config) | summary(answers, duration_s, goodput)
+    print(table(result))
+    if config.output_file:
+        line = result | (details(answers) if config.output_details else {})
+        with Path(config.output_file).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    failed = failures(answers)
+    if failed:
+        print(f"failed:\n{failed}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+async def load(config: ServingConfig, asks: list[Ask]) -> tuple[list[Answer], float]:
+    """The warm-up and the run; returns answers and seconds. Raises `BackendError`."""
+    backend = backend_of(config)
+    try:
+        served = await backend.describe()
+        vocab_size = config.vocab_size or served.vocab_size or VOCAB_SIZE
+        run = Run(backend, vocab_size, config.dataset.seed, config.max_concurrency)
+        await run.warm_up(asks[0], config.warmup_requests)
+        if config.flush_cache:
+            await backend.flush_cache()
+        with tqdm(total=sum(map(num_turns, asks)), disable=None, unit="request") as progress:
+            return await run.send(asks, progress.update)
+    finally:
+        await backend.close()
+
+
+def backend_of(config: ServingConfig) -> Backend:
+    """Raises `ValueError` for an address that is none."""
+    key = config.api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
+    address = f"{config.host}:{config.port or PORTS.get(config.backend, HTTP_PORT)}"
+    if config.backend == GRPC:
+        return GrpcBackend(config.base_url or address, key, not config.disable_ignore_eos)
+    server = HttpServer(config.base_url or f"http://{address}", key)
+    return HttpBackend(server, DIALECTS[config.backend], config.model, not config.disable_ignore_eos)
+
+
+def settings(config: ServingConfig) -> dict[str, Any]:
+    """What ran, under SGLang's names."""
+    dataset = config.dataset
+    return {
+        "backend": config.backend,
+        "dataset_name": dataset.dataset_name,
+        "request_rate": "trace" if dataset.replays else dataset.request_rate,
+        "max_concurrency": config.max_concurrency,
+        "random_input_len": dataset.random_input_len,
+        "random_output_len": dataset.random_output_len,
+        "random_range_ratio": dataset.random_range_ratio,
+        "seed": dataset.seed,
+    }
+
+
+def num_turns(ask: Ask) -> int:
+    """Of a conversation; 1 for a request alone."""
+    return 1 if ask.then is None else 1 + num_turns(ask.then)
+
+
+def allow_many_connections() -> None:
+    """Each request has a connection, and a process often may open but 1,024 files until it asks for more."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Stamps of a run of the serving loop, taken by standing between the loop and its engine.
+
+`RecordingEngine` is a `StepEngine`: it hands everything on, and stamps when the loop submits and when it waits. The
+mailbox (`mailbox.py`) says where turns begin and messages are sent. A step may be ready while the loop computes: a
+thread waits for those, and stamps when it saw so; the loop's own reading counts if it comes first. The thread is told
+of a step when the loop is about to wait for the one before, since waking it costs the loop up to 100 us otherwise.
+What recording takes between stamps is stamped too, so that no figure holds it. Knows no figures.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.batch.engine_api import StepEngine, StepHandle, StepScores
+from jaxsgl.batch.inputs import Bucket, StepInputs, layout
+
+StepKind: TypeAlias = Literal["decode", "extend", "mixed", "score"]
+SWITCH_S = 20e-6  # how long the loop's thread keeps the interpreter while the watching thread has a stamp to make
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One step; times in seconds of `time.perf_counter`.
+
+    Attributes:
+      kind: "mixed" is an extend step in which sequences decode.
+      bucket, num_seqs, num_tokens: see `StepInputs`.
+      lengths: `[num_seqs]` KV tokens of each sequence, this step's included.
+      new: `[num_seqs]` tokens of each sequence in this step.
+      submitted_s: when `submit` had returned.
+      read_from_s, read_s: when the loop began to wait for the tokens, and when it had them.
+      seen_s: when the watching thread saw that it was ready.
+    """
+
+    kind: StepKind
+    bucket: Bucket
+    num_seqs: int
+    num_tokens: int
+    lengths: npt.NDArray[np.int32]
+    new: npt.NDArray[np.int32]
+    submitted_s: float
+    read_from_s: float = 0.0
+    read_s: float = 0.0
+    seen_s: float = float("inf")
+
+    @property
+    def ready_s(self) -> float:
+        """When it was ready, as far as anybody saw."""
+        return min(self.seen_s, self.read_s)
+
+    @property
+    def waited_s(self) -> float:
+        """How long the loop waited for it; 0 if it was ready before."""
+        return self.read_s - self.read_from_s if self.ready_s > self.read_from_s else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """One turn of the loop: receive, launch, submit, collect, send. Stamps of what it left out are None.
+
+    Attributes:
+      begin_s, end_s: what recording takes between turns lies between them.
+      begin_cpu_s, end_cpu_s: CPU seconds of the thread.
+      received_s, submit_s, submitted_s, send_s, sent_s: in this order.
+      recording_s: what recording took from `submitted_s` to `send_s`.
+      submitted, read: the step that was launched, and those whose tokens were read.
+    """
+
+    begin_s: float
+    begin_cpu_s: float
+    end_s: float = 0.0
+    end_cpu_s: float = 0.0
+    received_s: float = 0.0
+    submit_s: float | None = None
+    submitted_s: float | None = None
+    recording_s: float = 0.0
+    send_s: float = 0.0
+    sent_s: float = 0.0
+    submitted: Step | None = None
+    read: list[Step] = field(default_factory=list)
+
+
+class Recording:
+    """Everything that was stamped, in order. One run of the loop, one thread; `close` ends the watching one."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.turns: list[Turn] = []
+        self.watching_cpu_s = 0.0  # CPU of the watching thread
+        self._unwatched: list[tuple[Step, StepHandle]] = []
+        self._to_watch: queue.SimpleQueue[tuple[Step, StepHandle] | None] = queue.SimpleQueue()
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        self._watching = threading.Thread(target=self._watch, name="watch-steps")
+        self._watching.start()
+
+    def turn_begins(self) -> None:
+        """The loop asks for messages: the turn before has ended."""
+        now_s, cpu_s = time.perf_counter(), time.thread_time()
+        self._watch_but(None)
+        if self.turns:
+            self.turns[-1].end_s, self.turns[-1].end_cpu_s = now_s, cpu_s
+        self.turns.append(Turn(0.0, 0.0))
+        self.turns[-1].begin_cpu_s, self.turns[-1].begin_s = time.thread_time(), time.perf_counter()
+
+    def submitted(self, inputs: StepInputs, handle: StepHandle, begin_s: float, end_s: float) -> Step:
+        """A step was launched from `begin_s` to `end_s`."""
+        lengths, offsets = _field(inputs, "lengths"), _field(inputs, "query_offsets")
+        step = Step(_kind(inputs), inputs.bucket, inputs.num_seqs, inputs.num_tokens, lengths, offsets, end_s)
+        step.new = np.ones_like(lengths) if step.kind == "decode" else np.diff(offsets)
+        self.steps.append(step)
+        self._unwatched.append((step, handle))
+        turn = self.turns[-1]
+        turn.submitted, turn.submit_s, turn.submitted_s = step, begin_s, end_s
+        turn.recording_s += time.perf_counter() - end_s
+        return step
+
+    def reading(self, step: Step) -> None:
+        """The loop is about to wait for `step`."""
+        begin_s = time.perf_counter()
+        self._watch_but(step)
+        step.read_from_s = time.perf_counter()
+        self.turns[-1].recording_s += step.read_from_s - begin_s
+
+    def read(self, step: Step) -> None:
+        """The loop has the tokens of `step`."""
+        step.read_s = time.perf_counter()
+        self.turns[-1].read.append(step)
+
+    def close(self) -> None:
+        """Waits for the watching thread; drops the turn that only asked for the end, and any that did nothing."""
+        self._to_watch.put(None)
+        self._watching.join()
+        sys.setswitchinterval(self._switch_s)
+        self.turns = [turn for turn in self.turns if turn.end_s and (turn.submitted or turn.read)]
+
+    def _watch_but(self, read: Step | None) -> None:
+        """The other thread waits for all steps but the one that the loop itself waits for."""
+        for step, handle in self._unwatched:
+            if step is not read:
+                self._to_watch.put((step, handle))
+        self._unwatched.clear()
+
+    def _watch(self) -> None:
+        while (watched := self._to_watch.get()) is not None:
+            step, handle = watched
+            handle.tokens()
+            step.seen_s = time.perf_counter()
+        self.watching_cpu_s = time.thread_time()
+
+
+class RecordedHandle:
+    """A step whose reading is stamped."""
+
+    def __init__(self, handle: StepHandle, step: Step, recording: Recording) -> None:
+        self._handle, self._step, self._recording = handle, step, recording
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """See `StepHandle`."""
+        self._recording.reading(self._step)
+        tokens = self._handle.tokens()
+        self._recording.read(self._step)
+        return tokens
+
+    def scores(self) -> StepScores:
+        """See `StepHandle`."""
+        return self._handle.scores()
+
+
+class RecordingEngine:
+    """An engine whose steps are recorded. Implements `StepEngine`."""
+
+    def __init__(self, engine: StepEngine, recording: Recording) -> None:
+        self._engine, self._recording = engine, recording
+
+    def submit(self, inputs: StepInputs) -> RecordedHandle:
+        """See `StepEngine`."""
+        begin_s = time.perf_counter()
+        handle = self._engine.submit(inputs)
+        end_s = time.perf_counter()
+        return RecordedHandle(handle, self._recording.submitted(inputs, handle, begin_s, end_s), self._recording)
+
+    @property
+    def recompiles(self) -> int:
+        """See `StepEngine`."""
+        return self._engine.recompiles
+
+    def start_profile(self, folder: str) -> None:
+        """See `StepEngine`."""
+        self._engine.start_profile(folder)
+
+    def stop_profile(self) -> None:
+        """See `StepEngine`."""
+        self._engine.stop_profile()
+
+
+def _kind(inputs: StepInputs) -> StepKind:
+    kind = inputs.bucket.kind
+    if kind != "extend":
+        return kind
+    first, _ = layout(inputs.bucket)["token_ids"]
+    return "mixed" if (inputs.packed[first : first + inputs.num_tokens] < 0).any() else "extend"
+
+
+def _field(inputs: StepInputs, name: str) -> npt.NDArray[np.int32]:
+    """The real entries of a field that has one for each sequence (offsets: one more), copied."""
+    first, _ = layout(inputs.bucket)[name]
+    return inputs.packed[first : first + inputs.num_seqs + (name == "query_offsets")].copy()

@@ -1,0 +1,53 @@
+"""What a step has to do at least, from real lengths: padding, masks and second readings are the engine's loss.
+
+Bytes: each weight once (an embedding that is no output head isn't read), and K and V of all tokens of each sequence.
+FLOPs: 2 for each weight of the layers and new token, 2 for each of the head and sequence, and 4 * head_dim for each
+query head and token that it sees. The same rules as in `kernel_bench.work`, for whole models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from kernel_bench.work import Work
+from simulation.cost import num_params
+
+from jaxsgl.engine.engine import Engine
+from offline_bench.recording import Step
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """A model in numbers.
+
+    Attributes:
+      layer_params, head_params: weights of all layers, and of the output head.
+      weight_bytes: of one weight.
+      kv_token_bytes: K and V of one token in all layers.
+      pair_flops: of a token that sees another, in all heads and layers.
+    """
+
+    layer_params: int
+    head_params: int
+    weight_bytes: int
+    kv_token_bytes: int
+    pair_flops: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> ModelWork:
+        """As `engine` holds it."""
+        arch, capacity = engine.arch, engine.capacity
+        kv_tokens = capacity.pool_tokens + capacity.page_size  # the dummy page too
+        pair_flops = 4 * arch.num_layers * arch.num_heads * arch.head_dim
+        width = jnp.dtype(engine.info.dtype).itemsize
+        return cls(*num_params(arch), width, engine.info.kv_bytes // kv_tokens, pair_flops)
+
+    def of_step(self, step: Step) -> Work:
+        """The least that `step` could do."""
+        lengths, new = step.lengths.astype(np.int64), step.new.astype(np.int64)
+        num_bytes = self.weight_bytes * (self.layer_params + self.head_params) + self.kv_token_bytes * lengths.sum()
+        pairs = (new * lengths - new * (new - 1) // 2).sum()
+        products = 2 * (self.layer_params * step.num_tokens + self.head_params * step.num_seqs)
+        return Work(int(num_bytes), int(products + self.pair_flops * pairs))

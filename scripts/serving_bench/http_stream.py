@@ -1,0 +1,129 @@
+"""HTTP as cheap as Python has it: a connection per request, read by httptools, since a client library would cost more
+than the server. Knows no API; http_backends.py calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+OK = 200
+MAX_ERROR = 300  # characters of an error's body that are kept
+DONE = b"[DONE]"
+
+
+class _Exchange(asyncio.Protocol):
+    """Sends `request` and hands over what comes of the body, with its time; errors' bodies are kept in `rest`."""
+
+    def __init__(self, request: bytes, on_body: Callable[[float, bytes], None]) -> None:
+        self._request = request
+        self._on_body = on_body
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._now_s = 0.0
+        self._transport: Any = None
+        self.status = 0
+        self.rest = b""
+        self.broken = ""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """From asyncio."""
+        self._transport = transport
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """From asyncio."""
+        self._now_s = time.monotonic()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:  # no HTTP, or what `on_body` couldn't read
+            self.broken = repr(error.__context__ or error)
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """From asyncio."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def on_headers_complete(self) -> None:
+        """From httptools."""
+        self.status = self._parser.get_status_code()
+
+    def on_body(self, data: bytes) -> None:
+        """From httptools."""
+        if self.status == OK:
+            self._on_body(self._now_s, data)
+        else:
+            self.rest += data
+
+    def on_message_complete(self) -> None:
+        """From httptools."""
+        self._transport.close()
+
+
+class HttpServer:
+    """Where a server is.
+
+    Args:
+      base_url: http or https, with or without a path; /v1 at its end is taken off.
+      api_key: sent as a bearer token.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None) -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{base_url!r} is no address of a server: give it as http://HOST:PORT")
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host, self._port = parts.hostname, parts.port or (443 if self._tls else 80)
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        key = "" if api_key is None else f"Authorization: Bearer {api_key}\r\n"
+        self._headers = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n{key}"
+
+    async def stream(self, path: str, body: bytes, on_event: Callable[[float, bytes], None]) -> bool:
+        """Posts `body`; calls `on_event` with the data of each server-sent event and its time.
+
+        Returns:
+          Whether the stream ended with [DONE].
+
+        Raises:
+          OSError: no connection, an error, or what `on_event` can't read.
+        """
+        tail, done = b"", False
+
+        def on_body(now_s: float, data: bytes) -> None:
+            nonlocal tail, done
+            *lines, tail = (tail + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data:"):
+                    event = line[5:].strip()
+                    done = done or event == DONE
+                    if not done:
+                        on_event(now_s, event)
+
+        await self._exchange("POST", path, body, on_body)
+        return done
+
+    async def call(self, method: str, path: str, fields: dict[str, Any] | None = None) -> bytes:
+        """Sends `fields` as JSON; returns the body. Raises `OSError` for errors."""
+        parts: list[bytes] = []
+        body = b"" if fields is None else msgspec.json.encode(fields)
+        await self._exchange(method, path, body, lambda _, data: parts.append(data))
+        return b"".join(parts)
+
+    async def _exchange(self, method: str, path: str, body: bytes, on_body: Callable[[float, bytes], None]) -> None:
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
+        request = head.encode() + body
+        _, exchange = await asyncio.get_running_loop().create_connection(
+            lambda: _Exchange(request, on_body), self._host, self._port, ssl=self._tls
+        )
+        await exchange.ended
+        if exchange.broken or exchange.status != OK:
+            told = exchange.broken or exchange.rest[:MAX_ERROR].decode(errors="replace") or "nothing"
+            raise OSError(f"{path} answered {exchange.status}: {told}")
