@@ -24,7 +24,7 @@ class Bucket:
     Attributes:
       kind: "decode" (one token per sequence, T = S), "extend", or "score": an extend that also yields the
         log-probabilities of prompt tokens.
-      num_tokens: T, padded tokens.
+      num_tokens: T, padded tokens of a step.
       num_seqs: S, padded sequences.
       num_pages: P, width of the page tables.
       sampled: whether the sampling program follows; greedy-only batches go without.
@@ -39,6 +39,11 @@ class Bucket:
     sampled: bool
     featured: bool = False
     num_steps: int = 1
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of all its steps, padding included."""
+        return self.num_tokens * self.num_steps
 
     def __str__(self) -> str:
         sampling = "featured" if self.featured else "sampled" if self.sampled else "greedy"
@@ -155,7 +160,7 @@ class StepInputs:
       bucket: which compiled program runs it.
       packed: `[packed_len(bucket)]` int32, the only thing that is transferred unless the batch is featured.
       num_seqs: real sequences; the rest of S is padding.
-      num_tokens: real tokens, of all steps; the rest of T times the steps is padding.
+      num_tokens: real tokens; the rest of the bucket's `padded_tokens` is padding.
       features: of featured batches only.
     """
 

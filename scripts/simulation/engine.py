@@ -169,6 +169,6 @@ class SimulatedEngine:
         counts = self.counts.setdefault(bucket.kind, KindCounts())
         counts.steps += 1
         counts.real += inputs.num_tokens
-        counts.padded += bucket.num_tokens * bucket.num_steps
+        counts.padded += bucket.padded_tokens
         counts.busy_s += seconds
         return SimulatedHandle(clock, self._free_at_s, (bucket.num_steps, inputs.num_seqs))
