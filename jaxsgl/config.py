@@ -85,7 +85,11 @@ class EngineConfig:
     """What the engine process needs: the model, the KV cache, the scheduler and the compiled shapes."""
 
     model: str = flag(BUNDLED_MODEL, "local folder or hub id (default: the bundled model)", alias="--model-path")
-    dtype: str = flag("auto", "weights and compute; auto: the checkpoint's, but float32 on CPU", choices=DTYPES)
+    dtype: str = flag(
+        "auto",
+        "weights and products; auto: the checkpoint's, but float32 on a CPU that can't multiply it",
+        choices=DTYPES,
+    )
     load_format: str = flag("auto", "dummy: random weights, for benchmarks", choices=LOAD_FORMATS)
     context_length: int | None = flag(None, "tokens of prompt and output together (default: the model's)")
     page_size: int = flag(16, "tokens per page of the KV cache, 1 to 256")

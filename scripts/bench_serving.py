@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving_bench.answer import Answer
 from serving_bench.backend import Backend, BackendError
 from serving_bench.datasets import DatasetConfig
 from serving_bench.grpc_backend import GrpcBackend
@@ -29,12 +28,12 @@ from serving_bench.http_backends import DIALECTS, HttpBackend
 from serving_bench.http_stream import HttpServer
 from serving_bench.metrics import details, parse_goodput, summary
 from serving_bench.report import failures, table
-from serving_bench.run import Run
+from serving_bench.run import Outcome, Run
 from tqdm import tqdm
 from workloads.prompts import Ask
 
 from jaxsgl.config import API_KEY_VARIABLE, add_flags, flag, from_flags
-from jaxsgl.errors import JaxsglError
+from jaxsgl.errors import ConfigError, JaxsglError
 
 GRPC = "jaxsgl-grpc"
 PORTS = {GRPC: 30001}
@@ -70,6 +69,12 @@ class ServingConfig:
     output_file: str | None = flag(None, "append the figures as a line of JSON")
     output_details: bool = flag(False, "with lengths, times, texts and errors of each request")
 
+    def __post_init__(self) -> None:
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"--max-concurrency is {self.max_concurrency}, but must be 1 and more")
+        if self.vocab_size is not None and self.vocab_size < 2:
+            raise ConfigError(f"--vocab-size is {self.vocab_size}, but must be 2 and more")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs, prints, writes; returns the exit status."""
@@ -81,24 +86,24 @@ def main(arguments: list[str] | None = None) -> int:
         if not asks:
             raise ValueError(f"{config.dataset.dataset_path} has no requests")
         allow_many_connections()
-        answers, duration_s = asyncio.run(load(config, asks))
+        outcome = asyncio.run(load(config, asks))
     except (JaxsglError, BackendError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    result = settings(config) | summary(answers, duration_s, goodput)
+    result = settings(config) | summary(outcome, goodput)
     print(table(result))
     if config.output_file:
-        line = result | (details(answers) if config.output_details else {})
+        line = result | (details(outcome.answers) if config.output_details else {})
         with Path(config.output_file).open("a") as file:
             file.write(json.dumps(line) + "\n")
-    failed = failures(answers)
+    failed = failures(outcome.answers)
     if failed:
         print(f"failed:\n{failed}", file=sys.stderr)
     return 1 if failed else 0
 
 
-async def load(config: ServingConfig, asks: list[Ask]) -> tuple[list[Answer], float]:
-    """The warm-up and the run; returns answers and seconds. Raises `BackendError`."""
+async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:
+    """The warm-up and the run. Raises `BackendError`."""
     backend = backend_of(config)
     try:
         served = await backend.describe()

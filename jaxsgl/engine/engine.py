@@ -30,7 +30,7 @@ from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages import EngineInfo
-from jaxsgl.models import ModelArch, abstract_model, resolve_dtype
+from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.weights import load_params, random_params, resolve_model_folder
 
 logger = logging.getLogger(__name__)
@@ -93,21 +93,23 @@ class Engine:
         mesh = make_mesh()
         device = mesh.devices.flat[0]
         platform = device.platform
-        dtype = resolve_dtype(config.dtype, self.arch, platform)
+        dtype, activations, kv_dtype = resolve_precision(
+            config.dtype, self.arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16()
+        )
         if config.load_format == "dummy":
             params = random_params(self.arch, dtype, mesh, config.random_seed)
         else:
             params = load_params(folder, self.arch, dtype, mesh)
         jax.block_until_ready(params)  # so that memory in use is what will stay in use
 
-        page_shape = kv_shape(self.arch, config.page_size, dtype)
+        page_shape = kv_shape(self.arch, config.page_size, kv_dtype)
         self.capacity = plan_capacity(config, self.arch, page_shape, device)
         self.buckets = buckets_of(config, self.capacity)
         self._kv = allocate(page_shape, self.capacity.num_pages, mesh)
         self._last_tokens = jax.device_put(np.zeros(self.capacity.num_rows + 1, np.int32), replicated(mesh))
         self._edit_tables = edits.allocate(self.capacity.num_rows, self.arch.vocab_size, mesh)
         self._params = jax.tree.leaves(params)
-        graphdef, _ = abstract_model(self.arch, dtype)
+        graphdef, _ = abstract_model(self.arch, dtype, activations)
         backend = config.attention_backend
         spec = ProgramSpec(graphdef, params, self._kv, self.capacity.num_rows, self.arch.vocab_size, backend, mesh)
         _check_backend(spec, self.buckets)

@@ -144,7 +144,9 @@ class Pages:
         old = self._k[layer_index], self._v[layer_index]
         # "mosaic_gpu" is attention alone: for stores the best of the others serves.
         store_backend = "auto" if backend == "mosaic_gpu" else backend
-        k_pages, v_pages = store_kv(*old, k_TKH, v_TKH, a.slots, backend=store_backend)
+        k_pages, v_pages = store_kv(
+            *old, _fitting(k_TKH, old[0]), _fitting(v_TKH, old[1]), a.slots, backend=store_backend
+        )
         self._k[layer_index], self._v[layer_index] = k_pages, v_pages
         if self._bucket.kind == "decode":
             return paged_decode_attention(q_TNH, k_pages, v_pages, a.page_table, a.lengths, backend=backend)
@@ -155,6 +157,14 @@ class Pages:
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""
         return KvBuffers(tuple(self._k), tuple(self._v))
+
+
+def _fitting(new: jax.Array, pages: jax.Array) -> jax.Array:
+    """Keys or values in the pages' format; what is too large for a narrower float16 becomes its largest number."""
+    if pages.dtype == jnp.float16 and new.dtype != jnp.float16:
+        largest = jnp.finfo(jnp.float16).max
+        new = jnp.clip(new, -largest, largest)
+    return new.astype(pages.dtype)
 
 
 def unpack(packed: jax.Array, bucket: Bucket) -> StepArrays[jax.Array]:

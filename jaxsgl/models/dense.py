@@ -1,8 +1,8 @@
 """The dense decoder: embed, layers, norm, logits. One class for Llama, Qwen2, Qwen3; `ModelArch` holds what differs.
 
 Token-flat: all sequences of a step lie behind one another on one axis T, and the caller's `Attend` tells them apart.
-The engine merges it with parameters inside its jitted step. Computes in the parameters' dtype; RMSNorm statistics,
-rope and logits in float32.
+The engine merges it with parameters inside its jitted step. Products are of the parameters' dtype, what lies between
+them of `activations`; RMSNorm statistics, rope and logits are float32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layers import MLP, Attend, Attention, RMSNorm, weight
+from jaxsgl.models.products import product
 from jaxsgl.models.rope import rope_tables
 
 __all__ = ["Attend", "Decoder"]
@@ -38,20 +39,21 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder-only language model."""
 
-    def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
+    def __init__(self, arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
         v, d = arch.vocab_size, arch.hidden_size
         self.arch = arch
+        self.activations = activations
         self.embedding = weight((v, d), ("vocab", None), dtype, fan_in=d)
         self.layers = nnx.List([DecoderLayer(arch, dtype) for _ in range(arch.num_layers)])
         self.final_norm = RMSNorm(d, arch.rms_norm_eps, dtype)
-        self.lm_head = None if arch.tie_embeddings else weight((d, v), (None, "vocab"), dtype, fan_in=d)
+        self.lm_head = None if arch.tie_embeddings else weight((v, d), ("vocab", None), dtype, fan_in=d)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` int32.
 
         `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
         """
-        x_TD = self.embedding[...].at[token_ids].get(mode="clip")
+        x_TD = self.embedding[...].at[token_ids].get(mode="clip").astype(self.activations)
         tables = rope_tables(positions, self.arch.rope, self.arch.head_dim)
         for layer_index, layer in enumerate(self.layers):
             x_TD = layer(x_TD, tables, layer_index, attend)
@@ -60,6 +62,5 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of the R rows `hidden [R, D]` that a token is wanted for."""
-        if self.lm_head is not None:
-            return jnp.einsum("rd,dv->rv", hidden, self.lm_head[...], preferred_element_type=jnp.float32)
-        return jnp.einsum("rd,vd->rv", hidden, self.embedding[...], preferred_element_type=jnp.float32)
+        head = self.embedding if self.lm_head is None else self.lm_head
+        return product(hidden, head[...], jnp.float32)

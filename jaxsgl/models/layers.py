@@ -3,9 +3,8 @@
 Every parameter is declared with its logical axes (`weights/sharding.py` maps them to mesh axes) and its initial
 distribution (`weights/dummy.py` draws from it). Knows nothing of pages, KV buffers or checkpoints.
 
-Layouts were measured on CPU against plain `[in, out]` products (T = 1, 8, 32; D = 1024): the fused qkv and gate-up
-einsums compile to one GEMM without a transpose, while an output projection kept as `[N, H, D]` takes twice the time
-of `[N * H, D]`, so that one is stored flat.
+Matrices are stored `[..., in]`, as checkpoints have them: what a CPU multiplies fastest (`products.py`), and all the
+same to the others.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.products import product
 from jaxsgl.models.rope import rotate
 
 Axes = tuple[str | None, ...]
@@ -63,9 +63,9 @@ class Attention(nnx.Module):
         d, n, k, h = arch.hidden_size, arch.num_heads, arch.num_kv_heads, arch.head_dim
         self.group_size = n // k
         heads = (k, self.group_size + 2, h)
-        self.qkv = weight((d, *heads), (None, "kv_heads", None, None), dtype, fan_in=d)
+        self.qkv = weight((*heads, d), ("kv_heads", None, None, None), dtype, fan_in=d)
         self.qkv_bias = vector(heads, ("kv_heads", None, None), dtype, mean=0.0) if arch.attention_bias else None
-        self.o = weight((n * h, d), ("kv_heads", None), dtype, fan_in=n * h)
+        self.o = weight((d, n * h), (None, "kv_heads"), dtype, fan_in=n * h)
         self.o_bias = vector((d,), (None,), dtype, mean=0.0) if arch.attention_out_bias else None
         self.q_norm = RMSNorm(h, arch.rms_norm_eps, dtype) if arch.qk_norm else None
         self.k_norm = RMSNorm(h, arch.rms_norm_eps, dtype) if arch.qk_norm else None
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
         self, x_TD: jax.Array, tables: tuple[jax.Array, jax.Array], layer_index: int, attend: Attend
     ) -> jax.Array:
         """`x [T, D]` and the rope tables of its tokens, to `[T, D]`."""
-        qkv = jnp.einsum("td,dkgh->tkgh", x_TD, self.qkv[...])
+        qkv = product(x_TD, self.qkv[...])
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...]
         num_tokens, num_kv_heads, _, head_dim = qkv.shape
@@ -83,7 +83,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         out_TNH = attend(layer_index, rotate(q_TNH, tables), rotate(k_TKH, tables), v_TKH)
-        out_TD = out_TNH.reshape(num_tokens, -1) @ self.o[...]
+        out_TD = product(out_TNH.reshape(num_tokens, -1), self.o[...])
         return out_TD if self.o_bias is None else out_TD + self.o_bias[...]
 
 
@@ -92,15 +92,15 @@ class MLP(nnx.Module):
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
         d, f = arch.hidden_size, arch.ffn_size
-        self.gate_up = weight((d, 2, f), (None, None, "ffn"), dtype, fan_in=d)
+        self.gate_up = weight((2, f, d), (None, "ffn", None), dtype, fan_in=d)
         self.gate_up_bias = vector((2, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
-        self.down = weight((f, d), ("ffn", None), dtype, fan_in=f)
+        self.down = weight((d, f), (None, "ffn"), dtype, fan_in=f)
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         """`[T, D]` to `[T, D]`."""
-        gate_up = jnp.einsum("td,dcf->tcf", x_TD, self.gate_up[...])
+        gate_up = product(x_TD, self.gate_up[...])
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
-        out_TD = (jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]) @ self.down[...]
+        out_TD = product(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
         return out_TD if self.down_bias is None else out_TD + self.down_bias[...]

@@ -1,6 +1,6 @@
 """From Hugging Face tensor names to our parameters, as data: which tensors make a parameter, and how they fuse.
 
-A checkpoint stores projections as `[out, in]`; ours are `[in, ...out]`. The fusing functions run inside a jit on the
+A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. The fusing functions run inside a jit on the
 target device. Knows no files; `safetensors.py` reads this table.
 """
 
@@ -55,22 +55,16 @@ def _as_is(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
     return tensors[0]
 
 
-def _transposed(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
-    return tensors[0].T
-
-
 def _fuse_heads(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
-    """q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; with a trailing axis `[.., D]` to `[D, K, G + 2, H]`."""
+    """q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; what trails stays: `[.., D]` to `[K, G + 2, H, D]`."""
     rest = tensors[0].shape[1:]
     per_group = [tensor.reshape(arch.num_kv_heads, -1, arch.head_dim, *rest) for tensor in tensors]
-    fused = jnp.concatenate(per_group, axis=1)
-    return jnp.moveaxis(fused, 3, 0) if rest else fused
+    return jnp.concatenate(per_group, axis=1)
 
 
 def _fuse_gate_up(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
-    """gate and up `[F, D]` to `[D, 2, F]`; biases `[F]` to `[2, F]`."""
-    fused = jnp.stack(tensors)
-    return jnp.moveaxis(fused, 2, 0) if fused.ndim == 3 else fused
+    """gate and up `[F, D]` to `[2, F, D]`; biases `[F]` to `[2, F]`."""
+    return jnp.stack(tensors)
 
 
 _ATTENTION = "model.layers.{}.self_attn."
@@ -79,7 +73,7 @@ _MLP = "model.layers.{}.mlp."
 OF_MODEL: dict[Path, Recipe] = {
     ("embedding",): Recipe((Source("model.embed_tokens.weight", ("V", "D")),), _as_is),
     ("final_norm", "scale"): Recipe((Source("model.norm.weight", ("D",)),), _as_is),
-    ("lm_head",): Recipe((Source("lm_head.weight", ("V", "D")),), _transposed),
+    ("lm_head",): Recipe((Source("lm_head.weight", ("V", "D")),), _as_is),
 }
 
 OF_LAYER: dict[Path, Recipe] = {
@@ -102,7 +96,7 @@ OF_LAYER: dict[Path, Recipe] = {
     ),
     ("attention", "q_norm", "scale"): Recipe((Source(_ATTENTION + "q_norm.weight", ("H",)),), _as_is),
     ("attention", "k_norm", "scale"): Recipe((Source(_ATTENTION + "k_norm.weight", ("H",)),), _as_is),
-    ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NH")),), _transposed),
+    ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NH")),), _as_is),
     ("attention", "o_bias"): Recipe((Source(_ATTENTION + "o_proj.bias", ("D",)),), _as_is),
     ("mlp_norm", "scale"): Recipe((Source("model.layers.{}.post_attention_layernorm.weight", ("D",)),), _as_is),
     ("mlp", "gate_up"): Recipe(
@@ -111,7 +105,7 @@ OF_LAYER: dict[Path, Recipe] = {
     ("mlp", "gate_up_bias"): Recipe(
         (Source(_MLP + "gate_proj.bias", ("F",)), Source(_MLP + "up_proj.bias", ("F",))), _fuse_gate_up
     ),
-    ("mlp", "down"): Recipe((Source(_MLP + "down_proj.weight", ("D", "F")),), _transposed),
+    ("mlp", "down"): Recipe((Source(_MLP + "down_proj.weight", ("D", "F")),), _as_is),
     ("mlp", "down_bias"): Recipe((Source(_MLP + "down_proj.bias", ("D",)),), _as_is),
 }
 

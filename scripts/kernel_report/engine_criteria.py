@@ -75,6 +75,8 @@ def _judge_sampling(shape: str, run: Results | None, results: Results) -> Verdic
 
 def _judge_peers(peers: Results | None) -> Verdict:
     what = f"{SHAPES[0]}: at least {LEAST_RATIO:.0f} times transformers' best"
+    if peers and peers["settings"]["model"] != SHAPES[0]:
+        peers = None
     ratios = {
         name: told["ratio_of_best_jaxsgl"]["median"]
         for name, told in (peers["contenders"] if peers else {}).items()

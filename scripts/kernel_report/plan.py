@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +72,29 @@ def phases(machine: Mapping[str, Any], work: Path, *, parts: Collection[str], sm
         plan.append(Phase((bench,), weight, "kernels"))
     engine = ("--backends", "auto") if smoke else budget
     plan.append(Phase((section("engine", "engine", "check_engine.py", *engine),), 1, "engine"))
-    for shape, weight, flags in _offline_runs(smoke):
-        offline = section(f"offline {shape}", "offline", "bench_offline.py", *flags, needs=("msgspec",))
-        plan.append(Phase((offline,), weight, "offline"))
-    rows = "4x1024" if smoke else "256x151936"
-    plan.append(
-        Phase(
-            (section("sampling", "sampling", "bench_sampler.py", "--shapes", rows, needs=("msgspec",)),),
-            0.5,
-            "sampling",
-        )
-    )
-    needs = ("msgspec", "torch", "transformers")
-    if (SCRIPTS / "bench_peers.py").exists():
-        peers = section("peers", "peers", "bench_peers.py", *_peers_flags(platform, smoke), needs=needs)
-        plan.append(Phase((peers,), 2, "peers"))
+    plan += _speed(section, platform, smoke)
     table = work / "table.json"
     few = ("--quick", "--cases", "store") if smoke else ()
     command = (sys.executable, str(SCRIPTS / "tune_kernels.py"), "--out", str(table), *few, *budget)
     plan.append(Phase((Section("tune", "tune", command, table),), 3, "tune"))
-    return [phase for phase in plan if phase.part in parts]
+    chosen = [phase for phase in plan if phase.part in parts]
+    return [dataclasses.replace(phase, weight=1) for phase in chosen] if smoke else chosen
+
+
+def _speed(section: Callable[..., Section], platform: str, smoke: bool) -> list[Phase]:
+    """The engine's speed: offline, of the sampling program, and beside transformers."""
+    plan = []
+    for shape, weight, flags in _offline_runs(smoke):
+        offline = section(f"offline {shape}", "offline", "bench_offline.py", *flags, needs=("msgspec",))
+        plan.append(Phase((offline,), weight, "offline"))
+    rows = "4x1024" if smoke else "256x151936"
+    sampling = section("sampling", "sampling", "bench_sampler.py", "--shapes", rows, needs=("msgspec",))
+    plan.append(Phase((sampling,), 0.5, "sampling"))
+    if (SCRIPTS / "bench_peers.py").exists():
+        needs = ("msgspec", "torch", "transformers")
+        peers = section("peers", "peers", "bench_peers.py", *_peers_flags(platform, smoke), needs=needs)
+        plan.append(Phase((peers,), 2, "peers"))
+    return plan
 
 
 def _offline_runs(smoke: bool) -> list[tuple[str, float, tuple[str, ...]]]:

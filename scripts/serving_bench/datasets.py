@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from workloads.prompts import Ask
@@ -48,6 +48,19 @@ class DatasetConfig:
     turn_output_len: int = flag(256, "multi-turn: tokens of an output at most")
     turn_system_len: int = flag(512, "multi-turn: tokens that all conversations begin with")
     think_s: float = flag(0.0, "multi-turn: mean seconds from an answer to the next turn")
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            name = "--" + spec.name.replace("_", "-")
+            if isinstance(value, int) and value < 1 and spec.name != "seed":
+                raise ConfigError(f"{name} is {value}, but must be 1 and more")
+            if spec.name in ("request_rate", "slowdown_factor") and not value > 0:
+                raise ConfigError(f"{name} is {value}, but must be more than 0")
+        if not 0 <= self.random_range_ratio <= 1:
+            raise ConfigError(f"--random-range-ratio is {self.random_range_ratio}, but must be 0 to 1")
+        if self.think_s < 0 or self.seed < 0:
+            raise ConfigError(f"--think-s is {self.think_s} and --seed {self.seed}, but both must be 0 and more")
 
     @property
     def replays(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from serving_bench.answer import Answer
+from serving_bench.run import Outcome
 
 PERCENTILES = (90, 95, 99)
 LIMITS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "e2e_s"}  # what goodput may ask for
@@ -30,14 +31,9 @@ def parse_goodput(text: str) -> dict[str, float]:
     return limits
 
 
-def summary(answers: Sequence[Answer], duration_s: float, goodput: Mapping[str, float]) -> dict[str, Any]:
-    """Totals, rates and latencies.
-
-    Args:
-      answers: all of the run.
-      duration_s: from the start to the last end.
-      goodput: limits in milliseconds, as `parse_goodput` returns them.
-    """
+def summary(outcome: Outcome, goodput: Mapping[str, float]) -> dict[str, Any]:
+    """Totals, rates and latencies; `goodput` is limits in milliseconds, as `parse_goodput` returns them."""
+    answers, duration_s = outcome.answers, outcome.duration_s
     good = [answer for answer in answers if not answer.error]
     per_s = 1 / duration_s if duration_s else 0.0
     inputs, outputs = sum(answer.input_len for answer in good), sum(answer.output_len for answer in good)
@@ -62,6 +58,7 @@ def summary(answers: Sequence[Answer], duration_s: float, goodput: Mapping[str, 
         "max_itl_ms": 1e3 * max(itls_s, default=0.0),
         "tokens_per_chunk": outputs / max(sum(len(answer.chunks) for answer in good), 1),
         "concurrency": sum(answer.e2e_s for answer in good) * per_s,
+        "load_cpu": outcome.cpu_s * per_s,
         "accept_length": None,  # of speculative decoding, which servers don't tell in their answers
     }
 

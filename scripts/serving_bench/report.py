@@ -26,6 +26,7 @@ HEAD = (
     ("Total token throughput (tok/s):", "total_throughput"),
     ("Output tokens per chunk:", "tokens_per_chunk"),
     ("Concurrency:", "concurrency"),
+    ("This program's share of a core:", "load_cpu"),
 )
 LATENCIES = (
     ("End-to-End Latency", "E2E Latency", "e2e_latency"),

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from workloads.prompts import Ask, prompt_pieces
 
@@ -15,6 +16,21 @@ from serving_bench.backend import Backend, BackendError
 
 WARM_UP_SEED = (1 << 62) - 1  # of a prompt that shares nothing with those of the run
 WARM_UP_OUTPUT_LEN = 32  # at most
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave.
+
+    Attributes:
+      answers: in the order in which requests were sent.
+      duration_s: from the start to the end of the last answer.
+      cpu_s: of this process, meanwhile. Near `duration_s`, the figures are those of this process.
+    """
+
+    answers: list[Answer]
+    duration_s: float
+    cpu_s: float
 
 
 class Run:
@@ -42,35 +58,34 @@ class Run:
         if answers and all(answer.error for answer in answers):
             raise BackendError(f"the warm-up failed: {answers[0].error}")
 
-    async def send(self, asks: Sequence[Ask], on_end: Callable[[int], object]) -> tuple[list[Answer], float]:
+    async def send(self, asks: Sequence[Ask], on_end: Callable[[int], object]) -> Outcome:
         """All of `asks`, in order of time; the first goes out at once.
 
         Args:
-          asks: the requests, each with its later turns; those that follow a failed turn aren't sent.
+          asks: the requests, at least one, each with its later turns; those that follow a failed turn aren't sent.
           on_end: called with 1 whenever a request has ended.
-
-        Returns:
-          Answers in the order in which they were sent, and seconds from the start to the last end.
         """
-        gc.disable()  # it would walk through all that was kept, again and again
         tasks = []
-        start_s = time.monotonic()
-        for ask in asks:
-            wait_s = start_s + ask.at_s - asks[0].at_s - time.monotonic()
-            await asyncio.sleep(max(wait_s, 0.0))  # even for none: what is being made must not delay what comes
-            tasks.append(asyncio.create_task(self._converse(ask, on_end)))
-        await asyncio.gather(*tasks)
-        gc.enable()
-        answers = self._answers
-        return answers, max((answer.end_s for answer in answers), default=start_s) - start_s
+        start_s, start_cpu_s = time.monotonic(), time.process_time()
+        gc.disable()  # it would walk through all that was kept, again and again
+        try:
+            for ask in asks:
+                wait_s = start_s + ask.at_s - asks[0].at_s - time.monotonic()
+                await asyncio.sleep(max(wait_s, 0.0))  # even for none: what is being made must not delay what comes
+                tasks.append(asyncio.create_task(self._converse(ask, on_end)))
+            await asyncio.gather(*tasks)
+        finally:
+            gc.enable()
+        end_s = max(answer.end_s for answer in self._answers)
+        return Outcome(self._answers, end_s - start_s, time.process_time() - start_cpu_s)
 
     async def _converse(self, ask: Ask, on_end: Callable[[int], object]) -> None:
         """A request, and what follows it."""
         answers: list[Answer] = []
         turn: Ask | None = ask
         while turn is not None:
-            answer = Answer()
             async with self._room:
+                answer = Answer(sent_s=time.monotonic(), end_s=time.monotonic())
                 self._answers.append(answer)
                 await self._backend.generate(self._turn(turn, answers), answer)
             on_end(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from workloads.prompts import OUTPUT_TOKEN
@@ -23,7 +24,7 @@ from jaxsgl.batch.sampling_rows import SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
-from jaxsgl.models import ModelArch, resolve_dtype
+from jaxsgl.models import ModelArch
 from simulation.cost import Costs, Hardware, equal_pairs, weight_bytes
 
 JAX_SHARE = 0.75  # of a GPU's memory that JAX takes if nothing else is said
@@ -54,7 +55,7 @@ class SimulatedDevice:
 
 def capacity_on(hardware: Hardware, arch: ModelArch, config: EngineConfig) -> Capacity:
     """What the real engine would plan on this hardware. Raises `ConfigError` likewise."""
-    page = kv_shape(arch, config.page_size, resolve_dtype("bfloat16", arch, "gpu"))
+    page = kv_shape(arch, config.page_size, jnp.dtype(jnp.bfloat16))
     return plan_capacity(config, arch, page, SimulatedDevice(hardware, arch))
 
 

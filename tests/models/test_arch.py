@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch, RopeParams, abstract_model, resolve_dtype
+from jaxsgl.models import ModelArch, RopeParams, abstract_model
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -112,10 +112,3 @@ def test_an_abstract_model_of_any_size_allocates_nothing(tmp_path: Path) -> None
     arch = read(tmp_path, hidden_size=2**16, vocab_size=2**22)  # a terabyte of embedding
     _, params = abstract_model(arch, jnp.dtype("float32"))
     assert params["embedding"].shape == (2**22, 2**16)
-
-
-def test_dtype_auto_is_the_checkpoints_except_on_cpu(tmp_path: Path) -> None:
-    arch = read(tmp_path, dtype="bfloat16")
-    assert resolve_dtype("auto", arch, "gpu") == jnp.bfloat16
-    assert resolve_dtype("auto", arch, "cpu") == jnp.float32
-    assert resolve_dtype("float16", arch, "cpu") == jnp.float16

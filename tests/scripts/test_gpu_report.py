@@ -110,7 +110,10 @@ def offline(fraction: float, idle: float, step_ms: float) -> dict:
 
 
 def test_the_engine_passes_what_it_reaches_and_fails_what_it_misses() -> None:
-    peers = {"contenders": {f"transformers-{n}": {"ratio_of_best_jaxsgl": {"median": n}} for n in (4.0, 2.5)}}
+    peers = {
+        "settings": {"model": "qwen3-0.6b"},
+        "contenders": {f"transformers-{n}": {"ratio_of_best_jaxsgl": {"median": n}} for n in (4.0, 2.5)},
+    }
     results = {
         "offline": {"qwen3-0.6b": offline(0.59, 0.04, 1.0), "qwen3-8b": offline(0.61, 0.06, 9.0)},
         "sampling": {"ms": {"256 x 151936": 0.2}},
@@ -122,7 +125,7 @@ def test_the_engine_passes_what_it_reaches_and_fails_what_it_misses() -> None:
 
 
 def test_a_smoke_run_does_all_of_it(tmp_path: Path) -> None:
-    run_script("gpu_report.py", "--smoke", "--tune", "--out", tmp_path)
+    run_script("gpu_report.py", "--smoke", "--tune", "--out", tmp_path, "--budget-s", 1200)
     report = json.loads((tmp_path / "report.json").read_text())
     assert all(section["status"] == 0 for section in report["sections"]), report["sections"]
     names = [section["name"] for section in report["sections"]]

@@ -36,7 +36,7 @@ folder = Path(sys.argv[1])
 arch = ModelArch.from_folder(folder)
 loaded = load_params(folder, arch, jnp.dtype("float32"), mesh_of(4))
 qkv = loaded["layers"][0]["attention"]["qkv"][...]
-assert qkv.addressable_shards[0].data.shape[1] * 4 == qkv.shape[1], qkv.sharding
+assert qkv.addressable_shards[0].data.shape[0] * 4 == qkv.shape[0], qkv.sharding
 np.save(folder / "loaded.npy", plain_logits(arch, loaded, list(range(3, 60))))
 random = random_params(arch, jnp.dtype("float32"), mesh_of(4), seed=5)
 np.save(folder / "random.npy", plain_logits(arch, random, list(range(3, 60))))

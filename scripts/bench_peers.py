@@ -1,0 +1,169 @@
+"""The same requests through jaxsgl and what one would use instead, in one run: output tokens/s, and their ratios.
+
+Contenders: jaxsgl; transformers, in static batches and in continuous batching; llama.cpp, where llama-cpp-python and
+gguf are installed; any OpenAI-compatible server that runs already (--url). Each lives in a process of its own, gets
+exactly the same token ids and output lengths, and must return exactly that many tokens. All are loaded and warmed up
+first; then they take turns, so that a machine whose speed drifts treats them alike. What can't run here is
+listed with its reason. Reproduce the figures of docs/performance.md with:
+
+    python scripts/bench_peers.py
+    python scripts/bench_peers.py --shared-prefix
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peers.contender import KINDS, Kind, Setup
+from peers.rounds import Match, WrongOutput
+from workloads.jobs import Job, Lengths, random_jobs, shared_prefix_jobs
+from workloads.models import SHAPES, write_checkpoint
+
+INPUTS = Lengths(100, 512)
+QUESTIONS = Lengths(16, 128)  # of prompts that share a prefix: a sentence to a paragraph
+SHARED = "8:384"
+
+
+def main() -> int:
+    """Runs the rounds, prints the table; 1 if a contender returned something wrong or jaxsgl didn't run."""
+    args = arguments()
+    with tempfile.TemporaryDirectory(prefix="bench-peers-") as work:
+        model = write_checkpoint(args.model, Path(work) / "model") if args.model in SHAPES else Path(args.model)
+        jobs = jobs_of(args, json.loads((model / "config.json").read_text())["vocab_size"])
+        match = Match(setup_of(args, model, jobs), jobs, Path(work), lambda line: print(line, flush=True))
+        try:
+            for name, kind in chosen(args).items():
+                match.enter(name, kind)
+            for _ in range(args.repeats):
+                match.round()
+            figures = match.figures()
+        except WrongOutput as error:
+            print(error, file=sys.stderr)
+            return 1
+        finally:
+            match.close()
+    print(table(figures))
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        told = {"command": " ".join(["python", *sys.argv]), "settings": settings, "machine": machine(), **figures}
+        args.json.write_text(json.dumps(told, indent=1, default=vars) + "\n")
+    return 0 if figures["best_jaxsgl"] else 1
+
+
+def arguments() -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default="mid", metavar="SHAPE|FOLDER", help=f"{', '.join(SHAPES)} with random weights; or a folder"
+    )
+    parser.add_argument("--num", type=int, default=32, help="requests (default 32)")
+    parser.add_argument(
+        "--input",
+        type=lengths,
+        metavar="LEAST:MOST",
+        help="tokens of a prompt (default 100:512); after a shared prefix, of a question (default 16:128)",
+    )
+    parser.add_argument("--output", type=lengths, default=Lengths(64, 128), metavar="LEAST:MOST", help="default 64:128")
+    parser.add_argument(
+        "--shared-prefix",
+        nargs="?",
+        const=SHARED,
+        metavar="GROUPS:TOKENS",
+        help=f"prompts begin with the prefix of their group ({SHARED})",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3)")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="of all contenders (default cpu)")
+    parser.add_argument("--contenders", nargs="*", choices=KINDS, default=list(KINDS), help="default: all")
+    parser.add_argument(
+        "--jaxsgl",
+        action="append",
+        default=[],
+        metavar="FLAGS",
+        help="one more jaxsgl, with flags of its server, as --jaxsgl='--dtype bfloat16 --page-size 32'; any number",
+    )
+    parser.add_argument("--url", action="append", default=[], help="an OpenAI-compatible server; any number")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and prompts")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser.parse_args()
+
+
+def lengths(text: str) -> Lengths:
+    """LEAST:MOST."""
+    least, most = map(int, text.split(":"))
+    if not 1 <= least <= most:
+        raise ValueError(text)
+    return Lengths(least, most)
+
+
+def chosen(args: argparse.Namespace) -> dict[str, Kind]:
+    """Contenders by name, our own first."""
+    kinds = {name: KINDS[name] for name in args.contenders if args.shared_prefix or not KINDS[name].only_shared}
+    added = {f"jaxsgl {flags}": Kind("peers.ours:Ours", {"flags": flags}) for flags in args.jaxsgl}
+    endpoints = {url: Kind("peers.endpoint:Endpoint", {"url": url}) for url in args.url}
+    return added | kinds | endpoints
+
+
+def jobs_of(args: argparse.Namespace, vocab_size: int) -> list[Job]:
+    """The requests of a round."""
+    if not args.shared_prefix:
+        return random_jobs(args.num, args.input or INPUTS, args.output, vocab_size, args.seed)
+    groups, tokens = map(int, args.shared_prefix.split(":"))
+    if args.num % groups:
+        raise SystemExit(f"--num {args.num} can't be split into {groups} equal groups: choose a multiple")
+    per_group, questions = args.num // groups, args.input or QUESTIONS
+    return shared_prefix_jobs(groups, per_group, tokens, questions, args.output, vocab_size, args.seed)
+
+
+def setup_of(args: argparse.Namespace, model: Path, jobs: list[Job]) -> Setup:
+    """What contenders are told."""
+    totals = [len(job.prompt_ids) + job.output_len for job in jobs]
+    return Setup(
+        model=str(model.resolve()),
+        device=args.device,
+        num_threads=num_cores(),
+        num_jobs=len(jobs),
+        longest=max(totals),
+        total=sum(totals),
+        prefix_len=int(args.shared_prefix.split(":")[1]) if args.shared_prefix else 0,
+    )
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def machine() -> dict[str, Any]:
+    """Where it ran."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {"cpu": model, "cores": num_cores(), "system": platform.platform(), "python": platform.python_version()}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures for people, fastest first."""
+    best = figures["best_jaxsgl"]
+    heads = ("tokens/s", "least", "most", "best jaxsgl / it", "least", "most", "same first token", "same output")
+    lines = ["".join(f"{head:>18}" for head in heads)]
+    speeds = {name: of["output_tokens_per_s"] for name, of in figures["contenders"].items()}
+    for name in sorted(speeds, key=lambda name: -speeds[name]["median"]):
+        of = figures["contenders"][name]
+        same, ratio = of["same_tokens"], of["ratio_of_best_jaxsgl"]
+        cells = [f"{speeds[name][key]:.1f}" for key in ("median", "min", "max")]
+        cells += [f"{ratio[key]:.2f}" for key in ("median", "min", "max")] if ratio else [""] * 3
+        cells += [f"{same[key]:.0%}" for key in ("first", "whole")] if same else [""] * 2
+        lines.append("".join(f"{cell:>18}" for cell in cells) + f"  {name}")
+    lines += [f"best jaxsgl: {best}"] if best else []
+    lines += [f"could not run: {name}: {reason}" for name, reason in figures["could_not_run"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

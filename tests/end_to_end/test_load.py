@@ -1,0 +1,30 @@
+"""The load generator against the real engine: what the cache should find, it finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.end_to_end.servers import check_log, running_server
+from tests.end_to_end.test_apis import FLAGS  # so that the programs are compiled once for both
+from tests.scripts.running import run_script
+
+CONVERSATIONS = (
+    "--dataset-name", "multi-turn", "--turns", 3, "--turn-input-len", 16, "--turn-output-len", 20, "--turn-system-len",
+    64, "--random-range-ratio", 1, "--num-prompts", 9, "--max-concurrency", 2, "--flush-cache",
+)  # fmt: skip
+
+
+def test_conversations_find_what_was_said_in_the_cache(tmp_path: Path) -> None:
+    """All but the question of a turn has been seen before; whole pages of it are there."""
+    out = tmp_path / "out.jsonl"
+    with running_server(tmp_path, FLAGS) as server:
+        for backend, address in (("jaxsgl-grpc", server.address), ("sglang", f"http://{server.http_address}")):
+            run_script(
+                "bench_serving.py", "--backend", backend, "--base-url", address, "--output-file", out, *CONVERSATIONS
+            )
+        check_log(server)
+    for found in map(json.loads, out.read_text().splitlines()):
+        assert found["completed"] == 9 and found["total_output_tokens"] == 9 * 20
+        assert found["total_cached_tokens"] >= 0.5 * found["total_input_tokens"]
+        assert 0 < found["median_itl_ms"] <= found["max_itl_ms"]

@@ -1,0 +1,59 @@
+"""Which formats a model runs in on which platform, and that products are right in all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsgl.models import Precision, cpu_multiplies_bfloat16, resolve_precision
+from jaxsgl.models.products import FEW_ROWS, product
+from tests.models.test_arch import read
+
+F32, F16, BF16 = (jnp.dtype(name) for name in ("float32", "float16", "bfloat16"))
+
+
+def formats(folder: Path, flag: str, platform: str, *, stored: str = "bfloat16", native: bool = True) -> Precision:
+    return resolve_precision(flag, read(folder, dtype=stored), platform, cpu_multiplies_bfloat16=native)
+
+
+def test_an_accelerator_computes_in_the_checkpoints_format(tmp_path: Path) -> None:
+    assert formats(tmp_path, "auto", "gpu") == (BF16, BF16, BF16)
+    assert formats(tmp_path, "float16", "tpu") == (F16, F16, F16)
+
+
+def test_a_cpu_multiplies_bfloat16_where_it_can_and_keeps_the_rest_in_float32(tmp_path: Path) -> None:
+    assert formats(tmp_path, "auto", "cpu") == (BF16, F32, F16)
+    assert formats(tmp_path, "auto", "cpu", native=False) == (F32, F32, F32)
+    assert formats(tmp_path, "auto", "cpu", stored="float32") == (F32, F32, F32)
+
+
+def test_a_format_that_is_asked_for_is_taken(tmp_path: Path) -> None:
+    assert formats(tmp_path, "float32", "cpu") == (F32, F32, F32)
+    assert formats(tmp_path, "bfloat16", "cpu", native=False) == (BF16, F32, F16)
+
+
+@pytest.mark.parametrize(
+    ("line", "can"),
+    [("flags : fpu avx512_bf16 avx2", True), ("flags : amx_bf16", True), ("flags : avx512f", False), ("", False)],
+)
+def test_linux_tells_what_the_processor_multiplies(tmp_path: Path, line: str, can: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\n{line}\nmodel name : avx512_bf16\n")
+    assert cpu_multiplies_bfloat16(tmp_path / "cpuinfo") is can
+    assert not cpu_multiplies_bfloat16(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_product_is_the_sum_over_the_last_axis(num_rows: int, dtype: str) -> None:
+    rng = np.random.default_rng(num_rows)
+    x = jnp.asarray(rng.standard_normal((num_rows, 64)), jnp.float32)
+    weights = jnp.asarray(rng.standard_normal((3, 8, 64)), dtype)
+    out = jax.jit(product)(x, weights)
+    rounded = np.asarray(x.astype(dtype), np.float64)
+    expected = np.einsum("td,chd->tch", rounded, np.asarray(weights, np.float64))
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=1e-4)
