@@ -49,7 +49,10 @@ def make_decode_steps(graphdef: nnx.GraphDef, treedef: Any, bucket: Bucket, atte
         page_size, dummy_row = kv.k[0].shape[2], len(last_tokens) - 1
 
         def step(carry: tuple[KvBuffers, jax.Array], i: jax.Array) -> tuple[tuple[KvBuffers, jax.Array], jax.Array]:
-            out = forward(params, *carry, _inputs_of_step(packed, bucket, i, page_size, dummy_row))
+            # Behind the barrier weights seem to depend on the step: else XLA would convert them to other formats before
+            # the loop, that is, copy them, where a single step converts as it multiplies.
+            weights, i = jax.lax.optimization_barrier((params, i))
+            out = forward(weights, *carry, _inputs_of_step(packed, bucket, i, page_size, dummy_row))
             last_tokens, tokens = out.last_tokens, out.tokens
             if bucket.sampled:
                 last_tokens, tokens = sample_step(out.logits, out.sampling, last_tokens)
