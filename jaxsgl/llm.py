@@ -104,6 +104,10 @@ class LLM:
         chats = [[_message(turn) for turn in turns] for turns in many]
         return self._run([self.tokenizer.encode_chat(chat) for chat in chats], sampling_params, priority, progress)
 
+    def flush_cache(self) -> None:
+        """Drops all cached prefixes: later prompts are computed in full."""
+        self._scheduler.flush_cache()
+
     def close(self) -> None:
         """Gives the model's and the cache's memory back; the object can't be used afterwards."""
         self.engine.close()

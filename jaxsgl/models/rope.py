@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from pallas_kernels.target import target_device
+
 
 @dataclass(frozen=True)
 class RopeParams:
@@ -52,8 +54,18 @@ def inverse_frequencies(rope: RopeParams, head_dim: int) -> npt.NDArray[np.float
 
 def rope_tables(positions_T: jax.Array, rope: RopeParams, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[T, 1, H / 2]` float32 of the tokens' angles; once per step, shared by all layers."""
-    angles = positions_T[:, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
-    return jnp.cos(angles), jnp.sin(angles)
+
+    def tables() -> tuple[jax.Array, jax.Array]:
+        angles = positions_T[:, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+        return jnp.cos(angles), jnp.sin(angles)
+
+    if target_device().platform != "cpu":
+        return tables()
+    # There XLA would compute them anew in every layer, for every head. It does not look into a branch, and this one is
+    # always taken, which XLA can't know.
+    zeros = jnp.zeros((len(positions_T), 1, head_dim // 2), jnp.float32)
+    cos_and_sin: tuple[jax.Array, jax.Array] = jax.lax.cond(positions_T[0] >= 0, tables, lambda: (zeros, zeros))
+    return cos_and_sin
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -3,7 +3,7 @@
 A tile is some consecutive tokens of one sequence. The tiles of all sequences form one list, and each iteration takes
 the next few of it, whichever sequences they belong to (flash-decoding's split of the KV, walked in order): so short
 sequences fill an iteration as well as long ones do. Each tile has its own softmax; those of one sequence are merged
-by log-sum-exp into a running state per sequence.
+by log-sum-exp into a running state per sequence. Tiles that several sequences share come before, see `xla_shared`.
 
 Why so many at once: an op inside a loop costs XLA's CPU back end a microsecond or two before it does anything, and
 only an op over some hundred KB runs on several cores.
@@ -16,18 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import tuning
+from pallas_kernels import softmax_state, tuning
+from pallas_kernels.decode_attention.xla_shared import attend_shared, find_groups
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.xla_rows import (
-    UNSEEN,
-    as_bits,
-    dot_precision,
-    first_visible,
-    from_bits,
-    gather_tiles,
-    soft_cap,
-    take,
-)
+from pallas_kernels.xla_rows import UNSEEN, dot_precision, first_visible, read_tiles, soft_cap, take
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -91,8 +83,14 @@ def _attend(
     num_seqs, num_kv_heads, num_groups, head_dim = q.shape
     page_size = k_pages.shape[2]
     tile_tokens = tile_pages * page_size
+    state = softmax_state.start(num_seqs + batch, num_kv_heads, num_groups, head_dim)  # a slice at any one is inside
+    may_share = num_seqs > 1 and options.sliding_window is None
+    if may_share:
+        groups = find_groups(page_table, lengths, page_size, tile_pages)
+        q, page_table, lengths = (take(x, groups.order) for x in (q, page_table, lengths))
+        state = attend_shared(state, q, k_pages, v_pages, page_table, groups, options, tile_pages, batch, precision)
     last = lengths - 1
-    first = first_visible(last, options)
+    first = groups.tiles * tile_tokens if may_share else first_visible(last, options)
     num_tiles = jnp.where(lengths > 0, last // tile_tokens - first // tile_tokens + 1, 0)
     # Sums over a triangle and not `cumsum`, which XLA's CPU back end makes four kernels of.
     upto = jnp.arange(num_seqs)[:, None] >= jnp.arange(num_seqs)
@@ -101,7 +99,7 @@ def _attend(
     place = jnp.sum(upto & (num_tiles > 0), axis=1) - 1
     of_seq = jnp.stack([first, last, place, first // tile_tokens - ends + num_tiles], axis=1)
 
-    def add_tiles(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add_tiles(i: jax.Array, state: softmax_state.State) -> softmax_state.State:
         item = i * batch + jnp.arange(batch)
         seq = jnp.minimum(jnp.sum(ends <= item[:, None], axis=1), num_seqs - 1)
         first, last, place, shift = (take(of_seq, seq)[:, j] for j in range(4))
@@ -113,51 +111,16 @@ def _attend(
         page_ids = take(page_table, (seq[:, None], page))
         position = kv_tile[:, None] * tile_tokens + jnp.arange(tile_tokens)
         seen = (position >= first[:, None]) & (position <= last[:, None])  # [B, tokens]
-        k = _read_tiles(k_pages, page_ids)
+        k = read_tiles(k_pages, page_ids)
         # Unseen places may hold NaN, which a weight of zero would not silence.
-        v = jnp.where(seen[:, None, :, None], _read_tiles(v_pages, page_ids), 0)
+        v = jnp.where(seen[:, None, :, None], read_tiles(v_pages, page_ids), 0)
         scores = soft_cap(jnp.einsum("bkgh,bkth->bkgt", take(q, seq), k, precision=precision), options)
         scores = jnp.where(seen[:, None, None], scores, UNSEEN)
-        tile_top = jnp.max(scores, axis=3)
-        weights = jnp.exp(scores - tile_top[..., None])
-        tile_total = jnp.sum(weights, axis=3)
-        tile_acc = jnp.einsum("bkgt,bkth->bkgh", weights, v, precision=precision)
+        tiles = softmax_state.tile_softmax(scores, v, precision)
+        return softmax_state.merge(state, place[0], batch, place, tiles, precision)
 
-        return _merge(state, place, (tile_top, tile_total, tile_acc), precision)
-
-    rows = (num_seqs + batch, num_kv_heads, num_groups)  # `batch` more, so that a slice at any sequence stays inside
-    start = (jnp.full(rows, UNSEEN), jnp.zeros(rows), jnp.zeros((*rows, head_dim)))
-    _, total, acc = lax.fori_loop(0, (ends[-1] + batch - 1) // batch, add_tiles, start)
+    _, total, acc = lax.fori_loop(0, (ends[-1] + batch - 1) // batch, add_tiles, state)
     place = jnp.maximum(place, 0)
     out = take(acc, place) / jnp.maximum(take(total, place), 1)[..., None]
-    return jnp.where((lengths > 0)[:, None, None, None], out, 0)
-
-
-def _merge(
-    state: tuple[jax.Array, ...], place: jax.Array, tiles: tuple[jax.Array, ...], precision: lax.Precision | None
-) -> tuple[jax.Array, ...]:
-    """The running states with the softmaxes of B tiles: top, total `[.., K, G]` and acc `[.., K, G, H]` of both.
-
-    Tile b belongs to the state at place `[B]` b; places ascend without gaps.
-    """
-    tile_top, tile_total, tile_acc = tiles
-    begin, batch = place[0], place.shape[0]
-    top, total, acc = (lax.dynamic_slice_in_dim(a, begin, batch, allow_negative_indices=False) for a in state)
-    owns = place - begin == jnp.arange(batch)[:, None]  # [state, tile]
-    owns_rows = owns[:, :, None, None]
-    new_top = jnp.maximum(top, jnp.max(jnp.where(owns_rows, tile_top, UNSEEN), axis=1))
-    factor = jnp.exp(tile_top - take(new_top, place - begin))
-    shrink = jnp.exp(top - new_top)
-    total = total * shrink + jnp.sum(jnp.where(owns_rows, factor * tile_total, 0), axis=1)
-    shares = (factor[..., None] * tile_acc).reshape(batch, -1)
-    added = jnp.matmul(owns.astype(jnp.float32), shares, precision=precision)
-    acc = acc * shrink[..., None] + added.reshape(acc.shape)
-    return tuple(
-        lax.dynamic_update_slice_in_dim(a, n, begin, axis=0, allow_negative_indices=False)
-        for a, n in zip(state, (new_top, total, acc), strict=True)
-    )
-
-
-def _read_tiles(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
-    """The pages `page_ids [B, n]` as float32 `[B, K, n * page_size, H]`."""
-    return from_bits(gather_tiles(as_bits(pages), page_ids), pages.dtype).astype(jnp.float32)
+    out = jnp.where((lengths > 0)[:, None, None, None], out, 0)
+    return take(out, groups.place) if may_share else out

@@ -90,11 +90,9 @@ def _speed(section: Callable[..., Section], platform: str, smoke: bool) -> list[
     rows = "4x1024" if smoke else "256x151936"
     sampling = section("sampling", "sampling", "bench_sampler.py", "--shapes", rows, needs=("msgspec",))
     plan.append(Phase((sampling,), 0.5, "sampling"))
-    if (SCRIPTS / "bench_peers.py").exists():
-        needs = ("msgspec", "torch", "transformers")
-        peers = section("peers", "peers", "bench_peers.py", *_peers_flags(platform, smoke), needs=needs)
-        plan.append(Phase((peers,), 2, "peers"))
-    return plan
+    needs = ("msgspec", "torch", "transformers")
+    peers = section("peers", "peers", "bench_peers.py", *_peers_flags(platform, smoke), needs=needs)
+    return [*plan, Phase((peers,), 2, "peers")]
 
 
 def _offline_runs(smoke: bool) -> list[tuple[str, float, tuple[str, ...]]]:

@@ -1,4 +1,4 @@
-"""The two ceilings of this machine: bytes and floating-point operations per second, measured before a run.
+"""The two ceilings of this machine: bytes and floating-point operations per second, measured beside a run.
 
 On accelerators they are those of the kernel benchmark. On a CPU the bytes are read only (a step reads its weights and
 KV, and writes little), by all cores that this process may use; the product is the better of float32 and bfloat16.
@@ -19,7 +19,7 @@ from kernel_bench.work import Roofline
 
 _READ_FLOATS = 1 << 26  # 256 MB: far more than caches hold
 _SIDE = 1536
-_REPEATS = 5
+_REPEATS = 3
 
 
 def ceilings(platform: str) -> Roofline:
@@ -27,6 +27,11 @@ def ceilings(platform: str) -> Roofline:
     if platform != "cpu":
         return measure_roofline(platform)
     return Roofline(_bytes_per_s(len(os.sched_getaffinity(0))), max(map(_flops_per_s, ("float32", "bfloat16"))))
+
+
+def best(one: Roofline, other: Roofline) -> Roofline:
+    """The higher ceilings: what other programs took from one measurement, they may have left to the other."""
+    return Roofline(max(one.bytes_per_s, other.bytes_per_s), max(one.flops_per_s, other.flops_per_s))
 
 
 def _bytes_per_s(num_cores: int) -> float:

@@ -20,7 +20,8 @@ from workloads.jobs import Job
 from peers.contender import CannotRun, Setup
 from peers.gguf_file import write_gguf
 
-PAD = 256  # llama.cpp rounds the tokens of a context, or of a sequence in it, up to this
+PAD = 256  # llama.cpp rounds the tokens of a sequence up to this
+STEP_TOKENS = 512  # of one call, at most
 ALL_LAYERS = 1 << 20
 
 
@@ -39,16 +40,10 @@ class Llama:
     Args:
       dtype: of the matrices: float32, float16, bfloat16 or q8_0.
       share: compute the prefix of each group once, and copy it to the other sequences by hand.
-      unified: one KV buffer for all sequences, where attention skips over those of others.
-      flash: flash attention.
-      step_tokens: of one call, at most.
     """
 
-    def __init__(
-        self, dtype: str, share: bool = False, unified: bool = False, flash: bool = True, step_tokens: int = 512
-    ) -> None:
-        self._dtype, self._share, self._unified, self._flash = dtype, share, unified, flash
-        self._step_tokens = step_tokens
+    def __init__(self, dtype: str, share: bool = False) -> None:
+        self._dtype, self._share = dtype, share
 
     def start(self, setup: Setup) -> None:
         """See `Contender`."""
@@ -71,15 +66,14 @@ class Llama:
             raise CannotRun("llama.cpp makes no context")
         self._memory = lib.llama_get_memory(self._context)
         self._vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-        self._batch = lib.llama_batch_init(self._step_tokens, 0, 1)
+        self._batch = lib.llama_batch_init(STEP_TOKENS, 0, 1)
 
     def versions(self) -> dict[str, str]:
         """See `Contender`."""
         told = {name: importlib.metadata.version(name) for name in ("llama-cpp-python", "gguf")}
         return told | {
-            "kv_unified": str(self._unified),
-            "flash_attention": str(self._flash),
-            "step_tokens": str(self._step_tokens),
+            "kv_unified": "False",
+            "flash_attention": "True",
             "system": lib.llama_print_system_info().decode(),
         }
 
@@ -122,12 +116,12 @@ class Llama:
                 holder = holders.setdefault(prefix, s)
                 if holder != s:
                     begin = len(prefix)
-                    lib.llama_memory_seq_cp(self._memory, holder, s, 0, begin if self._unified else -1)
+                    lib.llama_memory_seq_cp(self._memory, holder, s, 0, -1)
                     lib.llama_memory_seq_rm(self._memory, s, begin, -1)
             last = len(job.prompt_ids) - 1
             tokens = [Token(job.prompt_ids[at], at, s, at == last) for at in range(begin, last + 1)]
-            for first in range(0, len(tokens), self._step_tokens):
-                firsts += self._decode(tokens[first : first + self._step_tokens])
+            for first in range(0, len(tokens), STEP_TOKENS):
+                firsts += self._decode(tokens[first : first + STEP_TOKENS])
         return firsts
 
     def _decode(self, tokens: Sequence[Token]) -> list[int]:
@@ -151,13 +145,10 @@ class Llama:
     def _context_params(self) -> Any:
         setup = self._setup
         params = lib.llama_context_default_params()
-        longest = -(-setup.longest // PAD) * PAD
-        params.n_ctx = -(-setup.total // PAD) * PAD if self._unified else longest * setup.num_jobs
-        params.n_batch = params.n_ubatch = self._step_tokens
+        params.n_ctx = -(-setup.longest // PAD) * PAD * setup.num_jobs
+        params.n_batch = params.n_ubatch = STEP_TOKENS
         params.n_seq_max = setup.num_jobs
         params.n_threads = params.n_threads_batch = setup.num_threads
-        params.kv_unified = self._unified
-        params.flash_attn_type = (
-            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self._flash else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        )
+        params.kv_unified = False  # one buffer for all makes attention look at the tokens of all
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         return params

@@ -42,7 +42,7 @@ class Ours:
 
     def reset(self) -> None:
         """Empties the prefix cache."""
-        self._llm._scheduler.flush_cache()
+        self._llm.flush_cache()
 
     def run(self, jobs: list[Job]) -> list[list[int]]:
         """See `Contender`."""

@@ -45,6 +45,15 @@ def test_a_prompt_that_was_served_before_is_cached_in_whole_pages(llm: LLM) -> N
     assert first.token_ids == second.token_ids
 
 
+def test_flushing_drops_cached_prefixes_and_changes_no_output(llm: LLM) -> None:
+    prompt = list(range(100, 150))
+    first, cached = (llm.generate(prompt, GREEDY, progress=False)[0] for _ in range(2))
+    llm.flush_cache()
+    flushed = llm.generate(prompt, GREEDY, progress=False)[0]
+    assert (cached.cached_tokens, flushed.cached_tokens) == (48, 0)
+    assert first.token_ids == cached.token_ids == flushed.token_ids
+
+
 def test_a_call_may_bring_more_prompts_than_a_server_would_queue(llm: LLM) -> None:
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     completions = llm.generate([[5 + i] for i in range(20)], params, progress=False)

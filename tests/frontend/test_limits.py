@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,6 +81,31 @@ def test_a_large_grpc_message_is_refused(start_server: Callable[..., ServerProce
     with server.stub() as stub, pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(ids_request(*[500] * 2000)))
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_no_grpc_call_of_thousands_at_once_is_cancelled(server: ServerProcess) -> None:
+    """The server stands still while they come, so that all of them wait for its event loop."""
+    request = ids_request(*[500] * 3, stream=False, max_tokens=1)
+
+    async def code_of(call: Any) -> grpc.StatusCode:
+        with contextlib.suppress(grpc.aio.AioRpcError):  # its code is looked at
+            await call.read()
+        code: grpc.StatusCode = await call.code()
+        return code
+
+    async def codes() -> Counter[grpc.StatusCode]:
+        async with asyncio.timeout(PATIENCE_S), grpc.aio.insecure_channel(server.address) as channel:
+            await channel.channel_ready()
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                generate: Any = pb_grpc.JaxsglStub(channel).Generate
+                calls = [generate(request) for _ in range(2000)]
+                await asyncio.sleep(0.5)  # they are on their way
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            return Counter(await asyncio.gather(*(code_of(call) for call in calls)))
+
+    assert asyncio.run(codes()) == {grpc.StatusCode.OK: 2000}
 
 
 class Engine:
