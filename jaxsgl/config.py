@@ -112,6 +112,9 @@ class EngineConfig:
     auto_buckets: str | None = flag(
         None, "take both lists from this file, which scripts/bench_buckets.py --json wrote (default: derived)"
     )
+    decode_steps: int = flag(
+        1, "tokens that one program decodes for each running request while nobody is admitted and no logits are edited"
+    )
     compilation_cache_dir: str | None = flag(
         None, "where compiled programs are kept between starts; '': nowhere (default: jaxsgl/xla in ~/.cache)"
     )
@@ -127,6 +130,7 @@ class EngineConfig:
         for name in ("context_length", "max_total_tokens", "max_running_requests", "max_queued_requests"):
             value = getattr(self, name)
             _require(value is None or value >= 1, _flag_name(name), value, "1 and more")
+        _require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
         chunk = self.chunked_prefill_size
         _require(chunk is None or chunk == -1 or chunk >= 1, "--chunked-prefill-size", chunk, "-1, or 1 and more")
         for name in ("decode_buckets", "extend_buckets"):

@@ -173,8 +173,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       prompt_tokens_total: of admitted samples.
       cached_prompt_tokens_total: of those, found in the prefix cache.
       output_tokens_total: read from the device.
-      steps_total: launched.
-      decode_rows_total, decode_rows_padded_total: sequences of decode steps, and rows of the programs that ran them.
+      steps_total: launched; several decode steps in one program are one.
+      decode_rows_total, decode_rows_padded_total: sequences of decode steps, and rows of the programs that ran them;
+        each of several steps in one program counts.
       extend_tokens_total, extend_tokens_padded_total: likewise tokens of extend steps.
       retractions_total: running samples that were taken back to the queue.
       short_of_tokens_total, short_of_rows_total, short_of_chunk_total: steps at which admission stopped though somebody

@@ -140,6 +140,8 @@ class FakeEngine:
 
     def _step(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], StepScores]:
         arrays = inputs.arrays
+        if arrays.steps is not None:
+            return self._several_steps(inputs, arrays.steps), StepScores()
         ids = np.where(arrays.token_ids < 0, self._last_tokens[~np.minimum(arrays.token_ids, -1)], arrays.token_ids)
         self._kv[arrays.slots] = np.stack((ids, arrays.positions), axis=1)
         sequences = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
@@ -150,6 +152,25 @@ class FakeEngine:
             self._counts[row, tokens[s]] += 2
         self._last_tokens[arrays.sample_rows] = tokens
         return tokens[: inputs.num_seqs], self._scores(inputs, arrays, sequences, tokens)
+
+    def _several_steps(self, inputs: StepInputs, steps: IntArray) -> npt.NDArray[np.int32]:
+        """Tokens of each step, one after the other; -1 where a sequence takes no part any more."""
+        tokens = np.full((inputs.bucket.num_steps, inputs.num_seqs), -1, dtype=np.int32)
+        for i in range(inputs.bucket.num_steps):
+            for s in np.flatnonzero(steps > i).tolist():
+                tokens[i, s] = self._decode_one(inputs.arrays, s, i)
+        return tokens
+
+    def _decode_one(self, arrays: StepArrays[npt.NDArray[Any]], s: int, i: int) -> int:
+        row, position = arrays.sample_rows[s], arrays.positions[s] + i
+        assert row == ~arrays.token_ids[s] != self._capacity.num_rows
+        slots = slots_of(arrays.page_table[s], 0, position + 1, self._capacity.page_size)
+        assert (slots >= tokens_in(1, self._capacity.page_size)).all(), f"sequence {s} decodes into the dummy page"
+        self._kv[slots[-1]] = self._last_tokens[row], position
+        stored = self._kv[slots]
+        assert (stored[:, 1] == np.arange(position + 1)).all(), f"sequence {s} reads a foreign page"
+        self._last_tokens[row] = next_token(stored[:, 0], self._capacity.vocab_size)
+        return int(self._last_tokens[row])
 
     def _rebuilt(self, inputs: StepInputs, arrays: StepArrays[npt.NDArray[Any]], s: int) -> IntArray:
         """Token ids of sequence s, as its page table says."""

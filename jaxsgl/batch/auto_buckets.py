@@ -25,14 +25,14 @@ from jaxsgl.errors import ConfigError
 def buckets_of(config: EngineConfig, capacity: Capacity) -> BucketSet:
     """The shapes that `config` asks for. Raises `ConfigError` if they can't be read or don't reach the capacity."""
     if config.auto_buckets is None:
-        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets)
+        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, config.decode_steps)
     path = Path(config.auto_buckets)
     suggested = _suggested(path)
     decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")
     extend = _sizes(
         path, suggested, "extend_buckets", capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"
     )
-    return BucketSet.derive(capacity, decode, extend)
+    return BucketSet.derive(capacity, decode, extend, config.decode_steps)
 
 
 def _suggested(path: Path) -> dict[str, Any]:

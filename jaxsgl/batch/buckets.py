@@ -31,16 +31,22 @@ class BucketSet:
       extend_sizes: T of extend programs, ascending.
       extend_seqs: S of extend programs, ascending; a program has S <= T.
       num_pages: P of all programs.
+      decode_steps: steps of the decode programs that take several; 1: there are none.
     """
 
     decode_sizes: tuple[int, ...]
     extend_sizes: tuple[int, ...]
     extend_seqs: tuple[int, ...]
     num_pages: int
+    decode_steps: int = 1
 
     @classmethod
     def derive(
-        cls, capacity: Capacity, decode_sizes: tuple[int, ...] = (), extend_sizes: tuple[int, ...] = ()
+        cls,
+        capacity: Capacity,
+        decode_sizes: tuple[int, ...] = (),
+        extend_sizes: tuple[int, ...] = (),
+        decode_steps: int = 1,
     ) -> BucketSet:
         """The default list for `capacity`; lists that are given are taken, and must reach the largest batch."""
         rows, tokens = capacity.num_rows, capacity.max_extend_tokens
@@ -57,12 +63,12 @@ class BucketSet:
                 "lower --chunked-prefill-size"
             )
         extend_seqs = tuple(sorted({min(FEW_SEQS, rows), rows}))
-        return cls(decode_sizes, extend_sizes, extend_seqs, capacity.max_pages_per_seq)
+        return cls(decode_sizes, extend_sizes, extend_seqs, capacity.max_pages_per_seq, decode_steps)
 
-    def decode(self, num_seqs: int, sampled: bool, featured: bool = False) -> Bucket:
-        """The smallest decode bucket that holds `num_seqs` sequences."""
+    def decode(self, num_seqs: int, sampled: bool, featured: bool = False, num_steps: int = 1) -> Bucket:
+        """The smallest decode bucket that holds `num_seqs` sequences, of 1 or `decode_steps` steps."""
         size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
-        return Bucket("decode", size, size, self.num_pages, sampled or featured, featured)
+        return Bucket("decode", size, size, self.num_pages, sampled or featured, featured, num_steps)
 
     def extend(self, num_tokens: int, num_seqs: int, sampled: bool, featured: bool = False) -> Bucket:
         """The smallest extend bucket that holds `num_tokens` tokens of `num_seqs` sequences."""
@@ -82,6 +88,12 @@ class BucketSet:
             buckets |= {self.decode(size, *variant) for size in self.decode_sizes}
             buckets |= {
                 self.extend(tokens, seqs, *variant) for tokens in self.extend_sizes for seqs in self.extend_seqs
+            }
+        if self.decode_steps > 1:
+            buckets |= {
+                self.decode(size, sampled, num_steps=self.decode_steps)
+                for size in self.decode_sizes
+                for sampled in (False, True)
             }
         return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
 

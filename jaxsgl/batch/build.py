@@ -48,10 +48,15 @@ class BatchBuilder:
         self._page_size = page_size
         self._dummy_row = len(page_tables)
 
-    def decode(self, rows: IntArray, positions: IntArray) -> StepInputs:
-        """One token for each row `[S]`: the row's last sampled token, which goes to `positions [S]`."""
+    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepInputs:
+        """One token for each row `[S]`: the row's last sampled token, which goes to `positions [S]`.
+
+        With `steps [S]`, in the program of several steps: so many for each row, whose page table reaches as far.
+        """
         n = len(rows)
-        bucket = self._buckets.decode(n, self._sampling.any_sampled(rows), self._sampling.any_featured(rows))
+        num_steps = 1 if steps is None else self._buckets.decode_steps
+        variant = self._sampling.any_sampled(rows), self._sampling.any_featured(rows)
+        bucket = self._buckets.decode(n, *variant, num_steps=num_steps)
         packed, arrays = self._padded(bucket)
         tables = self._page_tables[rows]
         arrays.token_ids[:n] = ~rows
@@ -61,7 +66,10 @@ class BatchBuilder:
         arrays.query_offsets[:] = np.minimum(np.arange(bucket.num_seqs + 1), n)
         arrays.page_table[:n] = tables
         arrays.sample_rows[:n] = rows
-        return self._finish(bucket, packed, arrays, rows, n, works=())
+        if steps is not None:
+            assert arrays.steps is not None
+            arrays.steps[:n] = steps
+        return self._finish(bucket, packed, arrays, rows, n if steps is None else int(steps.sum()), works=())
 
     def extend(self, works: Sequence[Work]) -> StepInputs:
         """Several tokens for each of `works`, in their order."""

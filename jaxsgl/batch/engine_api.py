@@ -43,7 +43,10 @@ class StepHandle(Protocol):
     """A step that was launched."""
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Waits for the step; sampled token ids `[num_seqs]`, in the order of the batch."""
+        """Waits for the step; sampled token ids `[num_seqs]`, in the order of the batch.
+
+        Of a program of several steps `[num_steps, num_seqs]`, where those behind a sequence's own steps mean nothing.
+        """
         ...
 
     def scores(self) -> StepScores:

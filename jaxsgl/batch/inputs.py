@@ -24,11 +24,12 @@ class Bucket:
     Attributes:
       kind: "decode" (one token per sequence, T = S), "extend", or "score": an extend that also yields the
         log-probabilities of prompt tokens.
-      num_tokens: T, padded tokens.
+      num_tokens: T, padded tokens of a step.
       num_seqs: S, padded sequences.
       num_pages: P, width of the page tables.
       sampled: whether the sampling program follows; greedy-only batches go without.
       featured: whether it is the one that also edits logits and yields log-probabilities; implies `sampled`.
+      num_steps: steps that the program takes one after the other; more than 1 only in decode buckets, never featured.
     """
 
     kind: Literal["decode", "extend", "score"]
@@ -37,10 +38,17 @@ class Bucket:
     num_pages: int
     sampled: bool
     featured: bool = False
+    num_steps: int = 1
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of all its steps, padding included."""
+        return self.num_tokens * self.num_steps
 
     def __str__(self) -> str:
         sampling = "featured" if self.featured else "sampled" if self.sampled else "greedy"
-        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} P={self.num_pages} {sampling}"
+        steps = f" {self.num_steps} steps" if self.num_steps > 1 else ""
+        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} P={self.num_pages} {sampling}{steps}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class StepArrays(Generic[ArrayT]):
       seeds: `[S]` bits of a uint32.
       temperature, top_p, min_p: `[S]` float32. Greedy buckets leave the sampling fields as they are.
       targets: `[T]` the prompt token behind each token, where its log-probability is wanted; in "score" buckets only.
+      steps: `[S]` of a program of several steps, in how many of the first ones each sequence takes part; 0 for padding.
+        All other fields are those of the first step, and stand where a program of one step has them.
     """
 
     token_ids: ArrayT
@@ -75,6 +85,7 @@ class StepArrays(Generic[ArrayT]):
     top_p: ArrayT
     min_p: ArrayT
     targets: ArrayT | None = None
+    steps: ArrayT | None = None
 
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p")
@@ -100,6 +111,8 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
     }
     if bucket.kind == "score":
         shapes["targets"] = (t,)
+    if bucket.num_steps > 1:
+        shapes["steps"] = (s,)
     places, offset = {}, 0
     for name in (spec.name for spec in fields(StepArrays) if spec.name in shapes):
         places[name] = (offset, shapes[name])
@@ -147,7 +160,7 @@ class StepInputs:
       bucket: which compiled program runs it.
       packed: `[packed_len(bucket)]` int32, the only thing that is transferred unless the batch is featured.
       num_seqs: real sequences; the rest of S is padding.
-      num_tokens: real tokens; the rest of T is padding.
+      num_tokens: real tokens; the rest of the bucket's `padded_tokens` is padding.
       features: of featured batches only.
     """
 

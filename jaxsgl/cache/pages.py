@@ -6,12 +6,13 @@ reads and writes it, and it is never allocated. Knows nothing about requests or 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
+ArrayT = TypeVar("ArrayT", bound=Any)
 
 DUMMY_PAGE = 0
 
@@ -43,11 +44,11 @@ def slots_of(page_table_row: IntArray, start: int, stop: int, page_size: int) ->
     return page_table_row[positions // page_size] * page_size + positions % page_size
 
 
-def slots_at(page_tables: IntArray, positions: IntArray, page_size: int) -> IntArray:
-    """Slots `[S]` of one position per sequence: `positions [S]` in `page_tables [S, P]`."""
-    page_index, offset = np.divmod(positions, page_size)
-    pages = page_tables[np.arange(len(positions)), page_index]
-    return pages * page_size + offset
+def slots_at(page_tables: ArrayT, positions: ArrayT, page_size: int) -> ArrayT:
+    """Slots `[S]` of one position per sequence: `positions [S]` in `page_tables [S, P]`; arrays of NumPy or of JAX."""
+    pages = page_tables[np.arange(len(positions)), positions // page_size]
+    slots: ArrayT = pages * page_size + positions % page_size
+    return slots
 
 
 class PageAllocator:

@@ -50,8 +50,11 @@ class DeviceHandle:
             array.copy_to_host_async()
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Waits for the step; sampled ids `[num_seqs]`. Raises what the device raised, if the step failed."""
-        return np.asarray(self._tokens)[: self._inputs.num_seqs]
+        """Waits for the step; sampled ids `[num_seqs]`, of several steps `[num_steps, num_seqs]`.
+
+        Raises what the device raised, if the step failed.
+        """
+        return np.asarray(self._tokens)[..., : self._inputs.num_seqs]
 
     def scores(self) -> StepScores:
         """Waits for the step; log-probabilities, as far as the batch asked for some."""
@@ -142,6 +145,8 @@ class Engine:
         forward, *after = self.programs.of(inputs.bucket)
         out = forward(self._params, self._kv, self._last_tokens, inputs.packed)
         self._kv, self._last_tokens = out.kv, out.last_tokens
+        if inputs.bucket.num_steps > 1:
+            return DeviceHandle(inputs, out.tokens)
         if inputs.features is not None:
             return self._submit_featured(after[0], out, inputs, inputs.features)
         tokens = out.tokens

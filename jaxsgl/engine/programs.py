@@ -21,12 +21,14 @@ from jaxsgl.engine import edits
 from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.kv_buffers import KvBuffers
 from jaxsgl.engine.mesh import replicated
+from jaxsgl.engine.several_steps import Decoded, DecodeSteps, make_decode_steps
 from jaxsgl.engine.step import (
     FEATURED_DONATES,
     FORWARD_DONATES,
     SAMPLING_DONATES,
     SAMPLING_FIELDS,
     SET_ROW_DONATES,
+    Forward,
     Forwarded,
     featured_step,
     make_forward,
@@ -71,11 +73,14 @@ class ProgramSpec:
         leaves, treedef = jax.tree.flatten(self.params)
         everywhere = replicated(self.mesh)
         kv_shardings = jax.tree.map(lambda pages: pages.sharding, self.kv)
-        jitted = jax.jit(
-            make_forward(self.graphdef, treedef, bucket, self.attention_backend),
-            donate_argnums=FORWARD_DONATES,
-            out_shardings=Forwarded(*[kv_shardings, *[everywhere] * 4, everywhere if bucket.kind == "score" else None]),
-        )
+        if bucket.num_steps > 1:
+            program: Forward | DecodeSteps = make_decode_steps(self.graphdef, treedef, bucket, self.attention_backend)
+            shardings: Forwarded | Decoded = Decoded(kv_shardings, everywhere, everywhere)
+        else:
+            program = make_forward(self.graphdef, treedef, bucket, self.attention_backend)
+            scores = everywhere if bucket.kind == "score" else None
+            shardings = Forwarded(kv_shardings, everywhere, everywhere, everywhere, everywhere, scores)
+        jitted = jax.jit(program, donate_argnums=FORWARD_DONATES, out_shardings=shardings)
         return jitted.trace(leaves, self.kv, self._int32(self.num_rows + 1), self._int32(packed_len(bucket)))
 
     def trace_sampling(self, num_seqs: int) -> jax.stages.Traced:
@@ -117,6 +122,8 @@ SET_ROW = ProgramKey("set_row")
 
 def keys_of(bucket: Bucket) -> list[ProgramKey]:
     """The programs that a step of `bucket` runs, in order."""
+    if bucket.num_steps > 1:  # they sample in between, so it is one program
+        return [ProgramKey("forward", bucket)]
     keys = [ProgramKey("forward", replace(bucket, sampled=False, featured=False))]
     if bucket.sampled:
         keys.append(ProgramKey("featured" if bucket.featured else "sampling", bucket.num_seqs))

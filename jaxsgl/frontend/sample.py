@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from jaxsgl.frontend.detokenizer import Detokenizer
 from jaxsgl.frontend.stop_strings import StopStrings
@@ -63,7 +64,8 @@ class Sample:
         logprobs: list[TokenLogprob] = []
         scored: tuple[TokenLogprob, ...] | None = None
         end: End | None = None
-        for reply in replies:
+        parts = [part for reply in replies for part in _token_by_token(reply)] if self._sampling.stop else replies
+        for reply in parts:
             ids += reply.token_ids
             self.num_tokens += len(reply.token_ids)
             if reply.logprob is not None:
@@ -101,6 +103,15 @@ class Sample:
         if matched is None and reason is FinishReason.STOP and reply.token_ids:
             matched = reply.token_ids[-1]
         return End(reason, matched, len(self._request.prompt_ids), reply.cached_tokens, self.num_tokens)
+
+
+def _token_by_token(reply: Reply) -> list[Reply]:
+    """`reply` in parts of one token, since a stop string ends the sample at the very token that completes it."""
+    if len(reply.token_ids) <= 1:
+        return [reply]
+    *others, last = reply.token_ids
+    before = [replace(reply, token_ids=(token_id,), finish_reason=None) for token_id in others]
+    return [*before, replace(reply, token_ids=(last,))]
 
 
 def join(pieces: Sequence[Piece]) -> Piece:

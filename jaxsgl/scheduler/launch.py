@@ -26,8 +26,8 @@ from jaxsgl.scheduler.states import State
 class Builder(Protocol):
     """What makes steps of decisions; `BatchBuilder` is the real one."""
 
-    def decode(self, rows: IntArray, positions: IntArray) -> StepInputs:
-        """One token for each row `[S]`, stored at `positions [S]`."""
+    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepInputs:
+        """One token for each row `[S]`, stored at `positions [S]`; or `steps [S]` from there on, in several steps."""
         ...
 
     def extend(self, works: Sequence[Work]) -> StepInputs:
@@ -76,17 +76,19 @@ class Launcher:
         pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
         return inputs, Launched([*(chunk.req for chunk in chunks), *riders], kv_tokens, pairs, mute, scored)
 
-    def decode(self, reqs: Sequence[Req]) -> tuple[StepInputs, Launched]:
-        """A step that decodes one token of each of `reqs`."""
-        for req in reqs:
+    def decode(self, reqs: Sequence[Req], num_steps: int = 1) -> tuple[StepInputs, Launched]:
+        """A step that decodes one token of each of `reqs`; or several, as many as each may still have."""
+        counts = [min(num_steps, req.num_left) for req in reqs]
+        for req, count in zip(reqs, counts, strict=True):
             assert req.lease is not None
-            self._cache.grow(req.lease, req.kv_len + 1)
+            self._cache.grow(req.lease, req.kv_len + count)
         rows = np.fromiter((req.lease.row for req in reqs if req.lease), np.int32, len(reqs))
         positions = np.fromiter((req.kv_len for req in reqs), np.int32, len(reqs))
-        inputs = self._builder.decode(rows, positions)
-        for req in reqs:
-            self._launch_decode(req)
-        return inputs, Launched(reqs, int(positions.sum()) + len(reqs))
+        steps = np.array(counts, dtype=np.int32)
+        inputs = self._builder.decode(rows, positions, steps if num_steps > 1 else None)
+        for req, count in zip(reqs, counts, strict=True):
+            self._launch_decode(req, count)
+        return inputs, Launched(reqs, int((steps * (2 * positions + steps + 1)).sum()) // 2)
 
     def _extend(self, chunk: Chunk) -> Work:
         req, start = chunk.req, chunk.req.kv_len
@@ -108,7 +110,7 @@ class Launcher:
         self._launch_decode(req)
         return Work(row, np.array([~row], dtype=np.int32), start, True)
 
-    def _launch_decode(self, req: Req) -> None:
-        req.launch_decode()
+    def _launch_decode(self, req: Req, num_tokens: int = 1) -> None:
+        req.launch_decode(num_tokens)
         if not req.can_launch:
             self._running.file(req)

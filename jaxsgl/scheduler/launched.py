@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.scheduler.req import Req
@@ -29,8 +32,7 @@ class Launched:
 
     Args:
       reqs: whose sequences the batch holds, in its order.
-      mute: chunks that aren't the last of their request, so their token means nothing.
-      kv_tokens: tokens of KV that it reads.
+      kv_tokens: tokens of KV that it reads, in all its steps.
       pairs: (token, token that it attends to) in its chunks and riders; 0 in a decode step, which is `kv_tokens`' own.
       mute: chunks that aren't the last of their request, so their token means nothing.
       scored: chunks whose prompt tokens are scored.
@@ -51,15 +53,16 @@ class Launched:
         self._mute = mute
         self._scored = scored
 
-    def yielded(self, tokens: Sequence[int]) -> Iterator[tuple[int, Req, int]]:
-        """(place in the batch, request, token) where somebody waits for the token.
+    def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, list[int]]]:
+        """(place in the batch, request, its tokens) where somebody waits for them; `tokens` are `[..., num_seqs]`.
 
         Nobody does if the request has ended or was retracted since the launch. What one token ends is asked for when
-        its turn comes.
+        its turn comes. Tokens of later steps than the one that ends a request are left to whoever takes them.
         """
-        for place, (req, number, token) in enumerate(zip(self._reqs, self._lease_numbers, tokens, strict=True)):
+        by_request = tokens.reshape(-1, len(self._reqs)).T.tolist()
+        for place, (req, number, ids) in enumerate(zip(self._reqs, self._lease_numbers, by_request, strict=True)):
             if req.lease_number == number and req not in self._mute:
-                yield place, req, token
+                yield place, req, ids
 
     def take_prompt_scores(self, scores: StepScores) -> None:
         """Gives the log-probabilities of scored chunks to their requests."""

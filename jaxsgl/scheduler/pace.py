@@ -43,7 +43,7 @@ class Pace:
         return self._max_itl_s is not None
 
     def launched(self, bucket: Bucket, kv_tokens: float, pairs: float) -> None:
-        """A step goes to the device."""
+        """A step goes to the device, or several in one program."""
         if self.is_bound:
             self._in_flight.append((bucket, kv_tokens, pairs, self._clock()))
 
@@ -54,7 +54,16 @@ class Pace:
         bucket, kv_tokens, pairs, launched_s = self._in_flight.popleft()
         began_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
         if bucket.kind in self._times:  # scores of prompts are rare, and their steps of one size only
-            self._times[bucket.kind].measured(bucket.num_tokens, kv_tokens, pairs, self._last_end_s - began_s)
+            seconds = (self._last_end_s - began_s) / bucket.num_steps
+            self._times[bucket.kind].measured(bucket.num_tokens, kv_tokens / bucket.num_steps, pairs, seconds)
+
+    def leaves_time_for(self, num_steps: int, decoding: Collection[Req]) -> bool:
+        """Whether so many decode steps in one program end within the bound: their tokens come all at once."""
+        if self._max_itl_s is None:
+            return True
+        if self._times["decode"].base(1) is None:
+            return False  # nothing is measured
+        return num_steps * self._seconds_of_decoding(decoding, (), ()) <= self._max_itl_s
 
     def allowance(
         self, most: int, decoding: Collection[Req], continuing: Sequence[Req], riders: Sequence[Req]

@@ -2,8 +2,8 @@
 
 known_ids  |=========== cached ===========|=== chunk ===|.........|
            0                       kv_len before    kv_len after   extend_to
-then one token a step: the token sampled last is stored (kv_len + 1) while the next one is sampled. What is known is the
-prompt, and for a request that was retracted its output so far.
+then one token a step: the token sampled last is stored (kv_len + 1) while the next one is sampled; or several steps in
+one launch. What is known is the prompt, and for a request that was retracted its output so far.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Req:
       request_id, index: of the request, as the front end knows it, and which of its samples this is.
       key: both, its name among all of the scheduler's.
       wants_scores: whether log-probabilities go into its replies.
+      is_featured: whether the featured program samples for it.
       leader: sample 0 of the same request, whose prompt it waits for; None for sample 0 itself.
       prompt_ids: `[n]` int32; one array for all samples.
       output_ids: tokens read from the device so far.
@@ -51,6 +52,7 @@ class Req:
         "cached_tokens",
         "extend_to",
         "index",
+        "is_featured",
         "key",
         "kv_len",
         "leader",
@@ -86,6 +88,7 @@ class Req:
         self.leader = leader
         self.sampling = request.sampling
         self.wants_scores = request.sampling.logprobs is not None or request.sampling.prompt_logprobs is not None
+        self.is_featured = request.sampling.edits_logits or request.sampling.logprobs is not None
         self.prompt_ids: IntArray = leader.prompt_ids if leader else np.array(request.prompt_ids, dtype=np.int32)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -148,6 +151,11 @@ class Req:
         return self.prompt_len + self.max_new_tokens - 1
 
     @property
+    def num_left(self) -> int:
+        """Tokens that it may generate besides those that are read or in flight."""
+        return self.max_new_tokens - self.num_launched
+
+    @property
     def can_launch(self) -> bool:
         """Whether another decode step makes sense, for all that is known without reading tokens."""
         return self.state is State.RUNNING and self.num_launched < self.max_new_tokens
@@ -191,10 +199,10 @@ class Req:
             self.prefilled = True
             self.num_launched = len(self.output_ids) + 1
 
-    def launch_decode(self) -> None:
-        """One decode step is in flight."""
-        self.kv_len += 1
-        self.num_launched += 1
+    def launch_decode(self, num_tokens: int = 1) -> None:
+        """`num_tokens` more tokens are in flight."""
+        self.kv_len += num_tokens
+        self.num_launched += num_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
         """Takes one token that was read from the device; says whether, and why, it is the last."""
@@ -204,6 +212,14 @@ class Req:
         if len(self.output_ids) == self.max_new_tokens:
             return FinishReason.LENGTH
         return None
+
+    def take(self, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Takes tokens up to the last one, if it is among them: what follows means nothing. Those, and why it ended."""
+        for count, token_id in enumerate(token_ids, 1):
+            reason = self.append(token_id)
+            if reason is not None:
+                return tuple(token_ids[:count]), reason
+        return tuple(token_ids), None
 
     def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
         """Takes those of the prompt tokens behind positions start, start + 1, ..., and not that of the output."""

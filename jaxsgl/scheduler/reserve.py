@@ -34,9 +34,9 @@ class NewTokenRatio:
         self._step = (self._first - self._least) / DECAY_STEPS
         self.value = self._first
 
-    def decoded(self) -> None:
-        """A decode step found all the pages that it needed."""
-        self.value = max(self.value - self._step, self._least)
+    def decoded(self, num_steps: int = 1) -> None:
+        """Decode steps found all the pages that they needed."""
+        self.value = max(self.value - num_steps * self._step, self._least)
 
     def retracted(self, running: Collection[Req]) -> None:
         """Pages ran out; `running` are those that go on."""

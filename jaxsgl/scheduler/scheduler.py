@@ -29,6 +29,7 @@ from jaxsgl.cache.table import PageTable
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply
 from jaxsgl.request import FinishReason, Request
+from jaxsgl.scheduler.decode_steps import DecodeSteps
 from jaxsgl.scheduler.dump import dump_cache, dump_requests
 from jaxsgl.scheduler.extends import Extends
 from jaxsgl.scheduler.intake import Intake
@@ -107,6 +108,7 @@ class Scheduler:
             capacity, buckets, config, self.cache, self._waiting, self._running, self._live, self._policy, self._pace,
             self._retraction, self._ratio, self._totals,
         )  # fmt: skip
+        self._decode_steps = DecodeSteps(buckets.decode_steps, self.cache, self._pace)
         self._paused = False
 
     @property
@@ -159,30 +161,30 @@ class Scheduler:
             chunks = self._extends.decide(riders, bool(self._in_flight))
             riders = [req for req in riders if req.can_launch]  # unless preempted
         elif decoding and self._extended_last and (self._config.decode_first or self._pace.is_bound):
-            chunks, riders = [], []
+            return self._launch_decode(prompts_wait=True)
         else:
             chunks, riders = self._extends.decide([], bool(self._in_flight)), []
         if not chunks:
-            return self._launch_decode()
+            return self._launch_decode(prompts_wait=bool(self._running.extending))
         if any(chunk.req.scores_prompt for chunk in chunks):
             riders = []  # the program that scores prompts is for them alone
         self._extended_last = True
         return self._launched(*self._launcher.extend(chunks, riders))
 
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
-        """Takes what the oldest step in flight yields: `[num_seqs]` tokens in the order of its batch, and scores."""
+        """Takes what the oldest step in flight yields: tokens as `StepHandle.tokens` gives them, and scores."""
         launched = self._in_flight.popleft()
         self._pace.collected()
         launched.take_prompt_scores(scores)
-        for place, req, token_id in launched.yielded(np.asarray(tokens).tolist()):
-            reason = req.append(token_id)
+        for place, req, sampled in launched.yielded(np.asarray(tokens)):
+            token_ids, reason = req.take(sampled)
             logprob, of_prompt = None, None
             if req.wants_scores:
                 logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
             self._replies.append(
-                Reply(req.request_id, (token_id,), reason, req.cached_tokens, None, req.index, logprob, of_prompt)
+                Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index, logprob, of_prompt)
             )
-            self._totals.output_tokens += 1
+            self._totals.output_tokens += len(token_ids)
             if reason is not None:
                 self._release(req)
 
@@ -301,12 +303,15 @@ class Scheduler:
         self._replies.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
         self._release(req)
 
-    def _launch_decode(self) -> StepInputs | None:
+    def _launch_decode(self, prompts_wait: bool) -> StepInputs | None:
+        """`prompts_wait`: the next step may extend some."""
         reqs = self._retraction.with_room(list(self._running.decoding.values()))
         if not reqs:
             return None
         self._extended_last = False
-        return self._launched(*self._launcher.decode(reqs))
+        num_steps = 1 if prompts_wait else self._decode_steps.choose(reqs)
+        self._ratio.decoded(num_steps - 1)
+        return self._launched(*self._launcher.decode(reqs, num_steps))
 
     def _launched(self, inputs: StepInputs, launched: Launched) -> StepInputs:
         self._totals.launched(inputs, self._extends.no_room)

@@ -39,8 +39,8 @@ class Totals:
         self.short_of_rows += no_room is NoRoom.ROWS
         self.short_of_chunk += no_room is NoRoom.CHUNK
         if inputs.bucket.kind == "decode":
-            self.decode_rows += inputs.num_seqs
-            self.decode_rows_padded += inputs.bucket.num_seqs
+            self.decode_rows += inputs.num_tokens
+            self.decode_rows_padded += inputs.bucket.padded_tokens
         else:
             self.extend_tokens += inputs.num_tokens
             self.extend_tokens_padded += inputs.bucket.num_tokens

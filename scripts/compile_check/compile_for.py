@@ -85,7 +85,7 @@ def _kernels(program: Program, folder: Path, ptxas: Path) -> list[KernelCode]:
 
     mine = folder / "mosaic"
     for path in folder.iterdir():
-        if f"jit_{program.name}." in path.name or "jit_forward." in path.name:
+        if any(f"jit_{name}." in path.name for name in (program.name, "forward", "decode_steps")):
             path.rename(mine / path.name)
         elif path.is_file():
             path.unlink()

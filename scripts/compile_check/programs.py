@@ -76,7 +76,7 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
 
 
 def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
-    """A decode and an extend step of an engine with a small model of serving-like heads, in bfloat16."""
+    """Decode, several decode steps and extend of an engine with a small model of serving-like heads, in bfloat16."""
     arch = dataclasses.replace(
         ModelArch.from_folder(BUNDLED_MODEL),
         vocab_size=32_000, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072,
@@ -87,12 +87,14 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
     pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=kv_sharding(mesh))
     kv = KvBuffers((pages,) * arch.num_layers, (pages,) * arch.num_layers)
     spec = ProgramSpec(graphdef, placed, kv, 64, arch.vocab_size, backend, mesh)
-    for bucket in (Bucket("decode", 64, 64, 128, False), Bucket("extend", 1024, 8, 128, False)):
+    decode = Bucket("decode", 64, 64, 128, False)
+    several = dataclasses.replace(decode, sampled=True, num_steps=4)
+    for bucket in (decode, several, Bucket("extend", 1024, 8, 128, False)):
 
         def trace(bucket: Bucket = bucket) -> jax.stages.Traced:
             return spec.trace_forward(bucket)
 
-        name = f"step_{bucket.kind}_{backend}"
+        name = f"step_{bucket.kind}_{backend}" if bucket.num_steps == 1 else f"steps_{bucket.kind}_{backend}"
         yield Program(name, backend, trace, pages, 2 * arch.num_layers, on_matrix_units=True)
 
 

@@ -86,7 +86,7 @@ def waste(steps: Iterable[Step]) -> dict[str, float | None]:
     for step in steps:
         name = "decode_rows" if step.kind == "decode" else "extend_tokens"
         real, padded = sizes[name]
-        sizes[name] = real + step.num_tokens, padded + step.bucket.num_tokens
+        sizes[name] = real + step.num_tokens, padded + step.bucket.padded_tokens
     return {name: padded / real - 1 if real else None for name, (real, padded) in sizes.items()}
 
 
@@ -154,7 +154,7 @@ def _by_kind(steps: Sequence[Step], busy: Sequence[Interval]) -> dict[str, Any]:
         told["count"] += 1
         told["device_s"] += end_s - begin_s
         told["real"] += step.num_tokens
-        told["padded"] += step.bucket.num_tokens
+        told["padded"] += step.bucket.padded_tokens
     return found
 
 

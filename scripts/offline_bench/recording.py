@@ -34,7 +34,7 @@ class Step:
       kind: "mixed" is an extend step in which sequences decode.
       bucket, num_seqs, num_tokens: see `StepInputs`.
       lengths: `[num_seqs]` KV tokens of each sequence, this step's included.
-      new: `[num_seqs]` tokens of each sequence in this step.
+      new: `[num_seqs]` tokens of each sequence in this step; in all steps of its program.
       submitted_s: when `submit` had returned.
       read_from_s, read_s: when the loop began to wait for the tokens, and when it had them.
       seen_s: when the watching thread saw that it was ready.
@@ -115,7 +115,11 @@ class Recording:
         """A step was launched from `begin_s` to `end_s`."""
         lengths, offsets = _field(inputs, "lengths"), _field(inputs, "query_offsets")
         step = Step(_kind(inputs), inputs.bucket, inputs.num_seqs, inputs.num_tokens, lengths, offsets, end_s)
-        step.new = np.ones_like(lengths) if step.kind == "decode" else np.diff(offsets)
+        if inputs.bucket.num_steps > 1:
+            step.new = _field(inputs, "steps")
+            step.lengths += step.new - 1
+        else:
+            step.new = np.ones_like(lengths) if step.kind == "decode" else np.diff(offsets)
         self.steps.append(step)
         self._unwatched.append((step, handle))
         turn = self.turns[-1]

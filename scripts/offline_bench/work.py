@@ -47,7 +47,10 @@ class ModelWork:
     def of_step(self, step: Step) -> Work:
         """The least that `step` could do."""
         lengths, new = step.lengths.astype(np.int64), step.new.astype(np.int64)
-        num_bytes = self.weight_bytes * (self.layer_params + self.head_params) + self.kv_token_bytes * lengths.sum()
         pairs = (new * lengths - new * (new - 1) // 2).sum()
-        products = 2 * (self.layer_params * step.num_tokens + self.head_params * step.num_seqs)
+        weights = step.bucket.num_steps * (self.layer_params + self.head_params)
+        several = step.bucket.num_steps > 1  # each of them reads K and V anew, and yields tokens
+        num_bytes = self.weight_bytes * weights + self.kv_token_bytes * (pairs if several else lengths.sum())
+        products = 2 * (self.layer_params * step.num_tokens)
+        products += 2 * self.head_params * (step.num_tokens if several else step.num_seqs)
         return Work(int(num_bytes), int(products + self.pair_flops * pairs))

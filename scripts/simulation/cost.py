@@ -32,9 +32,12 @@ class StepCost:
     kv_token_s: float
     pair_s: float
 
-    def seconds(self, tokens: int, kv_tokens: int, pairs: float) -> float:
-        """Of a step of `tokens` tokens, padding included, that reads `kv_tokens` and computes `pairs` scores."""
-        products = max(self.weights_s, self.token_s * tokens)
+    def seconds(self, tokens: int, kv_tokens: int, pairs: float, num_steps: int = 1) -> float:
+        """Of a step of `tokens` tokens, padding included, that reads `kv_tokens` and computes `pairs` scores.
+
+        Of several steps in one launch, KV tokens and pairs are those of all steps.
+        """
+        products = num_steps * max(self.weights_s, self.token_s * tokens)
         return self.launch_s + products + max(self.kv_token_s * kv_tokens, self.pair_s * pairs)
 
 

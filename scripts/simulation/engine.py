@@ -82,11 +82,13 @@ class SizesBuilder:
     def __init__(self, buckets: BucketSet, page_tables: IntArray, sampling: SamplingRows, page_size: int) -> None:
         self._buckets = buckets
 
-    def decode(self, rows: IntArray, positions: IntArray) -> StepSizes:
+    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepSizes:
         """See `BatchBuilder`."""
         n = len(rows)
-        kv_tokens = int(positions.sum()) + n
-        return StepSizes(self._buckets.decode(n, False), _NOTHING, n, n, None, kv_tokens, kv_tokens)
+        bucket = self._buckets.decode(n, False, num_steps=1 if steps is None else self._buckets.decode_steps)
+        counts = np.ones_like(positions) if steps is None else steps
+        kv_tokens = int((counts * (2 * positions + counts + 1)).sum()) // 2
+        return StepSizes(bucket, _NOTHING, n, int(counts.sum()), None, kv_tokens, kv_tokens)
 
     def extend(self, works: Sequence[Work]) -> StepSizes:
         """See `BatchBuilder`."""
@@ -107,7 +109,7 @@ class SizesBuilder:
 
 @dataclass(slots=True)
 class KindCounts:
-    """Of all steps of one kind. Padded and real ones are tokens (of a decode step: sequences)."""
+    """Of all steps of one kind; several in one program are one. Padded and real ones are tokens."""
 
     steps: int = 0
     real: int = 0
@@ -121,12 +123,12 @@ class SimulatedHandle:
 
     clock: Clock
     ready_at_s: float
-    num_seqs: int
+    shape: tuple[int, int]
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """The clock moves to the end of the step."""
         self.clock.now_s = max(self.clock.now_s, self.ready_at_s)
-        return np.full(self.num_seqs, OUTPUT_TOKEN, dtype=np.int32)
+        return np.full(self.shape, OUTPUT_TOKEN, dtype=np.int32)
 
     def scores(self) -> StepScores:
         """None."""
@@ -162,12 +164,12 @@ class SimulatedEngine:
         bucket, clock = inputs.bucket, self.clock
         clock.now_s += self.host_step_s + self.host_seq_s * inputs.num_seqs
         cost = self.costs["decode" if bucket.kind == "decode" else "extend"]
-        seconds = cost.seconds(bucket.num_tokens, inputs.kv_tokens, inputs.pairs)
+        seconds = cost.seconds(bucket.num_tokens, inputs.kv_tokens, inputs.pairs, bucket.num_steps)
         seconds += self.costs["decode"].kv_token_s * inputs.rider_kv_tokens
         self._free_at_s = max(self._free_at_s, clock.now_s) + seconds
         counts = self.counts.setdefault(bucket.kind, KindCounts())
         counts.steps += 1
         counts.real += inputs.num_tokens
-        counts.padded += bucket.num_tokens
+        counts.padded += bucket.padded_tokens
         counts.busy_s += seconds
-        return SimulatedHandle(clock, self._free_at_s, inputs.num_seqs)
+        return SimulatedHandle(clock, self._free_at_s, (bucket.num_steps, inputs.num_seqs))

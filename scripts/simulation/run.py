@@ -41,7 +41,7 @@ def simulate(
       max_concurrency: requests that clients keep open.
     """
     clock = Clock()
-    buckets = BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets)
+    buckets = BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, config.decode_steps)
     engine = SimulatedEngine(arch, capacity, buckets, costs, clock, host_step_s, host_seq_s)
     scheduler = Scheduler(
         capacity,

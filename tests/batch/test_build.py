@@ -53,6 +53,16 @@ def test_a_decode_batch_takes_its_tokens_from_the_device() -> None:
     assert arrays.sample_rows.tolist() == [4, 2, 4, 6]
 
 
+def test_a_decode_batch_of_several_steps_is_that_of_one_and_the_steps_of_each_sequence() -> None:
+    tables = np.arange(36, dtype=np.int32).reshape(6, 6)
+    build = BatchBuilder(BucketSet.derive(SIZES, decode_steps=4), tables, SamplingRows(6), page_size=4)
+    several, one = build.decode(ids(4, 2, 1), ids(5, 11, 6), ids(4, 1, 3)), build.decode(ids(4, 2, 1), ids(5, 11, 6))
+    assert (several.bucket.num_steps, several.num_seqs, several.num_tokens) == (4, 3, 8)
+    assert several.bucket == replace(one.bucket, num_steps=4)
+    assert several.packed[: len(one.packed)].tolist() == one.packed.tolist()
+    assert several.packed[len(one.packed) :].tolist() == [4, 1, 3, 0]
+
+
 def test_padding_touches_only_the_dummy_page_and_the_dummy_row() -> None:
     inputs = builder().extend([Work(2, ids(11), 0, sample=True)])
     arrays = inputs.arrays
@@ -99,6 +109,14 @@ def test_buckets_double_up_to_the_largest_batch() -> None:
                 assert bucket in everything
                 assert bucket.num_tokens >= tokens
                 assert bucket.num_seqs >= seqs
+
+
+def test_programs_of_several_steps_exist_only_where_asked_for_and_never_with_features() -> None:
+    one, four = BucketSet.derive(SIZES).all(), BucketSet.derive(SIZES, decode_steps=4).all()
+    more = set(four) - set(one)
+    assert set(one) <= set(four) and {bucket.num_steps for bucket in one} == {1}
+    assert {(b.kind, b.num_seqs, b.sampled) for b in more} == {("decode", s, d) for s in (1, 2, 4, 6) for d in (0, 1)}
+    assert {(b.num_steps, b.featured) for b in more} == {(4, False)}
 
 
 def test_sizes_of_large_decode_batches_grow_in_steps_of_an_eighth() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.engine.engine import Engine
@@ -19,9 +20,11 @@ def new_scheduler(
     eos_token_ids: Iterable[int] = (),
     config: SchedulingConfig = SchedulingConfig(),
     retract_every: int | None = None,
+    decode_steps: int | None = None,
 ) -> CheckedScheduler:
+    buckets = engine.buckets if decode_steps is None else replace(engine.buckets, decode_steps=decode_steps)
     return CheckedScheduler(
-        engine.capacity, engine.buckets, eos_token_ids, config, radix_cache=radix, retract_every=retract_every
+        engine.capacity, buckets, eos_token_ids, config, radix_cache=radix, retract_every=retract_every
     )
 
 
@@ -34,9 +37,13 @@ def serve(
     eos_token_ids: Iterable[int] = (),
     config: SchedulingConfig = SchedulingConfig(),
     retract_every: int | None = None,
+    decode_steps: int | None = None,
 ) -> ScriptedMailbox:
-    """Serves `script` (messages by turn of the loop) to the end with an empty cache."""
-    scheduler = new_scheduler(engine, radix, eos_token_ids, config, retract_every)
+    """Serves `script` (messages by turn of the loop) to the end with an empty cache.
+
+    With `decode_steps` 1, an engine that has programs of several steps doesn't use them.
+    """
+    scheduler = new_scheduler(engine, radix, eos_token_ids, config, retract_every, decode_steps)
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, engine, mailbox, overlap)
     assert scheduler.is_idle

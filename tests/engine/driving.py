@@ -35,10 +35,10 @@ class Driver:
         works = [Work(row, np.array(ids, np.int32), start, sample) for row, ids, start in parts]
         return self.builder.extend(works)
 
-    def decode(self, positions: dict[int, int]) -> StepInputs:
-        """The rows' last sampled tokens, which stand at `positions[row]`."""
+    def decode(self, positions: dict[int, int], steps: Sequence[int] | None = None) -> StepInputs:
+        """The rows' last sampled tokens, which stand at `positions[row]`; or so many steps of each from there on."""
         rows, places = (np.array(list(part), np.int32) for part in (positions.keys(), positions.values()))
-        return self.builder.decode(rows, places)
+        return self.builder.decode(rows, places, None if steps is None else np.array(steps, np.int32))
 
     def run(self, inputs: StepInputs) -> list[int]:
         return self.engine.submit(inputs).tokens().tolist()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +82,50 @@ def test_greedy_rows_beside_sampled_ones_stay_greedy(engine: Engine, plain: Plai
     driver.sampling.set(2, SamplingParams(temperature=0.0), 5)
     together = driver.generate({row: [3, 1, 4] for row in range(3)}, 6)
     assert together[1] == together[2] == plain.generate([3, 1, 4], 6)
+
+
+@pytest.fixture(scope="module")
+def four_steps(tiny_config: ConfigMaker) -> Iterator[Engine]:
+    engine = Engine(tiny_config(decode_steps=4), progress=False)
+    yield engine
+    engine.close()
+
+
+def test_several_steps_in_one_program_yield_the_tokens_of_single_steps(engine: Engine, four_steps: Engine) -> None:
+    """Greedy and drawn ones; a sequence that takes part in fewer steps is padding in the others."""
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.5, top_p=0.9)):
+        expected, driver = Driver(engine), Driver(four_steps)
+        for row in PROMPTS:
+            expected.sampling.set(row, params, row)
+            driver.sampling.set(row, params, row)
+        tokens = expected.generate(PROMPTS, 11)
+        assert driver.generate(PROMPTS, 1) == {row: tokens[row][:1] for row in PROMPTS}
+        first = driver.decode({row: len(PROMPTS[row]) for row in PROMPTS}, [4, 4, 2, 4])
+        second = driver.decode({row: len(PROMPTS[row]) + 4 for row in (0, 1, 3)}, [4, 1, 4])
+        handles = [four_steps.submit(inputs) for inputs in (first, second)]
+        assert first.bucket.sampled == (not params.greedy)
+        columns = handles[0].tokens().T.tolist()
+        assert [columns[0], columns[1], columns[2][:2], columns[3]] == [
+            tokens[0][1:5], tokens[1][1:5], tokens[2][1:3], tokens[3][1:5],
+        ]  # fmt: skip
+        columns = handles[1].tokens().T.tolist()
+        assert [columns[0], columns[1][:1], columns[2]] == [tokens[0][5:9], tokens[1][5:6], tokens[3][5:9]]
+        third = driver.run(driver.decode({1: len(PROMPTS[1]) + 5, 2: len(PROMPTS[2]) + 2}))
+        assert third == [tokens[1][6], tokens[2][3]]
+
+
+def test_steps_in_which_a_sequence_takes_no_part_leave_its_pages_and_its_last_token_alone(four_steps: Engine) -> None:
+    driver = Driver(four_steps)
+    driver.generate({0: [5, 6, 7], 1: [8, 9]}, 2)
+    before = jax.tree.map(np.asarray, four_steps._kv)
+    tokens = four_steps.submit(driver.decode({0: 4, 1: 3}, [1, 4])).tokens()
+    after = jax.tree.map(np.asarray, four_steps._kv)
+    own_page = 1 + four_steps.capacity.max_pages_per_seq
+    for pages_before, pages_after in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        changed = np.flatnonzero((pages_before != pages_after).any(axis=(1, 2, 3)))
+        assert set(changed.tolist()) <= {0, 2, own_page, own_page + 1}
+        assert (pages_before != pages_after)[2].any(axis=(0, 2)).tolist() == [True, False, False, False]
+    assert np.asarray(four_steps._last_tokens)[:2].tolist() == [tokens[0, 0], tokens[3, 1]]
 
 
 def test_nothing_compiles_after_warm_up(engine: Engine) -> None:

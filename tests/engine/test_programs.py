@@ -27,6 +27,7 @@ BUCKETS = [
     Bucket("decode", 4, 4, 16, False),
     Bucket("extend", 32, 4, 16, False),
     Bucket("score", 32, 4, 16, False),
+    Bucket("decode", 4, 4, 16, True, num_steps=3),
 ]
 
 
@@ -54,6 +55,19 @@ def test_a_step_updates_the_cache_in_place(spec: ProgramSpec, kv: KvBuffers, buc
     hlo = compiled.as_text()
     assert f"[{NUM_PAGES}," in hlo
     assert not re.findall(rf"= \w+\[{NUM_PAGES},[^=]* (?:copy|transpose|convert)\(.*", hlo)
+
+
+def test_several_steps_copy_no_weights_where_formats_differ(plain: Plain, kv: KvBuffers) -> None:
+    """XLA would convert the whole embedding before the loop; one step converts what it reads."""
+    weights, activations = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    graphdef, _ = abstract_model(plain.arch, weights, activations)
+    params = random_params(plain.arch, weights, mesh_of(), 0)
+    spec = ProgramSpec(graphdef, params, kv, 8, plain.arch.vocab_size, "xla", mesh_of())
+    one, three = (
+        spec.trace_forward(replace(BUCKETS[0], num_steps=n)).lower().compile().memory_analysis() for n in (1, 3)
+    )
+    embedding_bytes = activations.itemsize * plain.arch.vocab_size * plain.arch.hidden_size
+    assert three.temp_size_in_bytes - one.temp_size_in_bytes < embedding_bytes / 2
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

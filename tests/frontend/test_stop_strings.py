@@ -112,6 +112,23 @@ def test_streamed_and_whole_answers_are_the_same_with_stop_strings_across_tokens
         assert streamed.end.completion_tokens == len(streamed.token_ids)
 
 
+@settings(max_examples=100, deadline=None)
+@given(start=st.integers(0, 25), length=st.integers(1, 6), sizes=st.lists(st.integers(1, 5), min_size=30, max_size=30))
+def test_an_answer_ends_at_the_same_token_however_many_come_in_one_reply(
+    tokenizers: dict[str, Tokenizer], start: int, length: int, sizes: list[int]
+) -> None:
+    tokenizer = tokenizers["byte_level"]
+    ids = tokenizer.encode("hello world, hello you. I'm fine")
+    params = SamplingParams(stop=(tokenizer.decode(ids)[start : start + length],))
+    sample = Sample(Request("r", [5], params), 0, tokenizer.detokenizer())
+    pieces, left = [], ids
+    while not sample.ended:
+        size = sizes.pop(0)
+        taken, left = tuple(left[:size]), left[size:]
+        pieces.append(sample.take([Reply("r", taken, None if left else FinishReason.STOP)]))
+    assert join(pieces) == run(tokenizer, ids, [], FinishReason.STOP, params)
+
+
 def test_no_stop_string_is_looked_for_before_min_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers["byte_level"]
     ids = tokenizer.encode("hello world") * 2

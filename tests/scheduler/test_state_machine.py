@@ -80,6 +80,7 @@ class ServingMachine(RuleBasedStateMachine):
         ),
         retract_every=st.sampled_from([None, None, 2, 3, 7]),
         by_priority=st.booleans(),
+        decode_steps=st.sampled_from([1, 2, 4, 7]),
     )
     def start(
         self,
@@ -93,6 +94,7 @@ class ServingMachine(RuleBasedStateMachine):
         config: SchedulingConfig,
         retract_every: int | None,
         by_priority: bool,
+        decode_steps: int,
     ) -> None:
         if by_priority and config.schedule_policy in PRIORITY_POLICIES:
             config = replace(
@@ -104,7 +106,7 @@ class ServingMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.scheduler = Scheduler(
             self.capacity,
-            BucketSet.derive(self.capacity),
+            BucketSet.derive(self.capacity, decode_steps=decode_steps),
             EOS,
             config,
             radix_cache=radix,

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,19 @@ def test_a_step_reads_its_weights_and_real_kv_once() -> None:
     extend = work.of_step(step("extend", 3, 8, (5,), (3,)))  # tokens 2, 3 and 4 see 3, 4 and 5
     assert extend.flops == 2 * (3 * 1000 + 100) + 3 * 12
     assert Roofline(1e3, 1e6).floor_s(decode) == pytest.approx(2.52)
+
+
+def test_several_steps_in_one_program_do_the_work_of_single_ones() -> None:
+    work = ModelWork(layer_params=1000, head_params=100, weight_bytes=2, kv_token_bytes=8, pair_flops=3)
+    three = step("decode", 4, 8, (12, 30), (3, 1))
+    three.bucket = replace(three.bucket, num_steps=3)
+    first, *others = (step("decode", len(lengths), 8, lengths, (1, 1)) for lengths in ((10, 30), (11,), (12,)))
+    for other in others:
+        other.new = other.new[:1]
+    single = [work.of_step(one) for one in (first, *others)]
+    assert work.of_step(three).num_bytes == sum(one.num_bytes for one in single)
+    assert work.of_step(three).flops == sum(one.flops for one in single)
+    assert waste([three])["decode_rows"] == 3 * 8 / 4 - 1
 
 
 def test_host_time_is_a_turn_without_its_wait_and_without_recording() -> None:

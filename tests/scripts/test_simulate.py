@@ -158,6 +158,15 @@ def test_sizes_are_those_of_whole_batches() -> None:
     assert sizes.extend(works).rider_kv_tokens == 100
 
 
+def test_several_decode_steps_in_one_program_pay_for_one_launch() -> None:
+    costs = {"decode": StepCost(1.0, 0.5, 0.0, 0.0, 0.0), "extend": StepCost(1.0, 0.0, 0.0, 0.0, 0.0)}
+    asks = [Ask(0.0, (1,), (20,), output_len=11)]
+    for steps, seconds in ((1, 1 + 10 * 1.5), (4, 1 + 2 * (1 + 4 * 0.5) + 2 * 1.5)):
+        figures, summary = served(asks, costs=costs, config=EngineConfig(decode_steps=steps))
+        assert list(figures.e2e_s.values) == [seconds]
+        assert summary["steps"]["decode"]["waste"] == 1.0
+
+
 def test_flags_of_scheduling_reach_the_scheduler() -> None:
     """Two prompts in one group, one in another, one row: longest match first takes the second of the group second."""
     asks = [Ask(0.0, (1, 2), (100, 20), 2), Ask(0.5, (3,), (120,), 4), Ask(0.5, (1, 4), (100, 20), 2)]
