@@ -94,6 +94,19 @@ def test_a_stream_says_the_same_as_a_whole_answer(http: httpx.Client, top_logpro
         assert scored == (choice["logprobs"]["content"] if top_logprobs is not None else [])
 
 
+def test_each_chunk_of_a_stream_has_the_usage_of_its_choice_so_far_if_asked(http: httpx.Client) -> None:
+    body = {"messages": say("Köln"), "n": 2, "max_tokens": 5, "ignore_eos": True, "logprobs": True}
+    parts = chunks(http, PATH, **body, stream_options={"continuous_usage_stats": True})
+    prompt_tokens = post(http, PATH, **body)["usage"]["prompt_tokens"]
+    told = [0, 0]  # tokens, by their log-probabilities
+    for part in parts:
+        (choice,), usage = part["choices"], part["usage"]
+        told[choice["index"]] += len((choice["logprobs"] or {"content": []})["content"])
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt_tokens, told[choice["index"]])
+    assert parts[0]["usage"]["completion_tokens"] == 0, "the role is no token"
+    assert told == [5, 5]
+
+
 def test_logprobs_have_the_form_of_openai(http: httpx.Client, tokenizer: Tokenizer) -> None:
     body = {"messages": say("龘"), "max_tokens": 20, "ignore_eos": True, "logprobs": True, "top_logprobs": 1}
     (choice,) = post(http, PATH, **body)["choices"]

@@ -96,6 +96,37 @@ def test_a_stream_ends_with_its_usage_if_asked(http: httpx.Client) -> None:
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (4, 6)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_each_chunk_of_a_stream_has_the_usage_of_its_choice_so_far_if_asked(http: httpx.Client, echo: bool) -> None:
+    body = {"prompt": ["hello Köln", "<="], "max_tokens": 7, "n": 3, "echo": echo, "logprobs": 0}
+    whole = post(http, PATH, **body)
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    *parts, last = chunks(http, PATH, **body, stream_options=both)
+    assert (last["choices"], last["usage"]) == ([], whole["usage"])
+    told = [0] * 6  # tokens, by their log-probabilities
+    for part in parts:
+        (choice,), usage = part["choices"], part["usage"]
+        told[choice["index"]] += len(choice["logprobs"]["tokens"])
+        of_prompt = usage["prompt_tokens"] if echo else 0
+        assert usage["completion_tokens"] == told[choice["index"]] - of_prompt
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    ends = {part["choices"][0]["index"]: part["usage"] for part in parts}
+    assert {usage["completion_tokens"] for usage in ends.values()} == {7}
+    of_first, of_second = ends[0], ends[3]
+    assert of_first["prompt_tokens"] + of_second["prompt_tokens"] == whole["usage"]["prompt_tokens"]
+    assert of_first == ends[1] == ends[2]
+    assert of_first["prompt_tokens_details"]["cached_tokens"] == of_first["prompt_tokens"] // 2
+
+
+def test_the_usage_in_chunks_counts_tokens_that_gave_no_text(http: httpx.Client) -> None:
+    stream_options = {"continuous_usage_stats": True}
+    text = ""
+    for part in chunks(http, PATH, prompt="龘龘", max_tokens=6, stream_options=stream_options):
+        text += part["choices"][0]["text"]
+        assert part["usage"]["completion_tokens"] == 3 * len(text)
+    assert text == "龘龘"
+
+
 def test_echo_puts_the_prompt_before_the_text(http: httpx.Client, tokenizer: Tokenizer) -> None:
     assert texts(post(http, PATH, prompt="hello ", max_tokens=1, echo=True)) == ["hello hello"]
     of_ids = post(http, PATH, prompt=[50, 60], max_tokens=2, echo=True)
@@ -250,6 +281,11 @@ def counts(http: httpx.Client) -> tuple[int, int]:
         ({"stream": "yes"}, "stream", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, None, "set stream to true"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "valid boolean"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": "all"}},
+            "stream_options.continuous_usage_stats",
+            "valid boolean",
+        ),
         ({"skip_special_tokens": False}, None, "special tokens have no text here"),
         ({"guided_json": {"type": "object"}}, None, "guided_json isn't built yet"),
     ],

@@ -20,8 +20,8 @@ from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.frontend.tls import Certificate
 
 SERVICE_NAMES = (jaxsgl_service.SERVICE_NAME, sglang_service.SERVICE_NAME)
-# Calls that wait for the event loop to take them. By default gRPC cancels some from 1,000 on, all from 3,000 on, without
-# a word, whenever the loop is behind for a moment. To refuse is up to the engine's queue, which says why
+# Calls that wait for the event loop to take them. By default gRPC cancels some from 1,000 on, all from 3,000 on,
+# without a word, whenever the loop is behind for a moment. To refuse is up to the engine's queue, which says why
 # (--max-queued-requests, 8,192): this lies far above it, and only bounds memory (16 to 35 KiB a call: 3 GB).
 MAX_PENDING_CALLS = 100_000
 LAST_ANSWERS_S = 1.0  # for statuses to reach their clients before the connections close

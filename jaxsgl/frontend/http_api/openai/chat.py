@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter
-from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -28,6 +27,7 @@ from jaxsgl.frontend.http_api.openai.replies import (
 )
 from jaxsgl.frontend.http_api.openai.sampling import sampling_of
 from jaxsgl.frontend.http_api.openai.schemas import ChatRequest
+from jaxsgl.frontend.http_api.openai.usage import UsageCounter
 from jaxsgl.frontend.http_api.sse import DONE, EventStream, event
 from jaxsgl.frontend.sample import Piece
 from jaxsgl.frontend.tokenizer import Tokenizer
@@ -48,8 +48,8 @@ def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
         head = new_head("chatcmpl", kind, front_end.config.model_name)
         request = await generator.prepare(prompt, sampling, head.id, body.priority or 0)
         if body.stream:
-            include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(_stream(front_end, request, head, include_usage))
+            usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], sampling.n)
+            return EventStream(_stream(front_end, request, head, usage))
         return json_response(await until_gone(http, _whole(front_end, request, head)))
 
 
@@ -85,28 +85,24 @@ async def _whole(front_end: FrontEnd, request: Request, head: Head) -> bytes:
 
 
 async def _stream(
-    front_end: FrontEnd, request: Request, head: Head, include_usage: bool
+    front_end: FrontEnd, request: Request, head: Head, usage: UsageCounter
 ) -> AsyncGenerator[bytes, None]:
     tokenizer = front_end.generator.model.tokenizer
-    n = request.sampling.n
-    in_chunks = None if include_usage else UNSET
-    usage = Usage()
-    started = [False] * n
+    started = [False] * request.sampling.n
     with start_all(front_end.generator, [request]) as generations:
         async for piece in generations[0]:
             index = piece.index
             role = b""
             if not started[index]:
                 started[index] = True
-                role = event(head.answer([ChatDelta(index, Delta("assistant", ""))], in_chunks))
+                role = event(head.answer([ChatDelta(index, Delta("assistant", ""))], usage.in_chunk(index)))
+            usage.add(index, piece)
             delta = _delta(request, tokenizer, index, piece)
             if delta is not None:
-                yield role + event(head.answer([delta], in_chunks))
+                yield role + event(head.answer([delta], usage.in_chunk(index)))
             elif role:
                 yield role
-            if piece.end is not None:
-                usage.add(piece.end, index)
-    yield (event(head.answer([], usage)) if include_usage else b"") + DONE
+    yield usage.last_chunk(head) + DONE
 
 
 def _delta(request: Request, tokenizer: Tokenizer, index: int, piece: Piece) -> ChatDelta | None:

@@ -1,13 +1,14 @@
-"""From pieces to the choices of a completion: the echoed prompt before the first text, log-probabilities, the usage."""
+"""From pieces to the choices of a completion: the echoed prompt before the first text, and log-probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
 from jaxsgl.frontend.http_api.openai.logprobs import LogprobsWriter, joined
-from jaxsgl.frontend.http_api.openai.replies import Logprobs, TextChoice, Usage
+from jaxsgl.frontend.http_api.openai.replies import Logprobs, TextChoice
+from jaxsgl.frontend.http_api.openai.usage import UsageCounter
 from jaxsgl.frontend.sample import Piece
 from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import TokenLogprob
@@ -15,18 +16,19 @@ from jaxsgl.request import FinishReason, Request
 
 
 class Choices:
-    """All choices of one HTTP request, while their pieces come.
-
-    Attributes:
-      usage: of the choices that have ended.
-    """
+    """All choices of one HTTP request, while their pieces come."""
 
     def __init__(
-        self, tokenizer: Tokenizer, requests: Sequence[Request], echoed: Sequence[str] | None, keep_output: bool
+        self,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        echoed: Sequence[str] | None,
+        keep_output: bool,
+        usage: UsageCounter,
     ) -> None:
-        """`requests` one per prompt; `echoed` their texts, if choices begin with them."""
+        """`requests` one per prompt; `echoed` their texts, if choices begin with them; `usage` counts what is told."""
         sampling = requests[0].sampling
-        self.usage = Usage()
+        self._usage = usage
         self._requests = requests
         self._echoed = echoed
         self._keep_output = keep_output
@@ -42,15 +44,21 @@ class Choices:
         (choice,) = self.news(number, piece)
         return choice
 
-    def news(self, number: int, piece: Piece) -> list[TextChoice]:
-        """What there is to say now that `piece` of choice `number` has come.
+    def news(self, number: int, piece: Piece) -> Iterator[TextChoice]:
+        """What there is to say now that `piece` of choice `number` has come; what is yielded has been counted.
 
         Nothing for a piece without text; several things when the scores of an echoed prompt come with sample 0, after
         pieces of other samples.
         """
+        for of_one in self._ready(number, piece):
+            choice = self._choice(*of_one)
+            if choice is not None:
+                yield choice
+
+    def _ready(self, number: int, piece: Piece) -> list[tuple[int, Piece]]:
+        """What need not wait for the scores of its prompt (any more)."""
         if not self._wait_for_scores:
-            choice = self._choice(number, piece)
-            return [] if choice is None else [choice]
+            return [(number, piece)]
         prompt, sample = divmod(number, self._n)
         ready = [(number, piece)]
         if prompt not in self._prompt_scores:
@@ -60,12 +68,13 @@ class Choices:
             unknown = [None] * (len(self._requests[prompt].prompt_ids) - 1)  # of a request that was aborted before
             self._prompt_scores[prompt] = piece.prompt_logprobs if piece.prompt_logprobs is not None else unknown
             ready += self._held.pop(prompt, [])
-        return [choice for of_one in ready if (choice := self._choice(*of_one)) is not None]
+        return ready
 
     def _choice(self, number: int, piece: Piece) -> TextChoice | None:
-        prompt, sample = divmod(number, self._n)
+        prompt = number // self._n
         if not self._keep_output:
             piece = _without_output(piece)
+        self._usage.add(number, piece)
         text = piece.text
         scores: Logprobs | None = None
         starts = not self._started[number]
@@ -78,7 +87,6 @@ class Choices:
             scores = writer.output(piece.token_ids, piece.logprobs)
             scores = scores if echoed is None else joined(echoed, scores)
         if piece.end is not None:
-            self.usage.add(piece.end, sample)
             return TextChoice(number, text, scores, piece.end.reason.value, piece.end.matched_stop)
         return TextChoice(number, text, scores) if text or scores is not None else None
 

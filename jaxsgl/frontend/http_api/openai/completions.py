@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter
-from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -20,6 +19,7 @@ from jaxsgl.frontend.http_api.openai.models import check_model
 from jaxsgl.frontend.http_api.openai.replies import Head, json_response, new_head
 from jaxsgl.frontend.http_api.openai.sampling import sampling_of
 from jaxsgl.frontend.http_api.openai.schemas import CompletionRequest
+from jaxsgl.frontend.http_api.openai.usage import UsageCounter
 from jaxsgl.frontend.http_api.sse import DONE, EventStream, event
 from jaxsgl.frontend.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.request import Request, SamplingParams
@@ -50,11 +50,12 @@ def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
             requests.append(await front_end.generator.prepare(prompt, sampling, request_id, priority))
             await asyncio.sleep(0)  # short prompts are tokenized on the event loop, which has other things to do
         texts = await _echoed(front_end, body, prompts, requests)
-        choices = Choices(front_end.generator.model.tokenizer, requests, texts, keep_output=body.max_tokens != 0)
+        usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], sampling.n)
+        tokenizer = front_end.generator.model.tokenizer
+        choices = Choices(tokenizer, requests, texts, keep_output=body.max_tokens != 0, usage=usage)
         if body.stream:
-            include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(_stream(front_end, requests, choices, head, include_usage))
-        return json_response(await until_gone(http, _whole(front_end, requests, choices, head)))
+            return EventStream(_stream(front_end, requests, choices, head, usage))
+        return json_response(await until_gone(http, _whole(front_end, requests, choices, head, usage)))
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
@@ -94,20 +95,22 @@ async def _echoed(
     ]
 
 
-async def _whole(front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head) -> bytes:
+async def _whole(
+    front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head, usage: UsageCounter
+) -> bytes:
     with start_all(front_end.generator, requests) as generations:
         samples = await whole(generations)
-    return head.answer([choices.whole(number, piece) for number, piece in enumerate(samples)], choices.usage)
+    return head.answer([choices.whole(number, piece) for number, piece in enumerate(samples)], usage.total)
 
 
 async def _stream(
-    front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head, include_usage: bool
+    front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head, usage: UsageCounter
 ) -> AsyncGenerator[bytes, None]:
-    in_chunks = None if include_usage else UNSET
     with start_all(front_end.generator, requests) as generations:
         async with contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered:
             async for number, piece in numbered:
                 news = choices.news(number, piece)
-                if news:
-                    yield b"".join([event(head.answer([choice], in_chunks)) for choice in news])
-    yield (event(head.answer([], choices.usage)) if include_usage else b"") + DONE
+                events = [event(head.answer([choice], usage.in_chunk(choice.index))) for choice in news]
+                if events:
+                    yield b"".join(events)
+    yield usage.last_chunk(head) + DONE

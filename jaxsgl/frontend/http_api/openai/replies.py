@@ -24,7 +24,7 @@ class PromptDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a whole answer, over all choices; a prompt with several samples counts once."""
+    """Tokens of a whole answer, over all choices; a prompt with several samples counts once. In chunks: of one."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -120,7 +120,7 @@ class TextChoice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """A whole answer, or a chunk of a streamed one. Chunks hold `usage` if it is asked for: null but in the last."""
+    """A whole answer, or a chunk of a streamed one. Chunks hold `usage` if it is asked for, or null."""
 
     id: str
     object: str

@@ -84,9 +84,12 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """`include_usage`: the stream ends with a chunk that holds the usage."""
+    """When a stream says how many tokens it has used."""
 
-    include_usage: bool | None = None
+    include_usage: Annotated[bool, Field(description="the stream ends with a chunk that holds the usage")] | None = None
+    continuous_usage_stats: (
+        Annotated[bool, Field(description="each chunk holds the usage of its choice so far")] | None
+    ) = None
 
 
 class Sampled(Body):
