@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 from server_process import ServerProcess
 from serving_bench import capacity
-from serving_bench.answer import Answer
+from serving_bench.answer import Answer, Turn
 from serving_bench.datasets import DatasetConfig
+from serving_bench.http_backends import DIALECTS, HttpBackend
+from serving_bench.http_stream import HttpServer
 from serving_bench.metrics import details, parse_goodput, summary
 from serving_bench.report import failures
 from serving_bench.run import Outcome
@@ -160,6 +163,20 @@ def test_every_dataset_runs_over_every_protocol(
         if dataset == "mooncake":
             assert with_details["input_lens"] == [12] * 8 and with_details["output_lens"] == [5] * 8
     assert f"Backend:                                 {backend}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dialect", ["openai", "openai-chat"])
+def test_chunks_of_the_server_say_how_many_tokens_they_bring(server: ServerProcess, dialect: str) -> None:
+    async def ask() -> Answer:
+        backend = HttpBackend(HttpServer(f"http://{server.http_address}", None), DIALECTS[dialect], "default", True)
+        answer = Answer()
+        await backend.generate(Turn([[70, 71, 72]], [], 9), answer)
+        return answer
+
+    answer = asyncio.run(ask())
+    counts = [count for _, count in answer.chunks]
+    assert (answer.error, answer.output_len) == ("", 9)
+    assert counts == sorted(set(counts)) and counts[0] > 0 and counts[-1] <= 9
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

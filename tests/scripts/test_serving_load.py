@@ -156,6 +156,14 @@ def test_chats_read_thoughts_and_contents() -> None:
     assert (answer.error, answer.texts) == ("", ["hm", "yes"])
 
 
+def test_a_usage_in_each_chunk_says_how_many_tokens_it_brought() -> None:
+    event = b'data: {"choices": [{"text": "%s"}], "usage": {"prompt_tokens": 4, "completion_tokens": %d}}\n\n'
+    answer = answered(chunked(event % (b"a", 1), event % (b"", 2), event % (b"b", 3), END, DONE))
+    assert (answer.error, answer.text, answer.output_len) == ("", "ab", 3)
+    assert [count for _, count in answer.chunks] == [1, 3]
+    assert len(answer.itls_s) == 2
+
+
 def test_sglangs_events_hold_all_text_and_counts_so_far() -> None:
     event = b'data: {"text": "%s", "output_ids": %s, "meta_info": {"prompt_tokens": 4, "completion_tokens": %d}}\n\n'
     last = b'data: {"text": "abc", "output_ids": [5, 6, 7], "meta_info": {"prompt_tokens": 4, "completion_tokens": 3, '
