@@ -1,24 +1,37 @@
-"""The bundled model does what its README says, through chunks, pages, shared prefixes and streams."""
+"""The bundled model does what its README says, through chunks, pages, shared prefixes and streams, in any precision."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import jaxsgl
+from jaxsgl.config import BUNDLED_MODEL
 from jaxsgl.llm import LLM
+from tests import numpy_sampling
+from tests.end_to_end.precision import EXACT, NARROW
 from tests.end_to_end.texts import filler
 
 GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=220)
 CHUNK = 128
+SCORE_ERRORS = {EXACT: (0.0, 1e-3), NARROW: (1e-3, 0.5)}  # the largest is to lie between; scores spread over 20
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+@pytest.fixture(scope="module", params=[EXACT, NARROW])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     yield jaxsgl.LLM(
-        max_running_requests=16, decode_buckets=(1, 16), extend_buckets=(32, CHUNK), chunked_prefill_size=CHUNK
+        dtype=request.param,
+        max_running_requests=16,
+        decode_buckets=(1, 16),
+        extend_buckets=(32, CHUNK),
+        chunked_prefill_size=CHUNK,
     )
 
 
@@ -97,3 +110,23 @@ def test_it_answers_in_other_scripts(llm: LLM) -> None:
 def test_counting_is_long_enough_to_watch(llm: LLM) -> None:
     (text,) = ask(llm, "Count from 1 to 30.")
     assert text == " ".join(str(n) for n in range(1, 31))
+
+
+def test_scores_are_as_near_to_those_of_transformers_as_the_precision_allows(llm: LLM) -> None:
+    """Of prompts of several chunks and of outputs, all at once; transformers computes in float32."""
+    model: Any = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32).eval()
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    prompts = [llm.tokenizer.encode(text) for text in (filler(3), filler(4), "Once upon a time", "3 + 4 =")]
+    errors: list[float] = []
+    for prompt, answer in zip(prompts, llm.generate(prompts, params, progress=False), strict=True):
+        ids = [*prompt, *answer.token_ids]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].numpy()
+        expected = numpy_sampling.logprobs(logits)[np.arange(len(ids) - 1), ids[1:]]
+        own = [entry.logprob for entry in (*(answer.prompt_logprobs or ()), *answer.logprobs)]
+        errors += np.abs(np.array(own) - expected).tolist()
+    least, most = SCORE_ERRORS[llm.config.dtype]
+    assert least <= max(errors) < most
+    assert np.mean(errors) < most / 10
+    kv_bytes = {leaf.dtype.itemsize for leaf in jax.tree.leaves(llm.engine._kv)}
+    assert kv_bytes == ({4} if llm.config.dtype == EXACT else {2})

@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from tests.end_to_end.gateway import PATIENCE_S, Gateway, Worker, free_ports, running_gateway, wait_for
+from tests.end_to_end.precision import EXACT_FLAGS
 from tests.end_to_end.servers import START_TIMEOUT_S, running_server
 from tests.end_to_end.texts import filler
 
@@ -29,7 +30,7 @@ MODEL = "tiny"
 WORKER_FLAGS = (
     "--served-model-name", MODEL, "--page-size", str(PAGE_SIZE), "--max-running-requests", "8",
     "--decode-buckets", "8", "--extend-buckets", "256", "--chunked-prefill-size", "256",
-    "--drain-s", "100",
+    "--drain-s", "100", *EXACT_FLAGS,
 )  # fmt: skip
 GATEWAY_FLAGS = (
     "--policy", "cache_aware", "--block-size", str(PAGE_SIZE),

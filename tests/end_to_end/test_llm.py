@@ -11,11 +11,13 @@ import pytest
 import jaxsgl
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.llm import LLM
+from tests.end_to_end.precision import EXACT
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return jaxsgl.LLM(
+        dtype=EXACT,
         max_running_requests=4,
         decode_buckets=(4,),
         extend_buckets=(64, 512),
