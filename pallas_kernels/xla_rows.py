@@ -95,9 +95,11 @@ def attend_rows(
     `kv_range` is the first and the last KV position that any row sees; only tiles that touch it are read, `tile_pages`
     pages each. A row at position -1 sees nothing and yields zeros. Returns float32 `[K, R, H]`.
     """
-    num_kv_heads, num_rows, head_dim = q.shape
     page_size = k_pages.shape[2]
     first, last = kv_range
+    # Of bits the numbers are multiplied as they are, by numbers of their format.
+    dtype = jnp.dtype(jnp.bfloat16 if k_pages.dtype == jnp.uint16 else jnp.float32)
+    rows = q.astype(dtype)
     tile_tokens = tile_pages * page_size
 
     def add_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -108,7 +110,9 @@ def attend_rows(
         k = _read_tile(k_pages, ids)
         # Places that no row sees may hold NaN, which a weight of zero would not silence.
         v = jnp.where(((kv_position >= first) & (kv_position <= last))[:, None], _read_tile(v_pages, ids), 0)
-        scores = soft_cap(jnp.einsum("krh,kth->krt", q, k, precision=precision), options)
+        k, v = (from_bits(tile, k_pages.dtype).astype(dtype) for tile in (k, v))
+        scores = jnp.einsum("krh,kth->krt", rows, k, precision=precision, preferred_element_type=jnp.float32)
+        scores = soft_cap(scores, options)
         seen = kv_position <= position[:, None]
         if options.sliding_window is not None:
             seen &= kv_position > position[:, None] - options.sliding_window
@@ -118,14 +122,16 @@ def attend_rows(
         weights = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=2)
-        acc = acc * shrink[..., None] + jnp.einsum("krt,kth->krh", weights, v, precision=precision)
+        added = jnp.einsum(
+            "krt,kth->krh", weights.astype(dtype), v, precision=precision, preferred_element_type=jnp.float32
+        )
+        acc = acc * shrink[..., None] + added
         return new_top, total, acc
 
-    rows = (num_kv_heads, num_rows)
     start = (
-        jnp.full(rows, UNSEEN, jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-        jnp.zeros((*rows, head_dim), jnp.float32),
+        jnp.full(q.shape[:2], UNSEEN, jnp.float32),
+        jnp.zeros(q.shape[:2], jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
     )
     end = (last + tile_tokens) // tile_tokens
     _, total, acc = lax.fori_loop(first // tile_tokens, end, add_tile, start)
@@ -134,7 +140,7 @@ def attend_rows(
 
 
 def _read_tile(pages: jax.Array, ids: jax.Array) -> jax.Array:
-    """The pages `ids [n]` as float32 `[K, n * page_size, H]`."""
+    """The pages `ids [n]` as `[K, n * page_size, H]`, moved `as_bits`."""
     _, num_kv_heads, page_size, head_dim = pages.shape
     if ids.shape[0] > _MOST_SLICES:
         tile = gather_tiles(as_bits(pages), ids)
@@ -147,4 +153,4 @@ def _read_tile(pages: jax.Array, ids: jax.Array) -> jax.Array:
             ],
             axis=1,
         )
-    return from_bits(tile, pages.dtype).astype(jnp.float32)
+    return tile
