@@ -58,13 +58,13 @@ class BatchBuilder:
         variant = self._sampling.any_sampled(rows), self._sampling.any_featured(rows)
         bucket = self._buckets.decode(n, *variant, num_steps=num_steps)
         packed, arrays = self._padded(bucket)
-        tables = self._page_tables[rows]
+        tables = self._pages_of(rows, int(positions.max()) + num_steps)
         arrays.token_ids[:n] = ~rows
         arrays.positions[:n] = positions
         arrays.slots[:n] = slots_at(tables, positions, self._page_size)
         arrays.lengths[:n] = positions + 1
         arrays.query_offsets[:] = np.minimum(np.arange(bucket.num_seqs + 1), n)
-        arrays.page_table[:n] = tables
+        arrays.page_table[:n, : tables.shape[1]] = tables
         arrays.sample_rows[:n] = rows
         if steps is not None:
             assert arrays.steps is not None
@@ -95,8 +95,14 @@ class BatchBuilder:
                 arrays.targets[offset:end] = work.targets
             offset = end
         arrays.query_offsets[len(works) :] = offset
-        arrays.page_table[: len(works)] = self._page_tables[rows]
+        tables = self._pages_of(rows, max(work.start + count for work, count in zip(works, counts, strict=True)))
+        arrays.page_table[: len(works), : tables.shape[1]] = tables
         return self._finish(bucket, packed, arrays, rows, num_tokens, works)
+
+    def _pages_of(self, rows: IntArray, num_tokens: int) -> IntArray:
+        """The page tables of `rows` as far as the longest reaches; a long context's tables are empty mostly."""
+        tables: IntArray = self._page_tables[rows, : -(-num_tokens // self._page_size)]
+        return tables
 
     def _padded(self, bucket: Bucket) -> tuple[IntArray, StepArrays[Any]]:
         """A fresh buffer (the device may still read the last one) that holds padding only."""

@@ -56,11 +56,20 @@ def test_a_decode_batch_takes_its_tokens_from_the_device() -> None:
 def test_a_decode_batch_of_several_steps_is_that_of_one_and_the_steps_of_each_sequence() -> None:
     tables = np.arange(36, dtype=np.int32).reshape(6, 6)
     build = BatchBuilder(BucketSet.derive(SIZES, decode_steps=4), tables, SamplingRows(6), page_size=4)
-    several, one = build.decode(ids(4, 2, 1), ids(5, 11, 6), ids(4, 1, 3)), build.decode(ids(4, 2, 1), ids(5, 11, 6))
+    several, one = build.decode(ids(4, 2, 1), ids(5, 8, 6), ids(4, 1, 3)), build.decode(ids(4, 2, 1), ids(5, 8, 6))
     assert (several.bucket.num_steps, several.num_seqs, several.num_tokens) == (4, 3, 8)
     assert several.bucket == replace(one.bucket, num_steps=4)
     assert several.packed[: len(one.packed)].tolist() == one.packed.tolist()
     assert several.packed[len(one.packed) :].tolist() == [4, 1, 3, 0]
+
+
+def test_page_tables_are_empty_past_the_longest_sequence() -> None:
+    tables = np.ones((6, 6), dtype=np.int32)
+    build = BatchBuilder(BucketSet.derive(SIZES, decode_steps=4), tables, SamplingRows(6), page_size=4)
+    decoded, several = build.decode(ids(4, 2), ids(3, 8)), build.decode(ids(4, 2), ids(3, 8), ids(4, 4))
+    extended = build.extend([Work(2, ids(11), 3, sample=True), Work(1, ids(11, 12, 13, 14, 15), 0, sample=True)])
+    filled = [np.flatnonzero(inputs.arrays.page_table[0]).tolist() for inputs in (decoded, several, extended)]
+    assert filled == [[0, 1, 2], [0, 1, 2], [0, 1]]
 
 
 def test_padding_touches_only_the_dummy_page_and_the_dummy_row() -> None:
