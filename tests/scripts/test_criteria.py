@@ -2,6 +2,7 @@
 
 import pytest
 from kernel_bench.criteria import CRITERIA, judge, judge_checks
+from kernel_report.engine_criteria import judge_engine
 from kernel_report.summary import summary
 
 ROOFLINE = {"bytes_per_s": 4e12, "flops_per_s": 8e14}
@@ -60,11 +61,11 @@ def test_a_backend_that_refused_everything_has_not_passed() -> None:
 
 def test_without_a_benchmark_each_criterion_is_told_as_not_measured() -> None:
     text, _ = summary({}, nothing_but())
-    assert text.count("- not measured: ") == len(CRITERIA)
+    assert text.count("- not measured: ") == len(CRITERIA) + len(judge_engine(nothing_but()))
 
 
 def nothing_but(**results) -> dict:
-    return {"sections": [], "check": [], "bench": [], "rooflines": [], "engine": {}, **results}
+    return {"sections": [], "check": [], "bench": [], "rooflines": [], "engine": {}, "offline": {}, **results}
 
 
 def test_a_summary_is_wrong_if_a_section_died_or_a_result_is_wrong() -> None:
