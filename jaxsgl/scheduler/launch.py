@@ -78,7 +78,7 @@ class Launcher:
 
     def decode(self, reqs: Sequence[Req], num_steps: int = 1) -> tuple[StepInputs, Launched]:
         """A step that decodes one token of each of `reqs`; or several, as many as each may still have."""
-        counts = [min(num_steps, req.num_left) for req in reqs]
+        counts = [1] * len(reqs) if num_steps == 1 else [min(num_steps, req.num_left) for req in reqs]
         for req, count in zip(reqs, counts, strict=True):
             assert req.lease is not None
             self._cache.grow(req.lease, req.kv_len + count)

@@ -53,13 +53,13 @@ class Launched:
         self._mute = mute
         self._scored = scored
 
-    def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, list[int]]]:
+    def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:
         """(place in the batch, request, its tokens) where somebody waits for them; `tokens` are `[..., num_seqs]`.
 
         Nobody does if the request has ended or was retracted since the launch. What one token ends is asked for when
         its turn comes. Tokens of later steps than the one that ends a request are left to whoever takes them.
         """
-        by_request = tokens.reshape(-1, len(self._reqs)).T.tolist()
+        by_request = zip(*tokens.reshape(-1, len(self._reqs)).tolist(), strict=True)
         for place, (req, number, ids) in enumerate(zip(self._reqs, self._lease_numbers, by_request, strict=True)):
             if req.lease_number == number and req not in self._mute:
                 yield place, req, ids

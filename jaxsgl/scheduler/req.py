@@ -213,13 +213,15 @@ class Req:
             return FinishReason.LENGTH
         return None
 
-    def take(self, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
+    def take(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Takes tokens up to the last one, if it is among them: what follows means nothing. Those, and why it ended."""
+        if len(token_ids) == 1:  # nearly always: this runs for each request in each step
+            return token_ids, self.append(token_ids[0])
         for count, token_id in enumerate(token_ids, 1):
             reason = self.append(token_id)
             if reason is not None:
-                return tuple(token_ids[:count]), reason
-        return tuple(token_ids), None
+                return token_ids[:count], reason
+        return token_ids, None
 
     def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
         """Takes those of the prompt tokens behind positions start, start + 1, ..., and not that of the output."""
