@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import bfloat16_bits, xla_rows
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.xla_rows import UNSEEN, soft_cap, take
 
@@ -20,19 +19,6 @@ def start(num_states: int, num_kv_heads: int, num_groups: int, head_dim: int) ->
     """Softmaxes of nothing."""
     rows = (num_states, num_kv_heads, num_groups)
     return jnp.full(rows, UNSEEN), jnp.zeros(rows), jnp.zeros((*rows, head_dim))
-
-
-def read_tiles(
-    k_pages: jax.Array, v_pages: jax.Array, page_ids: jax.Array, seen: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Keys, and values in float32, of the pages `page_ids [B, n]`; each `[B, K, n * page_size, H]`.
-
-    Values are 0 in places that `seen [B, n * page_size]` excludes: they may hold NaN, which no weight would silence.
-    """
-    if k_pages.dtype == bfloat16_bits.DTYPE:
-        return bfloat16_bits.read_keys(k_pages, page_ids), bfloat16_bits.read_values(v_pages, page_ids, seen)
-    k, v = xla_rows.read_tiles(k_pages, page_ids), xla_rows.read_tiles(v_pages, page_ids)
-    return k, v if seen is None else jnp.where(seen[:, None, :, None], v, 0)
 
 
 def tile_scores(q: jax.Array, k: jax.Array, options: AttentionOptions, precision: lax.Precision | None) -> jax.Array:

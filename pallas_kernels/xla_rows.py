@@ -74,11 +74,6 @@ def gather_tiles(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     return take(rows, index).reshape(*index.shape[:-1], -1, head_dim)
 
 
-def read_tiles(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
-    """The pages `page_ids [B, n]` as float32 `[B, K, n * page_size, H]`."""
-    return from_bits(gather_tiles(as_bits(pages), page_ids), pages.dtype).astype(jnp.float32)
-
-
 def attend_rows(
     q: jax.Array,
     position: jax.Array,

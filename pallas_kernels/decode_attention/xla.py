@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_kernels import softmax_state, tuning
 from pallas_kernels.decode_attention.xla_shared import attend_shared, find_groups
+from pallas_kernels.decode_attention.xla_tiles import read_tiles
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.xla_rows import UNSEEN, dot_precision, first_visible, take
 
@@ -111,7 +112,7 @@ def _attend(
         page_ids = take(page_table, (seq[:, None], page))
         position = kv_tile[:, None] * tile_tokens + jnp.arange(tile_tokens)
         seen = (position >= first[:, None]) & (position <= last[:, None])  # [B, tokens]
-        k, v = softmax_state.read_tiles(k_pages, v_pages, page_ids, seen)
+        k, v = read_tiles(k_pages, v_pages, page_ids, seen)
         scores = softmax_state.tile_scores(take(q, seq), k, options, precision)
         scores = jnp.where(seen[:, None, None], scores, UNSEEN)
         tiles = softmax_state.tile_softmax(scores, v, precision)

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.decode_attention.xla_tiles import read_tiles
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.softmax_state import State, merge, read_tiles, tile_scores, tile_softmax
+from pallas_kernels.softmax_state import State, merge, tile_scores, tile_softmax
 from pallas_kernels.xla_rows import take
 
 SEATS = 4  # sequences that read a tile together
