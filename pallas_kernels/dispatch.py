@@ -17,7 +17,7 @@ from pallas_kernels.target import target_device
 logger = logging.getLogger(__name__)
 
 # "reference" is never chosen by "auto": it defines what is right and is slow.
-BACKENDS = ("auto", "reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu")
+BACKENDS = ("auto", "reference", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu")
 
 # Says why a backend can't run these shapes, or None when it can.
 Refusal = Callable[[], str | None]

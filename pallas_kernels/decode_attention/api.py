@@ -5,6 +5,7 @@ import jax
 from pallas_kernels import dispatch, mosaic_tpu_attention
 from pallas_kernels.decode_attention import mosaic_gpu, mosaic_tpu, reference, triton, xla
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.native import attention as native
 from pallas_kernels.options import (
     Scale,
     attention_options,
@@ -18,6 +19,7 @@ from pallas_kernels.triton_rows import refuse_shapes
 _IMPLEMENTATIONS = {
     "reference": Implementation(reference.decode_attention),
     "xla": Implementation(xla.decode_attention),
+    "native": Implementation(native.decode_attention, native.refuse),
     "triton": Implementation(triton.decode_attention, refuse_shapes),
     "mosaic_gpu": Implementation(mosaic_gpu.decode_attention, mosaic_gpu.refuse_shapes),
     "mosaic_tpu": Implementation(mosaic_tpu.decode_attention, mosaic_tpu_attention.refuse_shapes),

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch, mosaic_tpu_attention
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.extend_attention import mosaic_gpu, mosaic_tpu, reference, triton, xla
+from pallas_kernels.native import attention as native
 from pallas_kernels.options import (
     Scale,
     attention_options,
@@ -19,6 +20,7 @@ from pallas_kernels.triton_rows import refuse_shapes
 _IMPLEMENTATIONS = {
     "reference": Implementation(reference.extend_attention),
     "xla": Implementation(xla.extend_attention),
+    "native": Implementation(native.extend_attention, native.refuse),
     "triton": Implementation(triton.extend_attention, refuse_shapes),
     "mosaic_gpu": Implementation(mosaic_gpu.extend_attention, mosaic_gpu.refuse_shapes),
     "mosaic_tpu": Implementation(mosaic_tpu.extend_attention, mosaic_tpu_attention.refuse_shapes),

@@ -1,0 +1,474 @@
+// Attention of a step's queries over the paged KV cache, for processors with bfloat16 products (AVX512_BF16).
+//
+// One function serves decode and extend: a sequence brings any number of new tokens, each a query. It owns the loop
+// over tiles of KV and the running softmax; it never knows how pages are assigned or what a bucket is. Compiled and
+// called by library.py and attention.py beside it.
+//
+// A unit of work is one kv head and up to kMaxRows rows, a row being one query of one of the heads that share the kv
+// head. Sequences whose page tables begin alike go into one unit while they fit: the pages that they share are then
+// read and packed once for all (after Hydragen, arXiv 2402.05099). Both products, queries with keys and weights with
+// values, take the same small matrix kernel; its right side is packed in pairs of rows, as the instruction wants it.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <condition_variable>
+#include <numeric>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int kTile = 64;      // tokens of a tile
+constexpr int kMaxRows = 128;  // rows of a unit
+constexpr float kUnseen = -1e30f;  // below any score; finite, so that subtracting it from itself gives 0
+
+struct Problem {
+  const float* q;          // [T, N, H]
+  const uint16_t* k;       // [num_pages, K, page_size, H], bits of bfloat16
+  const uint16_t* v;
+  const int32_t* table;    // [S, P]
+  const int32_t* lengths;  // [S]
+  const int32_t* offsets;  // [S + 1]: the queries of sequence s are offsets[s] .. offsets[s + 1] - 1
+  float* out;              // [T, N, H]
+  int num_seqs, table_width, num_kv_heads, group, head_dim, page_size;
+  float sm_scale, soft_cap;  // soft_cap 0: none
+  int64_t window;            // 0: none
+};
+
+// Queries of one sequence, all of one unit.
+struct Span {
+  int seq;
+  int token;     // of the first query, in q
+  int position;  // of the first query, in the sequence
+  int count;
+};
+
+struct Unit {
+  std::vector<Span> spans;
+  int shared = 0;  // leading KV tokens that all spans see, in the same pages
+};
+
+// KV tokens begin .. end - 1 of a sequence, seen by rows first_row .. end_row - 1 of a unit.
+struct Tile {
+  int seq, first_row, end_row, begin, end;
+};
+
+// What one thread works with; rows of all spans of a unit in order, the heads of a query beside each other.
+struct Scratch {
+  explicit Scratch(int h) : head_dim(h), q(kMaxRows * h), acc(kMaxRows * h), keys(kTile * h), values(kTile * h) {}
+  template <typename T>
+  struct Aligned {
+    explicit Aligned(size_t n) : data(static_cast<T*>(std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64))) {}
+    ~Aligned() { std::free(data); }
+    Aligned(const Aligned&) = delete;
+    T* const data;
+  };
+  const int head_dim;
+  Aligned<uint16_t> q;                    // [rows, H]
+  Aligned<float> acc;                     // [rows, H]
+  Aligned<uint16_t> keys;                 // [H / 2, kTile, 2]
+  Aligned<uint16_t> values;               // [kTile / 2, H, 2]
+  alignas(64) float scores[kMaxRows * kTile];
+  alignas(64) uint16_t weights[kMaxRows * kTile];
+  float top[kMaxRows], total[kMaxRows];
+  int position[kMaxRows];
+};
+
+Scratch* ScratchOfThread(int head_dim) {
+  thread_local std::unique_ptr<Scratch> scratch;
+  if (!scratch || scratch->head_dim != head_dim) scratch = std::make_unique<Scratch>(head_dim);
+  return scratch.get();
+}
+
+inline __m512i Load(const void* p) { return _mm512_loadu_si512(p); }
+
+// c [R, 16 * V] (+)= a [R, 2 * pairs] b [pairs, 16 * V, 2]; strides in elements of each array.
+template <int R, int V>
+void Multiply(const uint16_t* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c, int c_stride,
+              bool add) {
+  __m512 sum[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = add ? _mm512_loadu_ps(c + r * c_stride + 16 * v) : _mm512_setzero_ps();
+  for (int i = 0; i < pairs; ++i) {
+    __m512bh right[V];
+    for (int v = 0; v < V; ++v) right[v] = (__m512bh)Load(b + i * b_stride + 32 * v);
+    for (int r = 0; r < R; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, a + r * a_stride + 2 * i, 4);
+      const __m512bh left = (__m512bh)_mm512_set1_epi32(pair);
+      for (int v = 0; v < V; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], left, right[v]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) _mm512_storeu_ps(c + r * c_stride + 16 * v, sum[r][v]);
+}
+
+template <int V>
+void MultiplyRows(int rows, const uint16_t* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c,
+                  int c_stride, bool add) {
+  int r = 0;
+  for (; r + 6 <= rows; r += 6)
+    Multiply<6, V>(a + r * a_stride, a_stride, b, b_stride, pairs, c + r * c_stride, c_stride, add);
+  a += r * a_stride, c += r * c_stride;
+  switch (rows - r) {
+    case 1: return Multiply<1, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
+    case 2: return Multiply<2, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
+    case 3: return Multiply<3, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
+    case 4: return Multiply<4, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
+    case 5: return Multiply<5, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
+  }
+}
+
+// The transpose of 16 rows of 16 numbers of 32 bits.
+inline void Transpose(__m512i x[16]) {
+  __m512i y[16];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      y[8 * half + i] = _mm512_shuffle_i32x4(x[8 * half + i], x[8 * half + i + 4], 0x88);
+      y[8 * half + i + 4] = _mm512_shuffle_i32x4(x[8 * half + i], x[8 * half + i + 4], 0xdd);
+    }
+  }
+  for (int i = 0; i < 8; ++i) {
+    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
+    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
+  }
+}
+
+// A tile's K or V: where the row of each of its tokens lies, zeros past its end.
+struct Rows {
+  const uint16_t* at[kTile];
+};
+
+inline void Prefetch(const uint16_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+
+// The first `count` keys, rounded up to 16, to [H / 2, kTile, 2]. Meanwhile asks for the keys of the tile after it:
+// into the second cache level, as the first has no room for both; all at once they would wait for each other.
+void PackKeys(const Rows& rows, const Rows& next, int count, int head_dim, uint16_t* packed) {
+  for (int h = 0; h < head_dim; h += 32) {
+    for (int t = 0; t < count; t += 16) {
+      __m512i block[16];
+      for (int i = 0; i < 16; ++i) {
+        block[i] = Load(rows.at[t + i] + h);
+        Prefetch(next.at[t + i] + h);
+      }
+      Transpose(block);
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(packed + ((h / 2 + i) * kTile + t) * 2, block[i]);
+    }
+  }
+}
+
+// The first `count` values, rounded up to 2, to [kTile / 2, H, 2]; and asks for the next, as above.
+void PackValues(const Rows& rows, const Rows& next, int count, int head_dim, uint16_t* packed) {
+  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  for (int t = 0; t < count; t += 2) {
+    for (int h = 0; h < head_dim; h += 32) {
+      const __m512i a = Load(rows.at[t] + h), b = Load(rows.at[t + 1] + h);
+      Prefetch(next.at[t] + h);
+      Prefetch(next.at[t + 1] + h);
+      const __m512i even = _mm512_unpacklo_epi16(a, b), odd = _mm512_unpackhi_epi16(a, b);
+      uint16_t* to = packed + (t / 2 * head_dim + h) * 2;
+      _mm512_store_si512(to, _mm512_permutex2var_epi64(even, low, odd));
+      _mm512_store_si512(to + 32, _mm512_permutex2var_epi64(even, high, odd));
+    }
+  }
+}
+
+// exp of numbers <= 0, to about 2 units in the last place; 0 below -87.
+inline __m512 Exp(__m512 x) {
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(r, r), p, r), _mm512_set1_ps(1.0f));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ), p, n);
+}
+
+// Scores become cap * tanh(score / cap), with tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|).
+void SoftCap(float* scores, int count, float cap) {
+  for (int i = 0; i < count; i += 16) {
+    const __m512 x = _mm512_loadu_ps(scores + i), one = _mm512_set1_ps(1.0f);
+    const __m512 e = Exp(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.0f / cap)));
+    const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+    const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x));
+    const __m512 sign = _mm512_mask_blend_ps(negative, _mm512_set1_ps(cap), _mm512_set1_ps(-cap));
+    _mm512_storeu_ps(scores + i, _mm512_mul_ps(sign, tanh));
+  }
+}
+
+// One row's tile: the tokens first .. end - 1 of it count. Updates top and total, writes weights, shrinks acc.
+void Softmax(float* scores, int first, int end, uint16_t* weights, float* top, float* total, float* acc, int head_dim) {
+  const uint64_t seen = (end == kTile ? ~0ull : (1ull << end) - 1) & ~((1ull << first) - 1);
+  __m512 x[kTile / 16], high = _mm512_set1_ps(*top);
+  for (int i = 0; i < kTile / 16; ++i) {
+    x[i] = _mm512_mask_loadu_ps(_mm512_set1_ps(kUnseen), __mmask16(seen >> (16 * i)), scores + 16 * i);
+    high = _mm512_max_ps(high, x[i]);
+  }
+  const float new_top = _mm512_reduce_max_ps(high);
+  __m512 sum = _mm512_setzero_ps();
+  for (int i = 0; i < kTile / 16; ++i) {
+    const __m512 weight =
+        _mm512_maskz_mov_ps(__mmask16(seen >> (16 * i)), Exp(_mm512_sub_ps(x[i], _mm512_set1_ps(new_top))));
+    sum = _mm512_add_ps(sum, weight);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + 16 * i), (__m256i)_mm512_cvtneps_pbh(weight));
+  }
+  if (new_top > *top) {
+    const __m512 shrink = Exp(_mm512_set1_ps(*top - new_top));
+    for (int h = 0; h < head_dim; h += 16)
+      _mm512_storeu_ps(acc + h, _mm512_mul_ps(_mm512_loadu_ps(acc + h), shrink));
+    *total *= _mm512_cvtss_f32(shrink);
+    *top = new_top;
+  }
+  *total += _mm512_reduce_add_ps(sum);
+}
+
+alignas(64) const uint16_t kZeros[256] = {};
+
+class Worker {
+ public:
+  Worker(const Problem& p, int head) : p_(p), s_(ScratchOfThread(p.head_dim)), head_(head) {}
+
+  void Run(const Unit& unit) {
+    int rows = 0;
+    for (const Span& span : unit.spans) rows += LoadRows(span, rows);
+    for (int begin = 0; begin < unit.shared; begin += kTile)
+      tiles_.push_back({unit.spans[0].seq, 0, rows, begin, begin + kTile});
+    int row = 0;
+    for (const Span& span : unit.spans) {
+      const int end = span.position + span.count, end_row = row + span.count * p_.group;
+      int begin = unit.shared;
+      if (p_.window > 0) begin = int(std::max<int64_t>(begin, (span.position - p_.window + 1) / kTile * kTile));
+      for (; begin < end; begin += kTile) {
+        while (s_->position[row] < begin) ++row;  // queries before the tile
+        tiles_.push_back({span.seq, row, end_row, begin, std::min(begin + kTile, end)});
+      }
+      row = end_row;
+    }
+    Rows keys, values, next_keys, next_values;
+    Find(tiles_[0], next_keys, next_values);
+    for (size_t i = 0; i < tiles_.size(); ++i) {
+      keys = next_keys, values = next_values;
+      if (i + 1 < tiles_.size()) Find(tiles_[i + 1], next_keys, next_values);
+      const int count = tiles_[i].end - tiles_[i].begin;
+      PackKeys(keys, next_keys, count, p_.head_dim, s_->keys.data);
+      PackValues(values, next_values, count, p_.head_dim, s_->values.data);
+      Add(tiles_[i]);
+    }
+    row = 0;
+    for (const Span& span : unit.spans) row += StoreRows(span, row);
+  }
+
+ private:
+  int LoadRows(const Span& span, int row) {
+    const int num_heads = p_.num_kv_heads * p_.group;
+    for (int i = 0; i < span.count * p_.group; ++i, ++row) {
+      const float* from =
+          p_.q + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
+      for (int h = 0; h < p_.head_dim; h += 16) {
+        const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(from + h), _mm512_set1_ps(p_.sm_scale));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(s_->q.data + row * p_.head_dim + h), (__m256i)_mm512_cvtneps_pbh(x));
+      }
+      std::memset(s_->acc.data + row * p_.head_dim, 0, p_.head_dim * sizeof(float));
+      s_->top[row] = kUnseen;
+      s_->total[row] = 0;
+      s_->position[row] = span.position + i / p_.group;
+    }
+    return span.count * p_.group;
+  }
+
+  int StoreRows(const Span& span, int row) {
+    const int num_heads = p_.num_kv_heads * p_.group;
+    for (int i = 0; i < span.count * p_.group; ++i, ++row) {
+      float* to =
+          p_.out + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
+      const __m512 factor = _mm512_set1_ps(1.0f / s_->total[row]);
+      for (int h = 0; h < p_.head_dim; h += 16)
+        _mm512_storeu_ps(to + h, _mm512_mul_ps(_mm512_loadu_ps(s_->acc.data + row * p_.head_dim + h), factor));
+    }
+    return span.count * p_.group;
+  }
+
+  void Find(const Tile& tile, Rows& keys, Rows& values) const {
+    const int32_t* pages = p_.table + int64_t(tile.seq) * p_.table_width;
+    for (int t = 0; t < kTile; ++t) {
+      const int token = tile.begin + t;
+      if (token < tile.end) {
+        const int64_t page = pages[token / p_.page_size];
+        const int64_t row = (page * p_.num_kv_heads + head_) * p_.page_size + token % p_.page_size;
+        keys.at[t] = p_.k + row * p_.head_dim;
+        values.at[t] = p_.v + row * p_.head_dim;
+      } else {
+        keys.at[t] = values.at[t] = kZeros;
+      }
+    }
+  }
+
+  // The packed tile into the softmaxes of its rows.
+  void Add(const Tile& tile) {
+    const int h = p_.head_dim, rows = tile.end_row - tile.first_row;
+    const uint16_t* q = s_->q.data + tile.first_row * h;
+    MultiplyRows<kTile / 16>(rows, q, h, s_->keys.data, 2 * kTile, h / 2, s_->scores, kTile, false);
+    if (p_.soft_cap > 0) SoftCap(s_->scores, rows * kTile, p_.soft_cap);
+    for (int r = 0; r < rows; ++r) {
+      const int row = tile.first_row + r, position = s_->position[row];
+      const int end = std::min(position - tile.begin + 1, kTile);
+      const int first = p_.window > 0 ? int(std::clamp<int64_t>(position - p_.window + 1 - tile.begin, 0, kTile)) : 0;
+      if (first < end) {
+        Softmax(s_->scores + r * kTile, first, end, s_->weights + r * kTile, s_->top + row, s_->total + row,
+                s_->acc.data + row * h, h);
+      } else {
+        std::memset(s_->weights + r * kTile, 0, kTile * sizeof(uint16_t));
+      }
+    }
+    float* acc = s_->acc.data + tile.first_row * h;
+    const int pairs = (tile.end - tile.begin + 1) / 2;  // beyond them the values are some other tile's
+    int column = 0;
+    for (; column + 64 <= h; column += 64)
+      MultiplyRows<4>(rows, s_->weights, kTile, s_->values.data + 2 * column, 2 * h, pairs, acc + column, h, true);
+    if (column < h)  // head sizes are multiples of 32
+      MultiplyRows<2>(rows, s_->weights, kTile, s_->values.data + 2 * column, 2 * h, pairs, acc + column, h, true);
+  }
+
+  const Problem& p_;
+  Scratch* const s_;
+  const int head_;
+  std::vector<Tile> tiles_;
+};
+
+// KV tokens in whole pages that two sequences share from the start, all seen by their first queries.
+int SharedTokens(const Problem& p, const Span& a, const Span& b) {
+  const int most = (std::min(a.position, b.position) + 1) / p.page_size;
+  const int32_t *x = p.table + int64_t(a.seq) * p.table_width, *y = p.table + int64_t(b.seq) * p.table_width;
+  int pages = 0;
+  while (pages < most && x[pages] == y[pages]) ++pages;
+  return pages * p.page_size / kTile * kTile;
+}
+
+std::vector<Unit> MakeUnits(const Problem& p) {
+  std::vector<int> order(p.num_seqs);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+    return p.table[int64_t(a) * p.table_width] < p.table[int64_t(b) * p.table_width];
+  });
+  const int most = std::max(1, kMaxRows / p.group);  // queries of a unit
+  std::vector<Unit> units;
+  int room = 0;
+  for (int seq : order) {
+    int count = p.offsets[seq + 1] - p.offsets[seq];
+    if (p.lengths[seq] == 0) continue;
+    Span span{seq, p.offsets[seq], p.lengths[seq] - count, 0};
+    for (int parts = (count + most - 1) / most; parts > 0; count -= span.count, --parts) {
+      span.token += span.count;
+      span.position += span.count;
+      span.count = (count + parts - 1) / parts;
+      const int shared = units.empty() || p.window > 0 || span.count > room
+                             ? 0 : SharedTokens(p, units.back().spans[0], span);
+      if (shared > 0) {
+        Unit& unit = units.back();
+        unit.shared = unit.spans.size() == 1 ? shared : std::min(unit.shared, shared);
+        unit.spans.push_back(span);
+        room -= span.count;
+      } else {
+        units.push_back({{span}, 0});
+        room = most - span.count;
+      }
+    }
+  }
+  return units;
+}
+
+// Items 0 .. count - 1, each done once by one of the pool's threads or the caller's. Waits for the items and not for
+// the threads: one that the pool starts too late finds nothing to do.
+class Items {
+ public:
+  explicit Items(int count) : count_(count) {}
+  int count() const { return count_; }
+  template <typename Work>
+  void Run(Work&& work) {
+    for (int i; (i = next_.fetch_add(1)) < count_;) {
+      work(i);
+      if (done_.fetch_add(1) + 1 == count_) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        finished_.notify_all();
+      }
+    }
+  }
+  void Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    finished_.wait(lock, [&] { return done_.load() >= count_; });
+  }
+
+ private:
+  const int count_;
+  std::atomic<int> next_{0}, done_{0};
+  std::mutex mutex_;
+  std::condition_variable finished_;
+};
+
+ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::U16> k, ffi::Buffer<ffi::U16> v,
+                  ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> offsets,
+                  float sm_scale, float soft_cap, int64_t window, ffi::ResultBuffer<ffi::F32> out) {
+  const auto pages = k.dimensions();
+  const Problem p{q.typed_data(), k.typed_data(), v.typed_data(), table.typed_data(), lengths.typed_data(),
+                  offsets.typed_data(), out->typed_data(), int(lengths.element_count()), int(table.dimensions()[1]),
+                  int(pages[1]), int(q.dimensions()[1] / pages[1]), int(pages[3]), int(pages[2]),
+                  sm_scale, soft_cap, window};
+  const int64_t row = q.dimensions()[1] * q.dimensions()[2], num_tokens = q.dimensions()[0];
+  for (int s = 0; s < p.num_seqs; ++s)
+    if (p.lengths[s] == 0) std::fill_n(p.out + p.offsets[s] * row, (p.offsets[s + 1] - p.offsets[s]) * row, 0.0f);
+  std::fill(p.out + p.offsets[p.num_seqs] * row, p.out + num_tokens * row, 0.0f);
+
+  // Shared with the pool's threads, which may start after this function has returned.
+  struct Job {
+    explicit Job(const Problem& problem)
+        : p(problem), units(MakeUnits(p)), items(int(units.size()) * p.num_kv_heads) {}
+    const Problem p;
+    const std::vector<Unit> units;
+    Items items;
+  };
+  const auto job = std::make_shared<Job>(p);
+  const auto work = [job] {
+    job->items.Run([&](int i) { Worker(job->p, i % job->p.num_kv_heads).Run(job->units[i / job->p.num_kv_heads]); });
+  };
+  const int helpers = int(std::min<int64_t>(pool.num_threads(), job->items.count())) - 1;
+  for (int i = 0; i < helpers; ++i) pool.Schedule(std::decay_t<decltype(work)>(work));
+  work();
+  job->items.Wait();
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, PagedAttention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Attr<float>("sm_scale")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<int64_t>("window")
+                                  .Ret<ffi::Buffer<ffi::F32>>());

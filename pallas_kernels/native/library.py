@@ -1,0 +1,86 @@
+"""Compiles `attention.cc` for this machine's processor at its first use, keeps the result, and registers it with XLA.
+
+Owns the compiler's command line and the folder of compiled libraries. Never knows shapes. Called by `attention` only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+import jaxlib
+
+TARGET = "jaxsgl_paged_attention"
+
+_SOURCE = Path(__file__).with_name("attention.cc")
+_COMPILERS = ("c++", "g++", "clang++")
+_OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
+_BFLOAT16 = "avx512_bf16"  # in Linux' list of what a processor can
+_LONGEST_S = 120
+
+
+@functools.cache
+def load() -> str | None:
+    """Makes `TARGET` known to XLA, once per process; says why that's impossible here, or None.
+
+    The first use on a machine compiles, some seconds; the library is kept in `$XDG_CACHE_HOME/jaxsgl/native`
+    (default ~/.cache), named after all that it depends on.
+    """
+    flags = _processor_flags()
+    if _BFLOAT16 not in flags:
+        return f"the processor has no {_BFLOAT16}"
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        return f"there is no C++ compiler (looked for $CXX, {', '.join(_COMPILERS)})"
+    try:
+        library = ctypes.CDLL(str(_compiled(compiler, flags)))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or str(error)
+        return f"{compiler} made no library of {_SOURCE.name}: {reason.strip()[:500]}"
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.paged_attention), platform="cpu")
+    return None
+
+
+def _compiled(compiler: str, flags: frozenset[str]) -> Path:
+    """The library's path, compiling it unless it's there.
+
+    Raises:
+        OSError: the compiler can't be run, or the folder can't be written.
+        subprocess.SubprocessError: it fails, with what it said as `stderr`, or takes too long.
+    """
+    version = _run(compiler, "--version")
+    depends_on = (_SOURCE.read_text(), version, *_OPTIONS, jaxlib.__version__, *sorted(flags))
+    key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsgl" / "native"
+    path = folder / f"attention-{key}.so"
+    if not path.exists():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Several processes may compile at once: each into a file of its own, which then takes the name whole.
+        handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".unfinished")
+        os.close(handle)
+        try:
+            _run(compiler, *_OPTIONS, f"-isystem{jax.ffi.include_dir()}", str(_SOURCE), "-o", unfinished)
+            os.replace(unfinished, path)
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
+    return path
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LONGEST_S)
+    return result.stdout
+
+
+def _processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
