@@ -9,22 +9,17 @@
 // read and packed once for all (after Hydragen, arXiv 2402.05099). Both products, queries with keys and weights with
 // values, take the same small matrix kernel; its right side is packed in pairs of rows, as the instruction wants it.
 
-#include <immintrin.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <memory>
-#include <mutex>
-#include <condition_variable>
 #include <numeric>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "blocks.h"
 
 namespace ffi = xla::ffi;
 
+namespace jaxsgl {
 namespace {
 
 constexpr int kTile = 64;      // tokens of a tile
@@ -87,70 +82,6 @@ Scratch* ScratchOfThread(int head_dim) {
   thread_local std::unique_ptr<Scratch> scratch;
   if (!scratch || scratch->head_dim != head_dim) scratch = std::make_unique<Scratch>(head_dim);
   return scratch.get();
-}
-
-inline __m512i Load(const void* p) { return _mm512_loadu_si512(p); }
-
-// c [R, 16 * V] (+)= a [R, 2 * pairs] b [pairs, 16 * V, 2]; strides in elements of each array.
-template <int R, int V>
-void Multiply(const uint16_t* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c, int c_stride,
-              bool add) {
-  __m512 sum[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sum[r][v] = add ? _mm512_loadu_ps(c + r * c_stride + 16 * v) : _mm512_setzero_ps();
-  for (int i = 0; i < pairs; ++i) {
-    __m512bh right[V];
-    for (int v = 0; v < V; ++v) right[v] = (__m512bh)Load(b + i * b_stride + 32 * v);
-    for (int r = 0; r < R; ++r) {
-      int32_t pair;
-      std::memcpy(&pair, a + r * a_stride + 2 * i, 4);
-      const __m512bh left = (__m512bh)_mm512_set1_epi32(pair);
-      for (int v = 0; v < V; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], left, right[v]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) _mm512_storeu_ps(c + r * c_stride + 16 * v, sum[r][v]);
-}
-
-template <int V>
-void MultiplyRows(int rows, const uint16_t* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c,
-                  int c_stride, bool add) {
-  int r = 0;
-  for (; r + 6 <= rows; r += 6)
-    Multiply<6, V>(a + r * a_stride, a_stride, b, b_stride, pairs, c + r * c_stride, c_stride, add);
-  a += r * a_stride, c += r * c_stride;
-  switch (rows - r) {
-    case 1: return Multiply<1, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
-    case 2: return Multiply<2, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
-    case 3: return Multiply<3, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
-    case 4: return Multiply<4, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
-    case 5: return Multiply<5, V>(a, a_stride, b, b_stride, pairs, c, c_stride, add);
-  }
-}
-
-// The transpose of 16 rows of 16 numbers of 32 bits.
-inline void Transpose(__m512i x[16]) {
-  __m512i y[16];
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    for (int half = 0; half < 2; ++half) {
-      y[8 * half + i] = _mm512_shuffle_i32x4(x[8 * half + i], x[8 * half + i + 4], 0x88);
-      y[8 * half + i + 4] = _mm512_shuffle_i32x4(x[8 * half + i], x[8 * half + i + 4], 0xdd);
-    }
-  }
-  for (int i = 0; i < 8; ++i) {
-    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-  }
 }
 
 // A tile's K or V: where the row of each of its tokens lies, zeros past its end.
@@ -397,34 +328,6 @@ std::vector<Unit> MakeUnits(const Problem& p) {
   return units;
 }
 
-// Items 0 .. count - 1, each done once by one of the pool's threads or the caller's. Waits for the items and not for
-// the threads: one that the pool starts too late finds nothing to do.
-class Items {
- public:
-  explicit Items(int count) : count_(count) {}
-  int count() const { return count_; }
-  template <typename Work>
-  void Run(Work&& work) {
-    for (int i; (i = next_.fetch_add(1)) < count_;) {
-      work(i);
-      if (done_.fetch_add(1) + 1 == count_) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        finished_.notify_all();
-      }
-    }
-  }
-  void Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait(lock, [&] { return done_.load() >= count_; });
-  }
-
- private:
-  const int count_;
-  std::atomic<int> next_{0}, done_{0};
-  std::mutex mutex_;
-  std::condition_variable finished_;
-};
-
 ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::U16> k, ffi::Buffer<ffi::U16> v,
                   ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> offsets,
                   float sm_scale, float soft_cap, int64_t window, ffi::ResultBuffer<ffi::F32> out) {
@@ -438,28 +341,16 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Bu
     if (p.lengths[s] == 0) std::fill_n(p.out + p.offsets[s] * row, (p.offsets[s + 1] - p.offsets[s]) * row, 0.0f);
   std::fill(p.out + p.offsets[p.num_seqs] * row, p.out + num_tokens * row, 0.0f);
 
-  // Shared with the pool's threads, which may start after this function has returned.
-  struct Job {
-    explicit Job(const Problem& problem)
-        : p(problem), units(MakeUnits(p)), items(int(units.size()) * p.num_kv_heads) {}
-    const Problem p;
-    const std::vector<Unit> units;
-    Items items;
-  };
-  const auto job = std::make_shared<Job>(p);
-  const auto work = [job] {
-    job->items.Run([&](int i) { Worker(job->p, i % job->p.num_kv_heads).Run(job->units[i / job->p.num_kv_heads]); });
-  };
-  const int helpers = int(std::min<int64_t>(pool.num_threads(), job->items.count())) - 1;
-  for (int i = 0; i < helpers; ++i) pool.Schedule(std::decay_t<decltype(work)>(work));
-  work();
-  job->items.Wait();
+  const std::vector<Unit> units = MakeUnits(p);
+  InParallel(pool, int(units.size()) * p.num_kv_heads,
+             [&](int i) { Worker(p, i % p.num_kv_heads).Run(units[i / p.num_kv_heads]); });
   return ffi::Error::Success();
 }
 
 }  // namespace
+}  // namespace jaxsgl
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, PagedAttention,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, jaxsgl::PagedAttention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

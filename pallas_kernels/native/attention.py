@@ -59,7 +59,7 @@ def extend_attention(
     options: AttentionOptions,
 ) -> jax.Array:
     """See `pallas_kernels.paged_extend_attention`. Pages that sequences share from their start are read once."""
-    call = jax.ffi.ffi_call(library.TARGET, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    call = jax.ffi.ffi_call(library.PAGED_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
     out: jax.Array = call(
         q,
         k_pages,

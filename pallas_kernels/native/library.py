@@ -1,6 +1,7 @@
-"""Compiles `attention.cc` for this machine's processor at its first use, keeps the result, and registers it with XLA.
+"""Compiles the C++ beside it for this machine's processor at its first use, keeps the result, and tells XLA of it.
 
-Owns the compiler's command line and the folder of compiled libraries. Never knows shapes. Called by `attention` only.
+Owns the compiler's command line and the folder of compiled libraries. Never knows shapes. Called by `attention` and
+`product`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pathlib import Path
 import jax
 import jaxlib
 
-TARGET = "jaxsgl_paged_attention"
+PAGED_ATTENTION, FEW_ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_few_rows_product"
 
-_SOURCE = Path(__file__).with_name("attention.cc")
+_FOLDER = Path(__file__).parent
+_SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc"))
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 _BFLOAT16 = "avx512_bf16"  # in Linux' list of what a processor can
@@ -28,11 +30,13 @@ _LONGEST_S = 120
 
 @functools.cache
 def load() -> str | None:
-    """Makes `TARGET` known to XLA, once per process; says why that's impossible here, or None.
+    """Makes the functions known to XLA, once per process; says why that's impossible here, or None.
 
     The first use on a machine compiles, some seconds; the library is kept in `$XDG_CACHE_HOME/jaxsgl/native`
     (default ~/.cache), named after all that it depends on.
     """
+    if jax.device_count() > 1:  # they would be handed whole arrays that are spread over the devices
+        return f"JAX has {jax.device_count()} devices; it takes one"
     flags = _processor_flags()
     if _BFLOAT16 not in flags:
         return f"the processor has no {_BFLOAT16}"
@@ -43,8 +47,12 @@ def load() -> str | None:
         library = ctypes.CDLL(str(_compiled(compiler, flags)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
-        return f"{compiler} made no library of {_SOURCE.name}: {reason.strip()[:500]}"
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.paged_attention), platform="cpu")
+        return f"{compiler} made no library: {reason.strip()[:500]}"
+    for target, function in (
+        (PAGED_ATTENTION, library.paged_attention),
+        (FEW_ROWS_PRODUCT, library.few_rows_product),
+    ):
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     return None
 
 
@@ -56,17 +64,18 @@ def _compiled(compiler: str, flags: frozenset[str]) -> Path:
         subprocess.SubprocessError: it fails, with what it said as `stderr`, or takes too long.
     """
     version = _run(compiler, "--version")
-    depends_on = (_SOURCE.read_text(), version, *_OPTIONS, jaxlib.__version__, *sorted(flags))
+    texts = [path.read_text() for path in (*_SOURCES, _FOLDER / "blocks.h")]
+    depends_on = (*texts, version, *_OPTIONS, jaxlib.__version__, *sorted(flags))
     key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsgl" / "native"
-    path = folder / f"attention-{key}.so"
+    path = folder / f"kernels-{key}.so"
     if not path.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Several processes may compile at once: each into a file of its own, which then takes the name whole.
         handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".unfinished")
         os.close(handle)
         try:
-            _run(compiler, *_OPTIONS, f"-isystem{jax.ffi.include_dir()}", str(_SOURCE), "-o", unfinished)
+            _run(compiler, *_OPTIONS, f"-isystem{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", unfinished)
             os.replace(unfinished, path)
         finally:
             Path(unfinished).unlink(missing_ok=True)

@@ -1,0 +1,33 @@
+"""Few rows times bfloat16 weights in C++ (`product.cc`), for processors with bfloat16 products. Called by models.
+
+The time of a decode step on a CPU is mostly that of such products; XLA's library is made for many rows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.native import library
+from pallas_kernels.target import target_device
+
+_IN_STEP, _OUT_STEP = 32, 16
+
+
+def refuse(x: jax.Array, weights: jax.Array) -> str | None:
+    """Why x `[T, in]` times weights `[out, in]` is impossible, by the arrays or on this machine; or None."""
+    if target_device().platform != "cpu":
+        return f"it needs a cpu, this is a {target_device().platform}"
+    if x.dtype != jnp.float32 or weights.dtype != jnp.bfloat16:
+        return f"it takes float32 rows and bfloat16 weights, not {x.dtype} and {weights.dtype}"
+    num_out, num_in = weights.shape
+    if num_in % _IN_STEP or num_out % _OUT_STEP:
+        return f"the weights are {weights.shape}; it takes multiples of {(_OUT_STEP, _IN_STEP)}"
+    return library.load()
+
+
+def few_rows_product(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """x `[T, in]`, rounded to bfloat16, times weights `[out, in]`: float32 `[T, out]`, summed in float32."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), jnp.float32)
+    out: jax.Array = jax.ffi.ffi_call(library.FEW_ROWS_PRODUCT, shape)(x, weights)
+    return out
