@@ -22,7 +22,7 @@ from jaxsgl.errors import ConfigError
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-ATTENTION_BACKENDS = ("auto", "xla", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
+ATTENTION_BACKENDS = ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 PRIORITY_POLICIES = ("fcfs", "lof")
 LOG_FORMATS = ("text", "json")

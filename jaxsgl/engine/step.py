@@ -142,8 +142,8 @@ class Pages:
         """Stores this step's K and V of the layer, then attends over all of each sequence's; `[T, N, H]`."""
         a, backend = self._arrays, self._backend
         old = self._k[layer_index], self._v[layer_index]
-        # "mosaic_gpu" is attention alone: for stores the best of the others serves.
-        store_backend = "auto" if backend == "mosaic_gpu" else backend
+        # These two are attention alone: for stores the best of the others serves.
+        store_backend = "auto" if backend in ("mosaic_gpu", "native") else backend
         k_pages, v_pages = store_kv(*old, k_TKH, v_TKH, a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = k_pages, v_pages
         if self._bucket.kind == "decode":

@@ -13,7 +13,7 @@ from kernel_bench.inputs import Inputs
 from kernel_bench.runners import Prepared
 from pallas_kernels import BACKENDS
 
-_NEEDS = {"triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
+_NEEDS = {"native": "cpu", "triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
 
 
 class Unsupported(Exception):

@@ -75,7 +75,7 @@ def test_gpus_older_than_ampere_get_xla(gpu: Gpu, expected: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("cuda", "unknown backend 'cuda'; choose one of auto, reference, xla, triton"),
+        ("cuda", "unknown backend 'cuda'; choose one of auto, reference, xla, native, triton"),
         ("mosaic_tpu", "needs a tpu, this is a cpu"),
         ("triton", "needs a gpu, this is a cpu"),
     ],

@@ -1,0 +1,210 @@
+"""Where C++ can't be compiled or doesn't fit, it says why and XLA runs; where it can, it's compiled once.
+
+Compilers here are shell scripts, so that all of it holds on machines that could never run the library.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import BACKENDS, paged_decode_attention, paged_extend_attention
+from pallas_kernels.native import attention, library
+from tests.pallas_kernels.test_dispatch import on_an_h100
+
+FLAGS = frozenset({"avx2", "avx512_bf16"})
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where compiled libraries go, not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(library, "_processor_flags", lambda: FLAGS)
+    return tmp_path / "cache" / "jaxsgl" / "native"
+
+
+def write_compiler(tmp_path: Path, compiles: str, version: str = "compiler 1") -> str:
+    """A compiler that says its version, else notes that it ran and does what `compiles` says; $1 is its output."""
+    path = tmp_path / "compiler"
+    path.write_text(
+        f'#!/bin/sh\nif [ "$1" = --version ]; then echo "{version}"; exit; fi\n'
+        f'echo ran >> "{tmp_path / "runs"}"\nwhile [ $# -gt 1 ]; do shift; done\n{compiles}\n'
+    )
+    path.chmod(0o700)
+    return str(path)
+
+
+def runs(tmp_path: Path) -> int:
+    return len((tmp_path / "runs").read_text().splitlines())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_library_is_compiled_once_and_named_after_all_that_it_depends_on(folder: Path, tmp_path: Path) -> None:
+    compiler = write_compiler(tmp_path, 'echo library > "$1"')
+    first = library._compiled(compiler, FLAGS)
+    assert first == library._compiled(compiler, FLAGS) and runs(tmp_path) == 1
+    assert first.read_text() == "library\n" and names(folder) == [first.name] and first.suffix == ".so"
+    other_processor = library._compiled(compiler, FLAGS | {"amx_bf16"})
+    other_compiler = library._compiled(write_compiler(tmp_path, 'echo library > "$1"', "compiler 2"), FLAGS)
+    assert len({first, other_processor, other_compiler}) == runs(tmp_path) == 3
+
+
+def test_a_change_of_any_source_makes_another_library(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = write_compiler(tmp_path, 'echo library > "$1"')
+    here = Path(library.__file__).parent
+    sources = [path for path in sorted(here.iterdir()) if path.suffix in (".cc", ".h")]
+    made = {library._compiled(compiler, FLAGS)}
+    read_text = Path.read_text
+    for source in sources:
+
+        def changed(path: Path, *args, source: Path = source, **kwargs) -> str:
+            return read_text(path, *args, **kwargs) + "//" * (path == source)
+
+        monkeypatch.setattr(Path, "read_text", changed)
+        made.add(library._compiled(compiler, FLAGS))
+    assert len(made) == 1 + len(sources) > 2
+
+
+def test_a_library_that_is_half_written_is_never_there_under_its_name(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        library._compiled(write_compiler(tmp_path, 'echo half > "$1"; exit 1'), FLAGS)
+    assert names(folder) == []
+    (folder / "left.unfinished").write_text("half")  # by a process that was killed
+    made = library._compiled(write_compiler(tmp_path, 'echo whole > "$1"'), FLAGS)
+    assert made.read_text() == "whole\n" and names(folder) == sorted([made.name, "left.unfinished"])
+
+
+def test_several_may_compile_at_once(folder: Path, tmp_path: Path) -> None:
+    compiler = write_compiler(tmp_path, 'echo half > "$1"; sleep 0.3; echo whole > "$1"')
+    with ThreadPoolExecutor(4) as pool:
+        made = set(pool.map(lambda _: library._compiled(compiler, FLAGS), range(4)))
+    (path,) = made
+    assert path.read_text() == "whole\n" and names(folder) == [path.name]
+
+
+def test_without_xdg_the_folder_is_in_the_home(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    made = library._compiled(write_compiler(tmp_path, 'echo library > "$1"'), FLAGS)
+    assert made.parent == tmp_path / "home/.cache/jaxsgl/native"
+
+
+def test_each_lack_of_the_machine_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason() -> str:
+        text = library.load.__wrapped__()
+        assert text is not None
+        return text
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert reason() == "there is no C++ compiler (looked for $CXX, c++, g++, clang++)"
+    monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
+    assert "nowhere made no library: " in reason() and "No such file" in reason()
+    monkeypatch.undo()
+    monkeypatch.setattr(library, "_processor_flags", lambda: FLAGS)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", write_compiler(tmp_path, "echo 'attention.cc:1: not today' >&2; exit 1"))
+    assert reason().endswith("made no library: attention.cc:1: not today")
+    monkeypatch.setenv("CXX", write_compiler(tmp_path, 'echo "no library at all" > "$1"'))
+    assert "made no library: " in reason()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "made no library: " in reason() and "Not a directory" in reason()
+    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"avx2"}))
+    assert reason() == "the processor has no avx512_bf16"
+
+
+def test_the_processors_flags_are_linuxs_list(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: avx2 avx512_bf16\n\nprocessor\t: 1\nflags\t\t: avx2\n")
+    assert library._processor_flags(cpuinfo) == {"avx2", "avx512_bf16"}
+    cpuinfo.write_text("processor\t: 0\nFeatures\t: asimd\n")
+    assert library._processor_flags(cpuinfo) == library._processor_flags(tmp_path / "none") == frozenset()
+
+
+def test_several_devices_get_xla() -> None:
+    code = "from pallas_kernels.native import library; print(library.load())"
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "JAX has 2 devices; it takes one\n"
+
+
+def arrays(
+    head_dim: int = 64, group: int = 2, q_dtype: str = "float32", cache_dtype: str = "uint16"
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, k_pages, v_pages, page_table, lengths of a decode."""
+    pages = jax.ShapeDtypeStruct((5, 2, 16, head_dim), cache_dtype)
+    q = jax.ShapeDtypeStruct((3, 2 * group, head_dim), q_dtype)
+    return q, pages, pages, jax.ShapeDtypeStruct((3, 2), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
+
+
+@pytest.fixture
+def a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if this machine had one."""
+    monkeypatch.setattr(library, "load", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (arrays(q_dtype="bfloat16"), "not bfloat16 and uint16"),
+        (arrays(cache_dtype="float32"), "not float32 and float32"),
+        (arrays(cache_dtype="bfloat16"), "not float32 and bfloat16"),
+        (arrays(head_dim=80), "the head size is 80; it takes multiples of 32 up to 256"),
+        (arrays(head_dim=288), "the head size is 288"),
+        (arrays(group=129), "129 query heads share a kv head; it takes 128 at most"),
+    ],
+)
+def test_shapes_that_it_does_not_take_are_named(a_library: None, args: tuple, reason: str) -> None:
+    assert reason in (attention.refuse(*args[:2]) or "")
+    with pytest.raises(ValueError, match=f"backend 'native' is impossible here: .*{reason}"):
+        jax.eval_shape(lambda *a: paged_decode_attention(*a, backend="native"), *args)
+    jax.eval_shape(paged_decode_attention, *args)  # "auto" takes another
+
+
+def test_another_platform_is_named(a_library: None) -> None:
+    with on_an_h100():
+        assert attention.refuse(*arrays()[:2]) == "it needs a cpu, this is a gpu"
+
+
+def text_of(**options: str) -> str:
+    """The traced calls of both ops."""
+    q, *cache = arrays()
+    offsets = jax.ShapeDtypeStruct((4,), jnp.int32)
+    decode = jax.make_jaxpr(lambda *a: paged_decode_attention(*a, **options))(q, *cache)
+    extend = jax.make_jaxpr(lambda *a: paged_extend_attention(*a, **options))(q, *cache, offsets)
+    return f"{decode}\n{extend}"
+
+
+def test_auto_takes_it_first_on_a_cpu(a_library: None) -> None:
+    assert "native" in BACKENDS
+    assert text_of().count(library.PAGED_ATTENTION) == text_of(backend="native").count(library.PAGED_ATTENTION) == 2
+
+
+def test_without_a_compiler_xla_runs_and_the_log_says_why_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", write_compiler(tmp_path, "echo 'no space left in this test' >&2; exit 1"))
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        for _ in range(2):
+            assert library.PAGED_ATTENTION not in text_of()
+    because = f"not using native: {tmp_path / 'compiler'} made no library: no space left in this test"
+    assert [r.message for r in caplog.records] == [
+        f"paged_decode_attention: {because}",
+        f"paged_extend_attention: {because}",
+    ]
+    with pytest.raises(ValueError, match="no space left in this test"):
+        text_of(backend="native")
