@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,22 @@ def test_everything_but_the_tests_stays_small(package: str, most: int) -> None:
     assert sum(map(lines_of_code, files)) < most
     longest = max(files, key=lambda path: len(path.read_text().splitlines()))
     assert len(longest.read_text().splitlines()) <= 400, longest
+
+
+def test_files_of_other_languages_stay_as_small() -> None:
+    files = [path for suffix in ("cc", "h") for path in (ROOT / "pallas_kernels").rglob(f"*.{suffix}")]
+    assert files
+    too_long = [path for path in files if len(path.read_text().splitlines()) > 400]
+    too_wide = [path for path in files if any(len(line) > 120 for line in path.read_text().splitlines())]
+    assert not too_long and not too_wide
+
+
+@pytest.mark.parametrize("package", ["jaxsgl", "pallas_kernels"])
+def test_a_wheel_holds_all_that_is_not_python(package: str) -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][package]
+    packed = {path for pattern in patterns for path in (ROOT / package).glob(pattern)}
+    files = {path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in files if path.suffix not in (".py", ".pyi")} == packed
 
 
 def lines_of_code(path: Path) -> int:

@@ -22,8 +22,9 @@ namespace ffi = xla::ffi;
 namespace jaxsgl {
 namespace {
 
-constexpr int kTile = 64;      // tokens of a tile
-constexpr int kMaxRows = 128;  // rows of a unit
+constexpr int kTile = 64;          // tokens of a tile
+constexpr int kMaxRows = 128;      // rows of a unit
+constexpr int kMaxHeadDim = 256;   // as attention.py lets through
 constexpr float kUnseen = -1e30f;  // below any score; finite, so that subtracting it from itself gives 0
 
 struct Problem {
@@ -57,30 +58,21 @@ struct Tile {
   int seq, first_row, end_row, begin, end;
 };
 
-// What one thread works with; rows of all spans of a unit in order, the heads of a query beside each other.
+// What one thread works with; rows of all spans of a unit in order, the heads of a query beside each other. Rows of
+// smaller heads lie closer together, so that memory beyond them stays untouched.
 struct Scratch {
-  explicit Scratch(int h) : head_dim(h), q(kMaxRows * h), acc(kMaxRows * h), keys(kTile * h), values(kTile * h) {}
-  template <typename T>
-  struct Aligned {
-    explicit Aligned(size_t n) : data(static_cast<T*>(std::aligned_alloc(64, (n * sizeof(T) + 63) / 64 * 64))) {}
-    ~Aligned() { std::free(data); }
-    Aligned(const Aligned&) = delete;
-    T* const data;
-  };
-  const int head_dim;
-  Aligned<uint16_t> q;                    // [rows, H]
-  Aligned<float> acc;                     // [rows, H]
-  Aligned<uint16_t> keys;                 // [H / 2, kTile, 2]
-  Aligned<uint16_t> values;               // [kTile / 2, H, 2]
+  alignas(64) uint16_t q[kMaxRows * kMaxHeadDim];  // [rows, H]
+  alignas(64) float acc[kMaxRows * kMaxHeadDim];   // [rows, H]
+  alignas(64) uint16_t keys[kTile * kMaxHeadDim];  // [H / 2, kTile, 2]
+  alignas(64) uint16_t values[kTile * kMaxHeadDim];  // [kTile / 2, H, 2]
   alignas(64) float scores[kMaxRows * kTile];
   alignas(64) uint16_t weights[kMaxRows * kTile];
   float top[kMaxRows], total[kMaxRows];
   int position[kMaxRows];
 };
 
-Scratch* ScratchOfThread(int head_dim) {
-  thread_local std::unique_ptr<Scratch> scratch;
-  if (!scratch || scratch->head_dim != head_dim) scratch = std::make_unique<Scratch>(head_dim);
+Scratch* ScratchOfThread() {
+  thread_local const std::unique_ptr<Scratch> scratch = std::make_unique<Scratch>();
   return scratch.get();
 }
 
@@ -177,7 +169,7 @@ alignas(64) const uint16_t kZeros[256] = {};
 
 class Worker {
  public:
-  Worker(const Problem& p, int head) : p_(p), s_(ScratchOfThread(p.head_dim)), head_(head) {}
+  Worker(const Problem& p, int head) : p_(p), s_(ScratchOfThread()), head_(head) {}
 
   void Run(const Unit& unit) {
     int rows = 0;
@@ -201,8 +193,8 @@ class Worker {
       keys = next_keys, values = next_values;
       if (i + 1 < tiles_.size()) Find(tiles_[i + 1], next_keys, next_values);
       const int count = tiles_[i].end - tiles_[i].begin;
-      PackKeys(keys, next_keys, count, p_.head_dim, s_->keys.data);
-      PackValues(values, next_values, count, p_.head_dim, s_->values.data);
+      PackKeys(keys, next_keys, count, p_.head_dim, s_->keys);
+      PackValues(values, next_values, count, p_.head_dim, s_->values);
       Add(tiles_[i]);
     }
     row = 0;
@@ -217,9 +209,9 @@ class Worker {
           p_.q + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
       for (int h = 0; h < p_.head_dim; h += 16) {
         const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(from + h), _mm512_set1_ps(p_.sm_scale));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(s_->q.data + row * p_.head_dim + h), (__m256i)_mm512_cvtneps_pbh(x));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(s_->q + row * p_.head_dim + h), (__m256i)_mm512_cvtneps_pbh(x));
       }
-      std::memset(s_->acc.data + row * p_.head_dim, 0, p_.head_dim * sizeof(float));
+      std::memset(s_->acc + row * p_.head_dim, 0, p_.head_dim * sizeof(float));
       s_->top[row] = kUnseen;
       s_->total[row] = 0;
       s_->position[row] = span.position + i / p_.group;
@@ -234,7 +226,7 @@ class Worker {
           p_.out + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
       const __m512 factor = _mm512_set1_ps(1.0f / s_->total[row]);
       for (int h = 0; h < p_.head_dim; h += 16)
-        _mm512_storeu_ps(to + h, _mm512_mul_ps(_mm512_loadu_ps(s_->acc.data + row * p_.head_dim + h), factor));
+        _mm512_storeu_ps(to + h, _mm512_mul_ps(_mm512_loadu_ps(s_->acc + row * p_.head_dim + h), factor));
     }
     return span.count * p_.group;
   }
@@ -257,8 +249,8 @@ class Worker {
   // The packed tile into the softmaxes of its rows.
   void Add(const Tile& tile) {
     const int h = p_.head_dim, rows = tile.end_row - tile.first_row;
-    const uint16_t* q = s_->q.data + tile.first_row * h;
-    MultiplyRows<kTile / 16>(rows, q, h, s_->keys.data, 2 * kTile, h / 2, s_->scores, kTile, false);
+    const uint16_t* q = s_->q + tile.first_row * h;
+    MultiplyRows<kTile / 16>(rows, q, h, s_->keys, 2 * kTile, h / 2, s_->scores, kTile, false);
     if (p_.soft_cap > 0) SoftCap(s_->scores, rows * kTile, p_.soft_cap);
     for (int r = 0; r < rows; ++r) {
       const int row = tile.first_row + r, position = s_->position[row];
@@ -266,18 +258,18 @@ class Worker {
       const int first = p_.window > 0 ? int(std::clamp<int64_t>(position - p_.window + 1 - tile.begin, 0, kTile)) : 0;
       if (first < end) {
         Softmax(s_->scores + r * kTile, first, end, s_->weights + r * kTile, s_->top + row, s_->total + row,
-                s_->acc.data + row * h, h);
+                s_->acc + row * h, h);
       } else {
         std::memset(s_->weights + r * kTile, 0, kTile * sizeof(uint16_t));
       }
     }
-    float* acc = s_->acc.data + tile.first_row * h;
+    float* acc = s_->acc + tile.first_row * h;
     const int pairs = (tile.end - tile.begin + 1) / 2;  // beyond them the values are some other tile's
     int column = 0;
     for (; column + 64 <= h; column += 64)
-      MultiplyRows<4>(rows, s_->weights, kTile, s_->values.data + 2 * column, 2 * h, pairs, acc + column, h, true);
+      MultiplyRows<4>(rows, s_->weights, kTile, s_->values + 2 * column, 2 * h, pairs, acc + column, h, true);
     if (column < h)  // head sizes are multiples of 32
-      MultiplyRows<2>(rows, s_->weights, kTile, s_->values.data + 2 * column, 2 * h, pairs, acc + column, h, true);
+      MultiplyRows<2>(rows, s_->weights, kTile, s_->values + 2 * column, 2 * h, pairs, acc + column, h, true);
   }
 
   const Problem& p_;

@@ -13,10 +13,10 @@ import os
 import shutil
 import subprocess
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 import jax
-import jaxlib
 
 PAGED_ATTENTION, FEW_ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_few_rows_product"
 
@@ -45,7 +45,7 @@ def load() -> str | None:
         return f"there is no C++ compiler (looked for $CXX, {', '.join(_COMPILERS)})"
     try:
         library = ctypes.CDLL(str(_compiled(compiler, flags)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         return f"{compiler} made no library: {reason.strip()[:500]}"
     for target, function in (
@@ -61,11 +61,12 @@ def _compiled(compiler: str, flags: frozenset[str]) -> Path:
 
     Raises:
         OSError: the compiler can't be run, or the folder can't be written.
+        RuntimeError: there is no home folder.
         subprocess.SubprocessError: it fails, with what it said as `stderr`, or takes too long.
     """
     version = _run(compiler, "--version")
     texts = [path.read_text() for path in (*_SOURCES, _FOLDER / "blocks.h")]
-    depends_on = (*texts, version, *_OPTIONS, jaxlib.__version__, *sorted(flags))
+    depends_on = (*texts, version, *_OPTIONS, metadata.version("jaxlib"), *sorted(flags))
     key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsgl" / "native"
     path = folder / f"kernels-{key}.so"
@@ -76,7 +77,7 @@ def _compiled(compiler: str, flags: frozenset[str]) -> Path:
         os.close(handle)
         try:
             _run(compiler, *_OPTIONS, f"-isystem{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", unfinished)
-            os.replace(unfinished, path)
+            Path(unfinished).replace(path)
         finally:
             Path(unfinished).unlink(missing_ok=True)
     return path

@@ -4,9 +4,6 @@
 // instead, packing the weights or treating them as the side to be blocked for many rows, costs more than the product.
 // Compiled and called by library.py and product.py beside it.
 
-#include <cstdlib>
-#include <memory>
-
 #include "blocks.h"
 
 namespace ffi = xla::ffi;
@@ -87,14 +84,13 @@ void AddBlock(const Problem& p, int64_t first, int64_t begin, const uint16_t* pa
 
 template <int V>
 void MultiplyColumns(ffi::ThreadPool pool, const Problem& p, int64_t first) {
-  const size_t bytes = size_t(p.in) * 16 * V * sizeof(uint16_t);
-  const std::unique_ptr<uint16_t, decltype(&std::free)> packed(
-      static_cast<uint16_t*>(std::aligned_alloc(64, bytes)), &std::free);
-  Pack<V>(p, first, packed.get());
+  thread_local Buffer<uint16_t> buffer;  // kept: fresh memory costs the system's time at each call
+  uint16_t* const packed = buffer.Get(p.in * 16 * V);
+  Pack<V>(p, first, packed);
   const int64_t blocks = p.out / kBlock, share = std::clamp<int64_t>(blocks / (8 * pool.num_threads()), 1, 16);
   InParallel(pool, int((blocks + share - 1) / share), [&](int i) {
     for (int64_t b = i * share; b < std::min((i + 1) * share, blocks); ++b)
-      AddBlock<V>(p, first, b * kBlock, packed.get());
+      AddBlock<V>(p, first, b * kBlock, packed);
   });
 }
 
