@@ -49,10 +49,11 @@ def test_linux_tells_what_the_processor_multiplies(tmp_path: Path, line: str, ca
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_product_is_the_sum_over_the_last_axis(num_rows: int, dtype: str) -> None:
+@pytest.mark.parametrize("heads", [(3, 8), (4, 8)])  # for the second a CPU with bfloat16 products has a kernel
+def test_a_product_is_the_sum_over_the_last_axis(num_rows: int, dtype: str, heads: tuple[int, int]) -> None:
     rng = np.random.default_rng(num_rows)
     x = jnp.asarray(rng.standard_normal((num_rows, 64)), jnp.float32)
-    weights = jnp.asarray(rng.standard_normal((3, 8, 64)), dtype)
+    weights = jnp.asarray(rng.standard_normal((*heads, 64)), dtype)
     out = jax.jit(product)(x, weights)
     rounded = np.asarray(x.astype(dtype), np.float64)
     expected = np.einsum("td,chd->tch", rounded, np.asarray(weights, np.float64))

@@ -1,0 +1,78 @@
+"""Products of few rows in C++: right for all counts of rows and shapes, and refused where they can't run."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.native import library
+from pallas_kernels.native.product import few_rows_product, refuse
+
+if (reason := library.load()) is not None:
+    pytest.skip(f"native kernels can't run here: {reason}", allow_module_level=True)
+
+
+def rows_and_weights(num_rows: int, num_out: int, num_in: int) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(num_rows + num_out + num_in)
+    x = jnp.asarray(rng.standard_normal((num_rows, num_in)), jnp.float32)
+    return x, jnp.asarray(rng.standard_normal((num_out, num_in)), jnp.bfloat16)
+
+
+def expected(x: jax.Array, weights: jax.Array) -> np.ndarray:
+    return np.asarray(x.astype(jnp.bfloat16), np.float64) @ np.asarray(weights, np.float64).T
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 32, 33, 48, 49, 64, 65, 127, 128, 200])
+@pytest.mark.parametrize(("num_out", "num_in"), [(16, 32), (48, 96), (1024, 256), (4112, 64)])
+def test_each_row_is_multiplied_with_all_weights(num_rows: int, num_out: int, num_in: int) -> None:
+    x, weights = rows_and_weights(num_rows, num_out, num_in)
+    out = jax.jit(few_rows_product)(x, weights)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, expected(x, weights), atol=2e-5 * num_in**0.5)
+
+
+def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
+    x, weights = rows_and_weights(64, 128, 512)
+    together = np.asarray(few_rows_product(x, weights))
+    for count in (1, 16, 20, 33):
+        np.testing.assert_array_equal(np.asarray(few_rows_product(x[:count], weights)), together[:count])
+
+
+def test_a_row_of_nan_spoils_no_other() -> None:
+    x, weights = rows_and_weights(20, 64, 64)
+    out = np.asarray(few_rows_product(x.at[3].set(jnp.nan), weights))
+    assert np.isnan(out[3]).all()
+    np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(np.asarray(few_rows_product(x, weights)), 3, 0))
+
+
+def test_threads_that_call_at_once_get_their_own_results() -> None:
+    product = jax.jit(few_rows_product)
+    inputs = [rows_and_weights(8 + i, 512, 32 * (1 + i)) for i in range(6)]
+
+    def repeatedly(i: int) -> float:
+        x, weights = inputs[i]
+        wanted = expected(x, weights)
+        return max(float(np.abs(np.asarray(product(x, weights)) - wanted).max()) for _ in range(50))
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        assert max(pool.map(repeatedly, range(len(inputs)))) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("x", "weights", "words"),
+    [
+        ((4, 64, "float32"), (32, 64, "float32"), "bfloat16 weights, not float32 and float32"),
+        ((4, 64, "bfloat16"), (32, 64, "bfloat16"), "float32 rows"),
+        ((4, 48, "float32"), (32, 48, "bfloat16"), "(32, 48); it takes multiples of (16, 32)"),
+        ((4, 64, "float32"), (24, 64, "bfloat16"), "(24, 64)"),
+    ],
+)
+def test_other_formats_and_shapes_are_refused(
+    x: tuple[int, int, str], weights: tuple[int, int, str], words: str
+) -> None:
+    reason = refuse(jnp.zeros(x[:2], x[2]), jnp.zeros(weights[:2], weights[2]))
+    assert reason is not None and words in reason
