@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ import pytest
 
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.step import KvBuffers, Pages
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.request import SamplingParams
+from pallas_kernels.native import library
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain
 
@@ -217,6 +220,26 @@ def test_a_context_beyond_the_models_is_refused(tiny_config: ConfigMaker) -> Non
         Engine(tiny_config(context_length=65), progress=False)
 
 
-def test_kernels_that_can_not_run_here_are_refused_before_warm_up(tiny_config: ConfigMaker) -> None:
-    with pytest.raises(ConfigError, match="--attention-backend mosaic_tpu"):
-        Engine(tiny_config(attention_backend="mosaic_tpu"), progress=False)
+@pytest.mark.parametrize("backend", ["mosaic_tpu", "native"])  # the latter for the format of the weights
+def test_kernels_that_can_not_run_here_are_refused_before_warm_up(tiny_config: ConfigMaker, backend: str) -> None:
+    with pytest.raises(ConfigError, match=f"--attention-backend {backend}: .* is impossible here: "):
+        Engine(tiny_config(attention_backend=backend), progress=False)
+
+
+def test_where_a_backend_is_attention_alone_another_one_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load", lambda: None)  # as on a machine that can run it
+
+    def step(pages: jax.Array, q: jax.Array, new: jax.Array, ints: jax.Array, table: jax.Array) -> jax.Array:
+        arrays = SimpleNamespace(slots=ints, lengths=ints, page_table=table)
+        kv = KvBuffers((pages,), (pages,))
+        return Pages(kv, arrays, SimpleNamespace(kind="decode"), "native").attend(0, q, new, new)
+
+    shapes = (
+        ((5, 2, 16, 32), "uint16"),
+        ((3, 4, 32), "float32"),
+        ((3, 2, 32), "float32"),
+        ((3,), "int32"),
+        ((3, 2), "int32"),
+    )
+    text = str(jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)))
+    assert "scatter" in text and library.PAGED_ATTENTION in text
