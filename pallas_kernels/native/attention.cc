@@ -61,9 +61,9 @@ struct Tile {
 // What one thread works with; rows of all spans of a unit in order, the heads of a query beside each other. Rows of
 // smaller heads lie closer together, so that memory beyond them stays untouched.
 struct Scratch {
-  alignas(64) uint16_t q[kMaxRows * kMaxHeadDim];  // [rows, H]
-  alignas(64) float acc[kMaxRows * kMaxHeadDim];   // [rows, H]
-  alignas(64) uint16_t keys[kTile * kMaxHeadDim];  // [H / 2, kTile, 2]
+  alignas(64) uint16_t q[kMaxRows * kMaxHeadDim];    // [rows, H]
+  alignas(64) float acc[kMaxRows * kMaxHeadDim];     // [rows, H]
+  alignas(64) uint16_t keys[kTile * kMaxHeadDim];    // [H / 2, kTile, 2]
   alignas(64) uint16_t values[kTile * kMaxHeadDim];  // [kTile / 2, H, 2]
   alignas(64) float scores[kMaxRows * kTile];
   alignas(64) uint16_t weights[kMaxRows * kTile];
@@ -115,16 +115,16 @@ void PackValues(const Rows& rows, const Rows& next, int count, int head_dim, uin
   }
 }
 
-// exp of numbers <= 0, to about 2 units in the last place; 0 below -87.
+// exp of numbers <= 0, to about 2 units in the last place; 0 below -87, NaN of NaN. 2^n times the Taylor series of the
+// rest, which is at most log(2) / 2; log(2) is subtracted in two parts, the first exact.
 inline __m512 Exp(__m512 x) {
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(r, r), p, r), _mm512_set1_ps(1.0f));
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ), p, n);
+  __m512 rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), rest);
+  __m512 sum = _mm512_set1_ps(1.0f / 720);
+  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(factor));
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), sum, n);
 }
 
 // Scores become cap * tanh(score / cap), with tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|).
@@ -304,8 +304,8 @@ std::vector<Unit> MakeUnits(const Problem& p) {
       span.token += span.count;
       span.position += span.count;
       span.count = (count + parts - 1) / parts;
-      const int shared = units.empty() || p.window > 0 || span.count > room
-                             ? 0 : SharedTokens(p, units.back().spans[0], span);
+      const bool may_share = !units.empty() && p.window == 0 && span.count <= room;
+      const int shared = may_share ? SharedTokens(p, units.back().spans[0], span) : 0;
       if (shared > 0) {
         Unit& unit = units.back();
         unit.shared = unit.spans.size() == 1 ? shared : std::min(unit.shared, shared);
@@ -320,9 +320,10 @@ std::vector<Unit> MakeUnits(const Problem& p) {
   return units;
 }
 
-ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::U16> k, ffi::Buffer<ffi::U16> v,
-                  ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> offsets,
-                  float sm_scale, float soft_cap, int64_t window, ffi::ResultBuffer<ffi::F32> out) {
+ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::U16> k,
+                          ffi::Buffer<ffi::U16> v, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
+                          ffi::Buffer<ffi::S32> offsets, float sm_scale, float soft_cap, int64_t window,
+                          ffi::ResultBuffer<ffi::F32> out) {
   const auto pages = k.dimensions();
   const Problem p{q.typed_data(), k.typed_data(), v.typed_data(), table.typed_data(), lengths.typed_data(),
                   offsets.typed_data(), out->typed_data(), int(lengths.element_count()), int(table.dimensions()[1]),

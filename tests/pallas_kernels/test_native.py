@@ -263,3 +263,13 @@ def test_two_threads_may_call_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_nan_in_view_reaches_the_output_and_nothing_else() -> None:
+    """A broken model shows as NaN, and only in the sequences whose own tokens are broken."""
+    case = long_prompt(100, 16, 2)
+    keys = case.k_pages.copy()
+    keys[case.table[0, 2], :, 5] = np.nan  # the token at position 37
+    out = attend(replace(case, k_pages=keys))
+    assert np.isnan(out[37:]).all()
+    np.testing.assert_array_equal(out[:37], attend(case)[:37])
