@@ -41,5 +41,6 @@ def test_figures_follow_from_time_work_and_roofline(measured: tuple[str, dict]) 
 def test_the_table_has_a_line_for_each_row(measured: tuple[str, dict]) -> None:
     text, result = measured
     for row in result["rows"]:
-        (line,) = [line for line in text.splitlines() if line.startswith(row["case"]) and row["contender"] in line]
+        lines = [line.removeprefix(row["case"]) for line in text.splitlines() if line.startswith(row["case"])]
+        (line,) = [line for line in lines if line.strip().startswith(row["contender"] + " ")]
         assert row["note"] in line
