@@ -5,6 +5,7 @@ Called by `dispatch`, `tuning` and kernels that need a minimum of hardware.
 """
 
 import dataclasses
+from pathlib import Path
 
 import jax
 from jax.sharding import get_abstract_mesh
@@ -47,6 +48,15 @@ def target_device() -> TargetDevice:
     if platform is None:  # JAX 0.11 has no such field
         platform = "tpu" if "TPU" in abstract.device_kind else "gpu"
     return TargetDevice(_family(platform), abstract.device_kind, abstract.num_cores or 1)
+
+
+def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """What this machine's processor can, in Linux' words ("avx2", "avx512_bf16", ...); empty on other systems."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
 
 
 def _compute_capability(device: jax.Device) -> float | None:

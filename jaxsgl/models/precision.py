@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxsgl.models.arch import ModelArch
 from pallas_kernels.bfloat16_bits import DTYPE as BITS
+from pallas_kernels.target import processor_flags
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of what a processor can
 
@@ -43,8 +44,4 @@ def resolve_precision(flag: str, arch: ModelArch, platform: str, *, cpu_multipli
 
 def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether this machine's processor has products of bfloat16, as far as Linux tells."""
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return False
-    return any(BFLOAT16_FLAGS & set(line.split()) for line in text.splitlines() if line.startswith("flags"))
+    return not BFLOAT16_FLAGS.isdisjoint(processor_flags(cpuinfo))

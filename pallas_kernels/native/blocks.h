@@ -11,37 +11,14 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <type_traits>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxsgl {
-
-// Room for as many numbers as were ever asked for, on whole cache lines.
-template <typename T>
-class Buffer {
- public:
-  T* Get(size_t count) {
-    if (count > size_) {
-      data_.reset(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
-      if (!data_) throw std::bad_alloc();
-      size_ = count;
-    }
-    return data_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(T* p) const { std::free(p); }
-  };
-  std::unique_ptr<T, Free> data_;
-  size_t size_ = 0;
-};
 
 inline __m512i Load(const void* p) { return _mm512_loadu_si512(p); }
 

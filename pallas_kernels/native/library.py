@@ -18,6 +18,8 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels.target import processor_flags
+
 PAGED_ATTENTION, FEW_ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_few_rows_product"
 
 _FOLDER = Path(__file__).parent
@@ -37,7 +39,7 @@ def load() -> str | None:
     """
     if jax.device_count() > 1:  # they would be handed whole arrays that are spread over the devices
         return f"JAX has {jax.device_count()} devices; it takes one"
-    flags = _processor_flags()
+    flags = processor_flags()
     if _BFLOAT16 not in flags:
         return f"the processor has no {_BFLOAT16}"
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
@@ -86,11 +88,3 @@ def _compiled(compiler: str, flags: frozenset[str]) -> Path:
 def _run(*command: str) -> str:
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LONGEST_S)
     return result.stdout
-
-
-def _processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())

@@ -4,6 +4,8 @@
 // instead, packing the weights or treating them as the side to be blocked for many rows, costs more than the product.
 // Compiled and called by library.py and product.py beside it.
 
+#include <vector>
+
 #include "blocks.h"
 
 namespace ffi = xla::ffi;
@@ -37,6 +39,10 @@ void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packe
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) _mm512_store_ps(c + (r * V + v) * 16, sum[r][v]);
 }
+
+struct alignas(64) Line {
+  uint16_t numbers[32];
+};
 
 struct Problem {
   const float* x;           // [T, in]
@@ -84,8 +90,9 @@ void AddBlock(const Problem& p, int64_t first, int64_t begin, const uint16_t* pa
 
 template <int V>
 void MultiplyColumns(ffi::ThreadPool pool, const Problem& p, int64_t first) {
-  thread_local Buffer<uint16_t> buffer;  // kept: fresh memory costs the system's time at each call
-  uint16_t* const packed = buffer.Get(p.in * 16 * V);
+  thread_local std::vector<Line> lines;  // kept: fresh memory costs the system's time at each call
+  if (lines.size() < size_t(p.in) / 2 * V) lines.resize(p.in / 2 * V);
+  uint16_t* const packed = lines[0].numbers;
   Pack<V>(p, first, packed);
   const int64_t blocks = p.out / kBlock, share = std::clamp<int64_t>(blocks / (8 * pool.num_threads()), 1, 16);
   InParallel(pool, int((blocks + share - 1) / share), [&](int i) {

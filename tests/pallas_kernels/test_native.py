@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from pallas_kernels import paged_decode_attention, paged_extend_attention
 from pallas_kernels.bfloat16_bits import to_bits
-from pallas_kernels.native import library
 from tests.pallas_kernels.cases import dense_attention
 from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, TEXTS, family, lay_out, own, random_texts, unseen_places
 
@@ -28,13 +27,7 @@ K = 2
 MEAN_TOLERANCE, TOLERANCE = 1e-5, 1e-2  # a weight is off by 2^-9 of itself, a value is 4 at most
 
 
-@pytest.fixture(autouse=True, scope="module")
-def native_runs_here() -> None:
-    reason = library.load()
-    if reason is not None and "made no library" in reason:
-        pytest.fail(reason)  # an error in the source isn't a lack of this machine's
-    if reason is not None:
-        pytest.skip(reason)
+pytestmark = pytest.mark.usefixtures("native_runs_here")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import pytest
 
 from pallas_kernels import BACKENDS, paged_decode_attention, paged_extend_attention
 from pallas_kernels.native import attention, library
+from pallas_kernels.target import processor_flags
 from tests.pallas_kernels.test_dispatch import on_an_h100
 
 FLAGS = frozenset({"avx2", "avx512_bf16"})
@@ -27,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where compiled libraries go, not there yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(library, "_processor_flags", lambda: FLAGS)
+    monkeypatch.setattr(library, "processor_flags", lambda: FLAGS)
     return tmp_path / "cache" / "jaxsgl" / "native"
 
 
@@ -113,7 +114,7 @@ def test_each_lack_of_the_machine_is_named(folder: Path, tmp_path: Path, monkeyp
     monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
     assert "nowhere made no library: " in reason() and "No such file" in reason()
     monkeypatch.undo()
-    monkeypatch.setattr(library, "_processor_flags", lambda: FLAGS)
+    monkeypatch.setattr(library, "processor_flags", lambda: FLAGS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", write_compiler(tmp_path, "echo 'attention.cc:1: not today' >&2; exit 1"))
     assert reason().endswith("made no library: attention.cc:1: not today")
@@ -122,16 +123,16 @@ def test_each_lack_of_the_machine_is_named(folder: Path, tmp_path: Path, monkeyp
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert "made no library: " in reason() and "Not a directory" in reason()
-    monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(library, "processor_flags", lambda: frozenset({"avx2"}))
     assert reason() == "the processor has no avx512_bf16"
 
 
 def test_the_processors_flags_are_linuxs_list(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: avx2 avx512_bf16\n\nprocessor\t: 1\nflags\t\t: avx2\n")
-    assert library._processor_flags(cpuinfo) == {"avx2", "avx512_bf16"}
+    assert processor_flags(cpuinfo) == {"avx2", "avx512_bf16"}
     cpuinfo.write_text("processor\t: 0\nFeatures\t: asimd\n")
-    assert library._processor_flags(cpuinfo) == library._processor_flags(tmp_path / "none") == frozenset()
+    assert processor_flags(cpuinfo) == processor_flags(tmp_path / "none") == frozenset()
 
 
 def test_several_devices_get_xla() -> None:

@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.native import library
 from pallas_kernels.native.product import few_rows_product, refuse
 
-if (reason := library.load()) is not None:
-    pytest.skip(f"native kernels can't run here: {reason}", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("native_runs_here")
 
 
 def rows_and_weights(num_rows: int, num_out: int, num_in: int) -> tuple[jax.Array, jax.Array]:
