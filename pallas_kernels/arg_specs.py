@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import bfloat16_bits
 from pallas_kernels.options import FLOAT8
 
 
@@ -36,10 +37,14 @@ class ArgSpec:
     logit_soft_cap: float | None = None
     float8_cache: bool = False
     """The cache holds float8_e4m3fn, with one scale for K and one per head for V."""
+    bits_cache: bool = False
+    """The cache holds the bits of bfloat16 numbers, as the engine's does on a CPU."""
 
     @property
     def cache_dtype(self) -> Any:
         """What the pages hold."""
+        if self.bits_cache:
+            return bfloat16_bits.DTYPE
         return FLOAT8 if self.float8_cache else self.dtype
 
     @property

@@ -28,12 +28,12 @@ def product(x_TD: jax.Array, weights: jax.Array, dtype: DTypeLike | None = None)
     elif dtype == jnp.float32 and native.refuse(x_TD, matrix) is None:
         out = native.few_rows_product(x_TD, matrix)
     else:
-        out = _weights_first(rows, matrix, dtype)
+        out = weights_first(rows, matrix, dtype)
     return out.reshape(len(rows), *weights.shape[:-1])
 
 
-def _weights_first(x_TD: jax.Array, weights_ND: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The product as XLA's CPU library does it best for few rows: `[T, N]`.
+def weights_first(x_TD: jax.Array, weights_ND: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`x [T, D]` times `weights [N, D]`, as XLA's CPU library does it best for few rows: `[T, N]`.
 
     It packs its right operand before it multiplies, and so should be given the smaller one there; the barrier keeps XLA
     from turning the product around again. 16 bit vectors it multiplies 10 times slower than matrices of two rows.

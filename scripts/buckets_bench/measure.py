@@ -1,7 +1,6 @@
 """Times and sizes of an engine's programs, and of the steps that run them.
 
-Steps are built as the scheduler builds them: sequences of the lengths that the workload has while it runs, with pages
-from all over the pool. What the tokens are doesn't matter.
+Steps have sequences of the lengths that the workload has while it runs.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ from typing import Any
 
 import numpy as np
 from workloads.jobs import Job
+from workloads.steps import GREEDY, Seq, build_step
 
-from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.inputs import Bucket, StepInputs
-from jaxsgl.batch.sampling_rows import SamplingRows
-from jaxsgl.cache.pages import IntArray, pages_for, tokens_in
+from jaxsgl.cache.pages import IntArray, tokens_in
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.programs import ProgramKey, Programs, keys_of
 from jaxsgl.request import SamplingParams
 
 SAMPLING = {
-    "greedy": SamplingParams(temperature=0.0),
+    "greedy": GREEDY,
     "sampled": SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
     "featured": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, presence_penalty=1.0),
 }
@@ -93,23 +91,14 @@ class StepMaker:
 
     def step(self, bucket: Bucket, variant: str) -> StepInputs:
         """A decode of all its rows; an extend of one sequence in the programs for few, else of as many as it holds."""
-        capacity, decodes = self._engine.capacity, bucket.kind == "decode"
-        seqs = min(bucket.num_seqs, capacity.num_rows)
-        if not decodes and bucket.num_seqs == self._engine.buckets.extend_seqs[0]:
+        seqs, decode = min(bucket.num_seqs, self._engine.capacity.num_rows), bucket.kind == "decode"
+        if not decode and bucket.num_seqs == self._engine.buckets.extend_seqs[0]:
             seqs = 1
         counts = np.full(seqs, bucket.num_tokens // seqs, dtype=np.int32)
-        counts[0] += bucket.num_tokens - counts.sum() if not decodes else 0
-        lengths = np.maximum(self._lengths(seqs), counts)
-        builder = BatchBuilder(
-            self._engine.buckets, self._tables(lengths), self._sampling(seqs, variant), capacity.page_size
-        )
-        if decodes:
-            return builder.decode(np.arange(seqs, dtype=np.int32), lengths - 1)
-        works = [
-            Work(row, np.ones(count, np.int32), length - count, sample=True)
-            for row, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True))
-        ]
-        return builder.extend(works)
+        counts[0] += bucket.num_tokens - counts.sum() if not decode else 0
+        cached = np.maximum(self._lengths(seqs) - counts, 0)
+        step = [Seq(*pair) for pair in zip(counts.tolist(), cached.tolist(), strict=True)]
+        return build_step(self._engine, step, SAMPLING[variant], self._rng, decode=decode)
 
     def _lengths(self, seqs: int) -> IntArray:
         """Of sequences somewhere between their prompts and their ends."""
@@ -118,20 +107,3 @@ class StepMaker:
         jobs = [self._jobs[i] for i in self._rng.integers(len(self._jobs), size=seqs)]
         lengths = [len(job.prompt_ids) + self._rng.integers(1, job.output_len, endpoint=True) for job in jobs]
         return np.minimum(np.array(lengths, dtype=np.int32), most)
-
-    def _tables(self, lengths: IntArray) -> IntArray:
-        """Page tables `[rows, P]` of pages from all over the pool."""
-        capacity = self._engine.capacity
-        needed = [pages_for(length, capacity.page_size) for length in lengths.tolist()]
-        pages = self._rng.permutation(np.arange(1, capacity.num_pages, dtype=np.int32))
-        pages = np.resize(pages, sum(needed))  # a pool too small for the step: some twice, which takes as long
-        tables = np.zeros((capacity.num_rows, capacity.max_pages_per_seq), dtype=np.int32)
-        for row, mine in enumerate(np.split(pages, np.cumsum(needed)[:-1])):
-            tables[row, : len(mine)] = mine
-        return tables
-
-    def _sampling(self, seqs: int, variant: str) -> SamplingRows:
-        rows = SamplingRows(self._engine.capacity.num_rows)
-        for row in range(seqs):
-            rows.set(row, SAMPLING[variant], seed=row)
-        return rows

@@ -45,7 +45,7 @@ def gather_and_einsum(inputs: Inputs) -> Prepared:
         owner = jnp.sum(jnp.arange(q.shape[0])[:, None] >= offsets[1:], axis=1)
         return None, out[owner, jnp.arange(q.shape[0]) - offsets[owner]]
 
-    own = [(layer.q, layer.k_pages, layer.v_pages) for layer in inputs.layers]
+    own = [(layer.q, *layer.cache_numbers()) for layer in inputs.layers]
     shared = tuple(map(jnp.asarray, (inputs.page_table, inputs.lengths, inputs.query_offsets)))
     return Prepared(attend, [None] * len(own), own, shared)
 
@@ -64,7 +64,10 @@ def jax_paged_attention(inputs: Inputs, k_splits: int, tile_tokens: int, *, inte
         return None, paged_attention(q, k, v, *rest, **options)
 
     own = [
-        (layer.q * layer.q.dtype.type(inputs.case.head_dim**-0.5), *(jnp.swapaxes(a, 0, 1) for a in _cache(layer)))
+        (
+            layer.q * layer.q.dtype.type(inputs.case.head_dim**-0.5),
+            *(jnp.swapaxes(a, 0, 1) for a in layer.cache_numbers()),
+        )
         for layer in inputs.layers
     ]
     return Prepared(attend, [None] * len(own), own, (jnp.asarray(table), jnp.asarray(inputs.lengths)))
@@ -107,7 +110,7 @@ def cudnn_paged(inputs: Inputs) -> Prepared:
         )  # fmt: skip
         return None, (out[0] if isinstance(out, (tuple, list)) else out)[:, :, 0]
 
-    own = [(layer.q, *(pages[1:] for pages in _cache(layer))) for layer in inputs.layers]
+    own = [(layer.q, *(pages[1:] for pages in layer.cache_numbers())) for layer in inputs.layers]
     table = jnp.asarray(inputs.page_table - 1)[:, None, :, None]
     shared = (table, jnp.ones(len(case.new), jnp.int32), jnp.asarray(inputs.lengths))
     return Prepared(attend, [None] * len(own), own, shared)
@@ -116,13 +119,13 @@ def cudnn_paged(inputs: Inputs) -> Prepared:
 def slot_major_scatter(inputs: Inputs) -> Prepared:
     """XLA's scatter into `[slots, K, H]`, the layout that suits a scatter best."""
     case = inputs.case
-    if case.float8_cache:
-        raise Unsupported("no float8 cache")
+    if case.float8_cache or case.bits_cache:
+        raise Unsupported("no float8 cache, no bits")
 
     def scatter(cache: Any, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[Any, None]:
         return tuple(a.at[slots].set(new, mode="promise_in_bounds") for a, new in zip(cache, (k, v), strict=True)), None
 
-    states = [tuple(map(slot_major, _cache(layer))) for layer in inputs.layers]
+    states = [tuple(map(slot_major, layer.cache_numbers())) for layer in inputs.layers]
     own = [(layer.k, layer.v) for layer in inputs.layers]
     shape = (-1, case.page_size, case.num_kv_heads, case.head_dim)
     return Prepared(
@@ -146,7 +149,7 @@ def dense(pages: jax.Array, table: jax.Array) -> jax.Array:
 def dense_cache(inputs: Inputs, layer: Layer) -> tuple[jax.Array, jax.Array]:
     """K and V of a layer as `[S, L, K, H]`, L the longest length."""
     longest = int(inputs.lengths.max())
-    k, v = (dense(pages, jnp.asarray(inputs.page_table))[:, :longest] for pages in _cache(layer))
+    k, v = (dense(pages, jnp.asarray(inputs.page_table))[:, :longest] for pages in layer.cache_numbers())
     return k, v
 
 
@@ -168,10 +171,6 @@ def _only_plain_attention(inputs: Inputs) -> None:
         raise Unsupported("no float8 cache, window or soft cap")
     if case.padding_tokens or 0 in case.new:
         raise Unsupported("no padding")
-
-
-def _cache(layer: Layer) -> tuple[jax.Array, jax.Array]:
-    return layer.k_pages, layer.v_pages
 
 
 _PAGED_ATTENTION: dict[str, Prepare] = {

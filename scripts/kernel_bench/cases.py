@@ -37,6 +37,7 @@ class KernelCase:
     head_dim: int = 128
     dtype: str = "bfloat16"
     float8_cache: bool = False
+    bits_cache: bool = False
     sliding_window: int | None = None
     logit_soft_cap: float | None = None
     padding_tokens: int = 0
@@ -73,6 +74,7 @@ class KernelCase:
             sliding_window=self.sliding_window,
             logit_soft_cap=self.logit_soft_cap,
             float8_cache=self.float8_cache,
+            bits_cache=self.bits_cache,
         )
 
     @property
@@ -142,19 +144,22 @@ def _accelerator_cases() -> tuple[KernelCase, ...]:
 
 
 def _cpu_cases() -> tuple[KernelCase, ...]:
-    fields: dict[str, Any] = {"num_groups": 2, "head_dim": 64, "dtype": "float32"}
+    """float32 in all page sizes, and what the engine has for bfloat16 weights: float32 queries and a cache of bits."""
+    formats = [("", {"page_size": page}) for page in (1, 16, 64)] + [(", bits", {"page_size": 16, "bits_cache": True})]
     cases = []
-    for page in (1, 16, 64):
-        fields["page_size"] = page
+    for suffix, extra in formats:
+        fields: dict[str, Any] = {"num_groups": 2, "head_dim": 64, "dtype": "float32", **extra}
         cases += [
-            decode("decode 32 x 512", [512] * 32, **fields),
-            decode("decode ragged", [17, 33, 65, 129] * 7 + [4096] * 4, **fields),
-            extend("extend 1 x 1024", [0], [1024], **fields),
-            extend("extend 32 x 20", [0] * 32, [20] * 32, **fields),
-            extend("extend 64 on 700", [700], [64], **fields),
-            extend("extend mixed", [500] * 31 + [0], [1] * 31 + [480], **fields),
-            store(32, **fields),
-            store(1024, **fields),
+            decode(f"decode 32 x 512{suffix}", [512] * 32, **fields),
+            decode(f"decode ragged{suffix}", [17, 33, 65, 129] * 7 + [4096] * 4, **fields),
+            extend(f"extend 1 x 1024{suffix}", [0], [1024], **fields),
+            extend(f"extend 32 x 20{suffix}", [0] * 32, [20] * 32, **fields),
+            extend(f"extend 64 on 700{suffix}", [700], [64], **fields),
+            extend(f"extend mixed{suffix}", [500] * 31 + [0], [1] * 31 + [480], **fields),
+            *(
+                dataclasses.replace(case, name=case.name + suffix)
+                for case in (store(32, **fields), store(1024, **fields))
+            ),
         ]
     return tuple(cases)
 

@@ -16,6 +16,8 @@ import numpy as np
 
 from kernel_bench.cases import DECODE, STORE, KernelCase
 from kernel_bench.work import work_of
+from pallas_kernels import bfloat16_bits
+from pallas_kernels.bfloat16_bits import to_bits, to_numbers
 from pallas_kernels.options import FLOAT8
 
 _ROTATED_BYTES = 1 << 30  # many times the largest L2, and so long a program that starting it costs nothing
@@ -31,6 +33,11 @@ class Layer:
     v_pages: jax.Array
     k: jax.Array
     v: jax.Array
+
+    def cache_numbers(self) -> tuple[jax.Array, jax.Array]:
+        """K and V pages; what is kept as bits, as the numbers it means."""
+        k, v = (to_numbers(a) if a.dtype == bfloat16_bits.DTYPE else a for a in (self.k_pages, self.v_pages))
+        return k, v
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,12 +90,15 @@ def _make_layer(case: KernelCase, key: jax.Array, used: np.ndarray | None) -> La
     scales = [spec.scales.get(name, 1.0) for name in ("k_scale", "v_scale")]
     per_head = [jnp.broadcast_to(jnp.asarray(s, jnp.float32), case.num_kv_heads)[:, None, None] for s in scales]
     keys = jax.random.split(key, 5)
+    dtype = bfloat16_bits.NUMBERS if case.bits_cache else k_pages.dtype
     pages = [
-        _normal(each, scale, shape=a.shape, dtype=a.dtype)
+        _normal(each, scale, shape=a.shape, dtype=dtype)
         for each, scale, a in zip(keys, per_head, (k_pages, v_pages), strict=False)
     ]
     if used is not None:
         pages = [jnp.where(used[:, None, :, None], a, jnp.asarray(jnp.nan, a.dtype)) for a in pages]
+    if case.bits_cache:
+        pages = [to_bits(a) for a in pages]
     rest = [_normal(each, 1.0, shape=a.shape, dtype=a.dtype) for each, a in zip(keys[2:], (q, k, v), strict=True)]
     return Layer(rest[0], *pages, *rest[1:])
 

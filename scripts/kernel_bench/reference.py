@@ -14,6 +14,7 @@ import numpy as np
 
 from kernel_bench.cases import DECODE, KernelCase
 from kernel_bench.inputs import Inputs, Layer
+from pallas_kernels import bfloat16_bits
 from pallas_kernels.options import FLOAT8
 
 # About a second on one core: pairs of a query and a KV token, before heads.
@@ -61,7 +62,7 @@ def store_error(inputs: Inputs, layer: Layer, stored: tuple[jax.Array, jax.Array
             right /= np.broadcast_to(np.asarray(scale, np.float64), case.num_kv_heads)[:, None]
         if after.dtype == FLOAT8:
             right = np.clip(right, -448, 448).astype(FLOAT8).astype(np.float64)
-        actual = np.asarray(after)[page, :, offset].astype(np.float64)
+        actual = _numbers(after)[page, :, offset].astype(np.float64)
         difference += float(np.square(actual - right).sum())
         total += float(np.square(right).sum())
     return (difference / total) ** 0.5 if total else 0.0
@@ -123,9 +124,14 @@ def _attend(inputs: Inputs, layer: Layer, s: int, sampled: np.ndarray) -> np.nda
     return right
 
 
+def _numbers(pages: jax.Array) -> np.ndarray:
+    array = np.asarray(pages)
+    return array.view(bfloat16_bits.NUMBERS) if array.dtype == bfloat16_bits.DTYPE else array
+
+
 def _flat(pages: jax.Array, length: int) -> np.ndarray:
     """`[P, K, page_size, H]` to float64 `[K, length, H]`; tokens behind the length are cut off, NaN or not."""
-    array = np.asarray(pages).astype(np.float64)
+    array = _numbers(pages).astype(np.float64)
     _, num_kv_heads, _, head_dim = array.shape
     flat: np.ndarray = array.swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
     return flat[:, :length]

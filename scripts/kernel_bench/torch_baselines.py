@@ -91,8 +91,9 @@ def _sdpa(kernel: str, on_gpu: bool, inputs: Inputs) -> TorchRunner:
         options["attn_mask"] = causal_lower_right(num_new, length)
 
     def call_for(layer: Layer) -> Callable[[], Any]:
-        q = layer.q.reshape(len(case.new), num_new, *layer.q.shape[1:])
-        q, k, v = (to_torch(jnp.swapaxes(a, 1, 2)) for a in (q, *dense_cache(inputs, layer)))
+        dense = dense_cache(inputs, layer)
+        q = layer.q.astype(dense[0].dtype).reshape(len(case.new), num_new, *layer.q.shape[1:])
+        q, k, v = (to_torch(jnp.swapaxes(a, 1, 2)) for a in (q, *dense))
 
         def call() -> Any:
             with sdpa_kernel(chosen) if chosen is not None else contextlib.nullcontext():
@@ -110,8 +111,8 @@ def _sdpa(kernel: str, on_gpu: bool, inputs: Inputs) -> TorchRunner:
 
 def _index_copy(on_gpu: bool, inputs: Inputs) -> TorchRunner:
     case = inputs.case
-    if case.float8_cache:
-        raise Unsupported("no float8 cache")
+    if case.float8_cache or case.bits_cache:
+        raise Unsupported("no float8 cache, no bits")
     slots = to_torch(jnp.asarray(inputs.slots)).long()
 
     def call_for(layer: Layer) -> Callable[[], Any]:

@@ -1,5 +1,6 @@
 """Every contender of the benchmark computes the same function; what is wrong is marked as wrong."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_bench import baselines, ours
-from kernel_bench.cases import decode, extend, store
+from kernel_bench.cases import STORE, decode, extend, store
 from kernel_bench.inputs import make_inputs
 from kernel_bench.measure import MAX_ERROR, check_error, contenders_for, measure_case
 from kernel_bench.reference import attention_error, store_error
@@ -43,6 +44,26 @@ def test_all_contenders_are_right(case) -> None:
         assert check_error(inputs, runner) < 1e-6, name
         right.append(name)
     assert "xla" in right
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        decode("decode", [32, 32], bits_cache=True, **SMALL),
+        extend("ragged", [20, 0, 7], [3, 9, 1], bits_cache=True, **SMALL),
+        store(40, bits_cache=True, **SMALL),
+    ],
+    ids=lambda case: case.op,
+)
+def test_a_cache_of_bits_is_read_as_the_numbers_it_means(case) -> None:
+    inputs = make_inputs(case)
+    right = []
+    for name, make in contenders_for(case, "cpu", ["xla", "baselines"]).items():
+        with contextlib.suppress(ours.Unsupported):
+            assert check_error(inputs, make(inputs)) < 5e-3, name  # queries and outputs are rounded to 8 bits
+            right.append(name)
+    assert "xla" in right
+    assert case.op == STORE or len(right) > 1
 
 
 def test_jax_paged_attention_is_called_rightly() -> None:

@@ -1,0 +1,120 @@
+"""Products of activations and weights on this machine's CPU, in every form that jaxsgl.models.products chooses from.
+
+    python scripts/bench_products.py
+    python scripts/bench_products.py --rows 1 2 8 32 --weights 12288x4096 4096x12288 --json products.json
+
+`x [rows, in]` times weights `[out, in]`, as checkpoints store them. "weights first" hands XLA's library the weights as
+its left operand; "into" is the format of the result, float32 unless said; "native" is the C++ of pallas_kernels. Each
+program multiplies by several weights, far more together than caches hold, as a model's layers do. Programs take turns,
+other memory is written between them, and the fastest repeat counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from kernel_bench.runners import JaxRunner, Prepared, time_in_turns
+
+from jaxsgl.models.products import weights_first
+from pallas_kernels.native import product as native
+
+_WEIGHT_BYTES = 1 << 28
+_MOST_LAYERS = 16
+HEAD = f"{'rows':>5}{'weights':>14}  {'form':<28}{'ms':>9}{'GFLOP/s':>9}{'GB/s':>7}"
+
+
+def main() -> None:
+    """Measures and prints line by line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 32, 128, 256], help="rows of x")
+    parser.add_argument(
+        "--weights", type=size, nargs="+", metavar="OUTxIN", default=[(6144, 1024), (1024, 3072), (32000, 1024)],
+        help="shapes of weights (default: those of the mid model)",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=10, help="of each, the fastest counts (default 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    options = parser.parse_args()
+    rows = []
+    print(HEAD)
+    for weights in options.weights:
+        for num_rows in options.rows:
+            for found in measure(num_rows, *weights, options.repeats):
+                rows.append(found)
+                print(line(found), flush=True)
+    if options.json:
+        told = {"command": " ".join(["python", *sys.argv]), "jax": jax.__version__, "rows": rows}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def size(text: str) -> tuple[int, int]:
+    """OUTxIN."""
+    num_out, num_in = map(int, text.split("x"))
+    return num_out, num_in
+
+
+def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
+    """Ways to multiply these, by name; float32 activations are rounded to the weights' format first."""
+    name = weights.dtype.name
+
+    def as_is(x: jax.Array, weights: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+        return jnp.einsum("td,nd->tn", x.astype(weights.dtype), weights, preferred_element_type=dtype)
+
+    def turned(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return weights_first(x.astype(weights.dtype), weights, jnp.float32)
+
+    ways = {name: as_is, f"{name}, weights first": turned}
+    if weights.dtype == jnp.bfloat16:
+        ways[f"{name}, into {name}"] = functools.partial(as_is, dtype=jnp.bfloat16)
+        if native.refuse(x, weights) is None:
+            ways[f"{name}, native"] = native.few_rows_product
+    return ways
+
+
+def measure(num_rows: int, num_out: int, num_in: int, repeats: int) -> list[dict[str, Any]]:
+    """All forms of one product, in turns."""
+    runners = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        num_bytes = num_out * num_in * jnp.dtype(dtype).itemsize
+        keys = jax.random.split(jax.random.key(0), min(_MOST_LAYERS, max(2, _WEIGHT_BYTES // num_bytes)))
+        x = jax.random.normal(keys[0], (num_rows, num_in))
+        own = [(x, jax.random.normal(key, (num_out, num_in)).astype(dtype)) for key in keys]
+        for name, form in forms(*own[0]).items():
+            call = functools.partial(_stateless, form)
+            runners[name] = (JaxRunner(Prepared(call, [None] * len(own), own)), num_bytes)
+    timings = time_in_turns({name: runner for name, (runner, _) in runners.items()}, repeats)
+    return [
+        {
+            "rows": num_rows,
+            "weights": [num_out, num_in],
+            "form": name,
+            "seconds": timing.seconds,
+            "flops_per_s": 2 * num_rows * num_out * num_in / timing.seconds,
+            "weight_bytes_per_s": runners[name][1] / timing.seconds,
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def _stateless(form: Callable[..., jax.Array], _: None, *operands: jax.Array) -> tuple[None, jax.Array]:
+    return None, form(*operands)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row, as wide as the head."""
+    weights = "x".join(map(str, row["weights"]))
+    return (
+        f"{row['rows']:>5}{weights:>14}  {row['form']:<28}{1e3 * row['seconds']:>9.3f}"
+        f"{row['flops_per_s'] / 1e9:>9.0f}{row['weight_bytes_per_s'] / 1e9:>7.1f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Single steps of the engine side by side: the same step under different flags, in turns.
+
+    python scripts/bench_step.py --shape mid --dtype bfloat16 --steps 32x1+499@384:4 1x512
+    python scripts/bench_step.py --shape mid --steps 32x1+400 --variants "--dtype float32" "--dtype bfloat16"
+    python scripts/bench_step.py --shape mid --dtype bfloat16 --steps 32x1+400 --variants "" "CXX=false"
+
+A step is COUNTxNEW+CACHED@SHARED:GROUP, several parts joined by commas: 32x1+499@384:4 is a decode of 32 sequences with
+499 tokens cached, each four of which share the first 384; 1x512 extends one by 512 tokens. Each variant, flags of the
+engine with settings of the environment before them, has a process of its own, which sleeps while another measures;
+it compiles what the steps need, and its pool holds the largest. Flags outside --variants hold for all. Prints the
+milliseconds from submission to tokens on an idle device (greedy), those of CPU time over all threads, and how many
+times as long as the first variant's a step takes: medians, least and most of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from step_bench.variant import Timing, Variant
+from workloads.models import SHAPES, write_config
+
+from jaxsgl.errors import JaxsglError
+
+HEAD = f"{'step':<28}{'ms':>9}{'least':>9}{'most':>9}{'CPU ms':>9}{'times':>8}{'least':>7}{'most':>7}  variant"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="random weights of this shape; else --model, a flag of the engine"
+    )
+    parser.add_argument("--steps", nargs="+", required=True, metavar="STEP", help="what is to be measured")
+    parser.add_argument("--variants", nargs="+", default=[""], metavar="FLAGS", help="what is to be compared")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default 5)")
+    parser.add_argument("--runs", type=int, default=5, help="runs of a step in a turn, whose median counts (default 5)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options, common = parser.parse_known_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="bench-step-") as folder, contextlib.ExitStack() as variants:
+        if options.shape:
+            common += ["--model", str(write_config(options.shape, Path(folder) / "model")), "--load-format", "dummy"]
+        try:
+            started = []
+            for text in options.variants:
+                started.append(Variant(text, common, options.steps))
+                variants.callback(started[-1].close)
+            rounds = [[variant.measure(options.runs) for variant in started] for _ in range(options.rounds)]
+        except JaxsglError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    rows = [
+        row(step, text, [[timings[i] for timings in turn] for turn in rounds], place)
+        for i, step in enumerate(options.steps)
+        for place, text in enumerate(options.variants)
+    ]
+    print("\n".join([HEAD, *map(line, rows)]))
+    if options.json:
+        told = {"command": " ".join(["python", *sys.argv]), "jax": jax.__version__, "rows": rows}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    return 0
+
+
+def row(step: str, variant: str, rounds: list[list[Timing]], place: int) -> dict[str, Any]:
+    """The figures of the variant at `place`; `rounds` holds the step's timings by round and variant."""
+    mine = [turn[place] for turn in rounds]
+    ratios = [turn[place].wall_ms / turn[0].wall_ms for turn in rounds]
+    return {
+        "step": step,
+        "variant": variant,
+        "wall_ms": spread([timing.wall_ms for timing in mine]),
+        "cpu_ms": spread([timing.cpu_ms for timing in mine]),
+        "times_of_first": spread(ratios),
+        "rounds": [dataclasses.asdict(timing) for timing in mine],
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def line(of: dict[str, Any]) -> str:
+    """A row, for people."""
+    names = ("median", "least", "most")
+    walls = "".join(f"{of['wall_ms'][name]:9.2f}" for name in names)
+    times = f"{of['times_of_first']['median']:8.2f}" + "".join(
+        f"{of['times_of_first'][name]:7.2f}" for name in names[1:]
+    )
+    return f"{of['step']:<28}{walls}{of['cpu_ms']['median']:9.1f}{times}  {of['variant'] or '(as it is)'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

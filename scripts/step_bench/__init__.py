@@ -1,0 +1,1 @@
+"""What `bench_step.py` runs in the process of each variant."""

@@ -1,0 +1,94 @@
+"""Full steps for an engine, built as the scheduler builds them: lengths are given, what the tokens are doesn't matter.
+
+Called by the benchmarks that time single steps. Pages come from all over the pool, in no order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxsgl.batch.build import BatchBuilder, Work
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.cache.pages import IntArray, pages_for
+from jaxsgl.engine.engine import Engine
+from jaxsgl.errors import ConfigError
+from jaxsgl.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Seq:
+    """A sequence in a step.
+
+    Attributes:
+      new: tokens that the step computes.
+      cached: tokens before them.
+      shared: so many of these lie in the pages of the sequence `leader`.
+      leader: its place in the step.
+    """
+
+    new: int
+    cached: int
+    shared: int = 0
+    leader: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens after the step."""
+        return self.new + self.cached
+
+
+def parse_step(text: str) -> list[Seq]:
+    """COUNTxNEW+CACHED@SHARED:GROUP: 32x1+499@384:4 is 32 sequences with 1 new token behind 499, each four of which
+    share the first 384. A comma joins several such parts; + and @ may be missing.
+
+    Raises:
+      ConfigError: the text is something else, or shares more tokens than are cached.
+    """
+    seqs: list[Seq] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)x(\d+)(?:\+(\d+))?(?:@(\d+):(\d+))?", part)
+        if not match:
+            raise ConfigError(f"{part!r} is no step: write COUNTxNEW+CACHED@SHARED:GROUP, as 32x1+499@384:4 or 1x512")
+        count, new, cached, shared, group = (int(number or 0) for number in match.groups())
+        if new < 1 or shared > cached:
+            raise ConfigError(f"{part!r} has {new} new tokens and shares {shared} of {cached}: 1 and more, and no more")
+        first = len(seqs)
+        seqs += [Seq(new, cached, shared, first + i // group * group if group else first + i) for i in range(count)]
+    return seqs
+
+
+def build_step(
+    engine: Engine, seqs: Sequence[Seq], params: SamplingParams, rng: np.random.Generator, *, decode: bool
+) -> StepInputs:
+    """A step of all `seqs`, sequence i in row i; a `decode` has one new token for each."""
+    capacity = engine.capacity
+    sampling = SamplingRows(capacity.num_rows)
+    for row in range(len(seqs)):
+        sampling.set(row, params, seed=row)
+    builder = BatchBuilder(engine.buckets, page_tables(capacity, seqs, rng), sampling, capacity.page_size)
+    if decode:
+        return builder.decode(np.arange(len(seqs), dtype=np.int32), np.array([seq.cached for seq in seqs], np.int32))
+    return builder.extend(
+        [Work(row, np.ones(seq.new, np.int32), seq.cached, sample=True) for row, seq in enumerate(seqs)]
+    )
+
+
+def page_tables(capacity: Capacity, seqs: Sequence[Seq], rng: np.random.Generator) -> IntArray:
+    """`[rows, P]`. A pool too small for the step has some pages twice, which takes as long."""
+    needed = [pages_for(seq.length, capacity.page_size) for seq in seqs]
+    pages = rng.permutation(np.arange(1, capacity.num_pages, dtype=np.int32))
+    pages = np.resize(pages, sum(needed))
+    tables = np.zeros((capacity.num_rows, capacity.max_pages_per_seq), dtype=np.int32)
+    for row, mine in enumerate(np.split(pages, np.cumsum(needed)[:-1])):
+        shared = seqs[row].shared // capacity.page_size
+        tables[row, : len(mine)] = mine
+        tables[row, :shared] = tables[seqs[row].leader, :shared]
+    return tables

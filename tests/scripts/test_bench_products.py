@@ -1,0 +1,39 @@
+"""Every form of a product that is timed is the product."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bench_products import forms
+
+from tests.scripts.running import run_script
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_all_forms_give_the_product(rows: int, dtype: jnp.dtype) -> None:
+    keys = jax.random.split(jax.random.key(0))
+    x, weights = jax.random.normal(keys[0], (rows, 64)), jax.random.normal(keys[1], (48, 64)).astype(dtype)
+    right = np.asarray(x.astype(dtype), np.float64) @ np.asarray(weights, np.float64).T
+    found = forms(x, weights)
+    assert len(found) > 1
+    for name, form in found.items():
+        rounding = 1e-2 if name.endswith("into bfloat16") else 1e-6
+        error = np.linalg.norm(np.asarray(form(x, weights), np.float64) - right) / np.linalg.norm(right)
+        assert error < rounding, name
+
+
+def test_the_script_prints_a_line_for_each_form(tmp_path: Path) -> None:
+    file = tmp_path / "products.json"
+    flags = ["--rows", 2, "--weights", "32x64", "--repeats", 1, "--json", file]
+    shown = run_script("bench_products.py", *flags).stdout
+    rows = json.loads(file.read_text())["rows"]
+    assert {"float32", "bfloat16", "bfloat16, weights first"} <= {row["form"] for row in rows}
+    for row in rows:
+        assert row["flops_per_s"] == pytest.approx(2 * 2 * 32 * 64 / row["seconds"])
+        assert f"  {row['form']:<28}{1e3 * row['seconds']:>9.3f}" in shown
