@@ -128,13 +128,13 @@ def test_streamed_and_whole_answers_of_a_hundred_random_requests_are_the_same(st
             assert streamed[index] == answer, request
 
 
-def test_a_streamed_answer_comes_token_by_token_and_equals_the_whole_one(stub: Any) -> None:
+def test_a_streamed_answer_comes_in_parts_and_equals_the_whole_one(stub: Any) -> None:
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Count from 1 to 30")])
     request = pb.GenerateRequest(chat=chat, sampling=pb.SamplingParams(temperature=0, max_tokens=100), stream=True)
     streamed = list(stub.Generate(request))
     request.stream = False
     (whole,) = stub.Generate(request)
-    assert len(streamed) > 10
+    assert len(streamed) > 1  # as many as the machine is quick: tokens that wait go out together
     assert text_of(streamed) == whole.text
     assert [token for reply in streamed for token in reply.token_ids] == list(whole.token_ids)
     assert whole.usage.completion_tokens == len(whole.token_ids)
