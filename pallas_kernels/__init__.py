@@ -11,6 +11,13 @@ Page 0 is the dummy page: padding writes there, and what it holds never matters.
 from pallas_kernels.decode_attention import paged_decode_attention
 from pallas_kernels.dispatch import BACKENDS, choose_backend
 from pallas_kernels.extend_attention import paged_extend_attention
-from pallas_kernels.store_kv import store_kv
+from pallas_kernels.store_kv import STORE_BACKENDS, store_kv
 
-__all__ = ["BACKENDS", "choose_backend", "paged_decode_attention", "paged_extend_attention", "store_kv"]
+__all__ = [
+    "BACKENDS",
+    "STORE_BACKENDS",
+    "choose_backend",
+    "paged_decode_attention",
+    "paged_extend_attention",
+    "store_kv",
+]

@@ -25,7 +25,7 @@ from jaxsgl.engine import edits, sampler
 from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.kv_buffers import KvBuffers
 from jaxsgl.engine.logprobs import Logprobs, score, score_in_slices
-from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels import STORE_BACKENDS, paged_decode_attention, paged_extend_attention, store_kv
 
 SAMPLING_FIELDS = ("lengths", "sample_rows", "top_k", "seeds", "temperature", "top_p", "min_p")
 
@@ -142,8 +142,7 @@ class Pages:
         """Stores this step's K and V of the layer, then attends over all of each sequence's; `[T, N, H]`."""
         a, backend = self._arrays, self._backend
         old = self._k[layer_index], self._v[layer_index]
-        # These two are attention alone: for stores the best of the others serves.
-        store_backend = "auto" if backend in ("mosaic_gpu", "native") else backend
+        store_backend = backend if backend in STORE_BACKENDS else "auto"
         k_pages, v_pages = store_kv(*old, k_TKH, v_TKH, a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = k_pages, v_pages
         if self._bucket.kind == "decode":

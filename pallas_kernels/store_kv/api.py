@@ -14,6 +14,7 @@ _IMPLEMENTATIONS = {
     "triton": Implementation(triton.store_kv, triton.refuse_shapes),
     "mosaic_tpu": Implementation(mosaic_tpu.store_kv, mosaic_tpu.refuse_shapes),
 }
+STORE_BACKENDS = tuple(_IMPLEMENTATIONS)  # the others are for attention alone
 
 
 def store_kv(
