@@ -3,13 +3,17 @@
     python scripts/bench_step.py --shape mid --dtype bfloat16 --steps 32x1+499@384:4 1x512
     python scripts/bench_step.py --shape mid --steps 32x1+400 --variants "--dtype float32" "--dtype bfloat16"
     python scripts/bench_step.py --shape mid --dtype bfloat16 --steps 32x1+400 --variants "" "CXX=false"
+    git worktree add ../before HEAD~1
+    python scripts/bench_step.py --shape mid --steps 32x1+400 --variants "PYTHONPATH=." "PYTHONPATH=../before"
 
 A step is COUNTxNEW+CACHED@SHARED:GROUP, several parts joined by commas: 32x1+499@384:4 is a decode of 32 sequences with
 499 tokens cached, each four of which share the first 384; 1x512 extends one by 512 tokens. Each variant, flags of the
 engine with settings of the environment before them, has a process of its own, which sleeps while another measures;
-it compiles what the steps need, and its pool holds the largest. Flags outside --variants hold for all. Prints the
-milliseconds from submission to tokens on an idle device (greedy), those of CPU time over all threads, and how many
-times as long as the first variant's a step takes: medians, least and most of the rounds.
+it compiles what the steps need, and its pool holds the largest. Flags outside --variants hold for all. The last
+example compares two trees, as far as the script fits the older one.
+
+Prints milliseconds from submission to tokens on an idle device (greedy), those of CPU time over all threads, and how
+many times as long as the first variant's a step takes: medians, least and most of the rounds.
 """
 
 from __future__ import annotations
