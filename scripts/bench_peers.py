@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.contender import KINDS, Kind, Setup
+from peers.endpoint import FLUSHED_BY, NOTHING
 from peers.rounds import Match, WrongOutput
 from workloads.jobs import Job, Lengths, random_jobs, shared_prefix_jobs
 from workloads.models import SHAPES, write_checkpoint
@@ -161,6 +162,8 @@ def table(figures: dict[str, Any]) -> str:
         cells += [f"{same[key]:.0%}" for key in ("first", "whole")] if same else [""] * 2
         lines.append("".join(f"{cell:>18}" for cell in cells) + f"  {name}")
     lines += [f"best jaxsgl: {best}"] if best else []
+    flushed = {name: of["versions"].get(FLUSHED_BY) for name, of in figures["contenders"].items()}
+    lines += [f"{name}: {FLUSHED_BY} {NOTHING}" for name, by in flushed.items() if by == NOTHING]
     lines += [f"could not run: {name}: {reason}" for name, reason in figures["could_not_run"].items()]
     return "\n".join(lines)
 

@@ -107,6 +107,8 @@ async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:
     backend = backend_of(config)
     try:
         served = await backend.describe()
+        if served.words:
+            print("The server takes no token ids: prompts are words, of about a token each.", file=sys.stderr)
         vocab_size = config.vocab_size or served.vocab_size or VOCAB_SIZE
         run = Run(backend, vocab_size, config.dataset.seed, config.max_concurrency)
         await run.warm_up(asks[0], config.warmup_requests)

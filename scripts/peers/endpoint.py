@@ -14,6 +14,9 @@ from peers.contender import UNTOLD, CannotRun, Setup
 
 PATIENCE_S = 3600.0
 FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")  # jaxsgl and SGLang; vLLM in its development mode
+FLUSHED_BY = "prefix cache flushed by"  # in the versions
+NOTHING = "nothing: repeats may find their prompts cached"
+MAX_ERROR = 300  # characters of an error that are told
 
 
 class Endpoint:
@@ -34,20 +37,20 @@ class Endpoint:
             status, answer = self._ask("GET", "/v1/models")
         except OSError as error:
             raise CannotRun(f"{self._parts.geturl()} doesn't answer: {error}") from None
-        if status != http.client.OK:
-            raise CannotRun(f"{self._parts.geturl()}/v1/models answers with status {status}")
-        self._name = answer["data"][0]["id"]
+        models = answer.get("data") if status == http.client.OK and isinstance(answer, dict) else None
+        if not models:
+            raise CannotRun(f"{self._parts.geturl()}/v1/models lists no model: {_told(status, answer)}")
+        self._name = models[0]["id"]
         self._threads = ThreadPoolExecutor(setup.num_jobs)
         self.reset()
 
     def versions(self) -> dict[str, str]:
         """See `Contender`."""
-        return {"url": self._parts.geturl(), "model": self._name, "prefix cache flushed by": self._flush}
+        return {"url": self._parts.geturl(), "model": self._name, FLUSHED_BY: self._flush}
 
     def reset(self) -> None:
         """Empties the server's prefix cache, if it has a known way to."""
-        worked = (path for path in FLUSH_PATHS if self._ask("POST", path)[0] == http.client.OK)
-        self._flush = next(worked, "nothing: repeats may find their prompts cached")
+        self._flush = next(filter(self._flushes, FLUSH_PATHS), NOTHING)
 
     def run(self, jobs: list[Job]) -> list[list[int]]:
         """See `Contender`. Such servers return no token ids, and are taken at their count."""
@@ -68,8 +71,15 @@ class Endpoint:
         }
         status, answer = self._ask("POST", "/v1/completions", body)
         if status != http.client.OK:
-            raise RuntimeError(f"status {status}: {answer}")
+            raise CannotRun(f"a request failed, with its prompt as token ids and ignore_eos: {_told(status, answer)}")
+        if not isinstance(answer, dict) or not answer.get("usage"):
+            raise CannotRun("its answers have no usage: tokens can't be counted")
         return [UNTOLD] * int(answer["usage"]["completion_tokens"])
+
+    def _flushes(self, path: str) -> bool:
+        """Whether it does now: vLLM answers with status 200 even where it failed."""
+        status, answer = self._ask("POST", path)
+        return status == http.client.OK and not (isinstance(answer, dict) and answer.get("success") is False)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         """Status and JSON, or text, of one request on a connection of its own."""
@@ -87,3 +97,7 @@ class Endpoint:
                 return response.status, text.decode(errors="replace")
         finally:
             connection.close()
+
+
+def _told(status: int, answer: Any) -> str:
+    return f"status {status}: {answer}"[:MAX_ERROR]

@@ -11,21 +11,25 @@ class Answer:
     """One request's answer. Times are seconds by the monotonic clock.
 
     Attributes:
+      asked_len: tokens to generate.
       input_len, cached_len, output_len: tokens as the server counts them.
       chunks: (time, output tokens until then; 0 where the protocol doesn't tell) of each event that brought text.
       texts: of the chunks.
       output_ids: where the protocol has them.
+      ended: whether the server gave a reason for its end. Not all that do send [DONE] after it.
       error: why it failed; empty: it didn't.
     """
 
     sent_s: float = 0.0
     end_s: float = 0.0
+    asked_len: int = 0
     input_len: int = 0
     cached_len: int = 0
     output_len: int = 0
     chunks: list[tuple[float, int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     output_ids: list[int] = field(default_factory=list)
+    ended: bool = False
     error: str = ""
     _silent: list[tuple[float, int]] = field(default_factory=list)  # events with tokens, while no text has come
 
@@ -51,7 +55,7 @@ class Answer:
 
     def finish(self, complete: bool) -> None:
         """No more will come. A stream without any text (all special tokens, no tokenizer) is timed by its tokens."""
-        if not self.error and not complete:
+        if not self.error and not complete and not self.ended:
             self.error = "the answer broke off"
         if not self.error and not self.input_len:
             self.error = "the answer has no usage: its tokens can't be counted"
@@ -79,10 +83,13 @@ class Answer:
 
     @property
     def itls_s(self) -> list[float]:
-        """Seconds from chunk to chunk, for each token: a chunk of k tokens counts as k equal gaps."""
+        """Seconds from chunk to chunk, for each token: a chunk of k tokens counts as k equal gaps.
+
+        After a chunk whose tokens weren't told, nobody knows k: it's one gap.
+        """
         gaps: list[float] = []
         for (before_s, before), (now_s, until) in zip(self.chunks, self.chunks[1:], strict=False):
-            num_tokens = max(until - before, 1)
+            num_tokens = max(until - before, 1) if before else 1
             gaps += [(now_s - before_s) / num_tokens] * num_tokens
         return gaps
 

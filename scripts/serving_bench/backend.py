@@ -12,10 +12,15 @@ FLUSH_WAIT_S = 30  # for the warm-up request to be gone
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says of itself; None: it doesn't."""
+    """What a server says of itself; None: it doesn't.
+
+    Attributes:
+      words: prompts go out as words, since the server takes no token ids.
+    """
 
     model: str | None
     vocab_size: int | None
+    words: bool = False
 
 
 class BackendError(Exception):

@@ -1,14 +1,14 @@
 """OpenAI's completions and chat, and SGLang's /generate: bodies to send, and how their events are read.
 
-Prompts are token ids where the protocol takes them. Chat gets words: short and common ones, each a token or so in most
-vocabularies; what they come to is what the server's usage says.
+Prompts are token ids where the protocol and the server take them. Others get words: short and common ones, each a token
+or so in most vocabularies; what they come to is what the server's usage says.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -82,6 +82,10 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
+class _Reset(msgspec.Struct):
+    success: bool = True
+
+
 _read_chunk = msgspec.json.Decoder(_Chunk).decode
 _read_native = msgspec.json.Decoder(_Native).decode
 
@@ -100,8 +104,10 @@ def read_openai(answer: Answer, now_s: float, data: bytes) -> None:
     for choice in chunk.choices:
         delta = choice.delta
         text += choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)) or ""
-        if choice.finish_reason in ("abort", "error"):
-            answer.error = f"the server ended it: {choice.finish_reason}"
+        if choice.finish_reason is not None:
+            answer.ended = True
+            if choice.finish_reason in ("abort", "error"):
+                answer.error = f"the server ended it: {choice.finish_reason}"
     answer.add(now_s, text, num_tokens)
 
 
@@ -127,15 +133,14 @@ def completions_body(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]
     return {"prompt": turn.prompt_ids(), **_common(turn, model, ignore_eos)}
 
 
+def words_body(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
+    """For /v1/completions of a server that takes no ids."""
+    return {"prompt": " ".join(text for _, text in _texts(turn)), **_common(turn, model, ignore_eos)}
+
+
 def chat_body(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
     """For /v1/chat/completions: what was answered is the assistant's, all else the user's."""
-    answers, words = iter(turn.answers), WORDS.split()
-    messages = [
-        {"role": "assistant", "content": next(answers).text}
-        if piece is None
-        else {"role": "user", "content": " ".join(words[id % len(words)] for id in piece)}
-        for piece in turn.pieces
-    ]
+    messages = [{"role": role, "content": text} for role, text in _texts(turn)]
     return {"messages": messages, **_common(turn, model, ignore_eos)}
 
 
@@ -143,6 +148,16 @@ def native_body(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
     """For /generate."""
     sampling = {"temperature": 0.0, "max_new_tokens": turn.output_len, "ignore_eos": ignore_eos}
     return {"input_ids": turn.prompt_ids(), "sampling_params": sampling, "stream": True}
+
+
+def _texts(turn: Turn) -> Iterator[tuple[str, str]]:
+    """The pieces of the prompt as words, each with the role of who speaks."""
+    answers, words = iter(turn.answers), WORDS.split()
+    for piece in turn.pieces:
+        if piece is None:
+            yield "assistant", next(answers).text
+        else:
+            yield "user", " ".join(words[id % len(words)] for id in piece)
 
 
 def _common(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
@@ -158,16 +173,22 @@ def _common(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between the protocols."""
+    """What differs between the protocols.
+
+    Attributes:
+      needs_ids: of earlier answers.
+      words_body: for servers that take no token ids; None: all take what `body` makes.
+    """
 
     path: str
     body: Callable[[Turn, str, bool], dict[str, Any]]
     read: Callable[[Answer, float, bytes], None]
-    needs_ids: bool  # of earlier answers
+    needs_ids: bool
+    words_body: Callable[[Turn, str, bool], dict[str, Any]] | None = None
 
 
 DIALECTS = {
-    "openai": Dialect("/v1/completions", completions_body, read_openai, needs_ids=True),
+    "openai": Dialect("/v1/completions", completions_body, read_openai, needs_ids=True, words_body=words_body),
     "openai-chat": Dialect("/v1/chat/completions", chat_body, read_openai, needs_ids=False),
     "sglang": Dialect("/generate", native_body, read_native, needs_ids=True),
 }
@@ -190,7 +211,7 @@ class HttpBackend:
         self._ignore_eos = ignore_eos
 
     async def describe(self) -> Served:
-        """From /v1/models, and /get_model_info where that is."""
+        """From /v1/models, /get_model_info where that is, and a token or two that are asked for to see what works."""
         try:
             if self._model is None:
                 models = msgspec.json.decode(await self._server.call("GET", "/v1/models"), type=_Models)
@@ -201,7 +222,11 @@ class HttpBackend:
             info = msgspec.json.decode(await self._server.call("GET", "/get_model_info"), type=_Info)
         except (OSError, msgspec.DecodeError):
             info = _Info()
-        return Served(self._model, info.vocab_size)
+        otherwise = self._dialect.words_body
+        if otherwise is None or await self._takes_ids():
+            return Served(self._model, info.vocab_size)
+        self._dialect = replace(self._dialect, body=otherwise, needs_ids=False)
+        return Served(self._model, info.vocab_size, words=True)
 
     async def generate(self, turn: Turn, answer: Answer) -> None:
         """As `Backend` says."""
@@ -225,14 +250,42 @@ class HttpBackend:
         try:
             await self._server.call("POST", f"/flush_cache?timeout={FLUSH_WAIT_S}")
         except OSError as error:
-            raise BackendError(f"the cache was not flushed: {error}") from None
+            if not await self._reset_prefix_cache():
+                raise BackendError(f"the cache was not flushed: {error}") from None
 
     async def close(self) -> None:
         """Nothing stays open."""
 
+    async def _takes_ids(self) -> bool:
+        """Whether prompts may be token ids. Raises `BackendError` where words fail too: then ids aren't to blame."""
+        if not await self._refusal([1]):
+            return True
+        told = await self._refusal(WORDS.split()[0])
+        if told:
+            raise BackendError(f"nothing is completed: {told}")
+        return False
+
+    async def _refusal(self, prompt: list[int] | str) -> str:
+        """What the server has against a token after `prompt`; empty: nothing."""
+        try:
+            fields = {"model": self._model, "prompt": prompt, "max_tokens": 1}
+            await self._server.call("POST", self._dialect.path, fields)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    async def _reset_prefix_cache(self) -> bool:
+        """The way of vLLM in its development mode: it can fail with status 200; older ones have no body."""
+        try:
+            told = await self._server.call("POST", "/reset_prefix_cache")
+            return msgspec.json.decode(told or b"{}", type=_Reset).success
+        except (OSError, msgspec.DecodeError):
+            return False
+
     async def _tokenize(self, earlier: Answer) -> None:
         """Completions say no ids; the next turn's prompt needs them."""
         if not earlier.output_ids and earlier.text:
-            fields = {"model": self._model, "prompt": earlier.text, "add_special_tokens": False}
+            text = earlier.text  # `content`: llama.cpp's server, which says that anything else has no tokens
+            fields = {"model": self._model, "prompt": text, "content": text, "add_special_tokens": False}
             told = await self._server.call("POST", "/tokenize", fields)
             earlier.output_ids = msgspec.json.decode(told, type=_Tokens).tokens

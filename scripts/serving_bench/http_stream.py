@@ -105,10 +105,18 @@ class HttpServer:
                     event = line[5:].strip()
                     done = done or event == DONE
                     if not done:
-                        on_event(now_s, event)
+                        self._hand_over(on_event, now_s, event)
 
         await self._exchange("POST", path, body, on_body)
         return done
+
+    @staticmethod
+    def _hand_over(on_event: Callable[[float, bytes], None], now_s: float, event: bytes) -> None:
+        """Raises `ValueError`, which says what was read."""
+        try:
+            on_event(now_s, event)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{error}: {event[:MAX_ERROR].decode(errors='replace')}") from None
 
     async def call(self, method: str, path: str, fields: dict[str, Any] | None = None) -> bytes:
         """Sends `fields` as JSON; returns the body. Raises `OSError` for errors."""
@@ -124,6 +132,8 @@ class HttpServer:
             lambda: _Exchange(request, on_body), self._host, self._port, ssl=self._tls
         )
         await exchange.ended
+        if not exchange.status and not exchange.broken:
+            raise OSError(f"{path}: the connection was closed without an answer")
         if exchange.broken or exchange.status != OK:
             told = exchange.broken or exchange.rest[:MAX_ERROR].decode(errors="replace") or "nothing"
             raise OSError(f"{path} answered {exchange.status}: {told}")

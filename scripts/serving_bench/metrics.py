@@ -43,6 +43,7 @@ def summary(outcome: Outcome, goodput: Mapping[str, float]) -> dict[str, Any]:
         "duration": duration_s,
         "completed": len(good),
         "failed": len(answers) - len(good),
+        "short_answers": sum(answer.output_len < answer.asked_len for answer in good),
         "total_input_tokens": inputs,
         "total_cached_tokens": sum(answer.cached_len for answer in good),
         "total_output_tokens": outputs,

@@ -15,6 +15,7 @@ HEAD = (
     ("Max request concurrency:", "max_concurrency"),
     ("Successful requests:", "completed"),
     ("Failed requests:", "failed"),
+    ("Answers shorter than asked for:", "short_answers"),
     ("Benchmark duration (s):", "duration"),
     ("Total input tokens:", "total_input_tokens"),
     ("Total cached input tokens:", "total_cached_tokens"),

@@ -85,7 +85,7 @@ class Run:
         turn: Ask | None = ask
         while turn is not None:
             async with self._room:
-                answer = Answer(sent_s=time.monotonic(), end_s=time.monotonic())
+                answer = Answer(sent_s=time.monotonic(), end_s=time.monotonic(), asked_len=turn.output_len)
                 self._answers.append(answer)
                 await self._backend.generate(self._turn(turn, answers), answer)
             on_end(1)

@@ -57,6 +57,11 @@ def test_chunks_whose_tokens_nobody_counts_are_one_gap_each() -> None:
     assert (answer.itls_s, answer.ttft_s, answer.tpot_s, answer.e2e_s) == ([0.5], 1.0, 2.0 / 3, 3.0)
 
 
+def test_a_count_at_the_end_alone_leaves_the_chunk_before_it_one_gap() -> None:
+    answer = answer_of([(1.0, "a", 0), (1.5, "b", 0), (3.0, "c", 9)], sent_s=0.0, input_len=1)
+    assert answer.itls_s == [0.5, 1.5]
+
+
 def test_half_characters_count_as_come_with_the_text_that_completes_them() -> None:
     answer = answer_of([(1.0, "", 1), (2.0, "a", 2), (2.5, "", 3), (4.0, "é", 4)], sent_s=0.0, input_len=1)
     assert (answer.ttft_s, answer.itls_s) == (2.0, [1.0, 1.0])

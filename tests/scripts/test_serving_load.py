@@ -185,9 +185,9 @@ ERROR = b'data: {"error": {"message": "out of luck"}}\n\n'
         (chunked(HELLO, END), "broke off"),
         (chunked(HELLO, END, DONE)[:150], "broke off"),
         (chunked(HELLO, DONE), "no usage"),
-        (chunked(b"data: {oh\n\n", DONE), "DecodeError"),
+        (chunked(b"data: {oh\n\n", DONE), "(byte 1): {oh"),
         (b"SSH-2.0-OpenSSH\r\n", "HttpParser"),
-        (b"", "answered 0"),
+        (b"", "closed without an answer"),
     ],
     ids=["refused", "error", "no end", "cut", "no usage", "no JSON", "no HTTP", "nothing"],
 )
