@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from peers.contender import KINDS, Kind, Setup
+from peers.plot import plot
 from peers.endpoint import FLUSHED_BY, NOTHING
 from peers.rounds import Match, WrongOutput
 from workloads.jobs import Job, Lengths, random_jobs, shared_prefix_jobs
@@ -55,6 +56,10 @@ def main() -> int:
         settings = {name: value for name, value in vars(args).items() if name != "json"}
         told = {"command": " ".join(["python", *sys.argv]), "settings": settings, "machine": machine(), **figures}
         args.json.write_text(json.dumps(told, indent=1, default=vars) + "\n")
+    if args.plot:
+        plot(
+            figures, f"{args.model}, {args.num} requests{', shared prefixes' if args.shared_prefix else ''}", args.plot
+        )
     return 0 if figures["best_jaxsgl"] else 1
 
 
@@ -92,6 +97,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--url", action="append", default=[], help="an OpenAI-compatible server; any number")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and prompts")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw them into this file; needs matplotlib")
     return parser.parse_args()
 
 

@@ -14,7 +14,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (times, programs) = plt.subplots(1, 2, figsize=(14, 6), layout="constrained")
-    figure.suptitle(f"{report['model']}, {report['platform']}")
+    figure.suptitle(f"{Path(report['model']).name}, {report['platform']}")
     for kind in ("decode", "extend"):
         rows = [row for row in report["steps"] if row["kind"] == kind and row["sampling"] == "greedy"]
         for seqs in sorted({0 if kind == "decode" else row["seqs"] for row in rows}):
@@ -23,11 +23,9 @@ def plot(report: dict[str, Any], path: Path) -> None:
             times.plot([row["tokens"] for row in mine], [row["median_ms"] for row in mine], "o-", label=label)
         for size in report["suggested"][f"{kind}_buckets"]:
             times.axvline(size, color="C0" if kind == "decode" else "C1", alpha=0.3)
-    times.set(
-        xscale="log", yscale="log", xlabel="tokens (lines: suggested sizes)", ylabel="ms a step", ylim=(0.01, None)
-    )
+    times.set(xscale="log", yscale="log", xlabel="tokens (lines: suggested sizes)", ylabel="ms a step")
     times.legend()
-    names = [f"{row['kind']} {row['tokens']}x{row['seqs']}" for row in report["programs"]]
+    names = [f"{row['kind']} {row['tokens']} x {row['seqs']}" for row in report["programs"]]
     for name in ("compile_s", "cached_s"):
         programs.barh(names, [row[name] for row in report["programs"]], label=name)
     programs.set(xlabel="s")
