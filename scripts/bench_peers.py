@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from peers.contender import KINDS, Kind, Setup
-from peers.plot import plot
 from peers.endpoint import FLUSHED_BY, NOTHING
+from peers.plot import plot
 from peers.rounds import Match, WrongOutput
 from workloads.jobs import Job, Lengths, random_jobs, shared_prefix_jobs
 from workloads.models import SHAPES, write_checkpoint
@@ -57,9 +57,8 @@ def main() -> int:
         told = {"command": " ".join(["python", *sys.argv]), "settings": settings, "machine": machine(), **figures}
         args.json.write_text(json.dumps(told, indent=1, default=vars) + "\n")
     if args.plot:
-        plot(
-            figures, f"{args.model}, {args.num} requests{', shared prefixes' if args.shared_prefix else ''}", args.plot
-        )
+        shared = ", shared prefixes" if args.shared_prefix else ""
+        plot(figures, f"{args.model}, {args.num} requests{shared}", args.plot)
     return 0 if figures["best_jaxsgl"] else 1
 
 
