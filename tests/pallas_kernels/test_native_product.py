@@ -24,7 +24,7 @@ def expected(x: jax.Array, weights: jax.Array) -> np.ndarray:
     return np.asarray(x.astype(jnp.bfloat16), np.float64) @ np.asarray(weights, np.float64).T
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 15, 16, 17, 32, 33, 48, 49, 64, 65, 127, 128, 200])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 15, 16, 17, 32, 33, 48, 49, 64, 65, 127, 128, 200])
 @pytest.mark.parametrize(("num_out", "num_in"), [(16, 32), (48, 96), (1024, 256), (4112, 64)])
 def test_each_row_is_multiplied_with_all_weights(num_rows: int, num_out: int, num_in: int) -> None:
     x, weights = rows_and_weights(num_rows, num_out, num_in)
@@ -36,7 +36,7 @@ def test_each_row_is_multiplied_with_all_weights(num_rows: int, num_out: int, nu
 def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
     x, weights = rows_and_weights(64, 128, 512)
     together = np.asarray(few_rows_product(x, weights))
-    for count in (1, 16, 20, 33):
+    for count in (1, 8, 9, 16, 20, 33):
         np.testing.assert_array_equal(np.asarray(few_rows_product(x[:count], weights)), together[:count])
 
 
