@@ -53,7 +53,7 @@ def main() -> int:
             match.close()
     print(table(figures))
     if args.json:
-        settings = {name: value for name, value in vars(args).items() if name != "json"}
+        settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
         told = {"command": " ".join(["python", *sys.argv]), "settings": settings, "machine": machine(), **figures}
         args.json.write_text(json.dumps(told, indent=1, default=vars) + "\n")
     if args.plot:

@@ -68,11 +68,11 @@ def endpoint(missing: int) -> Iterator[str]:
 
 
 def test_real_engines_return_the_same_tokens_and_are_compared(tmp_path: Path, tiny_model: Path) -> None:
-    out = tmp_path / "out.json"
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
     names = ("transformers-static8-float32", "transformers-continuous-float32", "llama.cpp-float32")
     with endpoint(missing=0) as url:
         flags = ("--model", tiny_model, *TINY, "--json", out, f"--jaxsgl={OURS}", "--url", url, "--url", "127.0.0.1:9")
-        printed = run_script("bench_peers.py", *flags, "--contenders", *names).stdout
+        printed = run_script("bench_peers.py", *flags, "--plot", picture, "--contenders", *names).stdout
     told = json.loads(out.read_text())
     ours = f"jaxsgl {OURS}"
     assert told["best_jaxsgl"] == ours
@@ -89,6 +89,7 @@ def test_real_engines_return_the_same_tokens_and_are_compared(tmp_path: Path, ti
     assert told["contenders"][ours]["ratio_of_best_jaxsgl"]["rounds"] == [1.0, 1.0]
     assert told["contenders"][url]["versions"]["prefix cache flushed by"] == "/flush_cache"
     assert {"cpu", "cores", "system", "python"} <= set(told["machine"]) and told["settings"]["num"] == 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_contender_that_returns_too_few_tokens_fails_the_script(tiny_model: Path) -> None:
