@@ -22,8 +22,7 @@ from jaxsgl.cache.pages import pages_for
 from jaxsgl.config import EngineConfig, add_flags, from_flags
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError, JaxsglError
-
-STEPS = "BENCH_STEPS"  # in the environment: JSON
+from step_bench.variant import STEPS
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from jaxsgl.errors import JaxsglError
 
 SCRIPTS = Path(__file__).parents[1]
+STEPS = "BENCH_STEPS"  # in the process' environment: JSON
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Variant:
             [sys.executable, "-P", "-m", "step_bench.child", *common, *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=env | {"PYTHONPATH": path, "BENCH_STEPS": json.dumps(list(steps))},
+            env=env | {"PYTHONPATH": path, STEPS: json.dumps(list(steps))},
             text=True,
         )
         try:
