@@ -40,8 +40,8 @@ def make(extra: str, folder: Path) -> Path:
         interpreter = find_python(OLDEST_PYTHON)
         assert interpreter is not None, "missing_for says so first"
         subprocess.run([interpreter, "-m", "venv", "--clear", str(home)], check=True)
-        install = [str(python), "-m", "pip", "install", "-q", "-e", str(ROOT), f"jax[{extra}]=={JAX_VERSION}"]
-        subprocess.run(install, check=True)
+        install = [str(python), "-m", "pip", "install", "-q", "--no-compile", "-e", str(ROOT)]
+        subprocess.run([*install, f"jax[{extra}]=={JAX_VERSION}"], check=True)
         _marker(folder, extra).touch()
     return python
 

@@ -268,7 +268,8 @@ def test_a_worker_that_is_killed_costs_no_more_than_its_open_streams(fleet: Flee
         outcomes: list[Future[str]] = []
         while min(survivor.running, victim.running) < 2:
             assert len(outcomes) < 40, "one worker gets nearly everything"
-            outcomes.append(threads.submit(outcome_of, fleet, len(outcomes)))
+            # Several at once: none may end before we look again.
+            outcomes += [threads.submit(outcome_of, fleet, len(outcomes) + number) for number in range(8)]
         victim.server.process.kill()
         assert {outcome.result() for outcome in outcomes[::2]} == {"done"}
         assert {outcome.result() for outcome in outcomes[1::2]} <= {"done", "APIError"}

@@ -70,10 +70,10 @@ def test_the_newest_jax_passes_these_tests(tmp_path: Path) -> None:
         pytest.skip("JAX 0.12 needs Python 3.12 or newer, and this machine has none")
     subprocess.run([python, "-m", "venv", str(tmp_path)], check=True)
     mine = str(tmp_path / "bin/python")
-    wanted = ["jax>=0.12,<0.13", "pytest", "pytest-timeout", "hypothesis"]
-    subprocess.run([mine, "-m", "pip", "install", "-q", *wanted], check=True)
+    wanted = ["jax>=0.12,<0.13", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
+    subprocess.run([mine, "-m", "pip", "install", "-q", "--no-compile", *wanted], check=True)
     done = subprocess.run(
-        [mine, "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "-q", "-p", "no:cacheprovider", __file__],
+        [mine, "-m", "pytest", "-c", os.devnull, "--rootdir", ROOT, "-q", "-p", "no:cacheprovider", "-n2", __file__],
         cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "8"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
