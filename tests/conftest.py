@@ -16,6 +16,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test 
 os.environ["XDG_CACHE_HOME"] = _CACHE.name  # compiled programs are shared by the tests of one run, and by nobody else
 
 ROOT = Path(__file__).parent
+LAST_OF_KERNELS = ("test_lowering", "test_compile_targets")  # begun with the first: see pallas_kernels/elsewhere.py
 ORDER = (
     "test_style",
     "cache",
@@ -25,6 +26,7 @@ ORDER = (
     "pallas_kernels",
     "models",
     "weights",
+    *LAST_OF_KERNELS,
     "engine",
     "frontend",
     "end_to_end",
@@ -34,6 +36,8 @@ ORDER = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
         first = item.path.relative_to(ROOT).parts[0].removesuffix(".py")
+        if item.path.stem in LAST_OF_KERNELS:
+            first = item.path.stem
         return ORDER.index(first) if first in ORDER else ORDER.index("")
 
     items.sort(key=rank)

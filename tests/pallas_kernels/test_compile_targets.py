@@ -1,0 +1,57 @@
+"""Kernels and engine steps compile for GPUs and TPUs that aren't there, and the compilers made what was meant."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from compile_check.gpu_code import kernels_in
+from compile_check.targets import TARGETS, Target
+
+from tests.pallas_kernels.elsewhere import ENVIRONMENTS, Elsewhere
+
+PTX = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.extern .shared .align 16 .b8 smem[];
+.visible .entry store_kv_like(.param .u64 out) {
+    .reg .b64 %rd<2>;
+    .reg .b32 %r<2>;
+    ld.param.u64 %rd1, [out];
+    mov.u32 %r1, %tid.x;
+    st.global.v4.u32 [%rd1], {%r1, %r1, %r1, %r1};
+    ret;
+}
+.visible .entry fusion_7() { ret; }
+"""
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_everything_compiles_in_place_without_spills(target: Target, elsewhere: Elsewhere) -> None:
+    results = elsewhere.compiled[target.name].result()
+    if isinstance(results, str):
+        pytest.skip(results)
+    assert not [result for result in results if result["problems"]]
+    compiled = [result for result in results if "compile_s" in result]
+    for backend in target.backends:
+        names = " ".join(result["program"] for result in compiled if result["backend"] == backend)
+        stores = () if backend == "mosaic_gpu" else ("store_kv",)
+        for op in (*stores, "paged_decode_attention", "paged_extend_attention", "step_decode", "step_extend"):
+            assert op in names, f"{backend} compiled no {op}"
+
+
+def test_registers_and_instructions_are_read_from_ptx(tmp_path: Path) -> None:
+    (tmp_path / "module_0001.jit_x.ptx").write_text(PTX)
+    ptxas = _ptxas()
+    (kernel,) = kernels_in(tmp_path, ptxas)  # XLA's own fusion_7 is left out
+    assert kernel.name == "store_kv_like" and kernel.spill_bytes == 0 and 0 < kernel.registers < 32
+    assert kernel.instructions == ("vector store",)
+
+
+def _ptxas() -> Path:
+    made: Iterator[Path] = ENVIRONMENTS.glob("cuda13/lib/python*/site-packages/nvidia/*/bin/ptxas")
+    found = next(made, None)
+    if found is None:
+        pytest.skip("no ptxas: the CUDA environment of scripts/compile_targets.py wasn't made")
+    return found
