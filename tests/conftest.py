@@ -16,7 +16,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test 
 os.environ["XDG_CACHE_HOME"] = _CACHE.name  # compiled programs are shared by the tests of one run, and by nobody else
 
 ROOT = Path(__file__).parent
-LAST_OF_KERNELS = ("test_lowering", "test_compile_targets")  # begun with the first: see pallas_kernels/elsewhere.py
 ORDER = (
     "test_style",
     "cache",
@@ -26,7 +25,8 @@ ORDER = (
     "pallas_kernels",
     "models",
     "weights",
-    *LAST_OF_KERNELS,
+    "test_lowering",  # these two began with the first of pallas_kernels: see elsewhere.py there
+    "test_compile_targets",
     "engine",
     "frontend",
     "end_to_end",
@@ -35,9 +35,7 @@ ORDER = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
-        first = item.path.relative_to(ROOT).parts[0].removesuffix(".py")
-        if item.path.stem in LAST_OF_KERNELS:
-            first = item.path.stem
-        return ORDER.index(first) if first in ORDER else ORDER.index("")
+        names = (item.path.stem, item.path.relative_to(ROOT).parts[0])
+        return next((ORDER.index(name) for name in names if name in ORDER), ORDER.index(""))
 
     items.sort(key=rank)

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ class Elsewhere:
         mine = str(home / "bin/python")
         self._run([python, "-m", "venv", home])
         self._run([mine, "-m", "pip", "install", "-q", "--no-compile", requirement, FORGOTTEN])
-        lines = self._run([mine, "-m", "tests.pallas_kernels.lower_everything"])
-        return [json.loads(line) for line in lines.splitlines()]
+        done = self._run([mine, "-m", "tests.pallas_kernels.lower_everything"])
+        return [json.loads(line) for line in done.stdout.splitlines()]
 
     def _compile(self, target: Target) -> Results:
         """What the script says of the shapes that most models serve with."""
@@ -73,22 +73,19 @@ class Elsewhere:
             return f"{target.name} isn't compiled for: {reason}"
         file = self._folder / f"{target.name}.json"
         script = [sys.executable, "scripts/compile_targets.py", target.name, "--jobs", "1"]
-
-        def as_told(status: int) -> bool:
-            found = json.loads(file.read_text())["results"] if file.exists() else None
-            return found is not None and status == int(any(result["problems"] for result in found))
-
-        self._run([*script, "--grid", "common", "--json", file], as_told)
+        done = self._run([*script, "--grid", "common", "--json", file], right=(0, 1))
+        assert file.exists(), done.stdout + done.stderr
         results: list[dict[str, Any]] = json.loads(file.read_text())["results"]
+        assert done.returncode == int(any(result["problems"] for result in results))
         return results
 
-    def _run(self, command: Sequence[str | Path], is_right: Callable[[int], bool] = lambda status: status == 0) -> str:
-        """What it prints; an AssertionError with all of it if its status isn't right."""
+    def _run(self, command: Sequence[str | Path], right: Sequence[int] = (0,)) -> subprocess.CompletedProcess[str]:
+        """What it printed; an AssertionError with all of it if its status isn't among the `right` ones."""
         process = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         self._processes.append(process)
         out, error = process.communicate()
-        assert is_right(process.returncode), f"{command} ended with {process.returncode}\n{out}\n{error}"
-        return out
+        assert process.returncode in right, f"{command} ended with {process.returncode}\n{out}\n{error}"
+        return subprocess.CompletedProcess(process.args, process.returncode, out, error)
