@@ -10,6 +10,8 @@ from pathlib import Path
 import jax
 from jax.sharding import get_abstract_mesh
 
+CPUINFO = Path("/proc/cpuinfo")
+
 
 @dataclasses.dataclass(frozen=True)
 class TargetDevice:
@@ -50,13 +52,22 @@ def target_device() -> TargetDevice:
     return TargetDevice(_family(platform), abstract.device_kind, abstract.num_cores or 1)
 
 
-def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+def processor_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
     """What this machine's processor can, in Linux' words ("avx2", "avx512_bf16", ...); empty on other systems."""
+    return frozenset(_of_processor("flags", cpuinfo).split())
+
+
+def processor_maker(cpuinfo: Path = CPUINFO) -> str:
+    """Who made this machine's processor, in Linux' words ("GenuineIntel", "AuthenticAMD"); empty on other systems."""
+    return _of_processor("vendor_id", cpuinfo)
+
+
+def _of_processor(what: str, cpuinfo: Path) -> str:
     try:
-        lines = cpuinfo.read_text().splitlines()
+        pairs = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
     except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":", 1)[1] for line in lines if line.startswith("flags")), "").split())
+        return ""
+    return next((value.strip() for name, _, value in pairs if name.strip() == what), "")
 
 
 def _compute_capability(device: jax.Device) -> float | None:

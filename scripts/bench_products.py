@@ -4,7 +4,8 @@
     python scripts/bench_products.py --rows 1 2 8 32 --weights 12288x4096 4096x12288 --json products.json
 
 `x [rows, in]` times weights `[out, in]`, as checkpoints store them. "weights first" hands XLA's library the weights as
-its left operand; "into" is the format of the result, float32 unless said; "native" is the C++ of pallas_kernels. Each
+its left operand; "into" is the format of the result, float32 unless said; "native" is the C++ of pallas_kernels, in
+both of its ways, of which the engine takes the one that fits the processor (pallas_kernels/native/blocks.h). Each
 program multiplies by several weights, far more together than caches hold, as a model's layers do. Programs take turns,
 other memory is written between them, and the fastest repeat counts.
 """
@@ -74,7 +75,8 @@ def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, ja
     if weights.dtype == jnp.bfloat16:
         ways[f"{name}, into {name}"] = functools.partial(as_is, dtype=jnp.bfloat16)
         if native.refuse(x, weights) is None:
-            ways[f"{name}, native"] = native.few_rows_product
+            ways |= {f"{name}, native, {way}": functools.partial(native.rows_product, widened=way == "widened")
+                     for way in ("paired", "widened")}  # fmt: skip
     return ways
 
 

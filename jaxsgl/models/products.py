@@ -23,12 +23,12 @@ def product(x_TD: jax.Array, weights: jax.Array, dtype: DTypeLike | None = None)
     dtype = dtype or x_TD.dtype
     matrix = weights.reshape(-1, weights.shape[-1])
     rows = x_TD.astype(weights.dtype)
-    if target_device().platform != "cpu" or len(rows) > FEW_ROWS:
-        out = jnp.einsum("td,nd->tn", rows, matrix, preferred_element_type=dtype)
-    elif dtype == jnp.float32 and native.refuse(x_TD, matrix) is None:
-        out = native.few_rows_product(x_TD, matrix)
-    else:
+    if dtype == jnp.float32 and native.refuse(x_TD, matrix) is None:
+        out = native.rows_product(x_TD, matrix)
+    elif target_device().platform == "cpu" and len(rows) <= FEW_ROWS:
         out = weights_first(rows, matrix, dtype)
+    else:
+        out = jnp.einsum("td,nd->tn", rows, matrix, preferred_element_type=dtype)
     return out.reshape(len(rows), *weights.shape[:-1])
 
 

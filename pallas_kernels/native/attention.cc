@@ -59,20 +59,22 @@ struct Tile {
 };
 
 // What one thread works with; rows of all spans of a unit in order, the heads of a query beside each other. Rows of
-// smaller heads lie closer together, so that memory beyond them stays untouched.
+// smaller heads lie closer together, so that memory beyond them stays untouched. Left: see blocks.h.
+template <typename Left>
 struct Scratch {
-  alignas(64) uint16_t q[kMaxRows * kMaxHeadDim];    // [rows, H]
+  alignas(64) Left q[kMaxRows * kMaxHeadDim];        // [rows, H]
   alignas(64) float acc[kMaxRows * kMaxHeadDim];     // [rows, H]
   alignas(64) uint16_t keys[kTile * kMaxHeadDim];    // [H / 2, kTile, 2]
   alignas(64) uint16_t values[kTile * kMaxHeadDim];  // [kTile / 2, H, 2]
   alignas(64) float scores[kMaxRows * kTile];
-  alignas(64) uint16_t weights[kMaxRows * kTile];
+  alignas(64) Left weights[kMaxRows * kTile];
   float top[kMaxRows], total[kMaxRows];
   int position[kMaxRows];
 };
 
-Scratch* ScratchOfThread() {
-  thread_local const std::unique_ptr<Scratch> scratch = std::make_unique<Scratch>();
+template <typename Left>
+Scratch<Left>* ScratchOfThread() {
+  thread_local const std::unique_ptr<Scratch<Left>> scratch = std::make_unique<Scratch<Left>>();
   return scratch.get();
 }
 
@@ -140,7 +142,8 @@ void SoftCap(float* scores, int count, float cap) {
 }
 
 // One row's tile: the tokens first .. end - 1 of it count. Updates top and total, writes weights, shrinks acc.
-void Softmax(float* scores, int first, int end, uint16_t* weights, float* top, float* total, float* acc, int head_dim) {
+template <typename Left>
+void Softmax(float* scores, int first, int end, Left* weights, float* top, float* total, float* acc, int head_dim) {
   const uint64_t seen = (end == kTile ? ~0ull : (1ull << end) - 1) & ~((1ull << first) - 1);
   __m512 x[kTile / 16], high = _mm512_set1_ps(*top);
   for (int i = 0; i < kTile / 16; ++i) {
@@ -153,7 +156,7 @@ void Softmax(float* scores, int first, int end, uint16_t* weights, float* top, f
     const __m512 weight =
         _mm512_maskz_mov_ps(__mmask16(seen >> (16 * i)), Exp(_mm512_sub_ps(x[i], _mm512_set1_ps(new_top))));
     sum = _mm512_add_ps(sum, weight);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weights + 16 * i), (__m256i)_mm512_cvtneps_pbh(weight));
+    StoreRounded(weight, weights + 16 * i);
   }
   if (new_top > *top) {
     const __m512 shrink = Exp(_mm512_set1_ps(*top - new_top));
@@ -167,9 +170,10 @@ void Softmax(float* scores, int first, int end, uint16_t* weights, float* top, f
 
 alignas(64) const uint16_t kZeros[256] = {};
 
+template <typename Left>
 class Worker {
  public:
-  Worker(const Problem& p, int head) : p_(p), s_(ScratchOfThread()), head_(head) {}
+  Worker(const Problem& p, int head) : p_(p), s_(ScratchOfThread<Left>()), head_(head) {}
 
   void Run(const Unit& unit) {
     int rows = 0;
@@ -209,7 +213,7 @@ class Worker {
           p_.q + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
       for (int h = 0; h < p_.head_dim; h += 16) {
         const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(from + h), _mm512_set1_ps(p_.sm_scale));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(s_->q + row * p_.head_dim + h), (__m256i)_mm512_cvtneps_pbh(x));
+        StoreRounded(x, s_->q + row * p_.head_dim + h);
       }
       std::memset(s_->acc + row * p_.head_dim, 0, p_.head_dim * sizeof(float));
       s_->top[row] = kUnseen;
@@ -249,7 +253,7 @@ class Worker {
   // The packed tile into the softmaxes of its rows.
   void Add(const Tile& tile) {
     const int h = p_.head_dim, rows = tile.end_row - tile.first_row;
-    const uint16_t* q = s_->q + tile.first_row * h;
+    const Left* q = s_->q + tile.first_row * h;
     MultiplyRows<kTile / 16>(rows, q, h, s_->keys, 2 * kTile, h / 2, s_->scores, kTile, false);
     if (p_.soft_cap > 0) SoftCap(s_->scores, rows * kTile, p_.soft_cap);
     for (int r = 0; r < rows; ++r) {
@@ -260,7 +264,7 @@ class Worker {
         Softmax(s_->scores + r * kTile, first, end, s_->weights + r * kTile, s_->top + row, s_->total + row,
                 s_->acc + row * h, h);
       } else {
-        std::memset(s_->weights + r * kTile, 0, kTile * sizeof(uint16_t));
+        std::memset(s_->weights + r * kTile, 0, kTile * sizeof(Left));
       }
     }
     float* acc = s_->acc + tile.first_row * h;
@@ -273,7 +277,7 @@ class Worker {
   }
 
   const Problem& p_;
-  Scratch* const s_;
+  Scratch<Left>* const s_;
   const int head_;
   std::vector<Tile> tiles_;
 };
@@ -322,7 +326,7 @@ std::vector<Unit> MakeUnits(const Problem& p) {
 
 ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::U16> k,
                           ffi::Buffer<ffi::U16> v, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
-                          ffi::Buffer<ffi::S32> offsets, float sm_scale, float soft_cap, int64_t window,
+                          ffi::Buffer<ffi::S32> offsets, float sm_scale, float soft_cap, int64_t window, bool widened,
                           ffi::ResultBuffer<ffi::F32> out) {
   const auto pages = k.dimensions();
   const Problem p{q.typed_data(), k.typed_data(), v.typed_data(), table.typed_data(), lengths.typed_data(),
@@ -335,8 +339,11 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Bu
   std::fill(p.out + p.offsets[p.num_seqs] * row, p.out + num_tokens * row, 0.0f);
 
   const std::vector<Unit> units = MakeUnits(p);
-  InParallel(pool, int(units.size()) * p.num_kv_heads,
-             [&](int i) { Worker(p, i % p.num_kv_heads).Run(units[i / p.num_kv_heads]); });
+  InParallel(pool, int(units.size()) * p.num_kv_heads, [&](int i) {
+    const Unit& unit = units[i / p.num_kv_heads];
+    const int head = i % p.num_kv_heads;
+    widened ? Worker<float>(p, head).Run(unit) : Worker<uint16_t>(p, head).Run(unit);
+  });
   return ffi::Error::Success();
 }
 
@@ -355,4 +362,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, jaxsgl::PagedAttention,
                                   .Attr<float>("sm_scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
+                                  .Attr<bool>("widened")
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -1,7 +1,10 @@
 // What the kernels are built of: products and transposes in registers, and work shared among XLA's threads.
 //
-// bfloat16 numbers are kept as uint16, their bits. The instruction multiplies pairs: matrices on the right side are
-// packed [pairs, columns, 2], so that a register holds pairs of 16 columns.
+// bfloat16 numbers are kept as uint16, their bits. There are two ways to multiply them, chosen by library.py: "paired"
+// by the instruction that multiplies two pairs and adds both products up, where the left side stays as it is; "widened",
+// on processors whose float32 instruction does more, where it becomes float32 and the right side does in registers. The
+// left side's type tells them apart. On the right, matrices are packed [pairs, columns, 2], so that a register holds
+// pairs of 16 columns.
 
 #pragma once
 
@@ -21,6 +24,15 @@
 namespace jaxsgl {
 
 inline __m512i Load(const void* p) { return _mm512_loadu_si512(p); }
+
+// 16 bfloat16 numbers as float32.
+inline __m512 Widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+
+// 16 numbers, rounded to bfloat16, for a left side.
+inline void StoreRounded(__m512 x, uint16_t* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+}
+inline void StoreRounded(__m512 x, float* to) { _mm512_storeu_ps(to, Widen((__m256i)_mm512_cvtneps_pbh(x))); }
 
 // c [R, 16 * V] (+)= a [R, 2 * pairs] b [pairs, 16 * V, 2]; strides in elements of each array.
 template <int R, int V>
@@ -43,8 +55,37 @@ void Multiply(const uint16_t* a, int a_stride, const uint16_t* b, int b_stride, 
     for (int v = 0; v < V; ++v) _mm512_storeu_ps(c + r * c_stride + 16 * v, sum[r][v]);
 }
 
-template <int V>
-void MultiplyRows(int rows, const uint16_t* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c,
+// The same, widened.
+template <int R, int V>
+void Multiply(const float* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c, int c_stride,
+              bool add) {
+  const __m512i odd = _mm512_set1_epi32(0xffff0000);
+  __m512 sum[R][V];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = add ? _mm512_loadu_ps(c + r * c_stride + 16 * v) : _mm512_setzero_ps();
+  for (int i = 0; i < pairs; ++i) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      __m512 right[V];
+      for (int v = 0; v < V; ++v) {
+        const __m512i pair = Load(b + i * b_stride + 32 * v);
+        right[v] = _mm512_castsi512_ps(half ? _mm512_and_si512(pair, odd) : _mm512_slli_epi32(pair, 16));
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const __m512 left = _mm512_set1_ps(a[r * a_stride + 2 * i + half]);
+        for (int v = 0; v < V; ++v) sum[r][v] = _mm512_fmadd_ps(left, right[v], sum[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) _mm512_storeu_ps(c + r * c_stride + 16 * v, sum[r][v]);
+}
+
+template <int V, typename Left>
+void MultiplyRows(int rows, const Left* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c,
                   int c_stride, bool add) {
   int r = 0;
   for (; r + 6 <= rows; r += 6)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import jax
 
-from pallas_kernels.target import processor_flags
+from pallas_kernels.target import processor_flags, processor_maker
 
-PAGED_ATTENTION, FEW_ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_few_rows_product"
+PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
 
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc"))
@@ -52,10 +52,19 @@ def load() -> str | None:
         return f"{compiler} made no library: {reason.strip()[:500]}"
     for target, function in (
         (PAGED_ATTENTION, library.paged_attention),
-        (FEW_ROWS_PRODUCT, library.few_rows_product),
+        (ROWS_PRODUCT, library.rows_product),
     ):
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     return None
+
+
+def widens() -> bool:
+    """Whether bfloat16 becomes float32 in registers before it is multiplied (blocks.h has both ways).
+
+    So on Intel's processors, whose float32 instruction does twice as many products a second as that of bfloat16; AMD's
+    (Zen 4) does half as many.
+    """
+    return processor_maker() == "GenuineIntel"
 
 
 def _compiled(compiler: str, flags: frozenset[str]) -> Path:

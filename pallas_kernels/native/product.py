@@ -1,4 +1,4 @@
-"""Few rows times bfloat16 weights in C++ (`product.cc`), for processors with bfloat16 products. Called by models.
+"""Rows times bfloat16 weights in C++ (`product.cc`), for processors with bfloat16 products. Called by models.
 
 The time of a decode step on a CPU is mostly that of such products; XLA's library is made for many rows.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.native import library
 from pallas_kernels.target import target_device
@@ -26,8 +27,12 @@ def refuse(x: jax.Array, weights: jax.Array) -> str | None:
     return library.load()
 
 
-def few_rows_product(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """x `[T, in]`, rounded to bfloat16, times weights `[out, in]`: float32 `[T, out]`, summed in float32."""
+def rows_product(x: jax.Array, weights: jax.Array, widened: bool | None = None) -> jax.Array:
+    """x `[T, in]`, rounded to bfloat16, times weights `[out, in]`: float32 `[T, out]`, summed in float32.
+
+    `widened` forces one of the two ways to multiply; None takes this processor's faster one (`library.widens`).
+    """
     shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), jnp.float32)
-    out: jax.Array = jax.ffi.ffi_call(library.FEW_ROWS_PRODUCT, shape)(x, weights)
+    call = jax.ffi.ffi_call(library.ROWS_PRODUCT, shape)
+    out: jax.Array = call(x, weights, widened=np.bool_(library.widens() if widened is None else widened))
     return out

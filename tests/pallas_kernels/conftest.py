@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 from pallas_kernels.native import library
@@ -26,3 +27,13 @@ def native_runs_here() -> None:
         pytest.fail(reason)  # an error in the source isn't a lack of this machine's
     if reason is not None:
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module", params=["paired", "widened"])
+def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator[None]:
+    """All native kernels of a module multiply in one way, then in the other, whatever this processor is faster at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "widens", lambda: request.param == "widened")
+        jax.clear_caches()  # the way is chosen while tracing
+        yield
+    jax.clear_caches()

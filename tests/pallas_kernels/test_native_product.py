@@ -1,4 +1,4 @@
-"""Products of few rows in C++: right for all counts of rows and shapes, and refused where they can't run."""
+"""Products in C++: right for all counts of rows and shapes, and refused where they can't run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.native.product import few_rows_product, refuse
+from pallas_kernels.native.product import refuse, rows_product
 
-pytestmark = pytest.mark.usefixtures("native_runs_here")
+pytestmark = pytest.mark.usefixtures("each_way")
 
 
 def rows_and_weights(num_rows: int, num_out: int, num_in: int) -> tuple[jax.Array, jax.Array]:
@@ -24,31 +24,31 @@ def expected(x: jax.Array, weights: jax.Array) -> np.ndarray:
     return np.asarray(x.astype(jnp.bfloat16), np.float64) @ np.asarray(weights, np.float64).T
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 15, 16, 17, 32, 33, 48, 49, 64, 65, 127, 128, 200])
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 16, 17, 33, 49, 64, 65, 200])
 @pytest.mark.parametrize(("num_out", "num_in"), [(16, 32), (48, 96), (1024, 256), (4112, 64)])
 def test_each_row_is_multiplied_with_all_weights(num_rows: int, num_out: int, num_in: int) -> None:
     x, weights = rows_and_weights(num_rows, num_out, num_in)
-    out = jax.jit(few_rows_product)(x, weights)
+    out = jax.jit(rows_product)(x, weights)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, expected(x, weights), atol=2e-5 * num_in**0.5)
 
 
 def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
     x, weights = rows_and_weights(64, 128, 512)
-    together = np.asarray(few_rows_product(x, weights))
+    together = np.asarray(rows_product(x, weights))
     for count in (1, 8, 9, 16, 20, 33):
-        np.testing.assert_array_equal(np.asarray(few_rows_product(x[:count], weights)), together[:count])
+        np.testing.assert_array_equal(np.asarray(rows_product(x[:count], weights)), together[:count])
 
 
 def test_a_row_of_nan_spoils_no_other() -> None:
     x, weights = rows_and_weights(20, 64, 64)
-    out = np.asarray(few_rows_product(x.at[3].set(jnp.nan), weights))
+    out = np.asarray(rows_product(x.at[3].set(jnp.nan), weights))
     assert np.isnan(out[3]).all()
-    np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(np.asarray(few_rows_product(x, weights)), 3, 0))
+    np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(np.asarray(rows_product(x, weights)), 3, 0))
 
 
 def test_threads_that_call_at_once_get_their_own_results() -> None:
-    product = jax.jit(few_rows_product)
+    product = jax.jit(rows_product)
     inputs = [rows_and_weights(8 + i, 512, 32 * (1 + i)) for i in range(6)]
 
     def repeatedly(i: int) -> float:
