@@ -70,6 +70,6 @@ def extend_attention(
         sm_scale=np.float32(options.sm_scale),
         soft_cap=np.float32(options.logit_soft_cap or 0),
         window=np.int64(options.sliding_window or 0),
-        widened=np.bool_(library.widens()),
+        widened=library.widens(),
     )
     return out

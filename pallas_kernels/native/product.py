@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.native import library
 from pallas_kernels.target import target_device
@@ -34,5 +33,5 @@ def rows_product(x: jax.Array, weights: jax.Array, widened: bool | None = None) 
     """
     shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), jnp.float32)
     call = jax.ffi.ffi_call(library.ROWS_PRODUCT, shape)
-    out: jax.Array = call(x, weights, widened=np.bool_(library.widens() if widened is None else widened))
+    out: jax.Array = call(x, weights, widened=library.widens() if widened is None else widened)
     return out

@@ -17,7 +17,8 @@ import pytest
 
 from pallas_kernels import BACKENDS, paged_decode_attention, paged_extend_attention
 from pallas_kernels.native import attention, library
-from pallas_kernels.target import processor_flags
+from pallas_kernels.native.product import rows_product
+from pallas_kernels.target import processor_flags, processor_maker
 from tests.pallas_kernels.test_dispatch import on_an_h100
 
 FLAGS = frozenset({"avx2", "avx512_bf16"})
@@ -133,6 +134,26 @@ def test_the_processors_flags_are_linuxs_list(tmp_path: Path) -> None:
     assert processor_flags(cpuinfo) == {"avx2", "avx512_bf16"}
     cpuinfo.write_text("processor\t: 0\nFeatures\t: asimd\n")
     assert processor_flags(cpuinfo) == processor_flags(tmp_path / "none") == frozenset()
+
+
+@pytest.mark.parametrize(("maker", "widened"), [("GenuineIntel", True), ("AuthenticAMD", False), ("", False)])
+def test_intels_processors_multiply_as_float32(
+    a_library: None, monkeypatch: pytest.MonkeyPatch, maker: str, widened: bool
+) -> None:
+    monkeypatch.setattr(library, "processor_maker", lambda: maker)
+    jax.clear_caches()  # the way is chosen while tracing
+    assert text_of(backend="native").count(f"('widened', {widened})") == 2
+    args = jax.ShapeDtypeStruct((4, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.bfloat16)
+    assert str(jax.make_jaxpr(rows_product)(*args)).count(f"('widened', {widened})") == 1
+    jax.clear_caches()
+
+
+def test_the_processors_maker_is_linuxs_word(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nvendor_id\t: GenuineIntel\n\nprocessor\t: 1\nvendor_id\t: other\n")
+    assert processor_maker(cpuinfo) == "GenuineIntel"
+    cpuinfo.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
+    assert processor_maker(cpuinfo) == processor_maker(tmp_path / "none") == ""
 
 
 def test_several_devices_get_xla() -> None:
