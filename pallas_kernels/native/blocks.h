@@ -1,10 +1,9 @@
 // What the kernels are built of: products and transposes in registers, and work shared among XLA's threads.
 //
-// bfloat16 numbers are kept as uint16, their bits. There are two ways to multiply them, chosen by library.py: "paired"
-// by the instruction that multiplies two pairs and adds both products up, where the left side stays as it is; "widened",
-// on processors whose float32 instruction does more, where it becomes float32 and the right side does in registers. The
-// left side's type tells them apart. On the right, matrices are packed [pairs, columns, 2], so that a register holds
-// pairs of 16 columns.
+// bfloat16 numbers are kept as uint16, their bits. There are two ways to multiply them; library.py chooses. "Paired": the
+// instruction takes pairs from both sides and adds their two products up. "Widened", on processors whose float32
+// instruction does more: both sides become float32 first. The type of what was rounded for a product, uint16 or float,
+// tells the ways apart. Multiply's right side is packed [pairs, columns, 2] in both: a register has pairs of 16 columns.
 
 #pragma once
 
