@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxsgl.models.arch import ModelArch
 from pallas_kernels.bfloat16_bits import DTYPE as BITS
-from pallas_kernels.target import processor_flags
+from pallas_kernels.target import CPUINFO, processor_flags
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of what a processor can
 
@@ -42,6 +42,6 @@ def resolve_precision(flag: str, arch: ModelArch, platform: str, *, cpu_multipli
     return Precision(weights, jnp.dtype(jnp.float32), BITS if weights == jnp.bfloat16 else weights)
 
 
-def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def cpu_multiplies_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     """Whether this machine's processor has products of bfloat16, as far as Linux tells."""
     return not BFLOAT16_FLAGS.isdisjoint(processor_flags(cpuinfo))

@@ -58,6 +58,7 @@ def load() -> str | None:
     return None
 
 
+@functools.cache  # the system takes its time to list many processors
 def widens() -> bool:
     """Whether bfloat16 becomes float32 in registers before it is multiplied (blocks.h has both ways).
 

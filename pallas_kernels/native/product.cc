@@ -217,7 +217,7 @@ void MultiplyColumns(ffi::ThreadPool pool, const Problem& p, int64_t first) {
 }
 
 template <typename Number>
-void Multiply(ffi::ThreadPool pool, const Problem& p) {
+void MultiplyAll(ffi::ThreadPool pool, const Problem& p) {
   if (p.tokens <= kFew) return MultiplyColumns<Number, 0>(pool, p, 0);
   for (int64_t first = 0; first < p.tokens; first += kMaxColumns) {
     switch ((std::min<int64_t>(p.tokens - first, kMaxColumns) + 15) / 16) {
@@ -233,7 +233,7 @@ ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffe
                        ffi::ResultBuffer<ffi::F32> y) {
   const Problem p{x.typed_data(), reinterpret_cast<const uint16_t*>(weights.untyped_data()), y->typed_data(),
                   x.dimensions()[0], x.dimensions()[1], weights.dimensions()[0]};
-  widened ? Multiply<float>(pool, p) : Multiply<uint16_t>(pool, p);
+  widened ? MultiplyAll<float>(pool, p) : MultiplyAll<uint16_t>(pool, p);
   return ffi::Error::Success();
 }
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.native import library
 from pallas_kernels.native.product import refuse, rows_product
 
 pytestmark = pytest.mark.usefixtures("each_way")
@@ -38,6 +39,14 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
     together = np.asarray(rows_product(x, weights))
     for count in (1, 8, 9, 16, 20, 33, 64, 130):
         np.testing.assert_array_equal(np.asarray(rows_product(x[:count], weights)), together[:count])
+
+
+def test_the_ways_to_multiply_differ_in_the_order_of_sums() -> None:
+    """So the tests here do run both."""
+    x, weights = rows_and_weights(20, 64, 512)
+    out = np.asarray(rows_product(x, weights))
+    np.testing.assert_array_equal(out, np.asarray(rows_product(x, weights, widened=library.widens())))
+    assert (out != np.asarray(rows_product(x, weights, widened=not library.widens()))).any()
 
 
 def test_a_row_of_nan_spoils_no_other() -> None:
