@@ -89,6 +89,7 @@ class OpenAICompletions(OverHttp):
             sample.deltas += 1
         for sample in samples if echo else ():
             self._split(sample, prompt, usage["prompt_tokens"])
+        assert all(None not in sample.logprobs for sample in samples)
         return answer_of(samples, usage)
 
     @staticmethod
@@ -101,16 +102,24 @@ class OpenAICompletions(OverHttp):
                 assert logprob is top is None
                 continue
             sample.logprobs.append(logprob)
+            if logprob is None:  # `_split` tells whether it may be
+                assert top is None
+                continue
             assert top[token] == pytest.approx(logprob)
             sample.top.append(sorted(top.values(), reverse=True)[: params.logprobs])
 
     @staticmethod
     def _split(sample: Sample, prompt: Prompt, prompt_len: int) -> None:
-        """The echoed prompt from the output."""
+        """The echoed prompt from the output; it has no scores if the request was aborted before it was computed."""
         assert sample.ids is not None
         assert sample.text is not None
         sample.prompt_logprobs, sample.logprobs = sample.logprobs[: prompt_len - 1], sample.logprobs[prompt_len - 1 :]
-        sample.prompt_top, sample.top = sample.top[: prompt_len - 1], sample.top[prompt_len - 1 :]
+        if None in sample.prompt_logprobs:
+            assert set(sample.prompt_logprobs) == {None}
+            assert sample.reason == "abort" and len(sample.ids) == prompt_len
+            sample.prompt_logprobs = []
+        num_scored = len(sample.prompt_logprobs)
+        sample.prompt_top, sample.top = sample.top[:num_scored], sample.top[num_scored:]
         sample.ids = sample.ids[prompt_len:]
         text = prompt if isinstance(prompt, str) else load_tokenizer(BUNDLED_MODEL).decode(prompt)  # type: ignore[arg-type]
         assert sample.text.startswith(text)

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine_process import EOS_ID, VOCAB_SIZE, Script
 from openai_calls import chunks, connect, post, refusal
-from server_process import ServerProcess
+from server_process import ServerProcess, wait_for
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
@@ -206,6 +207,17 @@ def test_an_aborted_choice_ends_as_such(http: httpx.Client, stub: pb_grpc.Jaxsgl
         request_id = next(parts)["id"]
         assert stub.Abort(pb.AbortRequest(request_id=request_id)).found
         assert list(parts)[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_prompt_echoed_for_a_request_that_never_ran_has_no_scores(http: httpx.Client) -> None:
+    body = {"prompt": [Script.HANG, 5, 6], "echo": True, "logprobs": 1, "n": 2, "max_tokens": 3}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(post, http, PATH, **body)
+        wait_for(lambda: http.post("/abort_request", json={"abort_all": True}).json()["num_aborted"], "the request")
+    for choice in answer.result()["choices"]:
+        assert choice["finish_reason"] == "abort"
+        assert len(choice["logprobs"]["tokens"]) == 3 and choice["text"] == "".join(choice["logprobs"]["tokens"])
+        assert choice["logprobs"]["token_logprobs"] == choice["logprobs"]["top_logprobs"] == [None] * 3
 
 
 def test_a_request_that_the_engine_refuses_has_its_status_even_if_streamed(http: httpx.Client) -> None:
