@@ -5,7 +5,7 @@
 
 `x [rows, in]` times weights `[out, in]`, as checkpoints store them. "weights first" hands XLA's library the weights as
 its left operand; "into" is the format of the result, float32 unless said; "native" is the C++ of pallas_kernels, in
-both of its ways, of which the engine takes the one that fits the processor (pallas_kernels/native/blocks.h). Each
+each way that the processor has, of which the engine takes the faster one (pallas_kernels/native/blocks.h). Each
 program multiplies by several weights, far more together than caches hold, as a model's layers do. Programs take turns,
 other memory is written between them, and the fastest repeat counts.
 """
@@ -26,6 +26,7 @@ from kernel_bench.runners import JaxRunner, Prepared, time_in_turns
 
 from jaxsgl.models.products import weights_first
 from pallas_kernels.native import product as native
+from pallas_kernels.native.library import has_pairs
 
 _WEIGHT_BYTES = 1 << 28
 _MOST_LAYERS = 16
@@ -76,7 +77,7 @@ def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, ja
         ways[f"{name}, into {name}"] = functools.partial(as_is, dtype=jnp.bfloat16)
         if native.refuse(x, weights) is None:
             ways |= {f"{name}, native, {way}": functools.partial(native.rows_product, widened=way == "widened")
-                     for way in ("paired", "widened")}  # fmt: skip
+                     for way in ("paired", "widened") if way == "widened" or has_pairs()}  # fmt: skip
     return ways
 
 

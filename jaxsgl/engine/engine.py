@@ -94,7 +94,7 @@ class Engine:
         device = mesh.devices.flat[0]
         platform = device.platform
         dtype, activations, kv_dtype = resolve_precision(
-            config.dtype, self.arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16()
+            config.dtype, self.arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
         )
         if config.load_format == "dummy":
             params = random_params(self.arch, dtype, mesh, config.random_seed)

@@ -8,6 +8,7 @@ kept as uint16 (`pallas_kernels.bfloat16_bits`), since XLA would widen the whole
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from jaxsgl.models.arch import ModelArch
 from pallas_kernels.bfloat16_bits import DTYPE as BITS
+from pallas_kernels.native import library as native
 from pallas_kernels.target import CPUINFO, processor_flags
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of what a processor can
@@ -28,14 +30,17 @@ class Precision(NamedTuple):
     kv: jnp.dtype
 
 
-def resolve_precision(flag: str, arch: ModelArch, platform: str, *, cpu_multiplies_bfloat16: bool) -> Precision:
+def resolve_precision(
+    flag: str, arch: ModelArch, platform: str, *, cpu_multiplies_bfloat16: Callable[[], bool]
+) -> Precision:
     """The formats for the `--dtype` flag on a platform ("cpu", "gpu", "tpu").
 
-    auto: the checkpoint's; on a CPU float32, unless the checkpoint is bfloat16 and the processor multiplies that.
+    auto: the checkpoint's; on a CPU float32, unless the checkpoint is bfloat16 and that is multiplied fast there. Asks
+    for the latter only if it matters, as it may have kernels compiled.
     """
     if flag == "auto":
-        native = platform != "cpu" or (arch.dtype == "bfloat16" and cpu_multiplies_bfloat16)
-        flag = arch.dtype if native else "float32"
+        keeps = platform != "cpu" or (arch.dtype == "bfloat16" and cpu_multiplies_bfloat16())
+        flag = arch.dtype if keeps else "float32"
     weights = jnp.dtype(flag)
     if platform != "cpu" or weights.itemsize > 2:
         return Precision(weights, weights, weights)
@@ -43,5 +48,5 @@ def resolve_precision(flag: str, arch: ModelArch, platform: str, *, cpu_multipli
 
 
 def cpu_multiplies_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this machine's processor has products of bfloat16, as far as Linux tells."""
-    return not BFLOAT16_FLAGS.isdisjoint(processor_flags(cpuinfo))
+    """Whether bfloat16 weights are fast: Linux lists products of them for the processor, or our kernels run on it."""
+    return not BFLOAT16_FLAGS.isdisjoint(processor_flags(cpuinfo)) or native.load() is None

@@ -1,4 +1,4 @@
-// Attention of a step's queries over the paged KV cache, for processors with bfloat16 products (AVX512_BF16).
+// Attention of a step's queries over the paged KV cache, for processors with AVX512_BF16, or with AVX2 and FMA.
 //
 // One function serves decode and extend: a sequence brings any number of new tokens, each a query. It owns the loop
 // over tiles of KV and the running softmax; it never knows how pages are assigned or what a bucket is. Compiled and
@@ -83,61 +83,51 @@ struct Rows {
   const uint16_t* at[kTile];
 };
 
-inline void Prefetch(const uint16_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
-
-// The first `count` keys, rounded up to 16, to [H / 2, kTile, 2]. Meanwhile asks for the keys of the tile after it:
+// The first `count` keys, rounded up to kLanes, to [H / 2, kTile, 2]. Meanwhile asks for the keys of the tile after it:
 // into the second cache level, as the first has no room for both; all at once they would wait for each other.
 void PackKeys(const Rows& rows, const Rows& next, int count, int head_dim, uint16_t* packed) {
-  for (int h = 0; h < head_dim; h += 32) {
-    for (int t = 0; t < count; t += 16) {
-      __m512i block[16];
-      for (int i = 0; i < 16; ++i) {
-        block[i] = Load(rows.at[t + i] + h);
+  for (int h = 0; h < head_dim; h += 2 * kLanes) {
+    for (int t = 0; t < count; t += kLanes) {
+      Bits block[kLanes];
+      for (int i = 0; i < kLanes; ++i) {
+        block[i] = LoadBits(rows.at[t + i] + h);
         Prefetch(next.at[t + i] + h);
       }
       Transpose(block);
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(packed + ((h / 2 + i) * kTile + t) * 2, block[i]);
+      for (int i = 0; i < kLanes; ++i) StoreBits(packed + ((h / 2 + i) * kTile + t) * 2, block[i]);
     }
   }
 }
 
 // The first `count` values, rounded up to 2, to [kTile / 2, H, 2]; and asks for the next, as above.
 void PackValues(const Rows& rows, const Rows& next, int count, int head_dim, uint16_t* packed) {
-  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
   for (int t = 0; t < count; t += 2) {
-    for (int h = 0; h < head_dim; h += 32) {
-      const __m512i a = Load(rows.at[t] + h), b = Load(rows.at[t + 1] + h);
+    for (int h = 0; h < head_dim; h += 2 * kLanes) {
       Prefetch(next.at[t] + h);
       Prefetch(next.at[t + 1] + h);
-      const __m512i even = _mm512_unpacklo_epi16(a, b), odd = _mm512_unpackhi_epi16(a, b);
-      uint16_t* to = packed + (t / 2 * head_dim + h) * 2;
-      _mm512_store_si512(to, _mm512_permutex2var_epi64(even, low, odd));
-      _mm512_store_si512(to + 32, _mm512_permutex2var_epi64(even, high, odd));
+      StoreInterleaved(LoadBits(rows.at[t] + h), LoadBits(rows.at[t + 1] + h), packed + (t / 2 * head_dim + h) * 2);
     }
   }
 }
 
 // exp of numbers <= 0, to about 2 units in the last place; 0 below -87, NaN of NaN. 2^n times the Taylor series of the
 // rest, which is at most log(2) / 2; log(2) is subtracted in two parts, the first exact.
-inline __m512 Exp(__m512 x) {
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), rest);
-  __m512 sum = _mm512_set1_ps(1.0f / 720);
-  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(factor));
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), sum, n);
+inline Floats Exp(Floats x) {
+  const Floats n = Round(Times(x, All(1.44269504f)));
+  Floats rest = MinusProduct(n, All(0.693359375f), x);
+  rest = MinusProduct(n, All(-2.12194440e-4f), rest);
+  Floats sum = All(1.0f / 720);
+  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = TimesPlus(sum, rest, All(factor));
+  return ScaledUnlessLess(sum, n, x, -87.0f);
 }
 
 // Scores become cap * tanh(score / cap), with tanh |x| = (1 - e) / (1 + e), e = exp(-2 |x|).
 void SoftCap(float* scores, int count, float cap) {
-  for (int i = 0; i < count; i += 16) {
-    const __m512 x = _mm512_loadu_ps(scores + i), one = _mm512_set1_ps(1.0f);
-    const __m512 e = Exp(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.0f / cap)));
-    const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
-    const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x));
-    const __m512 sign = _mm512_mask_blend_ps(negative, _mm512_set1_ps(cap), _mm512_set1_ps(-cap));
-    _mm512_storeu_ps(scores + i, _mm512_mul_ps(sign, tanh));
+  for (int i = 0; i < count; i += kLanes) {
+    const Floats x = Load(scores + i), one = All(1.0f);
+    const Floats e = Exp(Times(Absolute(x), All(-2.0f / cap)));
+    const Floats tanh = Over(Subtract(one, e), Add(one, e));
+    Store(scores + i, Times(WithSign(x, cap), tanh));
   }
 }
 
@@ -145,27 +135,25 @@ void SoftCap(float* scores, int count, float cap) {
 template <typename Left>
 void Softmax(float* scores, int first, int end, Left* weights, float* top, float* total, float* acc, int head_dim) {
   const uint64_t seen = (end == kTile ? ~0ull : (1ull << end) - 1) & ~((1ull << first) - 1);
-  __m512 x[kTile / 16], high = _mm512_set1_ps(*top);
-  for (int i = 0; i < kTile / 16; ++i) {
-    x[i] = _mm512_mask_loadu_ps(_mm512_set1_ps(kUnseen), __mmask16(seen >> (16 * i)), scores + 16 * i);
-    high = _mm512_max_ps(high, x[i]);
+  Floats x[kTile / kLanes], high = All(*top);
+  for (int i = 0; i < kTile / kLanes; ++i) {
+    x[i] = Select(seen >> (kLanes * i), Load(scores + kLanes * i), All(kUnseen));
+    high = Max(high, x[i]);
   }
-  const float new_top = _mm512_reduce_max_ps(high);
-  __m512 sum = _mm512_setzero_ps();
-  for (int i = 0; i < kTile / 16; ++i) {
-    const __m512 weight =
-        _mm512_maskz_mov_ps(__mmask16(seen >> (16 * i)), Exp(_mm512_sub_ps(x[i], _mm512_set1_ps(new_top))));
-    sum = _mm512_add_ps(sum, weight);
-    StoreRounded(weight, weights + 16 * i);
+  const float new_top = Largest(high);
+  Floats sum = Zero();
+  for (int i = 0; i < kTile / kLanes; ++i) {
+    const Floats weight = Select(seen >> (kLanes * i), Exp(Subtract(x[i], All(new_top))), Zero());
+    sum = Add(sum, weight);
+    StoreRounded(weight, weights + kLanes * i);
   }
   if (new_top > *top) {
-    const __m512 shrink = Exp(_mm512_set1_ps(*top - new_top));
-    for (int h = 0; h < head_dim; h += 16)
-      _mm512_storeu_ps(acc + h, _mm512_mul_ps(_mm512_loadu_ps(acc + h), shrink));
-    *total *= _mm512_cvtss_f32(shrink);
+    const Floats shrink = Exp(All(*top - new_top));
+    for (int h = 0; h < head_dim; h += kLanes) Store(acc + h, Times(Load(acc + h), shrink));
+    *total *= FirstLane(shrink);
     *top = new_top;
   }
-  *total += _mm512_reduce_add_ps(sum);
+  *total += Sum(sum);
 }
 
 alignas(64) const uint16_t kZeros[256] = {};
@@ -211,10 +199,8 @@ class Worker {
     for (int i = 0; i < span.count * p_.group; ++i, ++row) {
       const float* from =
           p_.q + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
-      for (int h = 0; h < p_.head_dim; h += 16) {
-        const __m512 x = _mm512_mul_ps(_mm512_loadu_ps(from + h), _mm512_set1_ps(p_.sm_scale));
-        StoreRounded(x, s_->q + row * p_.head_dim + h);
-      }
+      for (int h = 0; h < p_.head_dim; h += kLanes)
+        StoreRounded(Times(Load(from + h), All(p_.sm_scale)), s_->q + row * p_.head_dim + h);
       std::memset(s_->acc + row * p_.head_dim, 0, p_.head_dim * sizeof(float));
       s_->top[row] = kUnseen;
       s_->total[row] = 0;
@@ -228,9 +214,9 @@ class Worker {
     for (int i = 0; i < span.count * p_.group; ++i, ++row) {
       float* to =
           p_.out + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
-      const __m512 factor = _mm512_set1_ps(1.0f / s_->total[row]);
-      for (int h = 0; h < p_.head_dim; h += 16)
-        _mm512_storeu_ps(to + h, _mm512_mul_ps(_mm512_loadu_ps(s_->acc + row * p_.head_dim + h), factor));
+      const Floats factor = All(1.0f / s_->total[row]);
+      for (int h = 0; h < p_.head_dim; h += kLanes)
+        Store(to + h, Times(Load(s_->acc + row * p_.head_dim + h), factor));
     }
     return span.count * p_.group;
   }
@@ -254,7 +240,7 @@ class Worker {
   void Add(const Tile& tile) {
     const int h = p_.head_dim, rows = tile.end_row - tile.first_row;
     const Left* q = s_->q + tile.first_row * h;
-    MultiplyRows<kTile / 16>(rows, q, h, s_->keys, 2 * kTile, h / 2, s_->scores, kTile, false);
+    MultiplyTile(rows, kTile, q, h, s_->keys, 2 * kTile, h / 2, s_->scores, kTile, false);
     if (p_.soft_cap > 0) SoftCap(s_->scores, rows * kTile, p_.soft_cap);
     for (int r = 0; r < rows; ++r) {
       const int row = tile.first_row + r, position = s_->position[row];
@@ -269,11 +255,7 @@ class Worker {
     }
     float* acc = s_->acc + tile.first_row * h;
     const int pairs = (tile.end - tile.begin + 1) / 2;  // beyond them the values are some other tile's
-    int column = 0;
-    for (; column + 64 <= h; column += 64)
-      MultiplyRows<4>(rows, s_->weights, kTile, s_->values + 2 * column, 2 * h, pairs, acc + column, h, true);
-    if (column < h)  // head sizes are multiples of 32
-      MultiplyRows<2>(rows, s_->weights, kTile, s_->values + 2 * column, 2 * h, pairs, acc + column, h, true);
+    MultiplyTile(rows, h, s_->weights, kTile, s_->values, 2 * h, pairs, acc, h, true);
   }
 
   const Problem& p_;
@@ -328,6 +310,7 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Bu
                           ffi::Buffer<ffi::U16> v, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
                           ffi::Buffer<ffi::S32> offsets, float sm_scale, float soft_cap, int64_t window, bool widened,
                           ffi::ResultBuffer<ffi::F32> out) {
+  if (!widened && !kHasPairs) return NoPairs();
   const auto pages = k.dimensions();
   const Problem p{q.typed_data(), k.typed_data(), v.typed_data(), table.typed_data(), lengths.typed_data(),
                   offsets.typed_data(), out->typed_data(), int(lengths.element_count()), int(table.dimensions()[1]),
@@ -342,7 +325,10 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Bu
   InParallel(pool, int(units.size()) * p.num_kv_heads, [&](int i) {
     const Unit& unit = units[i / p.num_kv_heads];
     const int head = i % p.num_kv_heads;
-    widened ? Worker<float>(p, head).Run(unit) : Worker<uint16_t>(p, head).Run(unit);
+#ifdef __AVX512BF16__
+    if (!widened) return Worker<uint16_t>(p, head).Run(unit);
+#endif
+    Worker<float>(p, head).Run(unit);
   });
   return ffi::Error::Success();
 }

@@ -1,13 +1,12 @@
 // What the kernels are built of: products and transposes in registers, and work shared among XLA's threads.
 //
 // bfloat16 numbers are kept as uint16, their bits. There are two ways to multiply them; library.py chooses. "Paired": the
-// instruction takes pairs from both sides and adds their two products up. "Widened", on processors whose float32
-// instruction does more: both sides become float32 first. The type of what was rounded for a product, uint16 or float,
-// tells the ways apart. Multiply's right side is packed [pairs, columns, 2] in both: a register has pairs of 16 columns.
+// instruction takes pairs from both sides and adds their two products up. "Widened", on processors without it, or whose
+// float32 instruction does more: both sides become float32 first. The type of what was rounded for a product, uint16 or
+// float, tells the ways apart. Multiply's right side is packed [pairs, columns, 2] in both: a register has pairs of kLanes
+// columns.
 
 #pragma once
-
-#include <immintrin.h>
 
 #include <algorithm>
 #include <atomic>
@@ -18,22 +17,51 @@
 #include <mutex>
 #include <type_traits>
 
+#include "registers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxsgl {
 
-inline __m512i Load(const void* p) { return _mm512_loadu_si512(p); }
+#ifdef __AVX512BF16__
+constexpr bool kHasPairs = true;
+#else
+constexpr bool kHasPairs = false;
+#endif
 
-// 16 bfloat16 numbers as float32.
-inline __m512 Widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-
-// 16 numbers, rounded to bfloat16, for a left side.
-inline void StoreRounded(__m512 x, uint16_t* to) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+inline xla::ffi::Error NoPairs() {
+  return {xla::ffi::ErrorCode::kUnimplemented, "these kernels were compiled without products of pairs"};
 }
-inline void StoreRounded(__m512 x, float* to) { _mm512_storeu_ps(to, Widen((__m256i)_mm512_cvtneps_pbh(x))); }
 
-// c [R, 16 * V] (+)= a [R, 2 * pairs] b [pairs, 16 * V, 2]; strides in elements of each array.
+// c [R, kLanes * V] (+)= a [R, 2 * pairs] b [pairs, kLanes * V, 2], widened; strides in elements of each array.
+template <int R, int V>
+void Multiply(const float* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c, int c_stride,
+              bool add) {
+  Floats sum[R][V];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = add ? Load(c + r * c_stride + kLanes * v) : Zero();
+  for (int i = 0; i < pairs; ++i) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      Floats right[V];
+      for (int v = 0; v < V; ++v) {
+        const Bits pair = LoadBits(b + i * b_stride + 2 * kLanes * v);
+        right[v] = half ? SecondOfPairs(pair) : FirstOfPairs(pair);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const Floats left = All(a[r * a_stride + 2 * i + half]);
+        for (int v = 0; v < V; ++v) sum[r][v] = TimesPlus(left, right[v], sum[r][v]);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) Store(c + r * c_stride + kLanes * v, sum[r][v]);
+}
+
+#ifdef __AVX512BF16__
+// The same, paired.
 template <int R, int V>
 void Multiply(const uint16_t* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c, int c_stride,
               bool add) {
@@ -42,7 +70,7 @@ void Multiply(const uint16_t* a, int a_stride, const uint16_t* b, int b_stride, 
     for (int v = 0; v < V; ++v) sum[r][v] = add ? _mm512_loadu_ps(c + r * c_stride + 16 * v) : _mm512_setzero_ps();
   for (int i = 0; i < pairs; ++i) {
     __m512bh right[V];
-    for (int v = 0; v < V; ++v) right[v] = (__m512bh)Load(b + i * b_stride + 32 * v);
+    for (int v = 0; v < V; ++v) right[v] = (__m512bh)LoadBits(b + i * b_stride + 32 * v);
     for (int r = 0; r < R; ++r) {
       int32_t pair;
       std::memcpy(&pair, a + r * a_stride + 2 * i, 4);
@@ -53,35 +81,7 @@ void Multiply(const uint16_t* a, int a_stride, const uint16_t* b, int b_stride, 
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) _mm512_storeu_ps(c + r * c_stride + 16 * v, sum[r][v]);
 }
-
-// The same, widened.
-template <int R, int V>
-void Multiply(const float* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c, int c_stride,
-              bool add) {
-  const __m512i odd = _mm512_set1_epi32(0xffff0000);
-  __m512 sum[R][V];
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sum[r][v] = add ? _mm512_loadu_ps(c + r * c_stride + 16 * v) : _mm512_setzero_ps();
-  for (int i = 0; i < pairs; ++i) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      __m512 right[V];
-      for (int v = 0; v < V; ++v) {
-        const __m512i pair = Load(b + i * b_stride + 32 * v);
-        right[v] = _mm512_castsi512_ps(half ? _mm512_and_si512(pair, odd) : _mm512_slli_epi32(pair, 16));
-      }
-#pragma GCC unroll 6
-      for (int r = 0; r < R; ++r) {
-        const __m512 left = _mm512_set1_ps(a[r * a_stride + 2 * i + half]);
-        for (int v = 0; v < V; ++v) sum[r][v] = _mm512_fmadd_ps(left, right[v], sum[r][v]);
-      }
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) _mm512_storeu_ps(c + r * c_stride + 16 * v, sum[r][v]);
-}
+#endif
 
 template <int V, typename Left>
 void MultiplyRows(int rows, const Left* a, int a_stride, const uint16_t* b, int b_stride, int pairs, float* c,
@@ -99,29 +99,16 @@ void MultiplyRows(int rows, const Left* a, int a_stride, const uint16_t* b, int 
   }
 }
 
-// The transpose of 16 rows of 16 numbers of 32 bits.
-inline void Transpose(__m512i x[16]) {
-  __m512i y[16];
-  for (int i = 0; i < 16; i += 2) {
-    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
-    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
-    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
-    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    for (int half = 0; half < 2; ++half) {
-      y[8 * half + i] = _mm512_shuffle_i32x4(x[8 * half + i], x[8 * half + i + 4], 0x88);
-      y[8 * half + i + 4] = _mm512_shuffle_i32x4(x[8 * half + i], x[8 * half + i + 4], 0xdd);
-    }
-  }
-  for (int i = 0; i < 8; ++i) {
-    x[i] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0x88);
-    x[i + 8] = _mm512_shuffle_i32x4(y[i], y[i + 8], 0xdd);
-  }
+// c [rows, columns] (+)= a [rows, 2 * pairs] b [pairs, columns, 2]; a multiple of 32 columns.
+template <typename Left>
+void MultiplyTile(int rows, int columns, const Left* a, int a_stride, const uint16_t* b, int b_stride, int pairs,
+                     float* c, int c_stride, bool add) {
+  constexpr int most = kLanes == 16 ? 4 : 2;  // registers of a row's sums: 6 rows of them fit what the processor has
+  int column = 0;
+  for (; column + most * kLanes <= columns; column += most * kLanes)
+    MultiplyRows<most>(rows, a, a_stride, b + 2 * column, b_stride, pairs, c + column, c_stride, add);
+  if (column < columns)
+    MultiplyRows<2>(rows, a, a_stride, b + 2 * column, b_stride, pairs, c + column, c_stride, add);
 }
 
 // Items 0 .. count - 1, each done once, by one of several threads.

@@ -27,6 +27,7 @@ _SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc"))
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 _BFLOAT16 = "avx512_bf16"  # in Linux' list of what a processor can
+_LEAST = ("avx2", "fma")
 _LONGEST_S = 120
 
 
@@ -40,8 +41,9 @@ def load() -> str | None:
     if jax.device_count() > 1:  # they would be handed whole arrays that are spread over the devices
         return f"JAX has {jax.device_count()} devices; it takes one"
     flags = processor_flags()
-    if _BFLOAT16 not in flags:
-        return f"the processor has no {_BFLOAT16}"
+    lacks = [flag for flag in _LEAST if flag not in flags]
+    if lacks:
+        return f"the processor has no {' and no '.join(lacks)}"
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         return f"there is no C++ compiler (looked for $CXX, {', '.join(_COMPILERS)})"
@@ -50,6 +52,8 @@ def load() -> str | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         return f"{compiler} made no library: {reason.strip()[:500]}"
+    if has_pairs() and not library.has_pairs():
+        return f"{compiler} knows no {_BFLOAT16}, which the processor has"
     for target, function in (
         (PAGED_ATTENTION, library.paged_attention),
         (ROWS_PRODUCT, library.rows_product),
@@ -62,10 +66,16 @@ def load() -> str | None:
 def widens() -> bool:
     """Whether bfloat16 becomes float32 in registers before it is multiplied (blocks.h has both ways).
 
-    So on Intel's processors, whose float32 instruction does twice as many products a second as that of bfloat16; AMD's
-    (Zen 4) does half as many.
+    So on processors without instructions for bfloat16, and on Intel's, whose float32 instruction does twice as many
+    products a second as that of bfloat16; AMD's (Zen 4) does half as many.
     """
-    return processor_maker() == "GenuineIntel"
+    return not has_pairs() or processor_maker() == "GenuineIntel"
+
+
+@functools.cache
+def has_pairs() -> bool:
+    """Whether the processor multiplies pairs of bfloat16 numbers, the other way."""
+    return _BFLOAT16 in processor_flags()
 
 
 def _compiled(compiler: str, flags: frozenset[str]) -> Path:
@@ -77,7 +87,7 @@ def _compiled(compiler: str, flags: frozenset[str]) -> Path:
         subprocess.SubprocessError: it fails, with what it said as `stderr`, or takes too long.
     """
     version = _run(compiler, "--version")
-    texts = [path.read_text() for path in (*_SOURCES, _FOLDER / "blocks.h")]
+    texts = [path.read_text() for path in (*_SOURCES, *sorted(_FOLDER.glob("*.h")))]
     depends_on = (*texts, version, *_OPTIONS, metadata.version("jaxlib"), *sorted(flags))
     key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsgl" / "native"

@@ -11,13 +11,14 @@ import pytest
 
 from jaxsgl.models import Precision, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.models.products import FEW_ROWS, product
+from pallas_kernels.native import library
 from tests.models.test_arch import read
 
 F32, F16, BF16, BITS = (jnp.dtype(name) for name in ("float32", "float16", "bfloat16", "uint16"))
 
 
 def formats(folder: Path, flag: str, platform: str, *, stored: str = "bfloat16", native: bool = True) -> Precision:
-    return resolve_precision(flag, read(folder, dtype=stored), platform, cpu_multiplies_bfloat16=native)
+    return resolve_precision(flag, read(folder, dtype=stored), platform, cpu_multiplies_bfloat16=lambda: native)
 
 
 def test_an_accelerator_computes_in_the_checkpoints_format(tmp_path: Path) -> None:
@@ -37,14 +38,31 @@ def test_a_format_that_is_asked_for_is_taken(tmp_path: Path) -> None:
     assert formats(tmp_path, "bfloat16", "cpu", native=False) == (BF16, F32, BITS)
 
 
+def test_kernels_are_asked_for_only_if_they_decide(tmp_path: Path) -> None:
+    def ask() -> bool:
+        raise AssertionError("this may compile")
+
+    for flag, platform, stored in (
+        ("auto", "gpu", "bfloat16"),
+        ("auto", "cpu", "float32"),
+        ("bfloat16", "cpu", "bfloat16"),
+    ):
+        resolve_precision(flag, read(tmp_path, dtype=stored), platform, cpu_multiplies_bfloat16=ask)
+
+
 @pytest.mark.parametrize(
     ("line", "can"),
     [("flags : fpu avx512_bf16 avx2", True), ("flags : amx_bf16", True), ("flags : avx512f", False), ("", False)],
 )
-def test_linux_tells_what_the_processor_multiplies(tmp_path: Path, line: str, can: bool) -> None:
+def test_without_kernels_the_processor_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, can: bool
+) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor : 0\n{line}\nmodel name : avx512_bf16\n")
+    monkeypatch.setattr(library, "load", lambda: "no compiler")
     assert cpu_multiplies_bfloat16(tmp_path / "cpuinfo") is can
     assert not cpu_multiplies_bfloat16(tmp_path / "nowhere")
+    monkeypatch.setattr(library, "load", lambda: None)
+    assert cpu_multiplies_bfloat16(tmp_path / "cpuinfo")
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, FEW_ROWS, FEW_ROWS + 1])

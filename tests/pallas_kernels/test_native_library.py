@@ -21,7 +21,7 @@ from pallas_kernels.native.product import rows_product
 from pallas_kernels.target import processor_flags, processor_maker
 from tests.pallas_kernels.test_dispatch import on_an_h100
 
-FLAGS = frozenset({"avx2", "avx512_bf16"})
+FLAGS = frozenset({"avx2", "fma"})
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_each_lack_of_the_machine_is_named(folder: Path, tmp_path: Path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert "made no library: " in reason() and "Not a directory" in reason()
     monkeypatch.setattr(library, "processor_flags", lambda: frozenset({"avx2"}))
-    assert reason() == "the processor has no avx512_bf16"
+    assert reason() == "the processor has no fma"
 
 
 def test_the_processors_flags_are_linuxs_list(tmp_path: Path) -> None:
@@ -136,11 +136,21 @@ def test_the_processors_flags_are_linuxs_list(tmp_path: Path) -> None:
     assert processor_flags(cpuinfo) == processor_flags(tmp_path / "none") == frozenset()
 
 
-@pytest.mark.parametrize(("maker", "widened"), [("GenuineIntel", True), ("AuthenticAMD", False), ("", False)])
-def test_intels_processors_multiply_as_float32(
-    a_library: None, monkeypatch: pytest.MonkeyPatch, maker: str, widened: bool
+@pytest.mark.parametrize(
+    ("maker", "flags", "widened"),
+    [
+        ("GenuineIntel", FLAGS | {"avx512_bf16"}, True),
+        ("AuthenticAMD", FLAGS | {"avx512_bf16"}, False),
+        ("", FLAGS | {"avx512_bf16"}, False),
+        ("AuthenticAMD", FLAGS, True),
+    ],
+)
+def test_intels_processors_and_those_without_pairs_multiply_as_float32(
+    a_library: None, monkeypatch: pytest.MonkeyPatch, maker: str, flags: frozenset[str], widened: bool
 ) -> None:
     monkeypatch.setattr(library, "processor_maker", lambda: maker)
+    monkeypatch.setattr(library, "processor_flags", lambda: flags)
+    monkeypatch.setattr(library, "has_pairs", library.has_pairs.__wrapped__)
     monkeypatch.setattr(library, "widens", library.widens.__wrapped__)
     jax.clear_caches()  # the way is chosen while tracing
     assert text_of(backend="native").count(f"('widened', {widened})") == 2

@@ -43,10 +43,19 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
 
 def test_the_ways_to_multiply_differ_in_the_order_of_sums() -> None:
     """So the tests here do run both."""
+    if not library.has_pairs():
+        pytest.skip("the processor has no avx512_bf16")
     x, weights = rows_and_weights(20, 64, 512)
     out = np.asarray(rows_product(x, weights))
     np.testing.assert_array_equal(out, np.asarray(rows_product(x, weights, widened=library.widens())))
     assert (out != np.asarray(rows_product(x, weights, widened=not library.widens()))).any()
+
+
+def test_a_way_that_the_processor_lacks_is_an_error() -> None:
+    if library.has_pairs():
+        pytest.skip("the processor has both")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="without products of pairs"):
+        rows_product(*rows_and_weights(20, 64, 512), widened=False).block_until_ready()
 
 
 def test_a_row_of_nan_spoils_no_other() -> None:

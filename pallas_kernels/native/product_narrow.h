@@ -1,0 +1,162 @@
+// Rows times weights where registers have 256 bits, widened.
+//
+// 16 such registers hold sums of few weights and tokens, so both sides are cut as matrix libraries do it (Goto and van de
+// Geijn, 2008): up to kDepth inputs of kStrip tokens stay in the first level of cache while kShare weight rows, widened
+// once, pass by, 6 at a time. Tokens too few to fill a register become the left side instead.
+
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "blocks.h"
+#include "product.h"
+
+namespace jaxsgl {
+namespace {
+
+constexpr int kShare = 24;      // weight rows
+constexpr int kDepth = 256;     // inputs
+constexpr int kStrip = 16;      // tokens: 2 registers
+constexpr int kMaxTokens = 64;  // at a time
+constexpr int kFew = 8;         // tokens that are multiplied one by one
+
+struct Scratch {
+  alignas(64) float weights[kShare][kDepth];
+  alignas(64) float sums[kShare][kMaxTokens];
+};
+
+// sums [R, kStrip] += weights [R, depth] packed [depth, kStrip].
+template <int R>
+void AddProducts(const float (*weights)[kDepth], const float* packed, int depth, float (*sums)[kMaxTokens]) {
+  Floats sum[R][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2; ++v) sum[r][v] = Load(sums[r] + kLanes * v);
+  for (int i = 0; i < depth; ++i) {
+    const Floats right[2] = {Load(packed + i * kStrip), Load(packed + i * kStrip + kLanes)};
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const Floats left = All(weights[r][i]);
+      for (int v = 0; v < 2; ++v) sum[r][v] = TimesPlus(left, right[v], sum[r][v]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < 2; ++v) Store(sums[r] + kLanes * v, sum[r][v]);
+}
+
+// Inputs of `rows` weight rows as float32. Asks for as many inputs of the rows that begin at `next`.
+inline void WidenRows(const uint16_t* from, const uint16_t* next, int64_t in, int rows, int depth,
+                      float (*to)[kDepth]) {
+  for (int r = 0; r < rows; ++r) {
+    for (int i = 0; i < depth; i += 32) {
+      Prefetch(next + r * in + i);
+      for (int j = i; j < i + 32; j += kLanes)
+        Store(to[r] + j, Widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + r * in + j))));
+    }
+  }
+}
+
+// Weight rows begin .. begin + rows - 1 times the tokens first .. first + tokens - 1, packed [strips, in, kStrip].
+void MultiplyShare(const Product& p, int64_t first, int tokens, int64_t begin, int rows, const float* packed) {
+  thread_local Scratch scratch;
+  std::memset(scratch.sums, 0, sizeof(scratch.sums));
+  const uint16_t* weights = p.weights + begin * p.in;
+  for (int64_t i = 0; i < p.in; i += kDepth) {
+    const int depth = int(std::min<int64_t>(kDepth, p.in - i));
+    WidenRows(weights + i, i + kDepth < p.in ? weights + i + kDepth : weights + rows * p.in, p.in, rows, depth,
+              scratch.weights);
+    for (int t = 0; t < tokens; t += kStrip) {
+      const float* strip = packed + t * p.in + i * kStrip;
+      const auto sums = reinterpret_cast<float(*)[kMaxTokens]>(scratch.sums[0] + t);
+      int r = 0;
+      for (; r + 6 <= rows; r += 6) AddProducts<6>(scratch.weights + r, strip, depth, sums + r);
+      for (; r < rows; r += 2) AddProducts<2>(scratch.weights + r, strip, depth, sums + r);
+    }
+  }
+  for (int t = 0; t < tokens; ++t)
+    for (int r = 0; r < rows; ++r) p.y[(first + t) * p.out + begin + r] = scratch.sums[r][t];
+}
+
+// The tokens as [strips, in, kStrip]; zeros past the last.
+void PackStrips(const Product& p, int64_t first, int tokens, float* packed) {
+  for (int t = 0; t < tokens; t += kStrip) {
+    for (int64_t i = 0; i < p.in; i += kLanes, packed += kLanes * kStrip) {
+      for (int v = 0; v < kStrip; v += kLanes) {
+        Bits block[kLanes];
+        for (int j = 0; j < kLanes; ++j) {
+          const bool is_token = t + v + j < tokens;
+          block[j] = _mm256_castps_si256(is_token ? Rounded(Load(p.x + (first + t + v + j) * p.in + i)) : Zero());
+        }
+        Transpose(block);
+        for (int j = 0; j < kLanes; ++j) StoreBits(packed + j * kStrip + v, block[j]);
+      }
+    }
+  }
+}
+
+// work(b) for all blocks of `block` weight rows, several at a time if there are many.
+template <typename Work>
+void ForBlocks(xla::ffi::ThreadPool pool, int64_t out, int64_t block, const Work& work) {
+  const int64_t blocks = (out + block - 1) / block;
+  const int64_t share = std::clamp<int64_t>(blocks / (8 * pool.num_threads()), 1, 16);
+  InParallel(pool, int((blocks + share - 1) / share), [&](int i) {
+    for (int64_t b = i * share; b < std::min((i + 1) * share, blocks); ++b) work(b * block);
+  });
+}
+
+// 8 weight rows from `begin` on, transposed in registers, times T tokens, packed [in, T].
+template <int T>
+void MultiplyFew(const Product& p, int64_t begin, const float* packed) {
+  Floats sum[T];
+  for (int t = 0; t < T; ++t) sum[t] = Zero();
+  for (int64_t i = 0; i < p.in; i += 2 * kLanes) {
+    const uint16_t* weights = p.weights + begin * p.in + i;
+    Bits block[kLanes];
+    for (int j = 0; j < kLanes; ++j) {
+      block[j] = LoadBits(weights + j * p.in);
+      if (i % 32 == 0) Prefetch(weights + (kLanes + j) * p.in);
+    }
+    Transpose(block);
+#pragma GCC unroll 8
+    for (int j = 0; j < kLanes; ++j) {
+      const float* left = packed + (i + 2 * j) * T;
+      for (int t = 0; t < T; ++t) sum[t] = TimesPlus(All(left[t]), FirstOfPairs(block[j]), sum[t]);
+      for (int t = 0; t < T; ++t) sum[t] = TimesPlus(All(left[T + t]), SecondOfPairs(block[j]), sum[t]);
+    }
+  }
+  for (int t = 0; t < T && t < p.tokens; ++t) Store(p.y + t * p.out + begin, sum[t]);
+}
+
+template <int T>
+void MultiplyFewTokens(xla::ffi::ThreadPool pool, const Product& p) {
+  float* const packed = Packed<float>(p.in * T);
+  for (int t = 0; t < T; ++t) {
+    for (int64_t i = 0; i < p.in; i += kLanes) {
+      alignas(32) float rounded[kLanes];
+      Store(rounded, t < p.tokens ? Rounded(Load(p.x + t * p.in + i)) : Zero());
+      for (int j = 0; j < kLanes; ++j) packed[(i + j) * T + t] = rounded[j];
+    }
+  }
+  ForBlocks(pool, p.out, kLanes, [&](int64_t begin) { MultiplyFew<T>(p, begin, packed); });
+}
+
+template <typename Number>
+void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
+  if (p.tokens <= 1) return MultiplyFewTokens<1>(pool, p);
+  if (p.tokens <= 2) return MultiplyFewTokens<2>(pool, p);
+  if (p.tokens <= 4) return MultiplyFewTokens<4>(pool, p);
+  if (p.tokens <= kFew) return MultiplyFewTokens<kFew>(pool, p);
+  for (int64_t first = 0; first < p.tokens; first += kMaxTokens) {
+    const int tokens = int(std::min<int64_t>(kMaxTokens, p.tokens - first));
+    float* const packed = Packed<float>((tokens + kStrip - 1) / kStrip * kStrip * p.in);
+    PackStrips(p, first, tokens, packed);
+    ForBlocks(pool, p.out, kShare, [&](int64_t begin) {
+      MultiplyShare(p, first, tokens, begin, int(std::min<int64_t>(kShare, p.out - begin)), packed);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace jaxsgl

@@ -1,0 +1,213 @@
+// Rows times weights where registers have 512 bits: 4 to 16 weight rows at a time pass by up to 64 tokens.
+
+#pragma once
+
+#include "blocks.h"
+#include "product.h"
+
+namespace jaxsgl {
+namespace {
+
+constexpr int kBlock = 16;      // weight rows of a block: a register of results for each token
+constexpr int kMaxColumns = 64; // tokens at a time, 4 registers
+constexpr int kFew = 8;         // tokens that fit half a register
+
+// c [R, 16 * V] = weights [R, in] packed [in / 2, 16 * V, 2]. Asks for the R rows that follow, line by line.
+template <int R, int V>
+void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packed, float* c) {
+  __m512 sum[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = _mm512_setzero_ps();
+  for (int64_t line = 0; line < in; line += 32) {
+    for (int r = 0; r < R; ++r)
+      _mm_prefetch(reinterpret_cast<const char*>(weights + (R + r) * in + line), _MM_HINT_T1);
+    for (int64_t i = line; i < line + 32; i += 2) {
+      __m512bh right[V];
+      for (int v = 0; v < V; ++v) right[v] = (__m512bh)_mm512_load_si512(packed + i * 16 * V + 32 * v);
+      for (int r = 0; r < R; ++r) {
+        int32_t pair;
+        std::memcpy(&pair, weights + r * in + i, 4);
+        const __m512bh left = (__m512bh)_mm512_set1_epi32(pair);
+        for (int v = 0; v < V; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], left, right[v]);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) _mm512_store_ps(c + (r * V + v) * 16, sum[r][v]);
+}
+
+// The same for kFew tokens: c [R, 16], of which the first 8 are written. The processor multiplies twice as many half
+// registers as whole ones; with those it would be slower than memory. Each token's sum is added up in the same order.
+template <int R>
+void WeightsTimesFew(const uint16_t* weights, int64_t in, const uint16_t* packed, float* c) {
+  __m256 sum[R];
+  for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_ps();
+  for (int64_t line = 0; line < in; line += 32) {
+    for (int r = 0; r < R; ++r)
+      _mm_prefetch(reinterpret_cast<const char*>(weights + (R + r) * in + line), _MM_HINT_T1);
+    for (int64_t i = line; i < line + 32; i += 2) {
+      const __m256bh right = (__m256bh)_mm256_load_si256(reinterpret_cast<const __m256i*>(packed + i * 8));
+      for (int r = 0; r < R; ++r) {
+        int32_t pair;
+        std::memcpy(&pair, weights + r * in + i, 4);
+        sum[r] = _mm256_dpbf16_ps(sum[r], (__m256bh)_mm256_set1_epi32(pair), right);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) _mm256_store_ps(c + r * 16, sum[r]);
+}
+
+// Widened (see blocks.h): packed [in, 16 * V]. A line of the weights, widened once, serves all columns.
+template <int R, int V>
+void WeightsTimesRows(const uint16_t* weights, int64_t in, const float* packed, float* c) {
+  alignas(64) float left[R][32];
+  __m512 sum[R][V];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = _mm512_setzero_ps();
+  for (int64_t line = 0; line < in; line += 32) {
+    for (int r = 0; r < R; ++r) {
+      _mm_prefetch(reinterpret_cast<const char*>(weights + (R + r) * in + line), _MM_HINT_T1);
+      const __m512i row = LoadBits(weights + r * in + line);
+      _mm512_store_ps(left[r], Widen(_mm512_castsi512_si256(row)));
+      _mm512_store_ps(left[r] + 16, Widen(_mm512_extracti64x4_epi64(row, 1)));
+    }
+    for (int i = 0; i < 32; ++i) {
+      __m512 right[V];
+      for (int v = 0; v < V; ++v) {
+        right[v] = _mm512_load_ps(packed + (line + i) * 16 * V + 16 * v);
+        asm("" : "+v"(right[v]));  // into a register: GCC would read it from memory R times
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) sum[r][v] = _mm512_fmadd_ps(_mm512_set1_ps(left[r][i]), right[v], sum[r][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) _mm512_store_ps(c + (r * V + v) * 16, sum[r][v]);
+}
+
+// Widened, for kFew tokens: packed [in, 8, 2], each number twice. A register holds two weight rows' sums, in turns.
+template <int R>
+void WeightsTimesFew(const uint16_t* weights, int64_t in, const float* packed, float* c) {
+  const __m512i first_half = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i second_half = _mm512_add_epi32(first_half, _mm512_set1_epi32(8));
+  alignas(64) float left[R / 2][32][2];
+  __m512 sum[R / 2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R / 2; ++r) sum[r] = _mm512_setzero_ps();
+  for (int64_t line = 0; line < in; line += 32) {
+    for (int r = 0; r < R / 2; ++r) {
+      for (int i = 0; i < 32; i += 16) {
+        const uint16_t* row = weights + 2 * r * in + line + i;
+        _mm_prefetch(reinterpret_cast<const char*>(row + (R + i / 16) * in), _MM_HINT_T1);
+        const __m512 a = Widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row)));
+        const __m512 b = Widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + in)));
+        _mm512_store_ps(left[r][i], _mm512_permutex2var_ps(a, first_half, b));
+        _mm512_store_ps(left[r][i + 8], _mm512_permutex2var_ps(a, second_half, b));
+      }
+    }
+    for (int i = 0; i < 32; ++i) {
+      const __m512 right = _mm512_load_ps(packed + (line + i) * 16);
+#pragma GCC unroll 8
+      for (int r = 0; r < R / 2; ++r) {
+        double pair;
+        std::memcpy(&pair, left[r][i], 8);
+        sum[r] = _mm512_fmadd_ps(_mm512_castpd_ps(_mm512_set1_pd(pair)), right, sum[r]);
+      }
+    }
+  }
+  const __m512i apart = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
+#pragma GCC unroll 8
+  for (int r = 0; r < R / 2; ++r) {
+    const __m512 rows = _mm512_permutexvar_ps(apart, sum[r]);
+    _mm256_store_ps(c + 2 * r * 16, _mm512_castps512_ps256(rows));
+    _mm256_store_ps(c + (2 * r + 1) * 16, _mm512_extractf32x8_ps(rows, 1));
+  }
+}
+
+// A register of one token's inputs, rounded to bfloat16: 16 pairs, or 16 numbers widened.
+inline __m512i Rounded(const float* x, uint16_t) {
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(x));
+}
+inline __m512i Rounded(const float* x, float) {
+  return _mm512_castps_si512(Widen((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x))));
+}
+
+// The tokens first .. first + 16 * V - 1 as [in / 2, 16 * V, 2], or as [in, 16 * V] if Number is float; zeros past the
+// last. With V = 0, kFew tokens as [in / 2, 8, 2] or [in, 8, 2].
+template <typename Number, int V>
+void Pack(const Product& p, int64_t first, Number* packed) {
+  const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  constexpr int step = 64 / sizeof(Number);  // inputs of a register
+  for (int v = 0; v < std::max(V, 1); ++v) {
+    for (int64_t i = 0; i < p.in; i += step) {
+      __m512i block[16];
+      for (int t = 0; t < 16; ++t) {
+        const int64_t token = first + 16 * v + t;
+        block[t] = token < p.tokens ? Rounded(p.x + token * p.in + i, Number()) : _mm512_setzero_si512();
+      }
+      Transpose(block);
+      for (int j = 0; j < 16; ++j) {
+        const int64_t line = i / step * 16 + j;
+        if constexpr (V > 0)
+          _mm512_store_si512(packed + (line * V + v) * step, block[j]);
+        else if constexpr (std::is_same_v<Number, float>)
+          _mm512_store_si512(packed + line * step, _mm512_permutexvar_epi32(twice, block[j]));
+        else
+          _mm256_store_si256(reinterpret_cast<__m256i*>(packed) + line, _mm512_castsi512_si256(block[j]));
+      }
+    }
+  }
+}
+
+// Weight rows begin .. begin + 15 times the packed tokens from `first` on, into y.
+template <typename Number, int V>
+void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* packed) {
+  // Sums, a line of `packed` and a weight fit the 32 registers.
+  constexpr int R = V == 4 ? 4 : V <= 1 && std::is_same_v<Number, float> ? 16 : 8;
+  constexpr int lines = std::max(V, 1);
+  alignas(64) float c[kBlock * 16 * lines];
+  for (int r = 0; r < kBlock; r += R) {
+    const uint16_t* weights = p.weights + (begin + r) * p.in;
+    if constexpr (V == 0)
+      WeightsTimesFew<R>(weights, p.in, packed, c + r * 16);
+    else
+      WeightsTimesRows<R, V>(weights, p.in, packed, c + r * 16 * V);
+  }
+  for (int v = 0; v < lines; ++v) {
+    __m512i block[16];
+    for (int r = 0; r < 16; ++r) block[r] = _mm512_load_si512(c + (r * lines + v) * 16);
+    Transpose(block);
+    for (int t = 0; t < 16 && first + 16 * v + t < p.tokens; ++t)
+      _mm512_storeu_si512(p.y + (first + 16 * v + t) * p.out + begin, block[t]);
+  }
+}
+
+template <typename Number, int V>
+void MultiplyColumns(xla::ffi::ThreadPool pool, const Product& p, int64_t first) {
+  Number* const packed = Packed<Number>(p.in * 16 * std::max(V, 1));
+  Pack<Number, V>(p, first, packed);
+  const int64_t blocks = p.out / kBlock, share = std::clamp<int64_t>(blocks / (8 * pool.num_threads()), 1, 16);
+  InParallel(pool, int((blocks + share - 1) / share), [&](int i) {
+    for (int64_t b = i * share; b < std::min((i + 1) * share, blocks); ++b)
+      AddBlock<Number, V>(p, first, b * kBlock, packed);
+  });
+}
+
+template <typename Number>
+void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
+  if (p.tokens <= kFew) return MultiplyColumns<Number, 0>(pool, p, 0);
+  for (int64_t first = 0; first < p.tokens; first += kMaxColumns) {
+    switch ((std::min<int64_t>(p.tokens - first, kMaxColumns) + 15) / 16) {
+      case 1: MultiplyColumns<Number, 1>(pool, p, first); break;
+      case 2: MultiplyColumns<Number, 2>(pool, p, first); break;
+      case 3: MultiplyColumns<Number, 3>(pool, p, first); break;
+      case 4: MultiplyColumns<Number, 4>(pool, p, first); break;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jaxsgl
