@@ -91,7 +91,7 @@ void PackKeys(const Rows& rows, const Rows& next, int count, int head_dim, uint1
       Bits block[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         block[i] = LoadBits(rows.at[t + i] + h);
-        Prefetch(next.at[t + i] + h);
+        if (h % kLine == 0) Prefetch(next.at[t + i] + h);
       }
       Transpose(block);
       for (int i = 0; i < kLanes; ++i) StoreBits(packed + ((h / 2 + i) * kTile + t) * 2, block[i]);
@@ -103,8 +103,10 @@ void PackKeys(const Rows& rows, const Rows& next, int count, int head_dim, uint1
 void PackValues(const Rows& rows, const Rows& next, int count, int head_dim, uint16_t* packed) {
   for (int t = 0; t < count; t += 2) {
     for (int h = 0; h < head_dim; h += 2 * kLanes) {
-      Prefetch(next.at[t] + h);
-      Prefetch(next.at[t + 1] + h);
+      if (h % kLine == 0) {
+        Prefetch(next.at[t] + h);
+        Prefetch(next.at[t + 1] + h);
+      }
       StoreInterleaved(LoadBits(rows.at[t] + h), LoadBits(rows.at[t + 1] + h), packed + (t / 2 * head_dim + h) * 2);
     }
   }

@@ -103,11 +103,12 @@ void MultiplyRows(int rows, const Left* a, int a_stride, const uint16_t* b, int 
 template <typename Left>
 void MultiplyTile(int rows, int columns, const Left* a, int a_stride, const uint16_t* b, int b_stride, int pairs,
                      float* c, int c_stride, bool add) {
-  constexpr int most = kLanes == 16 ? 4 : 2;  // registers of a row's sums: 6 rows of them fit what the processor has
+  constexpr int wide = 4 * kLanes, narrow = 2 * kLanes;
   int column = 0;
-  for (; column + most * kLanes <= columns; column += most * kLanes)
-    MultiplyRows<most>(rows, a, a_stride, b + 2 * column, b_stride, pairs, c + column, c_stride, add);
-  if (column < columns)
+  if (kLanes == 16 || rows <= 3)  // 6 rows of 4 registers need more than AVX2 has; few of 2 would wait for each other
+    for (; column + wide <= columns; column += wide)
+      MultiplyRows<4>(rows, a, a_stride, b + 2 * column, b_stride, pairs, c + column, c_stride, add);
+  for (; column < columns; column += narrow)
     MultiplyRows<2>(rows, a, a_stride, b + 2 * column, b_stride, pairs, c + column, c_stride, add);
 }
 

@@ -44,22 +44,23 @@ def load() -> str | None:
     lacks = [flag for flag in _LEAST if flag not in flags]
     if lacks:
         return f"the processor has no {' and no '.join(lacks)}"
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
+    command = compiler()
+    if command is None:
         return f"there is no C++ compiler (looked for $CXX, {', '.join(_COMPILERS)})"
     try:
-        library = ctypes.CDLL(str(_compiled(compiler, flags)))
+        library = ctypes.CDLL(str(_compiled(command, flags)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
-        return f"{compiler} made no library: {reason.strip()[:500]}"
+        return f"{command} made no library: {reason.strip()[:500]}"
     if has_pairs() and not library.has_pairs():
-        return f"{compiler} knows no {_BFLOAT16}, which the processor has"
-    for target, function in (
-        (PAGED_ATTENTION, library.paged_attention),
-        (ROWS_PRODUCT, library.rows_product),
-    ):
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+        return f"{command} knows no {_BFLOAT16}, which the processor has"
+    _register(library, PAGED_ATTENTION, ROWS_PRODUCT)
     return None
+
+
+def compiler() -> str | None:
+    """The command of the C++ compiler to use, if there is one."""
+    return os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
 @functools.cache  # the system takes its time to list many processors
@@ -76,6 +77,11 @@ def widens() -> bool:
 def has_pairs() -> bool:
     """Whether the processor multiplies pairs of bfloat16 numbers, the other way."""
     return _BFLOAT16 in processor_flags()
+
+
+def _register(library: ctypes.CDLL, paged_attention: str, rows_product: str) -> None:
+    for target, function in ((paged_attention, library.paged_attention), (rows_product, library.rows_product)):
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
 
 
 def _compiled(compiler: str, flags: frozenset[str]) -> Path:

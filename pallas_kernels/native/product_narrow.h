@@ -50,9 +50,9 @@ void AddProducts(const float (*weights)[kDepth], const float* packed, int depth,
 inline void WidenRows(const uint16_t* from, const uint16_t* next, int64_t in, int rows, int depth,
                       float (*to)[kDepth]) {
   for (int r = 0; r < rows; ++r) {
-    for (int i = 0; i < depth; i += 32) {
+    for (int i = 0; i < depth; i += kLine) {
       Prefetch(next + r * in + i);
-      for (int j = i; j < i + 32; j += kLanes)
+      for (int j = i; j < i + kLine; j += kLanes)
         Store(to[r] + j, Widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + r * in + j))));
     }
   }
@@ -116,7 +116,7 @@ void MultiplyFew(const Product& p, int64_t begin, const float* packed) {
     Bits block[kLanes];
     for (int j = 0; j < kLanes; ++j) {
       block[j] = LoadBits(weights + j * p.in);
-      if (i % 32 == 0) Prefetch(weights + (kLanes + j) * p.in);
+      if (i % kLine == 0) Prefetch(weights + (kLanes + j) * p.in);
     }
     Transpose(block);
 #pragma GCC unroll 8

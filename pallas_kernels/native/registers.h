@@ -11,6 +11,8 @@
 
 namespace jaxsgl {
 
+constexpr int kLine = 32;  // numbers of 16 bits in a line of the cache
+
 inline void Prefetch(const uint16_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
 #ifdef __AVX512BF16__

@@ -1,11 +1,13 @@
 """What several tests of kernels ask of the machine."""
 
+import ctypes
 from collections.abc import Iterator
 
 import jax
 import pytest
 
 from pallas_kernels.native import library
+from pallas_kernels.target import processor_flags
 from tests.pallas_kernels.elsewhere import Elsewhere
 
 
@@ -19,7 +21,7 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     running.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def native_runs_here() -> None:
     """Skips where the machine has no native kernels; fails where their source is at fault."""
     reason = library.load()
@@ -29,13 +31,30 @@ def native_runs_here() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(scope="module", params=["paired", "widened"])
+@pytest.fixture(scope="session")
+def narrow_kernels(native_runs_here: None) -> tuple[str, str]:
+    """XLA's names of attention and products compiled as for a processor that has AVX2 only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_OPTIONS", (*library._OPTIONS, "-mno-avx512f"))
+        path = library._compiled(library.compiler(), processor_flags())
+    names = f"{library.PAGED_ATTENTION}_narrow", f"{library.ROWS_PRODUCT}_narrow"
+    library._register(ctypes.CDLL(str(path)), *names)
+    return names
+
+
+@pytest.fixture(scope="module", params=["paired", "widened", "narrow"])
 def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator[None]:
-    """All native kernels of a module multiply in one way, then in the other, whatever this processor is faster at."""
+    """All native kernels of a module multiply in one way, then in the others, whatever this processor is faster at."""
     if request.param == "paired" and not library.has_pairs():
         pytest.skip("the processor has no avx512_bf16")
+    if request.param == "narrow" and not library.has_pairs():
+        pytest.skip("the processor has no other registers than these, tried as 'widened'")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "widens", lambda: request.param == "widened")
+        patch.setattr(library, "widens", lambda: request.param != "paired")
+        if request.param == "narrow":
+            attention, product = request.getfixturevalue("narrow_kernels")
+            patch.setattr(library, "PAGED_ATTENTION", attention)
+            patch.setattr(library, "ROWS_PRODUCT", product)
         jax.clear_caches()  # the way is chosen while tracing
         yield
     jax.clear_caches()
