@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "blocks.h"
 #include "product.h"
@@ -144,6 +145,7 @@ void MultiplyFewTokens(xla::ffi::ThreadPool pool, const Product& p) {
 
 template <typename Number>
 void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
+  static_assert(std::is_same_v<Number, float>, "there is no other way with these registers");
   if (p.tokens <= 1) return MultiplyFewTokens<1>(pool, p);
   if (p.tokens <= 2) return MultiplyFewTokens<2>(pool, p);
   if (p.tokens <= 4) return MultiplyFewTokens<4>(pool, p);
