@@ -16,8 +16,8 @@
 namespace jaxsgl {
 namespace {
 
-constexpr int kShare = 24;      // weight rows
-constexpr int kDepth = 256;     // inputs
+constexpr int kShare = 12;      // weight rows
+constexpr int kDepth = 128;     // inputs
 constexpr int kStrip = 16;      // tokens: 2 registers
 constexpr int kMaxTokens = 64;  // at a time
 constexpr int kFew = 8;         // tokens that are multiplied one by one
