@@ -1,4 +1,4 @@
-// What the kernels are built of: products and transposes in registers, and work shared among XLA's threads.
+// What the kernels are built of: products of small matrices, and work shared among XLA's threads.
 //
 // bfloat16 numbers are kept as uint16, their bits. There are two ways to multiply them; library.py chooses. "Paired": the
 // instruction takes pairs from both sides and adds their two products up. "Widened", on processors without it, or whose
@@ -102,7 +102,7 @@ void MultiplyRows(int rows, const Left* a, int a_stride, const uint16_t* b, int 
 // c [rows, columns] (+)= a [rows, 2 * pairs] b [pairs, columns, 2]; a multiple of 32 columns.
 template <typename Left>
 void MultiplyTile(int rows, int columns, const Left* a, int a_stride, const uint16_t* b, int b_stride, int pairs,
-                     float* c, int c_stride, bool add) {
+                  float* c, int c_stride, bool add) {
   constexpr int wide = 4 * kLanes, narrow = 2 * kLanes;
   int column = 0;
   if (kLanes == 16 || rows <= 3)  // 6 rows of 4 registers need more than AVX2 has; few of 2 would wait for each other

@@ -42,17 +42,16 @@ def narrow_kernels(native_runs_here: None) -> tuple[str, str]:
     return names
 
 
-@pytest.fixture(scope="module", params=["paired", "widened", "narrow"])
+@pytest.fixture(scope="module", params=["paired", "widened", *(["narrow"] if library.has_pairs() else [])])
 def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator[None]:
     """All native kernels of a module multiply in one way, then in the others, whatever this processor is faster at."""
     if request.param == "paired" and not library.has_pairs():
         pytest.skip("the processor has no avx512_bf16")
-    if request.param == "narrow" and not library.has_pairs():
-        pytest.skip("the processor has no other registers than these, tried as 'widened'")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "widens", lambda: request.param != "paired")
         if request.param == "narrow":
             attention, product = request.getfixturevalue("narrow_kernels")
+            patch.setattr(library, "has_pairs", lambda: False)
             patch.setattr(library, "PAGED_ATTENTION", attention)
             patch.setattr(library, "ROWS_PRODUCT", product)
         jax.clear_caches()  # the way is chosen while tracing

@@ -128,6 +128,12 @@ def test_each_lack_of_the_machine_is_named(folder: Path, tmp_path: Path, monkeyp
     assert reason() == "the processor has no fma"
 
 
+def test_a_compiler_older_than_the_processor_is_named(native_runs_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_OPTIONS", (*library._OPTIONS, "-mno-avx512f"))
+    monkeypatch.setattr(library, "has_pairs", lambda: True)
+    assert library.load.__wrapped__() == f"{library.compiler()} knows no avx512_bf16, which the processor has"
+
+
 def test_the_processors_flags_are_linuxs_list(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: avx2 avx512_bf16\n\nprocessor\t: 1\nflags\t\t: avx2\n")

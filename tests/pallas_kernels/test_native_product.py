@@ -21,10 +21,6 @@ def rows_and_weights(num_rows: int, num_out: int, num_in: int) -> tuple[jax.Arra
     return x, jnp.asarray(rng.standard_normal((num_out, num_in)), jnp.bfloat16)
 
 
-def kernels_have_pairs() -> bool:
-    return library.has_pairs() and not library.ROWS_PRODUCT.endswith("narrow")
-
-
 def expected(x: jax.Array, weights: jax.Array) -> np.ndarray:
     return np.asarray(x.astype(jnp.bfloat16), np.float64) @ np.asarray(weights, np.float64).T
 
@@ -45,21 +41,16 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
         np.testing.assert_array_equal(np.asarray(rows_product(x[:count], weights)), together[:count])
 
 
-def test_the_ways_to_multiply_differ_in_the_order_of_sums() -> None:
-    """So the tests here do run both."""
-    if not kernels_have_pairs():
-        pytest.skip("the processor, or what this way is compiled for, has no avx512_bf16")
+def test_the_other_way_adds_in_another_order_or_is_an_error() -> None:
+    """So the tests here do run what they say."""
     x, weights = rows_and_weights(20, 64, 512)
     out = np.asarray(rows_product(x, weights))
     np.testing.assert_array_equal(out, np.asarray(rows_product(x, weights, widened=library.widens())))
-    assert (out != np.asarray(rows_product(x, weights, widened=not library.widens()))).any()
-
-
-def test_a_way_that_the_processor_lacks_is_an_error() -> None:
-    if kernels_have_pairs():
-        pytest.skip("they have both")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="without products of pairs"):
-        rows_product(*rows_and_weights(20, 64, 512), widened=False).block_until_ready()
+    if library.has_pairs():
+        assert (out != np.asarray(rows_product(x, weights, widened=not library.widens()))).any()
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="without products of pairs"):
+            rows_product(x, weights, widened=False).block_until_ready()
 
 
 def test_a_row_of_nan_spoils_no_other() -> None:
