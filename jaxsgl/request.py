@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_SEED = 2**32 - 1
 MAX_TOP_K = 2**31 - 1  # int32 on the device
+MAX_MIN_TOKENS = 2**31 - 1  # int32 in protocols; more than any context holds
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -128,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             len(self.stop_token_ids),
             f"0 to {MAX_STOP_TOKEN_IDS}",
         )
-        _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 and more")
+        _check(0 <= self.min_tokens <= MAX_MIN_TOKENS, "min_tokens", self.min_tokens, f"0 to {MAX_MIN_TOKENS}")
         if self.max_tokens is not None:
             _check(
                 self.min_tokens <= self.max_tokens,

@@ -20,6 +20,7 @@ from jaxsgl.request import Request, SamplingParams
         ({"n": 129}, "n is 129, but must be 1 to 128"),
         ({"logprobs": True}, "logprobs is True, but must be an integer"),
         ({"repetition_penalty": 2.1}, "repetition_penalty is 2.1, but must be above 0, up to 2"),
+        ({"min_tokens": 2**31}, "min_tokens is 2147483648, but must be 0 to 2147483647"),
         ({"min_tokens": 4, "max_tokens": 3}, "min_tokens is 4, but must be max_tokens=3 at most"),
     ],
 )

@@ -24,7 +24,7 @@ IDS = slice(3, 3 + MAX_ADDED)
 VALUES = slice(IDS.stop, IDS.stop + MAX_ADDED)
 UNTIL = slice(VALUES.stop, VALUES.stop + MAX_ADDED)
 EDITS_LEN = UNTIL.stop
-FOR_EVER = 2**31 - 1
+FOR_EVER = 2**31 - 1  # the largest int32; no sequence gets as long
 
 
 def pack_edits(params: SamplingParams, stop_ids: Collection[int], prompt_len: int) -> IntArray:
@@ -41,7 +41,7 @@ def pack_edits(params: SamplingParams, stop_ids: Collection[int], prompt_len: in
     edits[IDS][:count] = ids
     edits[VALUES].view(np.float32)[:count] = [*params.logit_bias.values(), *[-np.inf] * len(banned)]
     edits[UNTIL][:num_bias] = FOR_EVER
-    edits[UNTIL][num_bias:count] = prompt_len + params.min_tokens
+    edits[UNTIL][num_bias:count] = min(prompt_len + params.min_tokens, FOR_EVER)
     return edits
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxsgl.request import FinishReason, Request, SamplingParams
-from jaxsgl.testing import FakeEngine
+from jaxsgl.request import MAX_MIN_TOKENS, FinishReason, Request, SamplingParams
+from jaxsgl.testing import FakeEngine, generate
 from tests.scheduler.serving import (
     VOCAB,
     capacity,
@@ -173,3 +173,14 @@ def test_batches_are_read_only() -> None:
     assert inputs is not None
     with pytest.raises(ValueError, match="read-only"):
         inputs.arrays.token_ids[0] = VOCAB
+
+
+def test_min_tokens_of_any_size_holds_the_end_back_to_the_end_of_the_context() -> None:
+    sizes = capacity(context=64)
+    prompt = list(range(12))
+    stop = expected(prompt, 10)[3]
+    params = SamplingParams(temperature=0, min_tokens=MAX_MIN_TOKENS, stop_token_ids=(stop,))
+    mailbox, _ = serve(sizes, [[Request("a", prompt, params), request("b", range(50, 60))]])
+    assert mailbox.output_ids("a") == generate(prompt, 64 - 12, frozenset({stop}), VOCAB, MAX_MIN_TOKENS)
+    assert finish_reason(mailbox, "a") is FinishReason.LENGTH
+    assert mailbox.output_ids("b") == expected(range(50, 60))
