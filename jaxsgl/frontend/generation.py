@@ -1,7 +1,7 @@
 """From a prompt to pieces of text: what all client protocols share.
 
 Tokenizes and checks a prompt, submits it, and turns the engine's replies into pieces of text and ids. Knows no
-protocol: the services of grpc_api and the endpoints of http_api call this.
+protocol: the services of grpc_api and the endpoints of http call this.
 """
 
 from __future__ import annotations

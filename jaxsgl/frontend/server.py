@@ -1,6 +1,6 @@
 """The server's life: take the ports, start the engine, serve, drain, end. `python -m jaxsgl.serve` runs it.
 
-Owns the order of things at start and end; requests are the business of grpc_api, http_api and generation.py. The ports
+Owns the order of things at start and end; requests are the business of grpc_api, http and generation.py. The ports
 are taken and answer (not ready) before the model is loaded, so that a port in use costs no start-up time.
 """
 
@@ -22,7 +22,7 @@ from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.generation import Generator, ServedModel
 from jaxsgl.frontend.grpc_api.server import GrpcServer
-from jaxsgl.frontend.http_api.server import HttpServer
+from jaxsgl.frontend.http.server import HttpServer
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.ports import is_loopback
 from jaxsgl.frontend.status import StatusLine

@@ -15,8 +15,8 @@ from http_calls import client, error_of, generate_body
 from server_process import PATIENCE_S, ServerProcess
 from starlette.testclient import TestClient
 
-from jaxsgl.frontend.http_api import errors
-from jaxsgl.frontend.http_api.guard import BodyLimit, RequestIds
+from jaxsgl.frontend.http import errors
+from jaxsgl.frontend.http.guard import BodyLimit, RequestIds
 
 JSON = {"content-type": "application/json"}
 

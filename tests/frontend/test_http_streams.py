@@ -25,9 +25,9 @@ from starlette.responses import Response
 from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.http_api import errors
-from jaxsgl.frontend.http_api.connection import Connection
-from jaxsgl.frontend.http_api.sse import EventStream, event
+from jaxsgl.frontend.http import errors
+from jaxsgl.frontend.http.connection import Connection
+from jaxsgl.frontend.http.sse import EventStream, event
 from jaxsgl.frontend.server import Server
 
 FAKE_ENGINE = [sys.executable, str(Path(__file__).parent / "fake_engine_process.py")]

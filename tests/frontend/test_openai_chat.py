@@ -12,8 +12,8 @@ from server_process import ServerProcess
 from small_tokenizers import byte_level, save
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.http_api.openai.messages import chat_prompt
-from jaxsgl.frontend.http_api.openai.schemas import ChatRequest
+from jaxsgl.frontend.http.openai.messages import chat_prompt
+from jaxsgl.frontend.http.openai.schemas import ChatRequest
 from jaxsgl.frontend.prompts import ChatPrompt
 from jaxsgl.frontend.tokenizer import TemplateOptions, Tokenizer, load_tokenizer
 

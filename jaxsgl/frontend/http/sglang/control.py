@@ -13,7 +13,7 @@ import jaxsgl
 from jaxsgl.config import ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.sglang.schemas import AbortBody, PauseBody
+from jaxsgl.frontend.http.sglang.schemas import AbortBody, PauseBody
 from jaxsgl.messages import ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
 
 ANSWER_S = 60.0  # for the engine, whose longest step may have to end first

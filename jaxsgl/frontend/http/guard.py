@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxsgl import logs
 from jaxsgl.errors import Unauthenticated
-from jaxsgl.frontend.http_api.errors import answer, answer_to
+from jaxsgl.frontend.http.errors import answer, answer_to
 
 REQUEST_ID_HEADER = "x-request-id"
 STALL_S = 60.0  # so long may a client not send

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.http_api.openai.schemas import ChatRequest, ContentPart, MessageBody, TokenizeRequest, ToolCall
+from jaxsgl.frontend.http.openai.schemas import ChatRequest, ContentPart, MessageBody, TokenizeRequest, ToolCall
 from jaxsgl.frontend.prompts import ChatPrompt
 from jaxsgl.frontend.tokenizer import TemplateOptions, Tokenizer, Turn
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.bodies import StrictJson
-from jaxsgl.frontend.http_api.openai import chat, completions, models, tokenize
+from jaxsgl.frontend.http.bodies import StrictJson
+from jaxsgl.frontend.http.openai import chat, completions, models, tokenize
 
 
 def router(front_end: FrontEnd) -> APIRouter:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.bodies import StrictJson
-from jaxsgl.frontend.http_api.sglang import control, generate
+from jaxsgl.frontend.http.bodies import StrictJson
+from jaxsgl.frontend.http.sglang import control, generate
 
 
 def router(front_end: FrontEnd) -> APIRouter:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, UnsetType
 
-from jaxsgl.frontend.http_api.openai.replies import Head, PromptDetails, Usage
-from jaxsgl.frontend.http_api.openai.schemas import StreamOptions
-from jaxsgl.frontend.http_api.sse import event
+from jaxsgl.frontend.http.openai.replies import Head, PromptDetails, Usage
+from jaxsgl.frontend.http.openai.schemas import StreamOptions
+from jaxsgl.frontend.http.sse import event
 from jaxsgl.frontend.sample import Piece
 
 

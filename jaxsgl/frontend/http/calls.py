@@ -9,7 +9,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.types import Receive
 
-from jaxsgl.frontend.http_api.errors import ClientGone
+from jaxsgl.frontend.http.errors import ClientGone
 
 AnswerT = TypeVar("AnswerT")
 

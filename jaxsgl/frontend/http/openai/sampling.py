@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.http_api.openai.schemas import Sampled
+from jaxsgl.frontend.http.openai.schemas import Sampled
 from jaxsgl.request import MAX_SEED, SamplingParams
 
 # Fields that other servers know and that change the answer. Empty or false, they ask for nothing.

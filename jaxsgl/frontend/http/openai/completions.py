@@ -12,15 +12,15 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.answers import pieces, start_all, whole
-from jaxsgl.frontend.http_api.calls import until_gone
-from jaxsgl.frontend.http_api.openai.choices import Choices
-from jaxsgl.frontend.http_api.openai.models import check_model
-from jaxsgl.frontend.http_api.openai.replies import Head, json_response, new_head
-from jaxsgl.frontend.http_api.openai.sampling import sampling_of
-from jaxsgl.frontend.http_api.openai.schemas import CompletionRequest
-from jaxsgl.frontend.http_api.openai.usage import UsageCounter
-from jaxsgl.frontend.http_api.sse import DONE, EventStream, event
+from jaxsgl.frontend.http.answers import pieces, start_all, whole
+from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.openai.choices import Choices
+from jaxsgl.frontend.http.openai.models import check_model
+from jaxsgl.frontend.http.openai.replies import Head, json_response, new_head
+from jaxsgl.frontend.http.openai.sampling import sampling_of
+from jaxsgl.frontend.http.openai.schemas import CompletionRequest
+from jaxsgl.frontend.http.openai.usage import UsageCounter
+from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.frontend.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.request import Request, SamplingParams
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxsgl.frontend.http_api.openai.logprobs import LEAST, name_of
+from jaxsgl.frontend.http.openai.logprobs import LEAST, name_of
 from jaxsgl.frontend.sample import End, Piece
 from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import TokenLogprob

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxsgl.frontend.http_api.openai.schemas import (
+from jaxsgl.frontend.http.openai.schemas import (
     MAX_INT,
     MAX_TEXTS,
     Body,

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxsgl.frontend.http_api.calls import cut_when_gone
-from jaxsgl.frontend.http_api.errors import event_of
+from jaxsgl.frontend.http.calls import cut_when_gone
+from jaxsgl.frontend.http.errors import event_of
 
 STALL_S = 60.0  # so long may a client not read
 DONE = b"data: [DONE]\n\n"

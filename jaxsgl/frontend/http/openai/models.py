@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import NotFound
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.openai.replies import encode, json_response
+from jaxsgl.frontend.http.openai.replies import encode, json_response
 
 ANY_MODEL = "default"  # what clients may name that don't care
 

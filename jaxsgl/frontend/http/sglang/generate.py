@@ -13,12 +13,12 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.answers import pieces, start_all, whole
-from jaxsgl.frontend.http_api.calls import until_gone
-from jaxsgl.frontend.http_api.openai.replies import encode, json_response
-from jaxsgl.frontend.http_api.sglang.replies import Choice, Writer
-from jaxsgl.frontend.http_api.sglang.schemas import GenerateBody, SamplingBody
-from jaxsgl.frontend.http_api.sse import DONE, EventStream, event
+from jaxsgl.frontend.http.answers import pieces, start_all, whole
+from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.openai.replies import encode, json_response
+from jaxsgl.frontend.http.sglang.replies import Choice, Writer
+from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
+from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.frontend.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.request import Request, SamplingParams
 

@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.answers import start_all, whole
-from jaxsgl.frontend.http_api.calls import until_gone
-from jaxsgl.frontend.http_api.openai.logprobs import chat_logprobs
-from jaxsgl.frontend.http_api.openai.messages import chat_prompt
-from jaxsgl.frontend.http_api.openai.models import check_model
-from jaxsgl.frontend.http_api.openai.replies import (
+from jaxsgl.frontend.http.answers import start_all, whole
+from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.openai.logprobs import chat_logprobs
+from jaxsgl.frontend.http.openai.messages import chat_prompt
+from jaxsgl.frontend.http.openai.models import check_model
+from jaxsgl.frontend.http.openai.replies import (
     ChatChoice,
     ChatDelta,
     Delta,
@@ -25,10 +25,10 @@ from jaxsgl.frontend.http_api.openai.replies import (
     json_response,
     new_head,
 )
-from jaxsgl.frontend.http_api.openai.sampling import sampling_of
-from jaxsgl.frontend.http_api.openai.schemas import ChatRequest
-from jaxsgl.frontend.http_api.openai.usage import UsageCounter
-from jaxsgl.frontend.http_api.sse import DONE, EventStream, event
+from jaxsgl.frontend.http.openai.sampling import sampling_of
+from jaxsgl.frontend.http.openai.schemas import ChatRequest
+from jaxsgl.frontend.http.openai.usage import UsageCounter
+from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.frontend.sample import Piece
 from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.request import Request, SamplingParams

@@ -7,11 +7,11 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.openai.logprobs import name_of
-from jaxsgl.frontend.http_api.openai.messages import chat_prompt
-from jaxsgl.frontend.http_api.openai.models import check_model
-from jaxsgl.frontend.http_api.openai.replies import encode, json_response
-from jaxsgl.frontend.http_api.openai.schemas import DetokenizeRequest, TokenizeRequest
+from jaxsgl.frontend.http.openai.logprobs import name_of
+from jaxsgl.frontend.http.openai.messages import chat_prompt
+from jaxsgl.frontend.http.openai.models import check_model
+from jaxsgl.frontend.http.openai.replies import encode, json_response
+from jaxsgl.frontend.http.openai.schemas import DetokenizeRequest, TokenizeRequest
 from jaxsgl.frontend.prompts import Prompt, TextPrompt
 from jaxsgl.request import check_token_ids
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import uvicorn
 
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api.app import build_app
-from jaxsgl.frontend.http_api.connection import Connection
+from jaxsgl.frontend.http.app import build_app
+from jaxsgl.frontend.http.connection import Connection
 from jaxsgl.frontend.ports import BACKLOG, address_of, take_port
 from jaxsgl.frontend.tls import Certificate
 

@@ -8,10 +8,10 @@ from fastapi import APIRouter, FastAPI
 
 import jaxsgl
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http_api import errors, health, metrics
-from jaxsgl.frontend.http_api.guard import ApiKey, BodyLimit, RequestIds
-from jaxsgl.frontend.http_api.openai import routes as openai
-from jaxsgl.frontend.http_api.sglang import routes as sglang
+from jaxsgl.frontend.http import errors, health, metrics
+from jaxsgl.frontend.http.guard import ApiKey, BodyLimit, RequestIds
+from jaxsgl.frontend.http.openai import routes as openai
+from jaxsgl.frontend.http.sglang import routes as sglang
 
 # Of each module, `router(front_end) -> APIRouter`.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (health.router, metrics.router, openai.router, sglang.router)

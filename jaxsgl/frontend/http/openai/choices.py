@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from jaxsgl.frontend.http_api.openai.logprobs import LogprobsWriter, joined
-from jaxsgl.frontend.http_api.openai.replies import Logprobs, TextChoice
-from jaxsgl.frontend.http_api.openai.usage import UsageCounter
+from jaxsgl.frontend.http.openai.logprobs import LogprobsWriter, joined
+from jaxsgl.frontend.http.openai.replies import Logprobs, TextChoice
+from jaxsgl.frontend.http.openai.usage import UsageCounter
 from jaxsgl.frontend.sample import Piece
 from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import TokenLogprob

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxsgl.frontend.http_api.openai.replies import ChatLogprobs, ChatToken, Logprobs, Top
+from jaxsgl.frontend.http.openai.replies import ChatLogprobs, ChatToken, Logprobs, Top
 from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import TokenLogprob
 
