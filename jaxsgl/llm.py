@@ -17,11 +17,11 @@ from tqdm import tqdm
 
 from jaxsgl.config import BUNDLED_MODEL, EngineConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.sample import Piece, Sample, join
-from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine, TokenLogprob
 from jaxsgl.request import Request, SamplingParams, check_request
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.text.sample import Piece, Sample, join
+from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 from jaxsgl.wiring import build, build_scheduler
 
 Prompt: TypeAlias = str | Sequence[int]

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 COMMON = {"config", "request", "errors", "logs"}
 ALLOWED = {
-    "frontend": {"messages", "ipc"},
+    "text": {"messages"},
+    "frontend": {"messages", "ipc", "text"},
     "scheduler": {"cache", "batch", "messages"},
     "cache": set(),
     "batch": {"cache.pages"},
@@ -20,7 +21,7 @@ ALLOWED = {
     "models": {"pallas_kernels"},
     "weights": {"models", "pallas_kernels"},
 }
-THIRD_PARTY_FREE_OF_JAX = ("scheduler", "cache", "batch", "frontend")
+THIRD_PARTY_FREE_OF_JAX = ("scheduler", "cache", "batch", "text", "frontend")
 
 
 def imports_of(path: Path) -> set[str]:

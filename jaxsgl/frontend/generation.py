@@ -1,7 +1,7 @@
 """From a prompt to pieces of text: what all client protocols share.
 
 Tokenizes and checks a prompt, submits it, and turns the engine's replies into pieces of text and ids. Knows no
-protocol: the services of grpc_api and the endpoints of http call this.
+protocol: the services of grpc and the endpoints of http call this.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from jaxsgl import logs
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, TimedOut
-from jaxsgl.frontend.detokenizer import Detokenizer, NoText
 from jaxsgl.frontend.engine_client import EngineClient, ReplyStream
 from jaxsgl.frontend.metrics import Metrics, Timing
-from jaxsgl.frontend.prompts import Prompt, tokenize
-from jaxsgl.frontend.sample import End, Piece, Sample, join
-from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
 from jaxsgl.request import Request, SamplingParams, check_request
+from jaxsgl.text.detokenizer import Detokenizer, NoText
+from jaxsgl.text.prompts import Prompt, tokenize
+from jaxsgl.text.sample import End, Piece, Sample, join
+from jaxsgl.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARS = 256
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from jaxsgl.frontend.histogram import Histogram, one_two_five
-from jaxsgl.frontend.sample import End
 from jaxsgl.frontend.throughput import Rates, Throughput
 from jaxsgl.messages import EngineInfo, Load
 from jaxsgl.request import FinishReason
+from jaxsgl.text.sample import End
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The server's life: take the ports, start the engine, serve, drain, end. `python -m jaxsgl.serve` runs it.
 
-Owns the order of things at start and end; requests are the business of grpc_api, http and generation.py. The ports
+Owns the order of things at start and end; requests are the business of grpc, http and generation.py. The ports
 are taken and answer (not ready) before the model is loaded, so that a port in use costs no start-up time.
 """
 
@@ -21,7 +21,7 @@ from jaxsgl.config import ServerConfig
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.generation import Generator, ServedModel
-from jaxsgl.frontend.grpc_api.server import GrpcServer
+from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.server import HttpServer
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.ports import is_loopback
@@ -29,9 +29,9 @@ from jaxsgl.frontend.status import StatusLine
 from jaxsgl.frontend.supervisor import ENGINE_COMMAND, EngineSupervisor
 from jaxsgl.frontend.throughput import Throughput
 from jaxsgl.frontend.tls import load_certificate
-from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxsgl.frontend.watchdog import Watchdog
 from jaxsgl.logs import LogStyle
+from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 LATECOMERS_S = 0.2  # calls already on their way are told why; a stopping gRPC server would say CANCELLED
 ENGINE_VERDICT_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine knows better why

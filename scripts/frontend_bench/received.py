@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from frontend_bench.plan import Plan, tokenizer
-from jaxsgl.frontend.detokenizer import ByteDetokenizer, TokenBytes
+from jaxsgl.text.detokenizer import ByteDetokenizer, TokenBytes
 
 
 @dataclass

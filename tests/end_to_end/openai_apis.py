@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxsgl.config import BUNDLED_MODEL
-from jaxsgl.frontend.tokenizer import load_tokenizer
 from jaxsgl.request import SamplingParams
+from jaxsgl.text.tokenizer import load_tokenizer
 from tests.end_to_end.apis import Answer, OverHttp, Prompt, Sample, given, is_chat, same_names
 
 OPENAI_NAMES = same_names(

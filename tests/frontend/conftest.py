@@ -10,7 +10,7 @@ from small_tokenizers import byte_level, save
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
+from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")

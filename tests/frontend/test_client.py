@@ -12,7 +12,7 @@ from fake_engine_process import EOS_ID, Script
 from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request, wait_for
 
 from jaxsgl.client import main
-from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer
+from jaxsgl.text.tokenizer import ChatMessage, Tokenizer
 
 
 @pytest.fixture

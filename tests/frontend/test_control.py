@@ -17,7 +17,6 @@ from sglang_calls import sglang_stub
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
 from jaxsgl.errors import EngineUnavailable, TimedOut
-from jaxsgl.frontend.detokenizer import NoText
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
@@ -25,6 +24,7 @@ from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.frontend.throughput import Throughput
 from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Replies, Reply, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.text.detokenizer import NoText
 
 INFO, LOADS = pb.GetServerInfoRequest(), pb.GetLoadsRequest()
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, TEXT, save
 
-from jaxsgl.frontend.detokenizer import ByteDetokenizer, WindowDetokenizer
-from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
+from jaxsgl.text.detokenizer import ByteDetokenizer, WindowDetokenizer
+from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 REPLACEMENT = "\ufffd"
 

@@ -5,13 +5,13 @@ import asyncio
 import pytest
 
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.frontend.detokenizer import NoText
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.throughput import Throughput
 from jaxsgl.messages import Abort, Load, Replies, Reply, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.text.detokenizer import NoText
 
 REQUEST = Request("r", [5], SamplingParams())
 

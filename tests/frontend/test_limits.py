@@ -18,7 +18,7 @@ from server_process import PATIENCE_S, ServerProcess, ids_request, wait_for
 
 from jaxsgl.errors import Overloaded, TimedOut
 from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.grpc_api.errors import answers_errors, write
+from jaxsgl.frontend.grpc.errors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages import Abort, Replies, Reply, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams

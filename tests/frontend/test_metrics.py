@@ -17,10 +17,10 @@ from jaxsgl.frontend.exposition import TABLE, registry_of
 from jaxsgl.frontend.histogram import Histogram, one_two_five
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.frontend.sample import End
 from jaxsgl.frontend.throughput import Throughput
 from jaxsgl.messages import Load
 from jaxsgl.request import FinishReason
+from jaxsgl.text.sample import End
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 TTFT = "sglang:time_to_first_token_seconds"

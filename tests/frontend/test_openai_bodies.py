@@ -9,7 +9,7 @@ import pytest
 from openai_calls import connect, post, refusal, say
 from server_process import ServerProcess
 
-from jaxsgl.frontend.tokenizer import Tokenizer
+from jaxsgl.text.tokenizer import Tokenizer
 
 JSON = {"content-type": "application/json"}
 

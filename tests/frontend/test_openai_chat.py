@@ -14,8 +14,8 @@ from small_tokenizers import byte_level, save
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.openai.messages import chat_prompt
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
-from jaxsgl.frontend.prompts import ChatPrompt
-from jaxsgl.frontend.tokenizer import TemplateOptions, Tokenizer, load_tokenizer
+from jaxsgl.text.prompts import ChatPrompt
+from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, load_tokenizer
 
 PATH = "/v1/chat/completions"
 

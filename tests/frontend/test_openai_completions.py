@@ -13,7 +13,7 @@ from server_process import ServerProcess, wait_for
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.frontend.tokenizer import Tokenizer
+from jaxsgl.text.tokenizer import Tokenizer
 
 PATH = "/v1/completions"
 

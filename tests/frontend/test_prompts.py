@@ -10,8 +10,8 @@ import pytest
 from small_tokenizers import byte_level, save
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.prompts import INLINE_CHARS, ChatPrompt, IdsPrompt, Prompt, TextPrompt, tokenize
-from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer, load_tokenizer
+from jaxsgl.text.prompts import INLINE_CHARS, ChatPrompt, IdsPrompt, Prompt, TextPrompt, tokenize
+from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 
 
 class Uncopied(Sequence[int]):

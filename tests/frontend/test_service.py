@@ -9,8 +9,8 @@ from server_process import ServerProcess, ids_request, wait_for
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer
 from jaxsgl.request import MAX_SEED
+from jaxsgl.text.tokenizer import ChatMessage, Tokenizer
 
 TEXT = "hello 🦊 龘 world"
 CHAT = [ChatMessage("system", "be brief"), ChatMessage("user", "hello")]

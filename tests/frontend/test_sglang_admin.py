@@ -26,12 +26,12 @@ from smg_grpc_proto.generated import common_pb2
 from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.generation import ServedModel
-from jaxsgl.frontend.grpc_api.sglang.infos import model_info, server_info
-from jaxsgl.frontend.grpc_api.sglang.loads import SECTIONS, Busy, check_loads_request, load_record, loads_response
-from jaxsgl.frontend.grpc_api.sglang.tokenizer_files import CHUNK_BYTES, chunks, zip_tokenizer
+from jaxsgl.frontend.grpc.sglang.infos import model_info, server_info
+from jaxsgl.frontend.grpc.sglang.loads import SECTIONS, Busy, check_loads_request, load_record, loads_response
+from jaxsgl.frontend.grpc.sglang.tokenizer_files import CHUNK_BYTES, chunks, zip_tokenizer
 from jaxsgl.frontend.throughput import Rates
-from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxsgl.messages import EngineInfo, Load
+from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 Stub = pb_grpc.SglangSchedulerStub
 SERVICE = "sglang.grpc.scheduler.SglangScheduler"

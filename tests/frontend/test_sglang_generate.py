@@ -12,7 +12,7 @@ from sglang_calls import ask, completions, refusal
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 
-from jaxsgl.frontend.tokenizer import Tokenizer
+from jaxsgl.text.tokenizer import Tokenizer
 
 Stub = pb_grpc.SglangSchedulerStub
 PROMPT = (5, 6, 7, 8)

@@ -11,7 +11,7 @@ from fake_engine_process import EOS_ID, Script
 from http_calls import client, error_of, events, generate_body, report
 from server_process import ServerProcess, ids_request, wait_for
 
-from jaxsgl.frontend.tokenizer import Tokenizer
+from jaxsgl.text.tokenizer import Tokenizer
 
 TEXT = "hello 🦊 龘 world"
 

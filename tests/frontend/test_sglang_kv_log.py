@@ -8,10 +8,10 @@ import pytest
 
 from jaxsgl.config import Limits
 from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.grpc_api.sglang.kv_log import DataLoss, KvLog, OutOfRange
-from jaxsgl.frontend.grpc_api.sglang.kv_messages import batch_of, snapshot_chunks
-from jaxsgl.frontend.grpc_api.sglang.kv_stream import KvStream
-from jaxsgl.frontend.grpc_api.sglang.loads import Busy
+from jaxsgl.frontend.grpc.sglang.kv_log import DataLoss, KvLog, OutOfRange
+from jaxsgl.frontend.grpc.sglang.kv_messages import batch_of, snapshot_chunks
+from jaxsgl.frontend.grpc.sglang.kv_stream import KvStream
+from jaxsgl.frontend.grpc.sglang.loads import Busy
 from jaxsgl.frontend.throughput import Rates
 from jaxsgl.messages import CacheCleared, CacheEvents, EngineInfo, PagesRemoved, PagesStored, ToEngine, WatchCache
 

@@ -7,7 +7,7 @@ from sglang_calls import ask
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.grpc_api.sglang.sampling import wish_of
+from jaxsgl.frontend.grpc.sglang.sampling import wish_of
 from jaxsgl.request import SamplingParams
 
 

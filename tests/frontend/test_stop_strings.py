@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_tokenizers import KINDS, save
 
-from jaxsgl.frontend.sample import Piece, Sample, join
-from jaxsgl.frontend.stop_strings import StopStrings
-from jaxsgl.frontend.tokenizer import Tokenizer, load_tokenizer
 from jaxsgl.messages import Reply
 from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.text.sample import Piece, Sample, join
+from jaxsgl.text.stop_strings import StopStrings
+from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")

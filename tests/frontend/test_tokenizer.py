@@ -8,7 +8,7 @@ from small_tokenizers import KINDS, TEXT, byte_fallback, byte_level, save
 from tokenizers import AddedToken
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.frontend.tokenizer import ChatMessage, Tokenizer, load_tokenizer
+from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 
 
 def test_text_comes_back_from_its_ids(tokenizer: Tokenizer) -> None:

@@ -10,8 +10,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from jaxsgl.frontend.generation import Generation, Generator
-from jaxsgl.frontend.sample import Piece
 from jaxsgl.request import Request
+from jaxsgl.text.sample import Piece
 
 
 @contextlib.contextmanager

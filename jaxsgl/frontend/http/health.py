@@ -9,8 +9,8 @@ from fastapi import APIRouter
 
 from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.prompts import IdsPrompt
 from jaxsgl.request import SamplingParams
+from jaxsgl.text.prompts import IdsPrompt
 
 GENERATE_S = 20.0  # for one token, as in SGLang
 

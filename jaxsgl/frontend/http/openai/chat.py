@@ -29,9 +29,9 @@ from jaxsgl.frontend.http.openai.sampling import sampling_of
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
 from jaxsgl.frontend.http.openai.usage import UsageCounter
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.frontend.sample import Piece
-from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.request import Request, SamplingParams
+from jaxsgl.text.sample import Piece
+from jaxsgl.text.tokenizer import Tokenizer
 
 
 def add_routes(router: APIRouter, front_end: FrontEnd) -> None:

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from jaxsgl.frontend.http.openai.logprobs import LogprobsWriter, joined
 from jaxsgl.frontend.http.openai.replies import Logprobs, TextChoice
 from jaxsgl.frontend.http.openai.usage import UsageCounter
-from jaxsgl.frontend.sample import Piece
-from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason, Request
+from jaxsgl.text.sample import Piece
+from jaxsgl.text.tokenizer import Tokenizer
 
 
 class Choices:

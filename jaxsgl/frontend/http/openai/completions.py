@@ -21,8 +21,8 @@ from jaxsgl.frontend.http.openai.sampling import sampling_of
 from jaxsgl.frontend.http.openai.schemas import CompletionRequest
 from jaxsgl.frontend.http.openai.usage import UsageCounter
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.frontend.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.request import Request, SamplingParams
+from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_CHOICES = 1024  # prompts times n

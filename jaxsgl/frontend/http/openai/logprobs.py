@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxsgl.frontend.http.openai.replies import ChatLogprobs, ChatToken, Logprobs, Top
-from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import TokenLogprob
+from jaxsgl.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no minus infinity
 

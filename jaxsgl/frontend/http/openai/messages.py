@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, ContentPart, MessageBody, TokenizeRequest, ToolCall
-from jaxsgl.frontend.prompts import ChatPrompt
-from jaxsgl.frontend.tokenizer import TemplateOptions, Tokenizer, Turn
+from jaxsgl.text.prompts import ChatPrompt
+from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn
 
 
 def chat_prompt(body: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, with_tools: bool = True) -> ChatPrompt:

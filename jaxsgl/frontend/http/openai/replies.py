@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from jaxsgl.frontend.sample import End
+from jaxsgl.text.sample import End
 
 encode = msgspec.json.Encoder().encode
 

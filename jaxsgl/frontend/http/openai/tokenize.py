@@ -12,8 +12,8 @@ from jaxsgl.frontend.http.openai.messages import chat_prompt
 from jaxsgl.frontend.http.openai.models import check_model
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.schemas import DetokenizeRequest, TokenizeRequest
-from jaxsgl.frontend.prompts import Prompt, TextPrompt
 from jaxsgl.request import check_token_ids
+from jaxsgl.text.prompts import Prompt, TextPrompt
 
 
 def add_routes(router: APIRouter, front_end: FrontEnd) -> None:

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from jaxsgl.frontend.http.openai.replies import Head, PromptDetails, Usage
 from jaxsgl.frontend.http.openai.schemas import StreamOptions
 from jaxsgl.frontend.http.sse import event
-from jaxsgl.frontend.sample import Piece
+from jaxsgl.text.sample import Piece
 
 
 class UsageCounter:

@@ -19,8 +19,8 @@ from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Choice, Writer
 from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.frontend.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.request import Request, SamplingParams
+from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 
 MAX_CHOICES = 1024  # prompts times n
 # Fields of SGLang's that change the answer and that aren't built. Empty or false, they ask for nothing.

@@ -10,10 +10,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from jaxsgl.frontend.http.openai.logprobs import LEAST, name_of
-from jaxsgl.frontend.sample import End, Piece
-from jaxsgl.frontend.tokenizer import Tokenizer
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason, Request
+from jaxsgl.text.sample import End, Piece
+from jaxsgl.text.tokenizer import Tokenizer
 
 Scored: TypeAlias = tuple[float | None, int, str | None]  # log-probability, token id, its text if asked for
 Tops: TypeAlias = list[list[Scored] | None]

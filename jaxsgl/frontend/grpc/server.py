@@ -9,12 +9,12 @@ from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.grpc_api import jaxsgl_service
-from jaxsgl.frontend.grpc_api.guard import ApiKeyInterceptor
-from jaxsgl.frontend.grpc_api.jaxsgl_service import JaxsglService
-from jaxsgl.frontend.grpc_api.malformed import MalformedInterceptor
-from jaxsgl.frontend.grpc_api.sglang import service as sglang_service
-from jaxsgl.frontend.grpc_api.sglang.service import SglangService
+from jaxsgl.frontend.grpc import jaxsgl as jaxsgl_service
+from jaxsgl.frontend.grpc.guard import ApiKeyInterceptor
+from jaxsgl.frontend.grpc.jaxsgl import JaxsglService
+from jaxsgl.frontend.grpc.malformed import MalformedInterceptor
+from jaxsgl.frontend.grpc.sglang import service as sglang_service
+from jaxsgl.frontend.grpc.sglang.service import SglangService
 from jaxsgl.frontend.ports import address_of, take_port
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.frontend.tls import Certificate

@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.errors import JaxsglError
 from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.grpc_api.sglang.kv_messages import batch_of, num_blocks, snapshot_chunks
+from jaxsgl.frontend.grpc.sglang.kv_messages import batch_of, num_blocks, snapshot_chunks
 from jaxsgl.messages import CacheEvents, News, PagesStored, WatchCache
 
 MAX_BATCHES = 4096

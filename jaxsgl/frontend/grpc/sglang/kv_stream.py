@@ -14,8 +14,8 @@ from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.grpc_api.sglang.kv_log import KvLog
-from jaxsgl.frontend.grpc_api.sglang.loads import Busy, load_record
+from jaxsgl.frontend.grpc.sglang.kv_log import KvLog
+from jaxsgl.frontend.grpc.sglang.loads import Busy, load_record
 from jaxsgl.messages import Load
 
 LOOK_S = 0.1  # so often the load is looked at, and told alone if it changed

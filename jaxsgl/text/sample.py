@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from jaxsgl.frontend.detokenizer import Detokenizer
-from jaxsgl.frontend.stop_strings import StopStrings
 from jaxsgl.messages import Reply, TokenLogprob
 from jaxsgl.request import FinishReason, Request
+from jaxsgl.text.detokenizer import Detokenizer
+from jaxsgl.text.stop_strings import StopStrings
 
 
 class End(msgspec.Struct, frozen=True):

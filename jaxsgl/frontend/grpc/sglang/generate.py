@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
-from jaxsgl.frontend.grpc_api.sglang.sampling import Wish
-from jaxsgl.frontend.sample import End, Piece
+from jaxsgl.frontend.grpc.sglang.sampling import Wish
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason
+from jaxsgl.text.sample import End, Piece
 
 
 class Responses:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.frontend.detokenizer import ByteDetokenizer, Detokenizer, NoText, TokenBytes, WindowDetokenizer
+from jaxsgl.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, TokenBytes, WindowDetokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 _MIN_MAX_TOKEN_BYTES = 64

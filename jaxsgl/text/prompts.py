@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.tokenizer import TemplateOptions, Tokenizer, Turn
+from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn
 
 INLINE_CHARS = 1000  # longer prompts are tokenized in a thread: about a millisecond on the event loop
 

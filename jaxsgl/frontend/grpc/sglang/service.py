@@ -19,16 +19,16 @@ from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.errors import EngineUnavailable, NotFound, Unsupported
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.grpc_api.errors import answers_errors, write
-from jaxsgl.frontend.grpc_api.sglang import admin
-from jaxsgl.frontend.grpc_api.sglang.generate import Responses
-from jaxsgl.frontend.grpc_api.sglang.infos import model_info, server_info
-from jaxsgl.frontend.grpc_api.sglang.kv_log import KvLog
-from jaxsgl.frontend.grpc_api.sglang.kv_stream import KvStream
-from jaxsgl.frontend.grpc_api.sglang.loads import Busy, check_loads_request, loads_response
-from jaxsgl.frontend.grpc_api.sglang.sampling import wish_of
-from jaxsgl.frontend.grpc_api.sglang.tokenizer_files import chunks, zip_tokenizer
-from jaxsgl.frontend.prompts import IdsPrompt
+from jaxsgl.frontend.grpc.errors import answers_errors, write
+from jaxsgl.frontend.grpc.sglang import admin
+from jaxsgl.frontend.grpc.sglang.generate import Responses
+from jaxsgl.frontend.grpc.sglang.infos import model_info, server_info
+from jaxsgl.frontend.grpc.sglang.kv_log import KvLog
+from jaxsgl.frontend.grpc.sglang.kv_stream import KvStream
+from jaxsgl.frontend.grpc.sglang.loads import Busy, check_loads_request, loads_response
+from jaxsgl.frontend.grpc.sglang.sampling import wish_of
+from jaxsgl.frontend.grpc.sglang.tokenizer_files import chunks, zip_tokenizer
+from jaxsgl.text.prompts import IdsPrompt
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
 HEALTH_LIMIT_S = 4.0  # gateways wait 5 s

@@ -16,13 +16,13 @@ import jaxsgl
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.generation import ServedModel
-from jaxsgl.frontend.grpc_api.errors import answers_errors, write
-from jaxsgl.frontend.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
+from jaxsgl.frontend.grpc.errors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.frontend.sample import Piece
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason, SamplingParams
+from jaxsgl.text.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
+from jaxsgl.text.sample import Piece
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Jaxsgl"].full_name
 _LIBRARIES = ("jax", "jaxlib", "flax", "transformers", "tokenizers", "grpcio", "protobuf", "numpy")
