@@ -1,7 +1,7 @@
 """The names under which Prometheus sees the metrics, and their conversion into its families.
 
 Where a metric of SGLang or vLLM means the same as ours, ours goes by that name as well, so that their dashboards show
-it; what only we have starts with `jaxsgl:`. http/metrics.py serves the result.
+it; what only we have starts with `jaxsgl:`. http/health.py serves the result.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.generation import Generator, ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
-from jaxsgl.frontend.http.server import HttpServer
+from jaxsgl.frontend.http.app import HttpServer
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.ports import is_loopback
 from jaxsgl.frontend.status import StatusLine

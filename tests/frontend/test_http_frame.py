@@ -16,7 +16,7 @@ from server_process import PATIENCE_S, ServerProcess
 from starlette.testclient import TestClient
 
 from jaxsgl.frontend.http import errors
-from jaxsgl.frontend.http.guard import BodyLimit, RequestIds
+from jaxsgl.frontend.http.middleware import BodyLimit, RequestIds
 
 JSON = {"content-type": "application/json"}
 

@@ -26,7 +26,7 @@ from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.http import errors
-from jaxsgl.frontend.http.connection import Connection
+from jaxsgl.frontend.http.middleware import Connection
 from jaxsgl.frontend.http.sse import EventStream, event
 from jaxsgl.frontend.server import Server
 

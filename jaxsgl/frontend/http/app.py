@@ -1,31 +1,87 @@
-"""The HTTP application: its routers and what holds for all of them."""
+"""The HTTP port: the application with all its routes, and the uvicorn server that runs it on our socket.
+
+Knows the order of routers and middleware and nothing of what an endpoint does. frontend/server.py starts and stops it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 
+import uvicorn
 from fastapi import APIRouter, FastAPI
 
 import jaxsgl
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http import errors, health, metrics
-from jaxsgl.frontend.http.guard import ApiKey, BodyLimit, RequestIds
+from jaxsgl.frontend.http import errors, health
+from jaxsgl.frontend.http.middleware import ApiKey, BodyLimit, Connection, RequestIds
 from jaxsgl.frontend.http.openai import routes as openai
 from jaxsgl.frontend.http.sglang import routes as sglang
+from jaxsgl.frontend.ports import BACKLOG, address_of, take_port
+from jaxsgl.frontend.tls import Certificate
 
-# Of each module, `router(front_end) -> APIRouter`.
-ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (health.router, metrics.router, openai.router, sglang.router)
+# `router(front_end) -> APIRouter` of each module.
+ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (health.router, openai.router, sglang.router)
+SHUTDOWN_GRACE_S = 1.0  # for final answers to reach their clients before connections close
+POLL_S = 0.01
 
 
 def build_app(front_end: FrontEnd) -> FastAPI:
-    """All endpoints, for `front_end`."""
+    """Returns the application with every endpoint, for `front_end`."""
     app = FastAPI(title="jaxsgl", version=jaxsgl.__version__, responses=errors.RESPONSES, redoc_url=None)
     errors.add_handlers(app)
     for router in ROUTERS:
         app.include_router(router(front_end))
-    # The last one added is the first that a request passes.
+    # The middleware added last is the first that a request passes.
     app.add_middleware(BodyLimit, max_bytes=front_end.config.max_request_bytes)
     if front_end.config.api_key is not None:
         app.add_middleware(ApiKey, key=front_end.config.api_key)
     app.add_middleware(RequestIds)
     return app
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to frontend/server.py."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+
+class HttpServer:
+    """Serves HTTP from `start` to `stop`. Must be made inside the event loop."""
+
+    def __init__(self, front_end: FrontEnd, certificate: Certificate | None) -> None:
+        self._config = front_end.config
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                build_app(front_end),
+                http=Connection,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                backlog=BACKLOG,
+                ssl_certfile=None if certificate is None else certificate.certfile,
+                ssl_keyfile=None if certificate is None else certificate.keyfile,
+                server_header=False,
+                timeout_graceful_shutdown=round(SHUTDOWN_GRACE_S),
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Takes the port and returns its address. Raises `StartupError`."""
+        socket = take_port(self._config.host, self._config.port, "--port")
+        self._serving = asyncio.create_task(self._server.serve([socket]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(POLL_S)
+        return address_of(self._config.host, socket.getsockname()[1])
+
+    async def stop(self) -> None:
+        """Closes all connections."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await self._serving

@@ -1,23 +1,94 @@
-"""What holds for every call of an endpoint that takes long: it ends when its client leaves."""
+"""One HTTP call and its engine requests: they start together, the first that fails ends all, and so does the client.
+
+Knows no format: endpoints pass in prepared requests and get pieces back. Choices are numbered prompt by prompt: the
+number of a choice is its prompt's number times n, plus its sample's number.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from typing import TypeVar
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.generation import Generation, Generator
 from jaxsgl.frontend.http.errors import ClientGone
+from jaxsgl.request import Request
+from jaxsgl.text.sample import Piece
+
+MAX_CHOICES = 1024  # of one HTTP call: prompts times n
 
 AnswerT = TypeVar("AnswerT")
 
 
-async def until_gone(request: Request, answer: Awaitable[AnswerT]) -> AnswerT:
-    """Returns what `answer` gives; cancels it and raises `ClientGone` when the client leaves before.
+def check_num_choices(num_prompts: int, n: int) -> None:
+    """Raises `InvalidRequest` if one call asks for too many choices."""
+    if num_prompts * n > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{num_prompts} prompts times n={n} are {num_prompts * n} choices, but a request may have {MAX_CHOICES}: "
+            "send less at once"
+        )
 
-    For endpoints whose body has been read.
+
+@contextlib.contextmanager
+def start_all(generator: Generator, requests: Sequence[Request]) -> Iterator[list[Generation]]:
+    """Submits prepared requests. Leaving the block before they end aborts them. Raises as `Generator.start`."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(generator.start(request)) for request in requests]
+
+
+async def whole(generations: Sequence[Generation]) -> list[Piece]:
+    """Waits for the end and returns each choice as one piece, in the order of the choices' numbers."""
+    tasks = [asyncio.create_task(generation.whole()) for generation in generations]
+    try:
+        return [piece for pieces in await asyncio.gather(*tasks) for piece in pieces]
+    finally:
+        await _cancel(tasks)
+
+
+async def pieces(generations: Sequence[Generation], n: int) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Yields (number of the choice, piece) as pieces arrive."""
+    if len(generations) == 1:
+        async for piece in generations[0]:
+            yield piece.index, piece
+        return
+    arrived: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue(maxsize=len(generations))
+
+    async def forward(prompt: int, generation: Generation) -> None:
+        try:
+            async for piece in generation:
+                await arrived.put((prompt * n + piece.index, piece))
+        except Exception as error:  # raised below, where the pieces are read
+            await arrived.put(error)
+
+    tasks = [asyncio.create_task(forward(*numbered)) for numbered in enumerate(generations)]
+    try:
+        running = len(generations) * n
+        while running:
+            got = await arrived.get()
+            if isinstance(got, Exception):
+                raise got
+            if got[1].end is not None:
+                running -= 1
+            yield got
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[object]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def until_gone(request: HttpRequest, answer: Awaitable[AnswerT]) -> AnswerT:
+    """Returns the result of `answer`; if the client leaves first, cancels it and raises `ClientGone`.
+
+    For endpoints whose body has been read: only the disconnect can still arrive then.
     """
     try:
         async with asyncio.timeout(None) as cut:
@@ -36,4 +107,4 @@ async def cut_when_gone(receive: Receive, cut: asyncio.Timeout) -> None:
     """Ends the block of `cut` when the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    cut.reschedule(0.0)  # a time long past: now
+    cut.reschedule(0.0)  # a time long past, so the block ends now

@@ -1,24 +1,32 @@
-"""GET /health and /health_generate: whether requests make sense now."""
+"""GET /health, /health_generate and /metrics: what probes and scrapers ask, without a key.
+
+Reads the watchdog and the metrics; decides neither. app.py includes the router.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
+from prometheus_client import generate_latest
 
 from jaxsgl.errors import EngineUnavailable, Overloaded
+from jaxsgl.frontend.exposition import registry_of
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.request import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
 
 GENERATE_S = 20.0  # for one token, as in SGLang
+# Never OpenMetrics, even if the client prefers it: there, prometheus_client writes colons of names as underscores.
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def router(front_end: FrontEnd) -> APIRouter:
-    """The endpoints, for `front_end`."""
+    """Returns the endpoints, for `front_end`."""
     api = APIRouter()
     probe = _Probe(front_end)
+    registry = registry_of(front_end.metrics, front_end.config.model_name)
 
     @api.get("/health")
     async def health() -> dict[str, str]:
@@ -34,6 +42,11 @@ def router(front_end: FrontEnd) -> APIRouter:
             await probe.run()
         return {"status": "ok"}
 
+    @api.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
+    async def metrics() -> Response:
+        """All metrics in Prometheus' text format."""
+        return Response(generate_latest(registry), headers={"content-type": METRICS_CONTENT_TYPE})
+
     return api
 
 
@@ -44,7 +57,7 @@ def _check(front_end: FrontEnd) -> None:
 
 
 class _Probe:
-    """Generates one token. Clients need no key for it, so all who ask at the same time share one."""
+    """Generates one token. Callers need no key, so all that ask at the same time share one request."""
 
     def __init__(self, front_end: FrontEnd) -> None:
         self._front_end = front_end
@@ -66,7 +79,7 @@ class _Probe:
                 with generator.start(request) as generation:
                     await generation.whole()
         except Overloaded:
-            pass  # a full queue, said by the engine itself; whether it steps is the watchdog's business
+            pass  # a full queue, reported by the engine itself; the watchdog knows whether the engine steps
         except TimeoutError:
             if engine.load.steps_total == steps:
                 raise EngineUnavailable(f"the engine has made no token within {GENERATE_S:g} s") from None

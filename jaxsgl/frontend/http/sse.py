@@ -1,7 +1,8 @@
-"""Answers as server-sent events: flow control, and an end when the client leaves or stops reading.
+"""Sends an answer as server-sent events, with flow control, and ends it when the client leaves or stops reading.
 
-Knows no event's content; endpoints hand over bytes. Uvicorn's write buffer (64 KiB) does the flow control: `send`
-blocks while the client doesn't read, and replies that come meanwhile wait, merged and bounded, in engine_client.py.
+Knows nothing of an event's content; endpoints pass in bytes. Uvicorn's write buffer (64 KiB) does the flow control:
+`send` blocks while the client doesn't read. Replies that arrive meanwhile wait in the engine client, merged and
+bounded.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from starlette.types import Receive, Scope, Send
 from jaxsgl.frontend.http.calls import cut_when_gone
 from jaxsgl.frontend.http.errors import event_of
 
-STALL_S = 60.0  # so long may a client not read
+STALL_S = 60.0  # how long a client may read nothing
 DONE = b"data: [DONE]\n\n"
 
 logger = logging.getLogger(__name__)
 
 
 def event(data: bytes) -> bytes:
-    """The event that holds `data`, which has no line break (JSON)."""
+    """Returns the event that holds `data`, which must have no line break (JSON has none)."""
     return b"data: " + data + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends `events` (each ended by an empty line) as they come.
+    """Sends `events` (each ended by an empty line) as they arrive.
 
-    The status goes out with the first event, so an error before it is answered as any other error; a later one becomes
-    the last event. However the answer ends, `events` is closed before, so that what it holds open is left at once:
-    by the client's departure, or if the client reads nothing for `stall_s` seconds, which breaks its connection.
+    The status is sent with the first event, so an error before it is answered like any other error. A later error
+    becomes the last event. A client that reads nothing for `stall_s` seconds has its connection broken. However the
+    answer ends, `events` is closed first, so that the requests it holds open are aborted at once.
     """
 
     media_type = "text/event-stream"
@@ -46,7 +47,7 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """An ASGI application."""
         try:
             async with asyncio.timeout(None) as cut:
                 watchers = [
@@ -54,7 +55,7 @@ class EventStream(Response):
                     asyncio.create_task(self._cut_when_stalled(scope, cut)),
                 ]
                 try:
-                    # In a task of its own, so that an event doesn't wake a chain of some 20 middlewares.
+                    # A task of its own: otherwise each event would wake a chain of some 20 coroutines.
                     await asyncio.create_task(self._send_all(send))
                 finally:
                     for watcher in watchers:
@@ -78,12 +79,12 @@ class EventStream(Response):
                 self._blocked_since_s = now_s()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 self._blocked_since_s = None
-        except Exception as error:  # the status is out
+        except Exception as error:  # the status has been sent
             await send({"type": "http.response.body", "body": event_of(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _cut_when_stalled(self, scope: Scope, cut: asyncio.Timeout) -> None:
-        """Looks now and then, since a timer for each event would cost more than the event."""
+        """Checks now and then: a timer for each event would cost more than the event."""
         while True:
             await asyncio.sleep(self._stall_s / 4)
             since_s = self._blocked_since_s

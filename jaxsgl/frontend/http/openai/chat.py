@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http.answers import start_all, whole
-from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.calls import start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.logprobs import chat_logprobs
 from jaxsgl.frontend.http.openai.messages import chat_prompt
 from jaxsgl.frontend.http.openai.models import check_model

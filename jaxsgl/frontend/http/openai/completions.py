@@ -12,8 +12,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http.answers import pieces, start_all, whole
-from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.choices import Choices
 from jaxsgl.frontend.http.openai.models import check_model
 from jaxsgl.frontend.http.openai.replies import Head, json_response, new_head
@@ -25,7 +24,6 @@ from jaxsgl.request import Request, SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_CHOICES = 1024  # prompts times n
 
 
 def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
@@ -37,11 +35,7 @@ def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
         check_model(front_end, body.model)
         prompts = _prompts(body)
         sampling = _sampling(body)
-        if len(prompts) * sampling.n > MAX_CHOICES:
-            raise InvalidRequest(
-                f"{len(prompts)} prompts times n={sampling.n} are {len(prompts) * sampling.n} choices, but a request "
-                f"may have {MAX_CHOICES}: send less at once"
-            )
+        check_num_choices(len(prompts), sampling.n)
         head = new_head("cmpl", "text_completion", front_end.config.model_name)
         priority = body.priority or 0
         requests: list[Request] = []

@@ -13,8 +13,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http.answers import pieces, start_all, whole
-from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Choice, Writer
 from jaxsgl.frontend.http.sglang.schemas import GenerateBody, SamplingBody
@@ -22,7 +21,6 @@ from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 
-MAX_CHOICES = 1024  # prompts times n
 # Fields of SGLang's that change the answer and that aren't built. Empty or false, they ask for nothing.
 NOT_BUILT = (
     "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path", "return_hidden_states",
@@ -95,11 +93,7 @@ def _check_counts(prompts: Sequence[Prompt], each: Sequence[SamplingBody]) -> No
     n = each[0].n
     if any(params.n != n for params in each):
         raise InvalidRequest("n differs between the entries of sampling_params: send such prompts apart")
-    if len(prompts) * n > MAX_CHOICES:
-        raise InvalidRequest(
-            f"{len(prompts)} prompts times n={n} are {len(prompts) * n} choices, but a request may have "
-            f"{MAX_CHOICES}: send less at once"
-        )
+    check_num_choices(len(prompts), n)
 
 
 def _ids(rid: str | list[str] | None, prompts: Sequence[Prompt]) -> list[str]:
