@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepArrays, StepInputs
-from jaxsgl.batch.logit_edits import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
+from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray, slots_of, tokens_in
 from jaxsgl.messages import Load, News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import MAX_TOP_LOGPROBS

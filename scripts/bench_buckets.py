@@ -40,9 +40,7 @@ from simulation.engine import capacity_on
 from workloads.jobs import Job, Lengths, random_jobs
 from workloads.models import SHAPES, write_config
 
-from jaxsgl.batch.auto_buckets import buckets_of
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.config import EngineConfig, add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.programs import all_keys

@@ -1,4 +1,4 @@
-"""Products of activations and weights on this machine's CPU, in every form that jaxsgl.models.products chooses from.
+"""Products of activations and weights on this machine's CPU, in every form that jaxsgl.models.precision chooses from.
 
     python scripts/bench_products.py
     python scripts/bench_products.py --rows 1 2 8 32 --weights 12288x4096 4096x12288 --json products.json
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from kernel_bench.runners import JaxRunner, Prepared, time_in_turns
 
-from jaxsgl.models.products import weights_first
+from jaxsgl.models.precision import weights_first
 from pallas_kernels.native import product as native
 from pallas_kernels.native.library import has_pairs
 

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsgl.batch.logit_edits import pack_edits, row_setup
+from jaxsgl.batch.sampling import pack_edits, row_setup
 from jaxsgl.engine import edits
-from jaxsgl.engine.mesh import make_mesh
 from jaxsgl.engine.step import SAMPLING_FIELDS, featured_step, sample_step
 from jaxsgl.request import SamplingParams
+from jaxsgl.weights.sharding import make_mesh
 
 SHAPES = "32x1024,8x151936"
 CALLS, REPEATS = 5, 7

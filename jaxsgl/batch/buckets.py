@@ -9,17 +9,57 @@ be padded much (scheduler/chunks.py). Knows nothing about requests.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket
+from jaxsgl.cache.pages import pages_for, tokens_in
+from jaxsgl.config import EngineConfig, Limits
 from jaxsgl.errors import ConfigError
 
 MIN_EXTEND_TOKENS = 16
 VARIANTS = ((False, False), (True, False), (True, True))  # sampled, featured
 MIN_DECODE_STEP = 32  # rows; smaller sizes double, since every program costs seconds to compile
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one engine can hold.
+
+    Attributes:
+      page_size: tokens per page.
+      num_pages: pages in the pool, the dummy page 0 included.
+      num_rows: requests running at once; row `num_rows` is the dummy row of padding.
+      context_length: tokens of one request at most.
+      max_extend_tokens: tokens of one extend step at most.
+      vocab_size: size of the vocabulary.
+    """
+
+    page_size: int
+    num_pages: int
+    num_rows: int
+    context_length: int
+    max_extend_tokens: int
+    vocab_size: int
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that all pages but the dummy page hold."""
+        return tokens_in(self.num_pages - 1, self.page_size)
+
+    @property
+    def max_pages_per_seq(self) -> int:
+        """Width P of page tables: pages of a request that fills the context."""
+        return pages_for(self.context_length, self.page_size)
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are checked against."""
+        return Limits(self.vocab_size, self.context_length, self.pool_tokens)
 
 
 @dataclass(frozen=True)
@@ -113,3 +153,43 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
         sizes.append(first)
         first *= 2
     return (*sizes, last)
+
+
+def buckets_of(config: EngineConfig, capacity: Capacity) -> BucketSet:
+    """The shapes that `config` asks for. Raises `ConfigError` if they can't be read or don't reach the capacity."""
+    if config.auto_buckets is None:
+        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, config.decode_steps)
+    path = Path(config.auto_buckets)
+    suggested = _suggested(path)
+    decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")
+    extend = _sizes(
+        path, suggested, "extend_buckets", capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"
+    )
+    return BucketSet.derive(capacity, decode, extend, config.decode_steps)
+
+
+def _suggested(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--auto-buckets {path} can't be read as JSON: {error}") from error
+    suggested = found.get("suggested") if isinstance(found, dict) else None
+    if not isinstance(suggested, dict):
+        raise ConfigError(
+            f'--auto-buckets {path} holds no object "suggested": name a file that scripts/bench_buckets.py --json wrote'
+        )
+    return suggested
+
+
+def _sizes(path: Path, suggested: dict[str, Any], name: str, largest: int, what: str, flag: str) -> tuple[int, ...]:
+    """The sizes up to the first that holds `largest`."""
+    sizes = suggested.get(name)
+    if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size >= 1 for size in sizes):
+        raise ConfigError(f"--auto-buckets {path}: {name} is {sizes!r}, but must be a list of numbers of 1 and more")
+    sizes = sorted(set(sizes))
+    if sizes[-1] < largest:
+        raise ConfigError(
+            f"--auto-buckets {path} was made for {sizes[-1]} {what}, but there may be {largest}: run "
+            f"scripts/bench_buckets.py with the flags of this server, or use {flag} {sizes[-1]}"
+        )
+    return tuple(sizes[: bisect_left(sizes, largest) + 1])

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepFeatures, StepInputs, host_views, packed_len
-from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, slots_at, slots_of
 
 

@@ -143,7 +143,7 @@ class StepFeatures:
 
     Attributes:
       edit_rows: `[S]` row of the edit tables of each sequence; the dummy row where logits stay as they are.
-      row_setups: arrays of `logit_edits.row_setup`, to be written to the tables before the batch runs.
+      row_setups: arrays of `sampling.row_setup`, to be written to the tables before the batch runs.
       logprobs: whether the log-probabilities of the batch's tokens are wanted.
     """
 

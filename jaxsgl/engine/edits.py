@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxsgl.batch.logit_edits import EDITS_LEN, IDS, PENALTIES, UNTIL, VALUES, neutral_edits
-from jaxsgl.engine.mesh import replicated
+from jaxsgl.batch.sampling import EDITS_LEN, IDS, PENALTIES, UNTIL, VALUES, neutral_edits
+from jaxsgl.weights.sharding import replicated
 
 
 class EditTables(NamedTuple):
     """By row, the dummy row last, whose edits change nothing.
 
     Attributes:
-      edits: `[rows + 1, EDITS_LEN]` int32, see `batch/logit_edits.py`.
+      edits: `[rows + 1, EDITS_LEN]` int32, see `batch/sampling.py`.
       counts: `[rows + 1, V]` int32, twice a token's number in the output, plus 1 if it stands in the prompt.
     """
 
@@ -43,7 +43,7 @@ def allocate(num_rows: int, vocab_size: int, mesh: Mesh) -> EditTables:
 
 
 def set_row(tables: EditTables, setup: jax.Array) -> EditTables:
-    """Writes one row of both; `setup` is `logit_edits.row_setup`."""
+    """Writes one row of both; `setup` is `sampling.row_setup`."""
     row, edits, counts = setup[0], setup[1 : 1 + EDITS_LEN], setup[1 + EDITS_LEN :]
     return EditTables(tables.edits.at[row].set(edits), tables.counts.at[row].set(counts))
 

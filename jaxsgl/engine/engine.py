@@ -9,29 +9,30 @@ from one thread.
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.auto_buckets import buckets_of
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, buckets_of
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
-from jaxsgl.engine import edits, profiler
-from jaxsgl.engine.kv_buffers import allocate
-from jaxsgl.engine.logprobs import Logprobs
-from jaxsgl.engine.mesh import make_mesh, replicated
+from jaxsgl.engine import edits
 from jaxsgl.engine.programs import Programs, ProgramSpec
+from jaxsgl.engine.sampler import Logprobs
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
+from jaxsgl.engine.state import allocate
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.weights import load_params, random_params, resolve_model_folder
+from jaxsgl.weights.sharding import make_mesh, replicated
 
 logger = logging.getLogger(__name__)
 
@@ -165,12 +166,19 @@ class Engine:
         return DeviceHandle(inputs, out.tokens, sampled, forwarded.prompt_scores)
 
     def start_profile(self, folder: str) -> None:
-        """Records a trace; see `profiler.start`."""
-        profiler.start(folder)
+        """Starts to record a trace of device and host, readable in TensorBoard, XProf and Perfetto.
+
+        A process records one trace at a time. Makes `folder`; raises OSError or ValueError at once if it can't be
+        written, where JAX would find out only when it writes the trace.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        jax.profiler.start_trace(folder)
 
     def stop_profile(self) -> None:
-        """Writes the trace; see `profiler.stop`."""
-        profiler.stop()
+        """Writes the trace to `plugins/profile/<time>/` in the folder. Raises RuntimeError if that fails."""
+        jax.profiler.stop_trace()
 
     def close(self) -> None:
         """Stops counting compilations and lets go of the device's memory."""

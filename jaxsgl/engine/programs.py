@@ -16,26 +16,28 @@ from jax.sharding import Mesh
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import Bucket, packed_len
-from jaxsgl.batch.logit_edits import EDITS_LEN
+from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine import edits
 from jaxsgl.engine.edits import EditTables
-from jaxsgl.engine.kv_buffers import KvBuffers
-from jaxsgl.engine.mesh import replicated
-from jaxsgl.engine.several_steps import Decoded, DecodeSteps, make_decode_steps
+from jaxsgl.engine.state import KvBuffers
 from jaxsgl.engine.step import (
     FEATURED_DONATES,
     FORWARD_DONATES,
     SAMPLING_DONATES,
     SAMPLING_FIELDS,
     SET_ROW_DONATES,
+    Decoded,
+    DecodeSteps,
     Forward,
     Forwarded,
     featured_step,
+    make_decode_steps,
     make_forward,
     sample_step,
 )
 from jaxsgl.engine.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
+from jaxsgl.weights.sharding import replicated
 
 
 @dataclass(frozen=True)

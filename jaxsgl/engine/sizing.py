@@ -1,17 +1,22 @@
-"""Start-up decisions: flags, model and free memory become a `Capacity`. Called by `engine`, before anything big exists.
+"""Decides every size at start-up: flags, the model and the free memory become a `Capacity`.
 
-Where a flag is left out, the default depends on the platform: a CPU step is long, so it takes smaller batches.
+Where a flag is left out, the default depends on the platform: a CPU step is long, so it takes smaller batches. The
+engine calls this once, after the weights are loaded and before the KV pool is allocated.
 """
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import Capacity
+from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine import edits
-from jaxsgl.engine.kv_buffers import KvShape, choose_num_pages
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 
@@ -20,6 +25,35 @@ OTHER_ROWS = 256
 CHUNK_TOKENS = {"cpu": 512}
 OTHER_CHUNK_TOKENS = 2048
 UNLIMITED = -1
+MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
+CPU_FRACTION = 0.25  # of free host memory: other programs use it too
+CGROUP_FILES = (  # limit and usage of the control group, version 2 then 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """What one page looks like.
+
+    Attributes:
+      num_layers, num_kv_heads, head_dim: of the model; K and H.
+      page_size: tokens.
+      dtype: of keys and values.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: jnp.dtype
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page id over all layers, K and V together."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return per_token * tokens_in(1, self.page_size)
 
 
 def kv_shape(arch: ModelArch, page_size: int, dtype: jnp.dtype) -> KvShape:
@@ -61,3 +95,99 @@ def _context_length(config: EngineConfig, arch: ModelArch) -> int:
             f"--context-length is {asked}, but the model was made for {arch.max_context} tokens: lower it to that"
         )
     return asked
+
+
+def choose_num_pages(
+    shape: KvShape,
+    device: jax.Device,
+    *,
+    max_total_tokens: int | None,
+    mem_fraction_static: float,
+    useful_tokens: int,
+    reserved_bytes: int,
+) -> int:
+    """Pages of the pool, the dummy page included.
+
+    Args:
+      shape: of a page.
+      device: where the pool goes; weights are there already.
+      max_total_tokens: asked for, else as many as fit.
+      mem_fraction_static: share of an accelerator's memory for weights and pool together.
+      useful_tokens: more than all rows can fill; bounds the pool on CPU, where memory is shared with everything else.
+      reserved_bytes: that other tables will take.
+
+    Raises:
+      ConfigError: the pool doesn't fit into memory, or can't hold one request of one prompt token.
+    """
+    memory = free_bytes(device, mem_fraction_static) - reserved_bytes
+    if max_total_tokens is not None:
+        return _asked_pages(shape, max_total_tokens, memory)
+    if device.platform == "cpu":
+        memory = int(memory * CPU_FRACTION)
+    num_pages = memory // shape.page_bytes
+    if device.platform == "cpu":
+        num_pages = min(_steady(num_pages), 1 + pages_for(useful_tokens, shape.page_size))
+    least = 1 + pages_for(MIN_REQUEST_TOKENS, shape.page_size)
+    if num_pages < least:
+        raise ConfigError(
+            f"{memory / 2**20:.0f} MiB are free for the KV pool, but {least} pages of {shape.page_bytes / 2**20:.2f} "
+            "MiB are the least: raise --mem-fraction-static, or use a smaller model or --page-size"
+        )
+    return num_pages
+
+
+def _steady(num_pages: int) -> int:
+    """The next 2^k or 3 x 2^k below: free memory differs a little at each start, but programs are compiled for one
+    number of pages, so another number would not find them in the compilation cache."""
+    grain = 1 << max(num_pages.bit_length() - 2, 0)
+    return num_pages // grain * grain
+
+
+def _asked_pages(shape: KvShape, max_total_tokens: int, memory: int) -> int:
+    if max_total_tokens < MIN_REQUEST_TOKENS:
+        raise ConfigError(
+            f"--max-total-tokens is {max_total_tokens}, but must be {MIN_REQUEST_TOKENS} and more: a prompt token "
+            "and a new one"
+        )
+    num_pages = 1 + pages_for(max_total_tokens, shape.page_size)
+    if num_pages * shape.page_bytes > memory:
+        raise ConfigError(
+            f"--max-total-tokens {max_total_tokens} needs {num_pages * shape.page_bytes / 2**20:.0f} MiB, but "
+            f"{memory / 2**20:.0f} MiB are free: lower it, or leave it out to take what fits"
+        )
+    return num_pages
+
+
+def free_bytes(device: jax.Device, mem_fraction_static: float) -> int:
+    """Bytes that a buffer on `device` may take: of its limit, the given fraction less what is in use; on CPU, what
+    the host and the process's control group have left."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] * mem_fraction_static) - int(stats["bytes_in_use"])
+    return free_host_bytes()
+
+
+def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Free memory of the host, or of the control group where that is less."""
+    limits = [_available(meminfo)]
+    for limit_file, used_file in CGROUP_FILES:
+        limit, used = _number(Path(limit_file)), _number(Path(used_file))
+        if limit is not None and used is not None:
+            limits.append(max(limit - used, 0))
+    return min(limits)
+
+
+def _available(meminfo: Path) -> int:
+    """MemAvailable, which counts reclaimable caches as free; all memory where the system doesn't say."""
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such version, or "max"
+        return None

@@ -5,8 +5,7 @@ An engine needs three things from here: `ModelArch.from_folder` (what the model 
 """
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.build import abstract_model
-from jaxsgl.models.dense import Attend, Decoder
+from jaxsgl.models.dense import Attend, Decoder, abstract_model
 from jaxsgl.models.precision import Precision, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.models.rope import RopeParams
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layers import MLP, Attend, Attention, RMSNorm, weight
-from jaxsgl.models.products import product
+from jaxsgl.models.precision import product
 from jaxsgl.models.rope import rope_tables
 
 __all__ = ["Attend", "Decoder"]
@@ -64,3 +64,17 @@ class Decoder(nnx.Module):
         """Logits `[R, V]` float32 of the R rows `hidden [R, D]` that a token is wanted for."""
         head = self.embedding if self.lm_head is None else self.lm_head
         return product(hidden, head[...], jnp.float32)
+
+
+def abstract_model(
+    arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype | None = None
+) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure, and its parameters as shapes in `dtype`; allocates nothing.
+
+    `activations` is the format of what lies between products (default: `dtype`).
+
+    Merge the structure with parameters from `weights` inside a jitted function: `nnx.merge(graphdef, params)`.
+    Each abstract parameter carries its logical `axes` and its initial `mean` and `std` as metadata.
+    """
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(arch, dtype, activations or dtype)))
+    return graphdef, params

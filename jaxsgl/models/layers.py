@@ -3,7 +3,7 @@
 Every parameter is declared with its logical axes (`weights/sharding.py` maps them to mesh axes) and its initial
 distribution (`weights/dummy.py` draws from it). Knows nothing of pages, KV buffers or checkpoints.
 
-Matrices are stored `[..., in]`, as checkpoints have them: what a CPU multiplies fastest (`products.py`), and all the
+Matrices are stored `[..., in]`, as checkpoints have them: what a CPU multiplies fastest (`precision.py`), and all the
 same to the others.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.products import product
+from jaxsgl.models.precision import product
 from jaxsgl.models.rope import rotate
 
 Axes = tuple[str | None, ...]

@@ -1,6 +1,6 @@
 """Which number formats a model runs in: of weights, of activations, of the KV cache. Called by the engine at start-up.
 
-Accelerators use one format for all. A CPU multiplies 16 bit weights with float32 accumulation (see `layers.product`),
+Accelerators use one format for all. A CPU multiplies 16 bit weights with float32 accumulation (see `product`),
 but does everything else in float32: XLA has no vector code for 16 bit arithmetic there, and so widens and narrows
 around each operation. The KV cache has 16 bits there too: it is read as much as the weights. For bfloat16 those are
 kept as uint16 (`pallas_kernels.bfloat16_bits`), since XLA would widen the whole cache in order to write a row of it.
@@ -12,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxsgl.models.arch import ModelArch
 from pallas_kernels.bfloat16_bits import DTYPE as BITS
-from pallas_kernels.native import library as native
-from pallas_kernels.target import CPUINFO, processor_flags
+from pallas_kernels.native import library as native_library
+from pallas_kernels.native import product as native_product
+from pallas_kernels.target import CPUINFO, processor_flags, target_device
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of what a processor can
 
@@ -49,4 +52,36 @@ def resolve_precision(
 
 def cpu_multiplies_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     """Whether bfloat16 weights are fast: Linux lists products of them for the processor, or our kernels run on it."""
-    return not BFLOAT16_FLAGS.isdisjoint(processor_flags(cpuinfo)) or native.load() is None
+    return not BFLOAT16_FLAGS.isdisjoint(processor_flags(cpuinfo)) or native_library.load() is None
+
+
+FEW_ROWS = 128  # up to so many, packing the weights costs more than the multiplications save
+
+
+def product(x_TD: jax.Array, weights: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """`x [T, D]` times `weights [..., D]`, as checkpoints store them: `[T, ...]` in `dtype` (default: x's).
+
+    Multiplies in the weights' format and adds up in `dtype`.
+    """
+    dtype = dtype or x_TD.dtype
+    matrix = weights.reshape(-1, weights.shape[-1])
+    rows = x_TD.astype(weights.dtype)
+    if dtype == jnp.float32 and native_product.refuse(x_TD, matrix) is None:
+        out = native_product.rows_product(x_TD, matrix)
+    elif target_device().platform == "cpu" and len(rows) <= FEW_ROWS:
+        out = weights_first(rows, matrix, dtype)
+    else:
+        out = jnp.einsum("td,nd->tn", rows, matrix, preferred_element_type=dtype)
+    return out.reshape(len(rows), *weights.shape[:-1])
+
+
+def weights_first(x_TD: jax.Array, weights_ND: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`x [T, D]` times `weights [N, D]`, as XLA's CPU library does it best for few rows: `[T, N]`.
+
+    It packs its right operand before it multiplies, and so should be given the smaller one there; the barrier keeps XLA
+    from turning the product around again. 16 bit vectors it multiplies 10 times slower than matrices of two rows.
+    """
+    twice = len(x_TD) == 1 and x_TD.dtype.itemsize == 2
+    rows = jnp.concatenate([x_TD, x_TD]) if twice else x_TD
+    out = jax.lax.optimization_barrier(jnp.einsum("nd,td->nt", weights_ND, rows, preferred_element_type=dtype)).T
+    return out[:1] if twice else out

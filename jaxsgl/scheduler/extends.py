@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.scheduler.admit import Chunk, NoRoom, PrefillAdder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from jaxsgl.batch.logit_edits import MAX_EOS_TOKEN_IDS
+from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS
 from jaxsgl.config import Limits
 from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.messages import Refusal, RefusalKind

@@ -13,7 +13,7 @@ import numpy as np
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.scheduler.admit import Chunk

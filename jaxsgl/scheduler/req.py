@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxsgl.batch.logit_edits import pack_edits, row_setup, token_counts
+from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.cache.lease import Lease
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.messages import TokenLogprob
@@ -172,7 +172,7 @@ class Req:
         return np.append(self.prompt_ids, np.int32(0))[start + 1 : stop + 1] if self.scores_prompt else None
 
     def edit_setup(self, vocab_size: int) -> IntArray | None:
-        """What the device must know before it samples, `logit_edits.row_setup`, if the request edits logits.
+        """What the device must know before it samples, `sampling.row_setup`, if the request edits logits.
 
         Made of ids that the host knows, so it serves a request that starts over as well.
         """

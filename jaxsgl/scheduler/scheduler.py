@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.naive import NaiveCache
 from jaxsgl.cache.radix import RadixCache

@@ -3,9 +3,7 @@
 `resolve_model_folder` finds the folder, `load_params` reads it, `random_params` makes parameters without one.
 """
 
-from jaxsgl.weights.dummy import random_params
-from jaxsgl.weights.hub import resolve_model_folder
-from jaxsgl.weights.safetensors import load_params
+from jaxsgl.weights.loading import load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import TENSOR_AXIS, param_shardings
 
 __all__ = ["TENSOR_AXIS", "load_params", "param_shardings", "random_params", "resolve_model_folder"]

@@ -1,7 +1,7 @@
 """From Hugging Face tensor names to our parameters, as data: which tensors make a parameter, and how they fuse.
 
 A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. The fusing functions run inside a jit on the
-target device. Knows no files; `safetensors.py` reads this table.
+target device. Knows no files; `loading.py` reads this table.
 """
 
 from __future__ import annotations

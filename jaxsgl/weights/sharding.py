@@ -5,15 +5,35 @@ Tensor parallelism is a mesh shape: the axis `tp` cuts kv heads (with their quer
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, abstract_model
 
 TENSOR_AXIS = "tp"
 MESH_AXIS_OF = {"kv_heads": TENSOR_AXIS, "ffn": TENSOR_AXIS, "vocab": TENSOR_AXIS}
+
+
+def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A one-dimensional mesh with axis `tp` over `devices` (default: the first device of the default backend)."""
+    chosen = np.array(devices if devices is not None else jax.devices()[:1])
+    return Mesh(chosen, (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Step inputs, the last-token table and sampled tokens: the same on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def kv_sharding(mesh: Mesh) -> NamedSharding:
+    """Pages `[num_pages, K, page_size, H]`: the kv heads are split."""
+    return NamedSharding(mesh, PartitionSpec(None, TENSOR_AXIS, None, None))
 
 
 def param_sharding(param: nnx.Param, mesh: Mesh) -> NamedSharding:

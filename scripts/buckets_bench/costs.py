@@ -13,8 +13,7 @@ import numpy as np
 
 from buckets_bench.demand import Steps
 from buckets_bench.suggest import Choice, best_lists, best_pair, candidate_sizes
-from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet, Capacity
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.engine.programs import all_keys
 

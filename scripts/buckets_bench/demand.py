@@ -14,8 +14,7 @@ import numpy.typing as npt
 from simulation.engine import SizesBuilder
 from workloads.jobs import Job
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config import EngineConfig

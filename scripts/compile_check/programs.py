@@ -13,11 +13,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.engine.kv_buffers import KvBuffers
-from jaxsgl.engine.mesh import kv_sharding, make_mesh, replicated
 from jaxsgl.engine.programs import ProgramSpec
+from jaxsgl.engine.state import KvBuffers
 from jaxsgl.models import ModelArch, abstract_model
-from jaxsgl.weights.sharding import param_sharding
+from jaxsgl.weights.sharding import kv_sharding, make_mesh, param_sharding, replicated
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
 from pallas_kernels.arg_specs import ArgSpec
 

@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from workloads.prompts import OUTPUT_TOKEN
 
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.sizing import kv_shape, plan_capacity

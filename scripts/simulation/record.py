@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.engine.engine import Engine
 from simulation.cost import equal_pairs

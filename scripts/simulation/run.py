@@ -8,8 +8,7 @@ from typing import Any
 
 from workloads.prompts import Ask
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config import EngineConfig
 from jaxsgl.models import ModelArch
 from jaxsgl.scheduler.loop import run_loop

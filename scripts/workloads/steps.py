@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, pages_for
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxsgl.batch.auto_buckets import buckets_of
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import ConfigError
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet, doubling
+from jaxsgl.batch.buckets import BucketSet, Capacity, doubling
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket, host_views, layout, packed_len
-from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import ConfigError
 from jaxsgl.request import SamplingParams

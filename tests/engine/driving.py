@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights import random_params

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsgl.batch.logit_edits import pack_edits, row_setup, token_counts
+from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.engine import edits
 from jaxsgl.engine.edits import EditTables
 from jaxsgl.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsgl.engine import logprobs
+from jaxsgl.engine import sampler
 from jaxsgl.request import MAX_TOP_LOGPROBS
 from tests.numpy_sampling import logprobs as log_softmax
 
@@ -19,7 +19,7 @@ def test_the_best_tokens_are_those_of_a_stable_sort(vocab_size: int) -> None:
     logits = random_logits(30, vocab_size)
     logits[::2] = np.round(logits[::2]) + 0.0  # many ties; top_k puts -0 behind 0
     k = min(MAX_TOP_LOGPROBS, vocab_size)
-    values, ids = jax.jit(lambda x: logprobs.top_k(x, k))(logits)
+    values, ids = jax.jit(lambda x: sampler.top_k(x, k))(logits)
     expected = np.argsort(-logits, axis=1, kind="stable")[:, :k]
     np.testing.assert_array_equal(ids, expected)
     np.testing.assert_array_equal(values, np.take_along_axis(logits, expected, axis=1))
@@ -28,7 +28,7 @@ def test_the_best_tokens_are_those_of_a_stable_sort(vocab_size: int) -> None:
 def test_scores_are_log_probabilities() -> None:
     logits = 20 * random_logits(50, 1000)
     tokens = np.arange(50, dtype=np.int32) * 20
-    scores = jax.jit(logprobs.score)(logits, tokens)
+    scores = jax.jit(sampler.score)(logits, tokens)
     expected = log_softmax(logits)
     np.testing.assert_allclose(scores.logprobs, expected[np.arange(50), tokens], rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(scores.top_logprobs, -np.sort(-expected)[:, :MAX_TOP_LOGPROBS], rtol=1e-5, atol=1e-4)
@@ -39,8 +39,8 @@ def test_slices_change_nothing(num_tokens: int) -> None:
     rng = np.random.default_rng(0)
     hidden, weights = rng.normal(size=(num_tokens, 8)).astype(np.float32), rng.normal(size=(8, 101)).astype(np.float32)
     targets = rng.integers(0, 101, num_tokens, dtype=np.int32)
-    sliced = jax.jit(lambda h, t: logprobs.score_in_slices(lambda part: part @ weights, h, t))(hidden, targets)
-    whole = logprobs.score(jnp.asarray(hidden @ weights), jnp.asarray(targets))
+    sliced = jax.jit(lambda h, t: sampler.score_in_slices(lambda part: part @ weights, h, t))(hidden, targets)
+    whole = sampler.score(jnp.asarray(hidden @ weights), jnp.asarray(targets))
     assert sliced.logprobs.shape == (num_tokens,)
     for one, other in zip(sliced, whole, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

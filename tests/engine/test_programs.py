@@ -14,8 +14,9 @@ import pytest
 
 from jaxsgl.batch.inputs import Bucket, host_views, layout, packed_len
 from jaxsgl.engine import edits
-from jaxsgl.engine.kv_buffers import KvBuffers, KvShape, allocate
 from jaxsgl.engine.programs import ProgramSpec, keys_of
+from jaxsgl.engine.sizing import KvShape
+from jaxsgl.engine.state import KvBuffers, allocate
 from jaxsgl.engine.step import unpack
 from jaxsgl.models import abstract_model
 from jaxsgl.weights import random_params

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxsgl.models import Precision, cpu_multiplies_bfloat16, resolve_precision
-from jaxsgl.models.products import FEW_ROWS, product
+from jaxsgl.models.precision import FEW_ROWS, product
 from pallas_kernels.native import library
 from tests.models.test_arch import read
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.messages import Reply, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop

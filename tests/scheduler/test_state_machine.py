@@ -20,8 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config import POLICIES, PRIORITY_POLICIES, SchedulingConfig
 from jaxsgl.messages import (

@@ -14,9 +14,7 @@ from buckets_bench.demand import padding, steps_of, unpadded
 from buckets_bench.suggest import Choice, best_lists, best_pair, candidate_sizes
 from workloads.jobs import Lengths, random_jobs
 
-from jaxsgl.batch.auto_buckets import buckets_of
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.config import EngineConfig
 from tests.engine.conftest import MODEL
 from tests.scripts.running import run_script

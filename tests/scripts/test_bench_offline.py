@@ -16,8 +16,7 @@ from offline_bench.split import TimeSplit, busy_intervals, split
 from offline_bench.work import ModelWork
 from workloads.jobs import Lengths, random_jobs
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepHandle, StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.messages import Replies

@@ -14,10 +14,9 @@ from simulation.run import simulate
 from workloads.prompts import OUTPUT, OUTPUT_TOKEN, Ask, prompt_ids
 from workloads.traces import DEFAULTS, TraceConfig, made_up
 
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.sampling_rows import SamplingRows
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.scheduler.scheduler import Scheduler
 

@@ -12,8 +12,7 @@ from simulation.record import record
 from workloads.prompts import prompt_ids
 from workloads.replay import replayed
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import pages_for
 

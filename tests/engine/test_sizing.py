@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsgl.engine.kv_buffers import KvShape, allocate, choose_num_pages
-from jaxsgl.engine.memory import free_bytes, free_host_bytes
+from jaxsgl.engine.sizing import KvShape, choose_num_pages, free_bytes, free_host_bytes
+from jaxsgl.engine.state import allocate
 from jaxsgl.errors import ConfigError
 from tests.plain_model import mesh_of
 
@@ -52,7 +52,7 @@ def test_a_pool_on_cpu_is_the_same_at_the_next_start_though_free_memory_is_not(m
     """Else no program would be found in the compilation cache."""
     sizes = set()
     for free_gib in (19.9, 20, 20.7, 22.3):
-        monkeypatch.setattr("jaxsgl.engine.kv_buffers.free_bytes", lambda *_, free=free_gib: int(free * GIB))
+        monkeypatch.setattr("jaxsgl.engine.sizing.free_bytes", lambda *_, free=free_gib: int(free * GIB))
         sizes.add(num_pages(jax.devices("cpu")[0]))
     assert sizes == {4 * GIB // PAGE.page_bytes}
 

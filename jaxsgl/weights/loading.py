@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import zlib
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -133,3 +135,57 @@ def _fuse(
 ) -> jax.Array:
     """One program per kind of parameter, the same for all layers."""
     return jax.lax.with_sharding_constraint(fuse(arch, pieces).astype(dtype), sharding)
+
+
+# Configuration, weights, tokenizer, chat template; no other weight formats, no code.
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+
+
+def resolve_model_folder(name_or_path: str) -> Path:
+    """The local folder of that name, else the hub's snapshot of that id, downloaded or from the hub's cache.
+
+    Raises `CheckpointError`, saying both what was looked for and why each failed.
+    """
+    folder = Path(name_or_path).expanduser()
+    if name_or_path and folder.is_dir():
+        return folder
+    tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
+    if HUB_ID.fullmatch(name_or_path) is None:
+        raise CheckpointError(f"{tried}, and it is not a hub id (owner/name) either")
+
+    from huggingface_hub import snapshot_download  # seconds to import, and a local folder doesn't need it
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{tried}, and fetching hub id {name_or_path} failed: {reason}") from error
+
+
+def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> nnx.State:
+    """Parameters that keep activations and logits near unit scale; a tree like `abstract_model`'s.
+
+    The same seed gives the same values on every mesh (JAX's default generator is elementwise, so it shards).
+    """
+    check_divisible(arch, mesh)
+    _, abstract = abstract_model(arch, dtype)
+    root = jax.random.key(seed)
+    params = []
+    for path, param in nnx.to_flat_state(abstract):
+        key = jax.random.fold_in(root, zlib.crc32(repr(path).encode()))
+        mean, std = param.get_metadata("mean"), param.get_metadata("std")
+        value = _draw(key, param.shape, dtype, mean, std, param_sharding(param, mesh))
+        params.append((path, param.replace(value)))
+    return nnx.from_flat_state(params)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype", "mean", "std", "sharding"))
+def _draw(
+    key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, mean: float, std: float, sharding: NamedSharding
+) -> jax.Array:
+    """Uniform values of the given mean and standard deviation; one program per kind of parameter."""
+    half_width = std * 3**0.5
+    values = jax.random.uniform(key, shape, jnp.float32, mean - half_width, mean + half_width)
+    return jax.lax.with_sharding_constraint(values.astype(dtype), sharding)
