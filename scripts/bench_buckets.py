@@ -31,14 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from buckets_bench import measure
-from buckets_bench.costs import Costs, suggested
-from buckets_bench.demand import Steps, padding, steps_of, unpadded
-from buckets_bench.plot import plot
-from simulation.cost import HARDWARE
-from simulation.engine import capacity_on
-from workloads.jobs import Job, Lengths, random_jobs
-from workloads.models import SHAPES, write_config
+from bench.buckets import measure
+from bench.buckets.costs import Costs, suggested
+from bench.buckets.demand import Steps, padding, steps_of, unpadded
+from bench.buckets.plot import plot
+from bench.simulation.cost import HARDWARE
+from bench.simulation.engine import capacity_on
+from bench.workloads.jobs import Job, Lengths, random_jobs
+from bench.workloads.models import SHAPES, write_config
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.config import EngineConfig, add_flags, flag, from_flags

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from frontend_bench.plan import MODEL, PATIENCE_S, Plan, written
-from frontend_bench.processes import cpu_s_of_threads
-from frontend_bench.sampling_profile import START, STOP
+from bench.frontend.plan import MODEL, PATIENCE_S, Plan, written
+from bench.frontend.processes import cpu_s_of_threads
+from bench.frontend.sampling_profile import START, STOP
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTOCOLS = {"http": "OpenAI completions, HTTP", "grpc": "jaxsgl Generate, gRPC", "sglang": "SGLang Generate, gRPC"}
@@ -49,7 +49,7 @@ class Server:
 def server(plan: Plan) -> Iterator[Server]:
     """Runs the front end with the fake engine inside the block."""
     log_path = Path(plan.folder) / "server.log"
-    command = [sys.executable, "-m", "frontend_bench.server", str(plan.save()), "--served-model-name", MODEL]
+    command = [sys.executable, "-m", "bench.frontend.server", str(plan.save()), "--served-model-name", MODEL]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*command, "--port", "0", "--grpc-port", "0"], cwd=ROOT, env=_environment(), stderr=log
@@ -73,7 +73,7 @@ def measure(plan: Plan, running: Server, protocol: str) -> dict[str, Any]:
     """Runs the load once; returns its figures. Ends the script if a stream was wrong."""
     address = running.http_address if protocol == "http" else running.grpc_address
     plan.steps_path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "frontend_bench.load", f"{plan.folder}/plan.json", protocol, address]
+    command = [sys.executable, "-m", "bench.frontend.load", f"{plan.folder}/plan.json", protocol, address]
     load = subprocess.run(
         [*command, str(running.process.pid)], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, check=False
     )

@@ -5,7 +5,7 @@
 
 Contenders: each backend of pallas_kernels that the platform can run, XLA's gather + einsum, JAX's own paged_attention
 and cuDNN on GPUs, and torch where it is installed. Each line has the time of a call, useful bytes/s and
-FLOP/s (scripts/kernel_bench/work.py says what counts), the share of the roofline, whose two ceilings are measured in
+FLOP/s (scripts/bench/kernels/work.py says what counts), the share of the roofline, whose two ceilings are measured in
 the same run, and the error against float64. A wrong result is marked. The unpaged ones are spared the page table.
 
 On an accelerator a program makes one call per layer over several caches, together larger than any L2; many
@@ -25,12 +25,12 @@ import time
 from pathlib import Path
 
 import jax
-from kernel_bench import show
-from kernel_bench.cases import FUNCTIONS, cases_for
-from kernel_bench.measure import BASELINES, Row, measure_case
-from kernel_bench.ours import backends_for
-from kernel_bench.plot import plot
-from kernel_bench.roofline import measure_roofline
+from bench.kernels import show
+from bench.kernels.cases import FUNCTIONS, cases_for
+from bench.kernels.measure import BASELINES, Row, measure_case
+from bench.kernels.ours import backends_for
+from bench.kernels.plot import plot
+from bench.kernels.roofline import measure_roofline
 
 from pallas_kernels import tuning
 from pallas_kernels.target import target_device

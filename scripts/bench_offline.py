@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from offline_bench.ceilings import best, ceilings
-from offline_bench.figures import figures
-from offline_bench.run import record_run, requests_of, seen_late
-from offline_bench.show import table
-from offline_bench.work import ModelWork
-from workloads.jobs import Lengths, random_jobs
-from workloads.models import SHAPES, write_config
+from bench.offline.ceilings import best, ceilings
+from bench.offline.figures import figures
+from bench.offline.run import record_run, requests_of, seen_late
+from bench.offline.show import table
+from bench.offline.work import ModelWork
+from bench.workloads.jobs import Lengths, random_jobs
+from bench.workloads.models import SHAPES, write_config
 
 from jaxsgl.config import EngineConfig, add_flags, flag, from_flags
 from jaxsgl.errors import ConfigError, JaxsglError

@@ -21,12 +21,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peers.contender import KINDS, Kind, Setup
-from peers.endpoint import FLUSHED_BY, NOTHING
-from peers.plot import plot
-from peers.rounds import Match, WrongOutput
-from workloads.jobs import Job, Lengths, random_jobs, shared_prefix_jobs
-from workloads.models import SHAPES, write_checkpoint
+from bench.peers.contender import KINDS, Kind, Setup
+from bench.peers.endpoint import FLUSHED_BY, NOTHING
+from bench.peers.plot import plot
+from bench.peers.rounds import Match, WrongOutput
+from bench.workloads.jobs import Job, Lengths, random_jobs, shared_prefix_jobs
+from bench.workloads.models import SHAPES, write_checkpoint
 
 INPUTS = Lengths(100, 512)
 QUESTIONS = Lengths(16, 128)  # of prompts that share a prefix: a sentence to a paragraph
@@ -111,8 +111,8 @@ def lengths(text: str) -> Lengths:
 def chosen(args: argparse.Namespace) -> dict[str, Kind]:
     """Contenders by name, our own first."""
     kinds = {name: KINDS[name] for name in args.contenders if args.shared_prefix or not KINDS[name].only_shared}
-    added = {f"jaxsgl {flags}": Kind("peers.ours:Ours", {"flags": flags}) for flags in args.jaxsgl}
-    endpoints = {url: Kind("peers.endpoint:Endpoint", {"url": url}) for url in args.url}
+    added = {f"jaxsgl {flags}": Kind("bench.peers.ours:Ours", {"flags": flags}) for flags in args.jaxsgl}
+    endpoints = {url: Kind("bench.peers.endpoint:Endpoint", {"url": url}) for url in args.url}
     return added | kinds | endpoints
 
 

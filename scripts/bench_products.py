@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from kernel_bench.runners import JaxRunner, Prepared, time_in_turns
+from bench.kernels.runners import JaxRunner, Prepared, time_in_turns
 
 from jaxsgl.models.precision import weights_first
 from pallas_kernels.native import product as native

@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving_bench.backend import Backend, BackendError
-from serving_bench.datasets import DatasetConfig
-from serving_bench.grpc_backend import GrpcBackend
-from serving_bench.http_backends import DIALECTS, HttpBackend
-from serving_bench.http_stream import HttpServer
-from serving_bench.metrics import details, parse_goodput, summary
-from serving_bench.report import failures, table
-from serving_bench.run import Outcome, Run
+from bench.serving.backend import Backend, BackendError
+from bench.serving.datasets import DatasetConfig
+from bench.serving.grpc_backend import GrpcBackend
+from bench.serving.http_backends import DIALECTS, HttpBackend
+from bench.serving.http_stream import HttpServer
+from bench.serving.metrics import details, parse_goodput, summary
+from bench.serving.report import failures, table
+from bench.serving.run import Outcome, Run
+from bench.workloads.prompts import Ask
 from tqdm import tqdm
-from workloads.prompts import Ask
 
 from jaxsgl.config import API_KEY_VARIABLE, add_flags, flag, from_flags
 from jaxsgl.errors import ConfigError, JaxsglError

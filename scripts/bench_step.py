@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from step_bench.variant import Timing, Variant
-from workloads.models import SHAPES, write_config
+from bench.step.variant import Timing, Variant
+from bench.workloads.models import SHAPES, write_config
 
 from jaxsgl.errors import JaxsglError
 

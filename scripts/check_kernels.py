@@ -18,8 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-from kernel_bench.check import CRASHED, FAILED, Check, check_spec
-from kernel_bench.ours import backends_for
+from bench.kernels.check import CRASHED, FAILED, Check, check_spec
+from bench.kernels.ours import backends_for
 
 from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS
 from pallas_kernels.target import target_device

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from compile_check import environments
-from compile_check.targets import JAX_VERSION, TARGETS
+from bench.targets import environments
+from bench.targets.targets import JAX_VERSION, TARGETS
 
 ROOT = Path(__file__).parents[1]
 

@@ -24,8 +24,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kernel_report.plan import PARTS, phases
-from kernel_report.run import Report, describe_machine
+from bench.report.plan import PARTS, phases
+from bench.report.run import Report, describe_machine
 
 
 def main() -> int:

@@ -23,15 +23,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from simulation.cost import HARDWARE, Costs, arch_of, data_sheet_costs, read_steps
-from simulation.engine import capacity_on
-from simulation.fit import fit
-from simulation.plot import plot
-from simulation.record import record
-from simulation.run import simulate
-from workloads.prompts import Ask
-from workloads.replay import FORMATS, replayed
-from workloads.traces import TraceConfig, made_up
+from bench.simulation.cost import HARDWARE, Costs, arch_of, data_sheet_costs, read_steps
+from bench.simulation.engine import capacity_on
+from bench.simulation.fit import fit
+from bench.simulation.plot import plot
+from bench.simulation.record import record
+from bench.simulation.run import simulate
+from bench.workloads.prompts import Ask
+from bench.workloads.replay import FORMATS, replayed
+from bench.workloads.traces import TraceConfig, made_up
 
 from jaxsgl.config import BUNDLED_MODEL, EngineConfig, add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine

@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 
 import jax
-from kernel_bench.cases import FUNCTIONS, KernelCase, cases_for
-from kernel_bench.inputs import layers_for, make_inputs
-from kernel_bench.ours import Unsupported, backends_for
-from kernel_bench.search import Found, search, shape_asked
-from kernel_bench.tuned_table import table_path, updated_table, write_table
+from bench.kernels.cases import FUNCTIONS, KernelCase, cases_for
+from bench.kernels.inputs import layers_for, make_inputs
+from bench.kernels.ours import Unsupported, backends_for
+from bench.kernels.search import Found, search, shape_asked
+from bench.kernels.tuned_table import table_path, updated_table, write_table
 
 import pallas_kernels
 from pallas_kernels import tuning

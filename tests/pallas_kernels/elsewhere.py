@@ -17,9 +17,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from compile_check import environments  # noqa: E402
-from compile_check.pythons import find_python  # noqa: E402
-from compile_check.targets import TARGETS, Target  # noqa: E402
+from bench.targets import environments  # noqa: E402
+from bench.targets.pythons import find_python  # noqa: E402
+from bench.targets.targets import TARGETS, Target  # noqa: E402
 
 ENVIRONMENTS = ROOT / ".venv-targets"
 # The ends of what pyproject.toml allows, and the oldest Python that each runs on.

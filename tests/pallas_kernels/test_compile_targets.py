@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from compile_check.gpu_code import kernels_in
-from compile_check.targets import TARGETS, Target
+from bench.targets.gpu_code import kernels_in
+from bench.targets.targets import TARGETS, Target
 
 from tests.pallas_kernels.elsewhere import ENVIRONMENTS, Elsewhere
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from peers.contender import CannotRun, Setup
-from workloads.jobs import Job
+from bench.peers.contender import CannotRun, Setup
+from bench.workloads.jobs import Job
 
 
 class Echo:

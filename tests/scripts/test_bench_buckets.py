@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buckets_bench.costs import Costs, suggested
-from buckets_bench.demand import padding, steps_of, unpadded
-from buckets_bench.suggest import Choice, best_lists, best_pair, candidate_sizes
-from workloads.jobs import Lengths, random_jobs
+from bench.buckets.costs import Costs, suggested
+from bench.buckets.demand import padding, steps_of, unpadded
+from bench.buckets.suggest import Choice, best_lists, best_pair, candidate_sizes
+from bench.workloads.jobs import Lengths, random_jobs
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.config import EngineConfig

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from frontend_bench.http_load import parse
-from frontend_bench.plan import Plan, tokenizer
-from frontend_bench.received import Chunk, Expected, Received, WrongStream
+from bench.frontend.http_load import parse
+from bench.frontend.plan import Plan, tokenizer
+from bench.frontend.received import Chunk, Expected, Received, WrongStream
 
 from tests.scripts.running import ROOT, run_script
 
@@ -36,7 +36,7 @@ def test_the_profile_finds_where_the_time_goes(tmp_path: Path) -> None:
     program = """
 import os, sys, time
 from pathlib import Path
-from frontend_bench.sampling_profile import START, STOP, SamplingProfile
+from bench.frontend.sampling_profile import START, STOP, SamplingProfile
 
 def burn():
     end_s = time.process_time() + 0.2

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_bench.work import Roofline
-from offline_bench.figures import host, waste
-from offline_bench.recording import Recording, RecordingEngine, Step, Turn
-from offline_bench.run import record_run, requests_of, seen_late
-from offline_bench.split import TimeSplit, busy_intervals, split
-from offline_bench.work import ModelWork
-from workloads.jobs import Lengths, random_jobs
+from bench.kernels.work import Roofline
+from bench.offline.figures import host, waste
+from bench.offline.recording import Recording, RecordingEngine, Step, Turn
+from bench.offline.run import record_run, requests_of, seen_late
+from bench.offline.split import TimeSplit, busy_intervals, split
+from bench.offline.work import ModelWork
+from bench.workloads.jobs import Lengths, random_jobs
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepHandle, StepScores

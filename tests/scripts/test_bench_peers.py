@@ -12,10 +12,10 @@ from subprocess import CalledProcessError
 
 import numpy as np
 import pytest
-from peers.contender import KINDS, UNTOLD, Kind, Setup
-from peers.rounds import Match, WrongOutput, check, same_tokens
+from bench.peers.contender import KINDS, UNTOLD, Kind, Setup
+from bench.peers.rounds import Match, WrongOutput, check, same_tokens
+from bench.workloads.jobs import Job
 from safetensors.numpy import load_file
-from workloads.jobs import Job
 
 from tests.checkpoints import make_checkpoint
 from tests.scripts.running import run_script
@@ -157,7 +157,7 @@ def test_prefixes_are_shared_by_hand_only_where_there_are_some() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "q8_0"])
 def test_a_gguf_file_holds_the_checkpoints_weights(tmp_path: Path, tiny_model: Path, dtype: str) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf comes with llama-cpp-python's installation, not with the tests'")
-    from peers.gguf_file import write_gguf
+    from bench.peers.gguf_file import write_gguf
 
     path = tmp_path / "model.gguf"
     write_gguf(tiny_model, path, dtype)

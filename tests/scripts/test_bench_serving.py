@@ -10,15 +10,15 @@ from pathlib import Path
 import bench_serving as script
 import numpy as np
 import pytest
+from bench.serving import capacity
+from bench.serving.answer import Answer, Turn
+from bench.serving.datasets import DatasetConfig
+from bench.serving.http_backends import DIALECTS, HttpBackend
+from bench.serving.http_stream import HttpServer
+from bench.serving.metrics import details, parse_goodput, summary
+from bench.serving.report import failures
+from bench.serving.run import Outcome
 from server_process import ServerProcess
-from serving_bench import capacity
-from serving_bench.answer import Answer, Turn
-from serving_bench.datasets import DatasetConfig
-from serving_bench.http_backends import DIALECTS, HttpBackend
-from serving_bench.http_stream import HttpServer
-from serving_bench.metrics import details, parse_goodput, summary
-from serving_bench.report import failures
-from serving_bench.run import Outcome
 from small_tokenizers import byte_level, save
 
 

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_bench import ours
-from kernel_bench.cases import DECODE, EXTEND, STORE
-from kernel_bench.check import FAILED, PASSED, REFUSED, check_spec, judge_runs, ragged_case
-from kernel_bench.inputs import make_inputs
-from kernel_bench.runners import JaxRunner
+from bench.kernels import ours
+from bench.kernels.cases import DECODE, EXTEND, STORE
+from bench.kernels.check import FAILED, PASSED, REFUSED, check_spec, judge_runs, ragged_case
+from bench.kernels.inputs import make_inputs
+from bench.kernels.runners import JaxRunner
 
 from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS, ArgSpec
 

@@ -7,13 +7,13 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_bench import baselines, ours
-from kernel_bench.cases import STORE, decode, extend, store
-from kernel_bench.inputs import make_inputs
-from kernel_bench.measure import MAX_ERROR, check_error, contenders_for, measure_case
-from kernel_bench.reference import attention_error, store_error
-from kernel_bench.runners import JaxRunner, Prepared
-from kernel_bench.work import Roofline
+from bench.kernels import baselines, ours
+from bench.kernels.cases import STORE, decode, extend, store
+from bench.kernels.inputs import make_inputs
+from bench.kernels.measure import MAX_ERROR, check_error, contenders_for, measure_case
+from bench.kernels.reference import attention_error, store_error
+from bench.kernels.runners import JaxRunner, Prepared
+from bench.kernels.work import Roofline
 
 SMALL = {"num_kv_heads": 2, "num_groups": 2, "head_dim": 16, "page_size": 4, "dtype": "float32"}
 ROOFLINE = Roofline(1e9, 1e9)
@@ -110,8 +110,8 @@ def test_a_contender_that_fails_is_a_row_and_not_the_end(name: str, monkeypatch:
         return dataclasses.replace(prepared, call=lambda *args: (None, 2 * prepared.call(*args)[1]))
 
     fakes = {"fake": {"raises": raises, "wrong": wrong}[name]}
-    monkeypatch.setattr("kernel_bench.measure.baselines_for", lambda op, platform: fakes)
-    monkeypatch.setattr("kernel_bench.measure.torch_baselines", lambda op, platform: {})
+    monkeypatch.setattr("bench.kernels.measure.baselines_for", lambda op, platform: fakes)
+    monkeypatch.setattr("bench.kernels.measure.torch_baselines", lambda op, platform: {})
     rows = {row.contender: row for row in measure_case(DECODE, "cpu", ["xla", "baselines"], ROOFLINE, 1, {})}
     assert rows["xla"].is_right and rows["xla"].error < MAX_ERROR
     assert not rows["fake"].is_right

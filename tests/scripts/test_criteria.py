@@ -1,9 +1,9 @@
 """A summary passes what was reached, fails what wasn't, and never takes silence or a wrong result for success."""
 
 import pytest
-from kernel_bench.criteria import CRITERIA, judge, judge_checks
-from kernel_report.engine_criteria import judge_engine
-from kernel_report.summary import summary
+from bench.kernels.criteria import CRITERIA, judge, judge_checks
+from bench.report.engine_criteria import judge_engine
+from bench.report.summary import summary
 
 ROOFLINE = {"bytes_per_s": 4e12, "flops_per_s": 8e14}
 

@@ -9,9 +9,9 @@ from typing import Any
 import bench_peers
 import bench_serving
 import pytest
-from peers.contender import UNTOLD, CannotRun, Setup
-from peers.endpoint import FLUSHED_BY, MAX_ERROR, NOTHING, Endpoint
-from workloads.jobs import Job
+from bench.peers.contender import UNTOLD, CannotRun, Setup
+from bench.peers.endpoint import FLUSHED_BY, MAX_ERROR, NOTHING, Endpoint
+from bench.workloads.jobs import Job
 
 from tests.scripts.foreign_server import Foreign, running
 

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from kernel_report.engine_criteria import judge_engine
-from kernel_report.plan import BUDGET, PARTS, Phase, Section, phases
-from kernel_report.run import Report
+from bench.report.engine_criteria import judge_engine
+from bench.report.plan import BUDGET, PARTS, Phase, Section, phases
+from bench.report.run import Report
 
 from tests.scripts.running import run_script
 

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
-from kernel_bench.cases import decode, extend, store
-from kernel_bench.inputs import layers_for, make_inputs
-from kernel_bench.work import work_of
+from bench.kernels.cases import decode, extend, store
+from bench.kernels.inputs import layers_for, make_inputs
+from bench.kernels.work import work_of
 
 SMALL = {"num_kv_heads": 2, "num_groups": 2, "head_dim": 8, "page_size": 4, "dtype": "float32"}
 

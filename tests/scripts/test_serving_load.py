@@ -8,13 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from serving_bench.answer import Answer, Turn
-from serving_bench.backend import Served
-from serving_bench.datasets import DatasetConfig
-from serving_bench.http_backends import DIALECTS, HttpBackend, chat_body
-from serving_bench.http_stream import HttpServer
-from serving_bench.run import Outcome, Run
-from workloads.prompts import OUTPUT, Ask, prompt_ids, prompt_pieces
+from bench.serving.answer import Answer, Turn
+from bench.serving.backend import Served
+from bench.serving.datasets import DatasetConfig
+from bench.serving.http_backends import DIALECTS, HttpBackend, chat_body
+from bench.serving.http_stream import HttpServer
+from bench.serving.run import Outcome, Run
+from bench.workloads.prompts import OUTPUT, Ask, prompt_ids, prompt_pieces
 
 
 class EchoBackend:

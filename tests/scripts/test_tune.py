@@ -7,11 +7,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_bench import cases as bench_cases
-from kernel_bench.cases import DECODE, EXTEND, STORE, store
-from kernel_bench.inputs import make_inputs
-from kernel_bench.search import Found, neighbours, search
-from kernel_bench.tuned_table import backend_order, table_path, updated_table, write_table
+from bench.kernels import cases as bench_cases
+from bench.kernels.cases import DECODE, EXTEND, STORE, store
+from bench.kernels.inputs import make_inputs
+from bench.kernels.search import Found, neighbours, search
+from bench.kernels.tuned_table import backend_order, table_path, updated_table, write_table
 
 from pallas_kernels import tuning
 from pallas_kernels.target import TargetDevice

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from kernel_bench.cases import ACCELERATOR_CASES, CPU_CASES, cases_for, decode, extend, store
-from kernel_bench.work import Roofline, Work, work_of
+from bench.kernels.cases import ACCELERATOR_CASES, CPU_CASES, cases_for, decode, extend, store
+from bench.kernels.work import Roofline, Work, work_of
 
 SMALL = {"num_kv_heads": 2, "num_groups": 3, "head_dim": 8}
 BATCHES = [

@@ -1,0 +1,1 @@
+"""Everything that the commands in scripts/ share: workloads, load generators, kernel measurements, the simulator."""

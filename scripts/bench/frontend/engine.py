@@ -1,0 +1,107 @@
+"""The fake engine process: waits until all streams are there, then gives each a token per step, at an even pace.
+
+Speaks to the front end as the real one does, one message per step. The prompt's first id is the stream's number. It
+never waits for the front end: when it comes late to a step, it makes up for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from bench.frontend.plan import Plan, write_whole
+from jaxsgl.config import BUNDLED_MODEL, Limits
+from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
+from jaxsgl.ipc import EngineMailbox
+from jaxsgl.messages import Abort, Answer, CacheEvents, EngineInfo, Load, Replies, Reply, Shutdown, WatchCache
+from jaxsgl.request import FinishReason, Request
+
+VOCAB_SIZE = 1024
+PROMPT_ROOM = 64
+
+
+class FakeEngine:
+    """Runs the plan again and again, until it is told to end."""
+
+    def __init__(self, plan: Plan, mailbox: EngineMailbox) -> None:
+        self._plan = plan
+        self._mailbox = mailbox
+        self._streams: dict[str, int] = {}  # request id -> number of the stream
+        self._num_tokens = 0
+        self._ended = False
+
+    def run(self) -> None:
+        """One round after the other."""
+        while not self._ended:
+            self._hear(block=True)
+            if len(self._streams) == self._plan.num_streams:
+                write_whole(self._plan.steps_path, self._round())
+                self._streams.clear()
+
+    def _round(self) -> list[float]:
+        """Sends all tokens of the streams; returns when each step was sent."""
+        times: list[float] = []
+        start_s = time.monotonic()
+        for step in range(self._plan.num_tokens):
+            pause_s = start_s + step * self._plan.step_s - time.monotonic()
+            if pause_s > 0:
+                time.sleep(pause_s)
+            times.append(time.monotonic())
+            self._step(step)
+            self._hear(block=False)
+        return times
+
+    def _step(self, step: int) -> None:
+        reason = FinishReason.LENGTH if step + 1 == self._plan.num_tokens else None
+        replies = [Reply(id, (self._plan.token(number, step),), reason) for id, number in self._streams.items()]
+        self._num_tokens += len(replies)
+        self._mailbox.send(Replies(replies, Load(len(replies), output_tokens_total=self._num_tokens, steps_total=step)))
+
+    def _hear(self, block: bool) -> None:
+        for message in self._mailbox.receive(block):
+            match message:
+                case Request():
+                    self._streams[message.request_id] = message.prompt_ids[0]
+                case Abort():
+                    self._streams.pop(message.request_id, None)
+                case Shutdown():
+                    self._ended = True
+                case WatchCache(number):
+                    self._mailbox.send(CacheEvents([], number))
+                case _:
+                    self._mailbox.send(Answer(message.number, True))
+
+
+def engine_info(plan: Plan) -> EngineInfo:
+    """What the front end is told about this engine."""
+    context = plan.num_tokens + PROMPT_ROOM
+    return EngineInfo(
+        model_path=BUNDLED_MODEL,
+        architecture="FakeForCausalLM",
+        dtype="float32",
+        limits=Limits(VOCAB_SIZE, context, context * plan.num_streams),
+        eos_token_ids=(VOCAB_SIZE - 1,),
+        page_size=16,
+        max_running_requests=plan.num_streams,
+        attention_backend="reference",
+        platform="cpu",
+        kv_bytes=0,
+        weight_bytes=0,
+        warmup_s=0.0,
+    )
+
+
+def main() -> None:
+    """The engine process, started by the server with the plan's path."""
+    ignore_terminal_signals()
+    launch = read_launch(sys.stdin.buffer)
+    follow_parent(sys.stdin.buffer, launch.endpoints)
+    plan = Plan.load(sys.argv[1])
+    mailbox = EngineMailbox(launch.endpoints)
+    mailbox.announce(engine_info(plan))
+    FakeEngine(plan, mailbox).run()
+    mailbox.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Arrays for a case: random contents, pages in random order, several layers of cache.
+
+Owns how a case becomes arrays. The layers stand for those of a model: each has queries and a cache of its own, and
+all share lengths, page table and slots; with enough of them no cache on the chip holds what a call reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.kernels.cases import DECODE, STORE, KernelCase
+from bench.kernels.work import work_of
+from pallas_kernels import bfloat16_bits
+from pallas_kernels.bfloat16_bits import to_bits, to_numbers
+from pallas_kernels.options import FLOAT8
+
+_ROTATED_BYTES = 1 << 30  # many times the largest L2, and so long a program that starting it costs nothing
+_MIN_LAYERS, _MAX_LAYERS = 4, 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """q `[T, N, H]`, the cache `[num_pages, K, page_size, H]`, and for a store the new k and v `[T, K, H]`."""
+
+    q: jax.Array
+    k_pages: jax.Array
+    v_pages: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+    def cache_numbers(self) -> tuple[jax.Array, jax.Array]:
+        """K and V pages; what is kept as bits, as the numbers it means."""
+        k, v = (to_numbers(a) if a.dtype == bfloat16_bits.DTYPE else a for a in (self.k_pages, self.v_pages))
+        return k, v
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """A case with numbers. The integer arrays are on the host: `[S, P]`, `[S]`, `[S + 1]` and `[T]` int32."""
+
+    case: KernelCase
+    page_table: np.ndarray
+    lengths: np.ndarray
+    query_offsets: np.ndarray
+    slots: np.ndarray
+    layers: tuple[Layer, ...]
+
+
+def layers_for(case: KernelCase, platform: str) -> int:
+    """So many that their memory exceeds every cache; one on a CPU, where the timing overwrites other memory."""
+    if platform == "cpu":
+        return 1
+    return min(_MAX_LAYERS, max(_MIN_LAYERS, -(-_ROTATED_BYTES // work_of(case).num_bytes)))
+
+
+def make_inputs(case: KernelCase, num_layers: int = 1, seed: int = 0, *, adverse: bool = False) -> Inputs:
+    """Random inputs. `adverse` is for checks: every place that no sequence owns holds NaN, table entries behind a
+    sequence's pages name any page, and sequences 0 and 1 share their full pages as far as both have them.
+    """
+    rng = np.random.default_rng(seed)
+    spec, lengths = case.spec, case.lengths
+    page_table = np.zeros((spec.num_seqs, spec.pages_per_seq), np.int32)
+    if adverse:
+        page_table[:] = rng.integers(0, spec.num_pages, page_table.shape)
+    counts = -(-lengths // case.page_size)
+    free = 1 + rng.permutation(spec.num_pages - 1)
+    for row, end, count in zip(page_table, np.cumsum(counts), counts, strict=True):
+        row[:count] = free[end - count : end]
+    if adverse and case.op != STORE and len(counts) > 1:
+        shared = int(lengths[:2].min()) // case.page_size
+        page_table[1, :shared] = page_table[0, :shared]
+    offsets = np.cumsum([0, *case.new], dtype=np.int32)
+    used = _used_places(case, page_table) if adverse else None
+    keys = jax.random.split(jax.random.key(seed), num_layers)
+    layers = tuple(_make_layer(case, key, used) for key in keys)
+    slots = _slots(case, page_table, rng)
+    return Inputs(case, page_table, lengths.astype(np.int32), offsets, slots, layers)
+
+
+def _make_layer(case: KernelCase, key: jax.Array, used: np.ndarray | None) -> Layer:
+    spec = case.spec
+    k_pages, v_pages, k, v, _ = spec.store_args()
+    q = (spec.decode_args() if case.op == DECODE else spec.extend_args())[0]
+    scales = [spec.scales.get(name, 1.0) for name in ("k_scale", "v_scale")]
+    per_head = [jnp.broadcast_to(jnp.asarray(s, jnp.float32), case.num_kv_heads)[:, None, None] for s in scales]
+    keys = jax.random.split(key, 5)
+    dtype = bfloat16_bits.NUMBERS if case.bits_cache else k_pages.dtype
+    pages = [
+        _normal(each, scale, shape=a.shape, dtype=dtype)
+        for each, scale, a in zip(keys, per_head, (k_pages, v_pages), strict=False)
+    ]
+    if used is not None:
+        pages = [jnp.where(used[:, None, :, None], a, jnp.asarray(jnp.nan, a.dtype)) for a in pages]
+    if case.bits_cache:
+        pages = [to_bits(a) for a in pages]
+    rest = [_normal(each, 1.0, shape=a.shape, dtype=a.dtype) for each, a in zip(keys[2:], (q, k, v), strict=True)]
+    return Layer(rest[0], *pages, *rest[1:])
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: jax.Array, scale: jax.Array | float, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    values = jax.random.normal(key, shape, jnp.float32) / scale
+    if dtype == FLOAT8:
+        largest = float(jnp.finfo(FLOAT8).max)
+        values = jnp.clip(values, -largest, largest)
+    return values.astype(dtype)
+
+
+def _used_places(case: KernelCase, page_table: np.ndarray) -> np.ndarray:
+    """`[num_pages, page_size]`: places that hold a token of some sequence."""
+    used = np.zeros((case.spec.num_pages, case.page_size), bool)
+    for row, length in zip(page_table, case.lengths, strict=True):
+        position = np.arange(length)
+        used[row[position // case.page_size], position % case.page_size] = True
+    return used
+
+
+def _slots(case: KernelCase, page_table: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Where the new tokens go; padding goes to the dummy page."""
+    slots = []
+    for row, cached, new in zip(page_table, case.cached, case.new, strict=True):
+        position = np.arange(cached, cached + new)
+        slots.append(row[position // case.page_size] * case.page_size + position % case.page_size)
+    padding = rng.integers(0, case.page_size, case.padding_tokens)
+    return np.concatenate([*slots, padding]).astype(np.int32)

@@ -1,0 +1,211 @@
+"""The figures of a recorded run, as JSON: seconds, tokens, and shares of 1. docs/performance.md defines them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.kernels.work import Roofline
+from bench.offline.recording import Recording, Step, Turn
+from bench.offline.split import Interval, busy_intervals, split
+from bench.offline.work import ModelWork
+from jaxsgl.messages import FromEngine, Replies
+from jaxsgl.request import Request
+
+_PERCENTILES = {"median": 50, "p90": 90, "p99": 99, "max": 100}
+PHASES = ("receive", "launch", "submit", "collect", "encode", "rest")
+
+
+def figures(
+    recording: Recording,
+    work: ModelWork,
+    roofline: Roofline,
+    requests: Sequence[Request],
+    news: Sequence[FromEngine],
+    at_running: int | None = None,
+) -> dict[str, Any]:
+    """All figures of one run.
+
+    Args:
+      recording: of the run.
+      work: the model's.
+      roofline: measured on this machine.
+      requests: that were served.
+      news: what the front end would have got.
+      at_running: the host's time is that of decode steps of so many rows; None: of all decode steps.
+    """
+    steps, turns = recording.steps, recording.turns
+    begin_s, end_s = turns[0].begin_s, turns[-1].sent_s
+    duration_s = end_s - begin_s
+    replies = [message for message in news if isinstance(message, Replies)]
+    load = replies[-1].load
+    prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+    output_tokens = sum(len(reply.token_ids) for message in replies for reply in message.replies)
+    busy = busy_intervals((step.submitted_s, step.ready_s) for step in steps)
+    waits = [(step.read_from_s, step.read_s) for step in steps if step.waited_s]
+    parts = split((begin_s, end_s), busy, waits)
+    return {
+        "duration_s": duration_s,
+        "requests": {
+            "count": len(requests),
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "cached_prompt_tokens": load.cached_prompt_tokens_total,
+            "retractions": load.retractions_total,
+            "recompiles": load.recompiles_total,
+        },
+        "output_tokens_per_s": output_tokens / duration_s,
+        "total_tokens_per_s": (prompt_tokens + output_tokens) / duration_s,
+        "time_split": {
+            "busy": parts.busy_s / duration_s,
+            "idle": parts.idle_s / duration_s,
+            "host_exposed": parts.host_exposed_s / duration_s,
+            "busy_s": parts.busy_s,
+            "idle_s": parts.idle_s,
+            "host_exposed_s": parts.host_exposed_s,
+        },
+        "steps": _by_kind(steps, busy),
+        "waste": waste(steps),
+        "roofline": _roofline(steps, busy, work, roofline, duration_s),
+        "host": host(turns, at_running),
+        "host_by_rows": _host_by_rows(turns),
+        "step_ms": _by_bucket(steps, busy),
+        "recording": {
+            "loop_us": 1e6 * (sum(turn.recording_s for turn in turns) + _between_s(turns)) / len(steps),
+            "watching_us": 1e6 * recording.watching_cpu_s / len(steps),
+        },
+    }
+
+
+def waste(steps: Iterable[Step]) -> dict[str, float | None]:
+    """Padded over real, less 1: rows of decode steps, tokens of all others; None where there was no such step."""
+    sizes = {"decode_rows": (0, 0), "extend_tokens": (0, 0)}
+    for step in steps:
+        name = "decode_rows" if step.kind == "decode" else "extend_tokens"
+        real, padded = sizes[name]
+        sizes[name] = real + step.num_tokens, padded + step.bucket.padded_tokens
+    return {name: padded / real - 1 if real else None for name, (real, padded) in sizes.items()}
+
+
+def host(turns: Iterable[Turn], at_running: int | None = None) -> dict[str, Any]:
+    """The host's time in turns that launch a decode step and read another: everything but waiting for the device.
+
+    Milliseconds: wall time, CPU time of the loop's thread, and wall time by phases (recording's own is left out).
+    """
+    mine = [turn for turn in turns if _decodes(turn, at_running)]
+    phases = [_phases(turn) for turn in mine]
+    return {
+        "at_running": at_running,
+        "turns": len(mine),
+        "wall_ms": _summary([sum(each.values()) for each in phases]),
+        "cpu_ms": _summary([turn.end_cpu_s - turn.begin_cpu_s for turn in mine]),
+        "phases_ms": {name: _summary([each[name] for each in phases]) for name in PHASES},
+    }
+
+
+def _decodes(turn: Turn, rows: int | None) -> bool:
+    step = turn.submitted
+    return bool(step and step.kind == "decode" and turn.read and rows in (None, step.num_seqs))
+
+
+def _phases(turn: Turn) -> dict[str, float]:
+    """Seconds of a turn that launched a step and read one, by what the host did.
+
+    launch: schedule and build the batch. submit: hand it to the device. collect: take tokens, make replies and the
+    load. rest: checks between turns.
+    """
+    assert turn.submit_s is not None and turn.submitted_s is not None
+    collect_s = turn.send_s - turn.submitted_s - turn.recording_s - sum(step.waited_s for step in turn.read)
+    return {
+        "receive": turn.received_s - turn.begin_s,
+        "launch": turn.submit_s - turn.received_s,
+        "submit": turn.submitted_s - turn.submit_s,
+        "collect": collect_s,
+        "encode": turn.sent_s - turn.send_s,
+        "rest": turn.end_s - turn.sent_s,
+    }
+
+
+def _between_s(turns: Sequence[Turn]) -> float:
+    """What recording took between turns. (Turns that did nothing are left out of both.)"""
+    return sum(max(0.0, next_.begin_s - turn.end_s) for turn, next_ in itertools.pairwise(turns))
+
+
+def _host_by_rows(turns: Sequence[Turn]) -> dict[str, Any]:
+    """The median of `host` for each decode bucket."""
+    by_size: dict[int, list[Turn]] = {}
+    for turn in turns:
+        if _decodes(turn, None) and turn.submitted:
+            by_size.setdefault(turn.submitted.bucket.num_seqs, []).append(turn)
+    found = {size: host(mine) for size, mine in sorted(by_size.items())}
+    return {
+        str(size): {"turns": told["turns"], **{name: told[name]["median"] for name in ("wall_ms", "cpu_ms")}}
+        for size, told in found.items()
+    }
+
+
+def _by_kind(steps: Sequence[Step], busy: Sequence[Interval]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for step, (begin_s, end_s) in zip(steps, busy, strict=True):
+        told = found.setdefault(step.kind, {"count": 0, "device_s": 0.0, "real": 0, "padded": 0})
+        told["count"] += 1
+        told["device_s"] += end_s - begin_s
+        told["real"] += step.num_tokens
+        told["padded"] += step.bucket.padded_tokens
+    return found
+
+
+def _by_bucket(steps: Sequence[Step], busy: Sequence[Interval]) -> dict[str, Any]:
+    """Milliseconds of the device for a step, and its real tokens on average, by bucket."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for step, (begin_s, end_s) in zip(steps, busy, strict=True):
+        found.setdefault(str(step.bucket), []).append((end_s - begin_s, step.num_tokens))
+    return {
+        bucket: {"count": len(mine), "tokens": sum(n for _, n in mine) / len(mine), **_summary([s for s, _ in mine])}
+        for bucket, mine in sorted(found.items())
+    }
+
+
+def _roofline(
+    steps: Sequence[Step], busy: Sequence[Interval], work: ModelWork, roofline: Roofline, duration_s: float
+) -> dict[str, Any]:
+    """Ideal over real: of all time, of the time that the device was busy, and of that by kind of step."""
+    by_kind: dict[str, dict[str, float]] = {}
+    for step, (begin_s, end_s) in zip(steps, busy, strict=True):
+        least = work.of_step(step)
+        told = by_kind.setdefault(step.kind, dict.fromkeys(("ideal_s", "device_s", "num_bytes", "flops"), 0.0))
+        for name, value in (("ideal_s", roofline.floor_s(least)), ("device_s", end_s - begin_s)):
+            told[name] += value
+        told["num_bytes"] += least.num_bytes
+        told["flops"] += least.flops
+    ideal_s = sum(told["ideal_s"] for told in by_kind.values())
+    busy_s = sum(told["device_s"] for told in by_kind.values())
+    return {
+        "fraction": ideal_s / duration_s,
+        "fraction_of_busy": ideal_s / busy_s,
+        "ideal_s": ideal_s,
+        "bytes_per_s": roofline.bytes_per_s,
+        "flops_per_s": roofline.flops_per_s,
+        "by_kind": {kind: _shares(told, roofline) for kind, told in by_kind.items()},
+    }
+
+
+def _shares(told: Mapping[str, float], roofline: Roofline) -> dict[str, float]:
+    """Of one kind of steps: of the ideal time, and of each ceiling alone."""
+    device_s = told["device_s"]
+    return {
+        "fraction": told["ideal_s"] / device_s,
+        "of_bytes_per_s": told["num_bytes"] / device_s / roofline.bytes_per_s,
+        "of_flops_per_s": told["flops"] / device_s / roofline.flops_per_s,
+    }
+
+
+def _summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds; empty without values."""
+    if not seconds:
+        return {}
+    values = np.percentile(1e3 * np.array(seconds), list(_PERCENTILES.values()))
+    return {"mean": 1e3 * float(np.mean(seconds)), **dict(zip(_PERCENTILES, values.tolist(), strict=True))}

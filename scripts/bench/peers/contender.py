@@ -1,0 +1,90 @@
+"""What a contender is, what it is told, and which there are. Imports no engine: each lives in a process of its own."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from bench.workloads.jobs import Job
+
+UNTOLD = -1  # a token that an endpoint counted, but didn't name
+
+
+class CannotRun(Exception):
+    """This contender can't take part here; the text says why."""
+
+
+class Kind(msgspec.Struct, frozen=True):
+    """Which class a contender is, and how it is set up.
+
+    Attributes:
+      where: module:class, imported in the contender's process only.
+      options: keyword arguments of that class.
+      only_shared: takes part only where prompts share prefixes.
+    """
+
+    where: str
+    options: dict[str, str | int | bool] = {}
+    only_shared: bool = False
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What every contender is told before it loads.
+
+    Attributes:
+      model: a folder in Hugging Face's layout.
+      device: "cpu" or "gpu".
+      num_threads: to compute with on a CPU.
+      num_jobs: requests of a round, all there at the start.
+      longest: tokens of the longest request, output included.
+      total: tokens of all requests, output included.
+      prefix_len: tokens that the prompts of a group share; 0 if there are no groups.
+    """
+
+    model: str
+    device: str
+    num_threads: int
+    num_jobs: int
+    longest: int
+    total: int
+    prefix_len: int
+
+
+class Contender(Protocol):
+    """An engine. Its constructor takes the options of its `Kind`."""
+
+    def start(self, setup: Setup) -> None:
+        """Loads the model. Raises `CannotRun`, or `ImportError` where its package is missing."""
+
+    def versions(self) -> dict[str, str]:
+        """What decides its speed: packages and chosen settings."""
+
+    def reset(self) -> None:
+        """Forgets what earlier runs computed. Not timed."""
+
+    def run(self, jobs: list[Job]) -> list[list[int]]:
+        """Serves all jobs, greedily and ignoring EOS; returns their output ids in the order of `jobs`."""
+
+    def close(self) -> None:
+        """Ends what it started."""
+
+
+def _kinds() -> dict[str, Kind]:
+    kinds = {f"jaxsgl-{dtype}": Kind("bench.peers.ours:Ours", {"flags": f"--dtype {dtype}"}) for dtype in WHOLE}
+    for size in (8, 32):
+        for dtype in WHOLE:
+            options: dict[str, str | int | bool] = {"dtype": dtype, "batch_size": size}
+            kinds[f"transformers-static{size}-{dtype}"] = Kind("bench.peers.transformers_peers:Static", options)
+    for dtype in WHOLE:
+        kinds[f"transformers-continuous-{dtype}"] = Kind("bench.peers.transformers_peers:Continuous", {"dtype": dtype})
+    for dtype in ("float32", "float16", "bfloat16", "q8_0"):
+        kinds[f"llama.cpp-{dtype}"] = Kind("bench.peers.llama:Llama", {"dtype": dtype})
+        kinds[f"llama.cpp-{dtype}-shared-by-hand"] = Kind(
+            "bench.peers.llama:Llama", {"dtype": dtype, "share": True}, True
+        )
+    return kinds
+
+
+WHOLE = ("float32", "bfloat16")
+KINDS = _kinds()

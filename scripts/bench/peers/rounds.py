@@ -1,0 +1,163 @@
+"""Runs contenders in turns, checks what they return, and compares their speeds. Knows no engine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.frontend.processes import cpu_s
+from bench.peers.contender import UNTOLD, CannotRun, Kind, Setup
+from bench.peers.process import Process
+from bench.workloads.jobs import Job
+
+OURS = "jaxsgl"  # how names of our own contenders begin
+EXACT = "float32"  # in the names of those whose tokens are compared with the others'
+WARM_UP_TOKENS = 8
+IDLE_SHARE = 0.03  # of a core: more is no idling
+
+
+class WrongOutput(Exception):
+    """A contender didn't return what was asked for: its speed means nothing."""
+
+
+@dataclass
+class Entry:
+    """A contender that takes part.
+
+    Attributes:
+      process: where it lives.
+      versions: what it told about itself.
+      start_s: seconds to load and warm up.
+      seconds: of each round.
+      idle_cpu_share: cores that all others took while this one ran, of each round.
+      outputs: of the last round.
+    """
+
+    process: Process
+    versions: dict[str, str]
+    start_s: float
+    seconds: list[float] = field(default_factory=list)
+    idle_cpu_share: list[float] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+
+
+class Match:
+    """Contenders and what became of them.
+
+    Args:
+      setup: told to each.
+      jobs: of a round.
+      logs: folder for what contenders print.
+      say: takes lines for whoever waits.
+    """
+
+    def __init__(self, setup: Setup, jobs: list[Job], logs: Path, say: Callable[[str], None]) -> None:
+        self._setup, self._jobs, self._logs, self._say = setup, jobs, logs, say
+        self.entries: dict[str, Entry] = {}
+        self.absent: dict[str, str] = {}
+
+    def enter(self, name: str, kind: Kind) -> None:
+        """Starts a contender and warms it up with all prompts and short outputs; notes why if it can't run.
+
+        Raises:
+          WrongOutput: it returned another number of tokens than asked for.
+        """
+        begin_s = time.monotonic()
+        process = Process(kind, self._logs / f"{len(self.entries) + len(self.absent)}.log", self._setup.device)
+        try:
+            versions = process.start(self._setup)
+            warm_up = [replace(job, output_len=min(job.output_len, WARM_UP_TOKENS)) for job in self._jobs]
+            check(name, warm_up, process.run(warm_up)[1])
+        except CannotRun as reason:
+            self._leave(name, process, reason)
+        except BaseException:
+            process.close()
+            raise
+        else:
+            self.entries[name] = Entry(process, versions, time.monotonic() - begin_s)
+            self._say(f"{name} is ready after {self.entries[name].start_s:.1f} s")
+
+    def round(self) -> None:
+        """One run of each, in turns. Raises `WrongOutput`."""
+        for name, entry in list(self.entries.items()):
+            others = [other.process.pid for other in self.entries.values() if other is not entry]
+            before_s = sum(map(cpu_s, others))
+            try:
+                seconds, outputs = entry.process.run(self._jobs)
+            except CannotRun as reason:
+                del self.entries[name]
+                self._leave(name, entry.process, reason)
+                continue
+            check(name, self._jobs, outputs)
+            entry.outputs = outputs
+            entry.seconds.append(seconds)
+            entry.idle_cpu_share.append((sum(map(cpu_s, others)) - before_s) / seconds)
+            busy = entry.idle_cpu_share[-1] > IDLE_SHARE
+            disturbed = f"; others took {entry.idle_cpu_share[-1]:.0%} of a core" if busy else ""
+            self._say(f"{name}: {self._num_tokens / seconds:.1f} output tokens/s{disturbed}")
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for entry in self.entries.values():
+            entry.process.close()
+
+    def figures(self) -> dict[str, Any]:
+        """Speeds, and ratios of our fastest contender's speed to each other's, round by round."""
+        speeds = {name: [self._num_tokens / s for s in entry.seconds] for name, entry in self.entries.items()}
+        ours = [name for name in speeds if name.startswith(OURS)]
+        best = max(ours, key=lambda name: statistics.median(speeds[name]), default=None)
+        reference = next((self.entries[name] for name in ours if EXACT in name), None)
+        told = {}
+        for name, entry in self.entries.items():
+            ratios = [a / b for a, b in zip(speeds[best], speeds[name], strict=True)] if best else []
+            told[name] = {
+                "output_tokens_per_s": spread(speeds[name]),
+                "ratio_of_best_jaxsgl": spread(ratios) if ratios else None,
+                "same_tokens": same_tokens(entry.outputs, reference.outputs) if reference else None,
+                "idle_cpu_share": entry.idle_cpu_share,
+                "start_s": entry.start_s,
+                "versions": entry.versions,
+            }
+        return {"best_jaxsgl": best, "contenders": told, "could_not_run": self.absent}
+
+    @property
+    def _num_tokens(self) -> int:
+        """Output tokens of a round."""
+        return sum(job.output_len for job in self._jobs)
+
+    def _leave(self, name: str, process: Process, reason: CannotRun) -> None:
+        process.close()
+        self.absent[name] = str(reason)
+        self._say(f"{name} can't run: {reason}")
+
+
+def check(name: str, jobs: list[Job], outputs: list[list[int]]) -> None:
+    """Raises `WrongOutput` unless each job has exactly its number of tokens."""
+    if len(outputs) != len(jobs):
+        raise WrongOutput(f"{name} returned {len(outputs)} outputs for {len(jobs)} requests")
+    for i, (job, output) in enumerate(zip(jobs, outputs, strict=True)):
+        if len(output) != job.output_len:
+            raise WrongOutput(f"{name} returned {len(output)} tokens for request {i}, which asked for {job.output_len}")
+
+
+def spread(values: list[float]) -> dict[str, Any]:
+    """Median, least, greatest, and all."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": values}
+
+
+def same_tokens(outputs: list[list[int]], reference: list[list[int]]) -> dict[str, float] | None:
+    """Shares of requests whose first token, and whose whole output, is the reference's; None if ids are not known.
+
+    With random weights the two best tokens are often nearly level, and any rounding may choose the other one.
+    """
+    pairs = list(zip(outputs, reference, strict=True))
+    if any(UNTOLD in output for output in outputs):
+        return None
+    return {
+        "first": sum(ours[0] == theirs[0] for ours, theirs in pairs) / len(pairs),
+        "whole": sum(ours == theirs for ours, theirs in pairs) / len(pairs),
+    }

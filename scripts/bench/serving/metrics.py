@@ -1,0 +1,93 @@
+"""From answers to the figures of SGLang's bench_serving, by its definitions and under its names.
+
+TTFT: first text - send. E2E: last event - send. TPOT: (E2E - TTFT) / (output tokens - 1), of answers with more than
+one token. ITL: gap between chunks, divided by the tokens of the later one. Concurrency: sum of E2E / duration. Goodput
+(vLLM's): answers a second that keep all of the given limits. Of failed requests only the number and the errors count.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from bench.serving.answer import Answer
+from bench.serving.run import Outcome
+
+PERCENTILES = (90, 95, 99)
+LIMITS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "e2e_s"}  # what goodput may ask for
+
+
+def parse_goodput(text: str) -> dict[str, float]:
+    """Reads "ttft:500 tpot:50 e2el:5000", milliseconds. Raises `ValueError`."""
+    limits: dict[str, float] = {}
+    for part in text.split():
+        name, _, limit = part.partition(":")
+        if name not in LIMITS:
+            raise ValueError(f"--goodput has {part!r}, but must be of {', '.join(f'{name}:MS' for name in LIMITS)}")
+        limits[name] = float(limit)
+    return limits
+
+
+def summary(outcome: Outcome, goodput: Mapping[str, float]) -> dict[str, Any]:
+    """Totals, rates and latencies; `goodput` is limits in milliseconds, as `parse_goodput` returns them."""
+    answers, duration_s = outcome.answers, outcome.duration_s
+    good = [answer for answer in answers if not answer.error]
+    per_s = 1 / duration_s if duration_s else 0.0
+    inputs, outputs = sum(answer.input_len for answer in good), sum(answer.output_len for answer in good)
+    itls_s = list(itertools.chain.from_iterable(answer.itls_s for answer in good))
+    kept = sum(keeps(answer, goodput) for answer in good)
+    return {
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(answers) - len(good),
+        "short_answers": sum(answer.output_len < answer.asked_len for answer in good),
+        "total_input_tokens": inputs,
+        "total_cached_tokens": sum(answer.cached_len for answer in good),
+        "total_output_tokens": outputs,
+        "request_throughput": len(good) * per_s,
+        "request_goodput": kept * per_s if goodput else None,
+        "input_throughput": inputs * per_s,
+        "output_throughput": outputs * per_s,
+        "total_throughput": (inputs + outputs) * per_s,
+        **spread("e2e_latency", [answer.e2e_s for answer in good]),
+        **spread("ttft", [answer.ttft_s for answer in good]),
+        **spread("tpot", [answer.tpot_s for answer in good if answer.output_len > 1]),
+        **spread("itl", itls_s),
+        "max_itl_ms": 1e3 * max(itls_s, default=0.0),
+        "tokens_per_chunk": outputs / max(sum(len(answer.chunks) for answer in good), 1),
+        "concurrency": sum(answer.e2e_s for answer in good) * per_s,
+        "load_cpu": outcome.cpu_s * per_s,
+        "accept_length": None,  # of speculative decoding, which servers don't tell in their answers
+    }
+
+
+def details(answers: Sequence[Answer]) -> dict[str, list[Any]]:
+    """By request, in the order of sending; zeros for those that failed."""
+    return {
+        "input_lens": [answer.input_len for answer in answers],
+        "output_lens": [0 if answer.error else answer.output_len for answer in answers],
+        "ttfts": [0.0 if answer.error else answer.ttft_s for answer in answers],
+        "itls": [[] if answer.error else answer.itls_s for answer in answers],
+        "generated_texts": [answer.text for answer in answers],
+        "errors": [answer.error for answer in answers],
+    }
+
+
+def keeps(answer: Answer, limits: Mapping[str, float]) -> bool:
+    """Whether an answer keeps all limits (milliseconds)."""
+    return all(1e3 * getattr(answer, LIMITS[name]) <= limit_ms for name, limit_ms in limits.items())
+
+
+def spread(name: str, seconds: Iterable[float]) -> dict[str, float]:
+    """Mean, median, std and percentiles in milliseconds, as numpy has them; all 0 without values."""
+    ms = 1e3 * np.array(list(seconds) or [0.0])
+    percentiles = zip(PERCENTILES, np.percentile(ms, PERCENTILES).tolist(), strict=True)
+    return {
+        f"mean_{name}_ms": float(ms.mean()),
+        f"median_{name}_ms": float(np.median(ms)),
+        f"std_{name}_ms": float(ms.std()),
+        **{f"p{percent}_{name}_ms": value for percent, value in percentiles},
+    }

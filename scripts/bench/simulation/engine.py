@@ -1,0 +1,172 @@
+"""A device that computes nothing: every step takes the time that `cost.py` says, on the simulated clock.
+
+`SimulatedEngine` is the `StepEngine` of the real serving loop. Steps run one after the other, each as soon as it is
+submitted and the one before has ended; the host's time for a step passes before it is submitted, so overlap is what the
+loop makes of it. Also the stand-in for `jax.Device` by which the real sizing code plans the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.build import Work
+from jaxsgl.batch.engine_api import StepScores
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.cache.pages import IntArray
+from jaxsgl.config import EngineConfig
+from jaxsgl.engine.sizing import kv_shape, plan_capacity
+from jaxsgl.models import ModelArch
+
+JAX_SHARE = 0.75  # of a GPU's memory that JAX takes if nothing else is said
+_NOTHING = np.empty(0, dtype=np.int32)
+_NO_SCORES = StepScores()
+
+
+@dataclass(slots=True)
+class Clock:
+    """Simulated seconds since the start."""
+
+    now_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """What the real sizing code asks of a `jax.Device`."""
+
+    hardware: Hardware
+    arch: ModelArch
+    platform: str = "gpu"
+
+    def memory_stats(self) -> dict[str, int]:
+        """As after loading the weights."""
+        limit = int(JAX_SHARE * self.hardware.memory_bytes)
+        return {"bytes_limit": limit, "bytes_in_use": weight_bytes(self.arch)}
+
+
+def capacity_on(hardware: Hardware, arch: ModelArch, config: EngineConfig) -> Capacity:
+    """What the real engine would plan on this hardware. Raises `ConfigError` likewise."""
+    page = kv_shape(arch, config.page_size, jnp.dtype(jnp.bfloat16))
+    return plan_capacity(config, arch, page, SimulatedDevice(hardware, arch))
+
+
+@dataclass(frozen=True)
+class StepSizes(StepInputs):
+    """A step of which only the sizes are known; that is all that its time depends on.
+
+    Attributes:
+      kv_tokens, pairs: see cost.py; of an extend step, without the sequences that decode in it.
+      rider_kv_tokens: of those.
+    """
+
+    kv_tokens: int = 0
+    pairs: float = 0.0
+    rider_kv_tokens: int = 0
+
+
+class SizesBuilder:
+    """In place of `BatchBuilder`: leaves out the arrays, which nobody reads and which would take most of a run's time.
+
+    The sizes are the same, for requests that are greedy and want no log-probabilities, as all simulated ones do.
+    """
+
+    def __init__(self, buckets: BucketSet, page_tables: IntArray, sampling: SamplingRows, page_size: int) -> None:
+        self._buckets = buckets
+
+    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepSizes:
+        """See `BatchBuilder`."""
+        n = len(rows)
+        bucket = self._buckets.decode(n, False, num_steps=1 if steps is None else self._buckets.decode_steps)
+        counts = np.ones_like(positions) if steps is None else steps
+        kv_tokens = int((counts * (2 * positions + counts + 1)).sum()) // 2
+        return StepSizes(bucket, _NOTHING, n, int(counts.sum()), None, kv_tokens, kv_tokens)
+
+    def extend(self, works: Sequence[Work]) -> StepSizes:
+        """See `BatchBuilder`."""
+        num_tokens = kv_tokens = rider_kv_tokens = 0
+        pairs = 0.0
+        for work in works:
+            count = len(work.token_ids)
+            end = work.start + count
+            num_tokens += count
+            if work.token_ids[0] < 0:  # its token is not known yet: it decodes
+                rider_kv_tokens += end
+            else:
+                kv_tokens += end
+                pairs += equal_pairs(count, 1, end)
+        bucket = self._buckets.extend(num_tokens, len(works), False)
+        return StepSizes(bucket, _NOTHING, len(works), num_tokens, None, kv_tokens, pairs, rider_kv_tokens)
+
+
+@dataclass(slots=True)
+class KindCounts:
+    """Of all steps of one kind; several in one program are one. Padded and real ones are tokens."""
+
+    steps: int = 0
+    real: int = 0
+    padded: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedHandle:
+    """A step that was launched, and ends at `ready_at_s`."""
+
+    clock: Clock
+    ready_at_s: float
+    shape: tuple[int, int]
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """The clock moves to the end of the step."""
+        self.clock.now_s = max(self.clock.now_s, self.ready_at_s)
+        return np.full(self.shape, OUTPUT_TOKEN, dtype=np.int32)
+
+    def scores(self) -> StepScores:
+        """None."""
+        return _NO_SCORES
+
+
+@dataclass
+class SimulatedEngine:
+    """Runs steps in the order of `submit`.
+
+    Attributes:
+      arch, capacity, buckets: as the real engine has them.
+      costs, clock: how long steps take, and where time goes by.
+      host_step_s, host_seq_s: what the host takes for a step, and for each of its sequences besides.
+      counts: by kind of step.
+      recompiles: 0, as it should be.
+    """
+
+    arch: ModelArch
+    capacity: Capacity
+    buckets: BucketSet
+    costs: Costs
+    clock: Clock
+    host_step_s: float
+    host_seq_s: float
+    counts: dict[str, KindCounts] = field(default_factory=dict)
+    recompiles: int = 0
+    _free_at_s: float = 0.0
+
+    def submit(self, inputs: StepInputs) -> SimulatedHandle:
+        """The host's time passes at once, the step's time later."""
+        assert isinstance(inputs, StepSizes)
+        bucket, clock = inputs.bucket, self.clock
+        clock.now_s += self.host_step_s + self.host_seq_s * inputs.num_seqs
+        cost = self.costs["decode" if bucket.kind == "decode" else "extend"]
+        seconds = cost.seconds(bucket.num_tokens, inputs.kv_tokens, inputs.pairs, bucket.num_steps)
+        seconds += self.costs["decode"].kv_token_s * inputs.rider_kv_tokens
+        self._free_at_s = max(self._free_at_s, clock.now_s) + seconds
+        counts = self.counts.setdefault(bucket.kind, KindCounts())
+        counts.steps += 1
+        counts.real += inputs.num_tokens
+        counts.padded += bucket.padded_tokens
+        counts.busy_s += seconds
+        return SimulatedHandle(clock, self._free_at_s, (bucket.num_steps, inputs.num_seqs))

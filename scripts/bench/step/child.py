@@ -1,0 +1,90 @@
+"""The process of one variant: a JSON line with a number of runs on standard input, the timings of all steps on standard
+output. Started by `variant.py`, with flags of the engine as arguments and the steps in `STEPS`.
+
+It may be given another tree's jaxsgl, so it takes from there only what times a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.step.variant import STEPS
+from bench.workloads.steps import GREEDY, Seq, build_step, parse_step
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.pages import pages_for
+from jaxsgl.config import EngineConfig, add_flags, from_flags
+from jaxsgl.engine.engine import Engine
+from jaxsgl.errors import ConfigError, JaxsglError
+
+
+def main() -> None:
+    """Starts an engine, and measures until the commands end. What libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        steps = [parse_step(text) for text in json.loads(os.environ[STEPS])]
+        engine = Engine(_config(sys.argv[1:], steps), progress=False)
+        made = [_made(engine, seqs) for seqs in steps]
+    except JaxsglError as error:
+        print(json.dumps({"error": str(error)}), file=answers, flush=True)
+        return
+    print(json.dumps({"timings": []}), file=answers, flush=True)
+    for line in sys.stdin:
+        timings = [_timed(engine, inputs, json.loads(line)) for inputs in made]
+        print(json.dumps({"timings": timings}), file=answers, flush=True)
+
+
+def _config(flags: list[str], steps: list[list[Seq]]) -> EngineConfig:
+    """The flags', with programs and a pool for these steps and no more."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser, EngineConfig)
+    config = from_flags(EngineConfig, parser.parse_args(flags))
+    decodes = {len(seqs) for seqs in steps if _decodes(seqs)}
+    extends = {sum(seq.new for seq in seqs) for seqs in steps if not _decodes(seqs)} or {1}
+    rows = max(map(len, steps))
+    pages = max(sum(pages_for(seq.length, config.page_size) for seq in seqs) for seqs in steps)
+    return dataclasses.replace(
+        config,
+        max_running_requests=rows,
+        decode_buckets=tuple(decodes | {rows}),
+        extend_buckets=tuple(extends),
+        chunked_prefill_size=max(extends),
+        max_total_tokens=config.max_total_tokens or (pages + 1) * config.page_size,
+    )
+
+
+def _made(engine: Engine, seqs: list[Seq]) -> StepInputs:
+    longest = max(seq.length for seq in seqs)
+    if longest > engine.capacity.context_length:
+        raise ConfigError(
+            f"a sequence has {longest} tokens, but the context holds {engine.capacity.context_length}: shorten it"
+        )
+    return build_step(engine, seqs, GREEDY, np.random.default_rng(0), decode=_decodes(seqs))
+
+
+def _decodes(seqs: Sequence[Seq]) -> bool:
+    return all(seq.new == 1 and seq.cached for seq in seqs)
+
+
+def _timed(engine: Engine, inputs: StepInputs, runs: int) -> dict[str, float]:
+    """The fields of `variant.Timing`: medians of `runs`, each on an idle device, after one to warm up, since another
+    process had the caches."""
+    walls, cpus = [], []
+    for _ in range(1 + runs):
+        wall, cpu = time.perf_counter(), time.process_time()
+        engine.submit(inputs).tokens()
+        walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
+    return {name: 1e3 * float(np.median(of[1:])) for name, of in (("wall_ms", walls), ("cpu_ms", cpus))}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Compile programs for one target in this process, and say of each what is wrong with it.
+
+Runs in the target's own environment, started by `environments`; prints one JSON object per program and line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.targets.targets import TARGETS, Target, prepare_environment
+
+if TYPE_CHECKING:
+    from bench.targets.gpu_code import KernelCode
+    from bench.targets.programs import Program
+
+# What the attention kernels are there for, by backend: without these instructions they would be slow.
+MEANT = {"triton": (("mma", "wgmma"),), "mosaic_gpu": (("wgmma",), ("bulk",))}
+
+
+def compile_all(target: Target, grid: str, share: tuple[int, int], ptxas: Path) -> Iterator[dict[str, Any]]:
+    """The results of every `share[1]`-th program, from `share[0]` on."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_environment(Path(folder))
+        from bench.targets import programs
+        from pallas_kernels.arg_specs import COMMON_SPECS, GRID_SPECS
+
+        devices = target.devices()
+        mesh = programs.mesh_of(devices)
+        every: list[Program] = []
+        for backend in target.backends:
+            for spec in COMMON_SPECS if grid == "common" else GRID_SPECS:
+                every += programs.kernel_programs(spec, backend, mesh)
+        for backend in ("auto", *target.backends):
+            every += programs.step_programs(backend, mesh)
+        for program in every[share[0] :: share[1]]:
+            with target.traced_for(devices[0]):
+                yield _result(program, target, Path(folder), ptxas)
+
+
+def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict[str, Any]:
+    """What came of one program: refused, failed, or compiled with these facts."""
+    dumps = folder / "mosaic"
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(dumps)
+    dumps.mkdir(exist_ok=True)
+    result: dict[str, Any] = {"target": target.name, "program": program.name, "backend": program.backend}
+    begin = time.monotonic()
+    try:
+        compiled = program.trace().lower(lowering_platforms=(target.platform,)).compile()
+    except ValueError as error:
+        if "is impossible here" not in str(error):
+            return result | {"problems": [f"{type(error).__name__}: {error}"[:2000]]}
+        return result | {"refused": str(error), "problems": []}
+    except Exception as error:  # a compiler's, of any class
+        return result | {"problems": [f"{type(error).__name__}: {error}"[:2000]]}
+    seconds = time.monotonic() - begin
+    memory = compiled.memory_analysis()
+    kernels = _kernels(program, folder, ptxas) if target.platform == "cuda" else []
+    result |= {
+        "compile_s": round(seconds, 2),
+        "alias_bytes": memory.alias_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "cache_bytes": program.cache_bytes,
+        "kernels": [asdict(kernel) for kernel in kernels],
+    }
+    problems = _cache_problems(program, memory, compiled.as_text())
+    if target.platform == "cuda" and program.backend != "auto":
+        problems += _code_problems(program, kernels)
+    return result | {"problems": problems}
+
+
+def _kernels(program: Program, folder: Path, ptxas: Path) -> list[KernelCode]:
+    """Reads the program's dumps and deletes them; they are large."""
+    from bench.targets.gpu_code import kernels_in
+
+    mine = folder / "mosaic"
+    for path in folder.iterdir():
+        if any(f"jit_{name}." in path.name for name in (program.name, "forward", "decode_steps")):
+            path.rename(mine / path.name)
+        elif path.is_file():
+            path.unlink()
+    kernels = kernels_in(mine, ptxas)
+    shutil.rmtree(mine)
+    return kernels
+
+
+def _cache_problems(program: Program, memory: Any, hlo: str) -> list[str]:
+    problems = []
+    if memory.alias_size_in_bytes < program.num_donated * program.cache_bytes:
+        problems.append(
+            f"{memory.alias_size_in_bytes} bytes are updated in place, the cache has "
+            f"{program.num_donated * program.cache_bytes}"
+        )
+    if memory.temp_size_in_bytes >= program.cache_bytes:
+        problems.append(f"{memory.temp_size_in_bytes} temporary bytes could hold a cache array")
+    shape = re.escape("[" + ",".join(map(str, program.cache.shape)) + "]")
+    made_by = set(re.findall(rf"= \w+{shape}\S* ([\w-]+)\(", hlo))
+    if copies := made_by & {"copy", "copy-start", "convert", "transpose", "gather"}:
+        problems.append(f"arrays of the cache's shape are made by {', '.join(sorted(copies))}")
+    return problems
+
+
+def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
+    problems = [f"{k.name} spills {k.spill_bytes} bytes" for k in kernels if k.spill_bytes]
+    if not kernels:
+        problems.append("no kernel's code was found")
+    if program.on_matrix_units:
+        found = {name for kernel in kernels for name in kernel.instructions}
+        missing = [wanted for wanted in MEANT.get(program.backend, ()) if not found & set(wanted)]
+        problems += [f"no {' or '.join(wanted)} in the code" for wanted in missing]
+    return problems
+
+
+def main() -> None:
+    """Compile a share of one target's programs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("grid", choices=("common", "full"))
+    parser.add_argument("index", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("ptxas", type=Path)
+    options = parser.parse_args()
+    for result in compile_all(TARGETS[options.target], options.grid, (options.index, options.count), options.ptxas):
+        print(json.dumps(result), flush=True)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

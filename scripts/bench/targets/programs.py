@@ -1,0 +1,106 @@
+"""What is compiled: every kernel on the grid of shapes, and whole steps of the engine, as shapes without arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxsgl.batch.inputs import Bucket
+from jaxsgl.engine.programs import ProgramSpec
+from jaxsgl.engine.state import KvBuffers
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.weights.sharding import kv_sharding, make_mesh, param_sharding, replicated
+from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels.arg_specs import ArgSpec
+
+BUNDLED_MODEL = Path(__file__).parents[3] / "jaxsgl/bundled_model"
+PAGE_SIZE, NUM_PAGES = 16, 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Something to compile.
+
+    Attributes:
+      name: an identifier; also what the compiler calls the program.
+      backend: of its kernels.
+      trace: makes it; called where tracing is for the target.
+      cache: the shape and dtype of one of its cache arrays.
+      num_donated: how many of those it updates in place.
+      on_matrix_units: whether its products should run there; float32 is kept exact, on other units.
+    """
+
+    name: str
+    backend: str
+    trace: Callable[[], jax.stages.Traced]
+    cache: jax.ShapeDtypeStruct
+    num_donated: int
+    on_matrix_units: bool
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of one cache array."""
+        return int(self.cache.size) * jnp.dtype(self.cache.dtype).itemsize
+
+
+def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program]:
+    """The ops on one spec; Mosaic GPU has no store."""
+    ops: tuple[tuple[Any, Any, dict[str, Any], tuple[int, ...]], ...] = (
+        (store_kv, spec.store_args(), spec.scales, (0, 1)),
+        (paged_decode_attention, spec.decode_args(), spec.options, ()),
+        (paged_extend_attention, spec.extend_args(), spec.options, ()),
+    )
+    for op, args, options, donated in ops[1:] if backend == "mosaic_gpu" else ops:
+        name = f"{op.__name__}_{spec.name}_{backend}"
+
+        def trace(
+            op: Any = op, args: Any = args, options: Any = options, donated: Any = donated, name: str = name
+        ) -> jax.stages.Traced:
+            def program(*arrays: jax.Array) -> Any:
+                return op(*arrays, backend=backend, **options)
+
+            program.__name__ = name
+            placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated(mesh)) for a in args]
+            return jax.jit(program, donate_argnums=donated).trace(*placed)
+
+        on_matrix_units = op is not store_kv and spec.dtype != jnp.float32
+        yield Program(name, backend, trace, spec.store_args()[0], len(donated), on_matrix_units)
+
+
+def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
+    """Decode, several decode steps and extend of an engine with a small model of serving-like heads, in bfloat16."""
+    arch = dataclasses.replace(
+        ModelArch.from_folder(BUNDLED_MODEL),
+        vocab_size=32_000, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072,
+    )  # fmt: skip
+    graphdef, params = abstract_model(arch, jnp.dtype(jnp.bfloat16))
+    placed = nnx.from_flat_state([(path, _placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
+    shape = (NUM_PAGES, arch.num_kv_heads, PAGE_SIZE, arch.head_dim)
+    pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=kv_sharding(mesh))
+    kv = KvBuffers((pages,) * arch.num_layers, (pages,) * arch.num_layers)
+    spec = ProgramSpec(graphdef, placed, kv, 64, arch.vocab_size, backend, mesh)
+    decode = Bucket("decode", 64, 64, 128, False)
+    several = dataclasses.replace(decode, sampled=True, num_steps=4)
+    for bucket in (decode, several, Bucket("extend", 1024, 8, 128, False)):
+
+        def trace(bucket: Bucket = bucket) -> jax.stages.Traced:
+            return spec.trace_forward(bucket)
+
+        name = f"step_{bucket.kind}_{backend}" if bucket.num_steps == 1 else f"steps_{bucket.kind}_{backend}"
+        yield Program(name, backend, trace, pages, 2 * arch.num_layers, on_matrix_units=True)
+
+
+def _placed(param: nnx.Param, mesh: Mesh) -> nnx.Param:
+    return param.replace(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(param, mesh)))
+
+
+def mesh_of(devices: list[jax.Device]) -> Mesh:
+    """The engine's mesh over the first device."""
+    return make_mesh(devices[:1])
