@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.simulation.cost import equal_pairs
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.inputs import StepInputs

@@ -6,6 +6,10 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from bench.simulation.clients import Clients
+from bench.simulation.cost import Costs
+from bench.simulation.engine import Clock, SimulatedEngine, SizesBuilder
+from bench.simulation.figures import Figures
 from bench.workloads.prompts import Ask
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config import EngineConfig
