@@ -1,41 +1,59 @@
-"""Order: what is fast and finds most runs first; whole servers run last."""
+"""The environment of all tests, their tiers (see tiers.py), and how parallel runs share them among workers."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import tiers
 
 _CACHE = tempfile.TemporaryDirectory(prefix="jaxsgl-tests-")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test inherit it, were it ignored
-os.environ["XDG_CACHE_HOME"] = _CACHE.name  # compiled programs are shared by the tests of one run, and by nobody else
+os.environ["XDG_CACHE_HOME"] = _CACHE.name  # compiled programs are shared by the tests of one run, and by nothing else
 
-ROOT = Path(__file__).parent
-ORDER = (
-    "test_style",
-    "cache",
-    "batch",
-    "scheduler",
-    "",
-    "pallas_kernels",
-    "models",
-    "weights",
-    "test_lowering",  # these two began with the first of pallas_kernels: see elsewhere.py there
-    "test_compile_targets",
-    "engine",
-    "frontend",
-    "end_to_end",
-)
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Imports no file, and no folder's conftest, of another tier than the one that `-m` names."""
+    tier = tiers.chosen_tier(config.option.markexpr)
+    return (tier is not None and not tiers.may_hold(collection_path, tier)) or None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    tier = tiers.tier_of(item.path)
+    item.add_marker(tier)
+    named = {mark.name for mark in item.iter_markers()} & set(tiers.TIERS)
+    if named != {tier}:
+        raise pytest.UsageError(f"{item.nodeid} is of the tiers {sorted(named)}; a file's tests are of one")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        names = (item.path.stem, item.path.relative_to(ROOT).parts[0])
-        return next((ORDER.index(name) for name in names if name in ORDER), ORDER.index(""))
+    items.sort(key=lambda item: tiers.rank(item.path))
 
-    items.sort(key=rank)
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives a worker whole files, in the order of the collection."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return tiers.work_unit(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unit_tests_import_no_jax(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if all(tiers.tier_of(item.path) == "unit" for item in request.session.items):
+        assert "jax" not in sys.modules, "a unit test imports JAX; it belongs to the tier `device`"

@@ -6,6 +6,8 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.wiring import RETRACT_VARIABLE, build, retract_every
 
+pytestmark = pytest.mark.device
+
 
 @pytest.mark.parametrize(("text", "steps"), [(None, None), ("", None), ("1", 1), ("250", 250)])
 def test_the_test_switch_names_a_number_of_steps(

@@ -19,6 +19,8 @@ from tests import numpy_sampling
 from tests.end_to_end.precision import EXACT, NARROW
 from tests.end_to_end.texts import filler
 
+pytestmark = pytest.mark.device
+
 GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=220)
 CHUNK = 128
 SCORE_ERRORS = {EXACT: (0.0, 1e-3), NARROW: (1e-3, 0.5)}  # the largest is to lie between; scores spread over 20

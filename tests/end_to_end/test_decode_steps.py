@@ -13,6 +13,8 @@ from jaxsgl.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve
 
+pytestmark = pytest.mark.device
+
 STEPS = 4
 FLAGS = {
     "page_size": 4,

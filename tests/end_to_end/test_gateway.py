@@ -24,6 +24,8 @@ from tests.end_to_end.precision import EXACT_FLAGS
 from tests.end_to_end.servers import START_TIMEOUT_S, running_server
 from tests.end_to_end.texts import filler
 
+pytestmark = pytest.mark.foreign
+
 PAGE_SIZE = 16
 NUM_WORKERS = 2
 MODEL = "tiny"

@@ -13,6 +13,8 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.llm import LLM
 from tests.end_to_end.precision import EXACT
 
+pytestmark = pytest.mark.device
+
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:

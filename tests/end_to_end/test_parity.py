@@ -18,6 +18,8 @@ from jaxsgl.request import Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_logits
 from tests.end_to_end.offline import new_scheduler, outputs, serve
 
+pytestmark = pytest.mark.device
+
 KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2", "qwen3")
 NEW_TOKENS = 8
 UNLIMITED = -1

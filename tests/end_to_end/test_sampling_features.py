@@ -21,6 +21,8 @@ from tests import numpy_sampling
 from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, load_reference, make_checkpoint
 from tests.end_to_end.offline import serve
 
+pytestmark = pytest.mark.device
+
 KINDS = ("llama_untied_llama3_rope", "qwen3")
 PAGE_SIZE, CHUNK = 4, 48
 EOS = frozenset({EOS_TOKEN_ID})

@@ -11,6 +11,8 @@ from small_tokenizers import KINDS, TEXT, save
 from jaxsgl.text.detokenizer import ByteDetokenizer, WindowDetokenizer
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.unit
+
 REPLACEMENT = "\ufffd"
 
 

@@ -13,6 +13,8 @@ from jaxsgl.messages import Abort, Load, Replies, Reply, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import NoText
 
+pytestmark = pytest.mark.unit
+
 REQUEST = Request("r", [5], SamplingParams())
 
 

@@ -14,6 +14,8 @@ from jaxsgl.ipc import MAX_SOCKET_PATH, Endpoints, EngineLine, EngineMailbox
 from jaxsgl.messages import Abort, EngineFailed, FromEngine, Refusal, RefusalKind, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 
+pytestmark = pytest.mark.unit
+
 REQUEST = Request("r", [1, 2, 3], SamplingParams(temperature=0.7, seed=3, stop_token_ids=(4,)))
 
 

@@ -13,6 +13,8 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.text.prompts import INLINE_CHARS, ChatPrompt, IdsPrompt, Prompt, TextPrompt, tokenize
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.unit
+
 
 class Uncopied(Sequence[int]):
     """So many ids, none of which may be looked at."""

@@ -8,6 +8,8 @@ from google.protobuf import descriptor_pb2
 from jaxsgl.frontend.proto import jaxsgl_pb2
 from jaxsgl.request import FinishReason
 
+pytestmark = pytest.mark.unit
+
 ROOT = Path(__file__).resolve().parents[2]
 PROTO = "jaxsgl/frontend/proto/jaxsgl.proto"
 

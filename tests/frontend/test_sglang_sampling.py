@@ -10,6 +10,8 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.grpc.sglang.sampling import wish_of
 from jaxsgl.request import SamplingParams
 
+pytestmark = pytest.mark.unit
+
 
 def test_what_is_left_out_means_sglangs_defaults() -> None:
     wish = wish_of(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1])))

@@ -14,6 +14,8 @@ from jaxsgl.text.sample import Piece, Sample, join
 from jaxsgl.text.stop_strings import StopStrings
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:

@@ -9,6 +9,8 @@ from jaxsgl.frontend.status import StatusLine
 from jaxsgl.frontend.throughput import WINDOW_S, Rates, Throughput
 from jaxsgl.messages import Load
 
+pytestmark = pytest.mark.unit
+
 
 class Engine:
     """A load and a clock that tests move on."""

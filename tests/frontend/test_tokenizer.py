@@ -10,6 +10,8 @@ from tokenizers import AddedToken
 from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 
+pytestmark = pytest.mark.unit
+
 
 def test_text_comes_back_from_its_ids(tokenizer: Tokenizer) -> None:
     for text in TEXT:

@@ -9,6 +9,8 @@ from bench.targets.targets import TARGETS, Target
 
 from tests.pallas_kernels.elsewhere import ENVIRONMENTS, Elsewhere
 
+pytestmark = pytest.mark.foreign
+
 PTX = """
 .version 8.0
 .target sm_90a

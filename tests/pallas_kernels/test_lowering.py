@@ -5,6 +5,8 @@ import pytest
 from pallas_kernels.arg_specs import GRID_SPECS
 from tests.pallas_kernels.elsewhere import VERSIONS, Elsewhere
 
+pytestmark = pytest.mark.foreign
+
 CALL_OF = {"triton": ("triton_kernel_call", "__gpu$xla.gpu.triton"), "mosaic_gpu": ("mosaic_gpu",),
            "mosaic_tpu": ("tpu_custom_call",)}  # fmt: skip
 OPS = {"triton": 3, "mosaic_gpu": 2, "mosaic_tpu": 3}

@@ -11,6 +11,8 @@ from bench.kernels.runners import JaxRunner
 
 from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS, ArgSpec
 
+pytestmark = pytest.mark.device
+
 SPEC = ArgSpec("small", 4, 24, 5, 16, 2, 2, 16)
 
 

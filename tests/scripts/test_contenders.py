@@ -15,6 +15,8 @@ from bench.kernels.reference import attention_error, store_error
 from bench.kernels.runners import JaxRunner, Prepared
 from bench.kernels.work import Roofline
 
+pytestmark = pytest.mark.device
+
 SMALL = {"num_kv_heads": 2, "num_groups": 2, "head_dim": 16, "page_size": 4, "dtype": "float32"}
 ROOFLINE = Roofline(1e9, 1e9)
 DECODE = decode("decode", [33, 20, 7], **SMALL)

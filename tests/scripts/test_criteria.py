@@ -5,6 +5,8 @@ from bench.kernels.criteria import CRITERIA, judge, judge_checks
 from bench.report.engine_criteria import judge_engine
 from bench.report.summary import summary
 
+pytestmark = pytest.mark.unit
+
 ROOFLINE = {"bytes_per_s": 4e12, "flops_per_s": 8e14}
 
 

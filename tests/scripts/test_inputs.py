@@ -2,9 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from bench.kernels.cases import decode, extend, store
 from bench.kernels.inputs import layers_for, make_inputs
 from bench.kernels.work import work_of
+
+pytestmark = pytest.mark.device
 
 SMALL = {"num_kv_heads": 2, "num_groups": 2, "head_dim": 8, "page_size": 4, "dtype": "float32"}
 

@@ -20,6 +20,8 @@ from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.scheduler.scheduler import Scheduler
 
+pytestmark = pytest.mark.device
+
 ARCH = MODELS["qwen3-0.6b"]
 COSTS = data_sheet_costs(HARDWARE["h200"], ARCH)
 SMALL = Capacity(page_size=16, num_pages=400, num_rows=16, context_length=2048, max_extend_tokens=256, vocab_size=1000)

@@ -16,6 +16,8 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import pages_for
 
+pytestmark = pytest.mark.device
+
 MOONCAKE = """\
 {"timestamp": 2000, "input_length": 1300, "output_length": 7, "hash_ids": [46, 47, 90]}
 

@@ -5,6 +5,8 @@ import pytest
 from bench.kernels.cases import ACCELERATOR_CASES, CPU_CASES, cases_for, decode, extend, store
 from bench.kernels.work import Roofline, Work, work_of
 
+pytestmark = pytest.mark.device
+
 SMALL = {"num_kv_heads": 2, "num_groups": 3, "head_dim": 8}
 BATCHES = [
     extend("whole prompts", [0, 0], [5, 1], page_size=4, **SMALL),
