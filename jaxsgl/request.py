@@ -7,8 +7,7 @@ All checks of a request's values live here, so that every front end refuses the 
 from __future__ import annotations
 
 import enum
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -26,9 +25,45 @@ MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 300  # entries
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
-
-
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1  # int32 in protocols
+
+
+class Bounds(NamedTuple):
+    """The values that a number may have: `low` to `high`, without `low` itself if `above_low`.
+
+    `words` say so in errors; an `optional` number may be None.
+    """
+
+    low: float
+    high: float
+    words: str
+    above_low: bool = False
+    optional: bool = False
+
+    def hold(self, value: float | None) -> bool:
+        """Returns whether `value` is inside; NaN never is."""
+        if value is None:
+            return self.optional
+        return (self.low < value if self.above_low else self.low <= value) and value <= self.high
+
+
+# By field of `SamplingParams`, which checks them; the schemas of the HTTP APIs take their limits from here, too.
+BOUNDS = {
+    "temperature": Bounds(0.0, 1e4, "0 (greedy) to 10000"),
+    "top_k": Bounds(-1, MAX_TOP_K, f"-1 (all), or 1 to {MAX_TOP_K}"),
+    "top_p": Bounds(0.0, 1.0, "above 0, up to 1", above_low=True),
+    "min_p": Bounds(0.0, 1.0, "0 to 1"),
+    "seed": Bounds(0, MAX_SEED, f"0 to {MAX_SEED}", optional=True),
+    "frequency_penalty": Bounds(-2.0, 2.0, "-2 to 2"),
+    "presence_penalty": Bounds(-2.0, 2.0, "-2 to 2"),
+    "repetition_penalty": Bounds(0.0, 2.0, "above 0, up to 2", above_low=True),
+    "min_tokens": Bounds(0, MAX_MIN_TOKENS, f"0 to {MAX_MIN_TOKENS}"),
+    "logprobs": Bounds(0, MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}", optional=True),
+    "prompt_logprobs": Bounds(0, MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}", optional=True),
+    "n": Bounds(1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
+}
+LOGIT_BIAS_BOUNDS = Bounds(-100.0, 100.0, "-100 to 100")  # of each entry
+PRIORITY_BOUNDS = Bounds(MIN_PRIORITY, MAX_PRIORITY, f"{MIN_PRIORITY} to {MAX_PRIORITY}")
 
 
 class FinishReason(enum.Enum):
@@ -89,12 +124,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         self._check_integers()
-        self._check_choice()
+        for name, bounds in BOUNDS.items():
+            _check_bounds(name, getattr(self, name), bounds)
+        self._check_logit_bias()
         self._check_end()
-        for name in ("logprobs", "prompt_logprobs"):
-            top = getattr(self, name)
-            _check(top is None or 0 <= top <= MAX_TOP_LOGPROBS, name, top, f"0 to {MAX_TOP_LOGPROBS}")
-        _check(1 <= self.n <= MAX_SAMPLES, "n", self.n, f"1 to {MAX_SAMPLES}")
 
     def _check_integers(self) -> None:
         """Structs don't check types when Python code makes them; a max_tokens of 2.5 would never be reached."""
@@ -105,23 +138,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token_id in self.logit_bias:
             _check_integer("a token id of logit_bias", token_id)
 
-    def _check_choice(self) -> None:
-        """What chooses a token."""
-        _check(0.0 <= self.temperature <= 1e4, "temperature", self.temperature, "0 (greedy) to 10000")
-        _check(-1 <= self.top_k <= MAX_TOP_K, "top_k", self.top_k, f"-1 (all), or 1 to {MAX_TOP_K}")
-        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0, up to 1")
-        _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 to 1")
-        _check(self.seed is None or 0 <= self.seed <= MAX_SEED, "seed", self.seed, f"0 to {MAX_SEED}")
-        for name in ("frequency_penalty", "presence_penalty"):
-            _check(-2.0 <= getattr(self, name) <= 2.0, name, getattr(self, name), "-2 to 2")
-        _check(0.0 < self.repetition_penalty <= 2.0, "repetition_penalty", self.repetition_penalty, "above 0, up to 2")
+    def _check_logit_bias(self) -> None:
         count = len(self.logit_bias)
         _check(count <= MAX_LOGIT_BIAS, "the number of logit_bias entries", count, f"0 to {MAX_LOGIT_BIAS}")
         for token_id, bias in self.logit_bias.items():
-            _check(-100.0 <= bias <= 100.0, f"the logit_bias of token {token_id}", bias, "-100 to 100")
+            _check_bounds(f"the logit_bias of token {token_id}", bias, LOGIT_BIAS_BOUNDS)
 
     def _check_end(self) -> None:
-        """What ends a request."""
+        """Checks what ends a request."""
         _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 and more")
         _check(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
@@ -129,7 +153,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             len(self.stop_token_ids),
             f"0 to {MAX_STOP_TOKEN_IDS}",
         )
-        _check(0 <= self.min_tokens <= MAX_MIN_TOKENS, "min_tokens", self.min_tokens, f"0 to {MAX_MIN_TOKENS}")
         if self.max_tokens is not None:
             _check(
                 self.min_tokens <= self.max_tokens,
@@ -179,8 +202,7 @@ def check_request(request: Request, limits: Limits) -> None:
     An output that doesn't fit into the context is no error: `max_new_tokens` caps it.
     """
     _check_integer("priority", request.priority)
-    in_range = MIN_PRIORITY <= request.priority <= MAX_PRIORITY
-    _check(in_range, "priority", request.priority, f"{MIN_PRIORITY} to {MAX_PRIORITY}")
+    _check_bounds("priority", request.priority, PRIORITY_BOUNDS)
     prompt_len = len(request.prompt_ids)
     if prompt_len == 0:
         raise InvalidRequest("the prompt is empty: send at least one token")
@@ -226,6 +248,10 @@ def _check_integer(name: str, value: object) -> None:
         raise InvalidRequest(f"{name} is {value!r}, but must be an integer")
 
 
+def _check_bounds(name: str, value: float | None, bounds: Bounds) -> None:
+    _check(bounds.hold(value), name, value, bounds.words)
+
+
 def _check(ok: bool, name: str, value: float | None, allowed: str) -> None:
-    if not ok or (isinstance(value, float) and math.isnan(value)):
+    if not ok:
         raise InvalidRequest(f"{name} is {value}, but must be {allowed}")

@@ -1,35 +1,139 @@
-"""How bodies are read: strictly. What is no JSON text by RFC 8259 is refused, before a schema looks at it."""
+"""Reads bodies: strictly parsed JSON, the field types that OpenAI's and SGLang's APIs share, and `SamplingParams`.
+
+A body that is no JSON text by RFC 8259 is refused before a schema looks at it. Limits of numbers are those of
+jaxsgl/request.py. Knows no endpoint; the schemas and routes of both APIs use it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
+import functools
+from collections.abc import Callable, Coroutine, Set
+from typing import Annotated, Any
 
 from fastapi.routing import APIRoute
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.request import (
+    BOUNDS,
+    LOGIT_BIAS_BOUNDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    PRIORITY_BOUNDS,
+    Bounds,
+    SamplingParams,
+)
+
+MAX_INT = 2**31 - 1
+MAX_TEXTS = 1024  # and prompts of other kinds
+
 
 class _StrictRequest(Request):
-    """Reads its JSON with pydantic's parser: no NaN, no lone surrogates, at most 200 levels, numbers of 4300 digits.
+    """Parses its JSON with pydantic: no NaN, no lone surrogates, at most 200 levels, numbers of at most 4300 digits.
 
-    Python's own takes the first two, which then fail where a text is encoded or an answer written.
+    Python's parser accepts NaN and lone surrogates, which then fail where a text is encoded or an answer is written.
     """
 
     async def json(self) -> Any:
-        """The body. Raises `ValueError`."""
+        """Returns the parsed body. Raises `ValueError`."""
         return from_json(await self.body(), allow_inf_nan=False)
 
 
 class StrictJson(APIRoute):
-    """A route whose body is read so."""
+    """A route whose body is parsed strictly."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """As FastAPI's, on a stricter request."""
+        """Wraps FastAPI's handler."""
         handle = super().get_route_handler()
 
         async def handle_strictly(request: Request) -> Response:
             return await handle(_StrictRequest(request.scope, request.receive))
 
         return handle_strictly
+
+
+class Body(BaseModel):
+    """The base of all objects in bodies. Unknown fields are kept aside, so that some can be refused."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+
+def one_error(words: str) -> WrapValidator:
+    """Makes a union that fails say `words`, instead of an error for each of its members."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("union", "{words}", {"words": words}) from None
+
+    return WrapValidator(validate)
+
+
+def within(bounds: Bounds, description: str | None = None) -> Any:
+    """Returns the pydantic field of a number in `bounds`."""
+    if bounds.above_low:
+        return Field(gt=bounds.low, le=bounds.high, description=description)
+    return Field(ge=bounds.low, le=bounds.high, description=description)
+
+
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+Priority = Annotated[int, within(PRIORITY_BOUNDS, "ignored unless the server schedules by priority")]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+TopLogprobs = Annotated[int, within(BOUNDS["logprobs"])]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, within(LOGIT_BIAS_BOUNDS)]],
+    Field(max_length=MAX_LOGIT_BIAS),
+]
+Stop = Annotated[
+    str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)],
+    one_error(f"must be a text, or a list of up to {MAX_STOP_STRINGS} texts"),
+]
+StopTokenIds = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)]
+
+
+def refuse_not_built(body: Body, not_built: Set[str]) -> None:
+    """Raises `InvalidRequest` if `body` sets an unknown field of `not_built`. Empty or false, it asks for nothing."""
+    for name, value in (body.model_extra or {}).items():
+        if name in not_built and value:
+            raise InvalidRequest(f"{name} isn't built yet: leave it out")
+
+
+def refuse_special_tokens(skip_special_tokens: bool | None) -> None:
+    """Raises `InvalidRequest` if special tokens are asked for."""
+    if skip_special_tokens is False:
+        raise InvalidRequest("skip_special_tokens is false, but special tokens have no text here: leave it out")
+
+
+# Of fields whose form differs in JSON.
+_CONVERSIONS: dict[str, Callable[[Any], object]] = {
+    "logit_bias": lambda bias: {int(token_id): added for token_id, added in bias.items()},
+    "stop": lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
+    "stop_token_ids": tuple,
+}
+
+
+def sampling_params(body: Body, **renamed: object) -> SamplingParams:
+    """Returns what `body` asks for. Raises `InvalidRequest`.
+
+    Fields of `body` that are named as in `SamplingParams` are taken over; `renamed` holds those that have another name
+    or meaning in the API. None is the default.
+    """
+    values = {name: getattr(body, name) for name in _same_names(type(body))} | renamed
+    given: dict[str, Any] = {
+        name: _CONVERSIONS[name](value) if name in _CONVERSIONS else value
+        for name, value in values.items()
+        if value is not None
+    }
+    return SamplingParams(**given)
+
+
+@functools.cache
+def _same_names(body: type[Body]) -> list[str]:
+    return [name for name in SamplingParams.__struct_fields__ if name in body.model_fields]

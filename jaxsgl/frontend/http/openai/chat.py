@@ -24,8 +24,7 @@ from jaxsgl.frontend.http.openai.replies import (
     json_response,
     new_head,
 )
-from jaxsgl.frontend.http.openai.sampling import sampling_of
-from jaxsgl.frontend.http.openai.schemas import ChatRequest
+from jaxsgl.frontend.http.openai.schemas import ChatRequest, sampling_of
 from jaxsgl.frontend.http.openai.usage import UsageCounter
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.request import Request, SamplingParams

@@ -16,8 +16,7 @@ from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, unt
 from jaxsgl.frontend.http.openai.choices import Choices
 from jaxsgl.frontend.http.openai.models import check_model
 from jaxsgl.frontend.http.openai.replies import Head, json_response, new_head
-from jaxsgl.frontend.http.openai.sampling import sampling_of
-from jaxsgl.frontend.http.openai.schemas import CompletionRequest
+from jaxsgl.frontend.http.openai.schemas import CompletionRequest, sampling_of
 from jaxsgl.frontend.http.openai.usage import UsageCounter
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.request import Request, SamplingParams

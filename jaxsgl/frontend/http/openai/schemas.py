@@ -1,86 +1,61 @@
 """Bodies of OpenAI's requests, with what vLLM and SGLang add to them. The OpenAPI description is made of them.
 
-Types and limits only: pydantic refuses what breaks them before a handler runs. Lists of objects are bounded, since it
-takes microseconds for each, in which all streams stand still. Unknown fields are ignored, null is the same as absent.
-What the values mean is the business of sampling.py, messages.py and the handlers.
+Holds types and limits: pydantic refuses what breaks them before a handler runs. Lists of objects are bounded, because
+each object takes microseconds during which all streams stand still. Unknown fields are ignored, null is the same as
+absent. `sampling_of` turns the fields that completions and chat share into `SamplingParams`. The other fields are read
+by chat.py, completions.py and routes.py.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from jaxsgl.request import (
-    MAX_LOGIT_BIAS,
-    MAX_PRIORITY,
-    MAX_SAMPLES,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TOP_LOGPROBS,
-    MIN_PRIORITY,
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.http.bodies import (
+    MAX_INT,
+    MAX_TEXTS,
+    Body,
+    Count,
+    IdLists,
+    LogitBias,
+    Priority,
+    Stop,
+    StopTokenIds,
+    TextList,
+    TokenIds,
+    TopLogprobs,
+    one_error,
+    refuse_not_built,
+    refuse_special_tokens,
+    sampling_params,
+    within,
 )
+from jaxsgl.request import BOUNDS, MAX_SEED, SamplingParams
 
-MAX_INT = 2**31 - 1
 MAX_TOOLS = 512
-MAX_TEXTS = 1024  # and prompts of other kinds
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
 MAX_TOOL_CALLS = 128
+# Fields that other servers know and that change the answer. Empty or false, they ask for nothing.
+# fmt: off
+NOT_BUILT = frozenset({
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents", "ebnf",
+    "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "input_embeds",
+    "json_schema", "logits_processors", "lora_path", "prompt_embeds", "regex", "stop_regex", "structural_tag",
+    "structured_outputs", "truncate_prompt_tokens", "use_beam_search",
+})
+# fmt: on
 
-
-def _one_error(words: str) -> WrapValidator:
-    """A union that fails says `words`, instead of an error for each of its members."""
-
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("union", "{words}", {"words": words}) from None
-
-    return WrapValidator(validate)
-
-
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[
-    str
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
-    | TokenIds
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)],
-    _one_error(
+    str | TextList | TokenIds | IdLists,
+    one_error(
         "must be a text, a list of texts, a list of token ids, or a list of lists of token ids; "
         f"{MAX_TEXTS} texts or lists at most"
     ),
 ]
-Texts = Annotated[
-    str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)],
-    _one_error(f"must be a text, or a list of 1 to {MAX_TEXTS} texts"),
-]
-Stop = Annotated[
-    str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)],
-    _one_error(f"must be a text, or a list of up to {MAX_STOP_STRINGS} texts"),
-]
-Count = Annotated[int, Field(ge=0, le=MAX_INT)]
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-Priority = Annotated[
-    int,
-    Field(ge=MIN_PRIORITY, le=MAX_PRIORITY, description="ignored unless the server schedules by priority"),
-]
-TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
-
-
-class Body(BaseModel):
-    """What holds for all objects in bodies. Unknown fields are kept aside, so that some can be refused."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+Texts = Annotated[str | TextList, one_error(f"must be a text, or a list of 1 to {MAX_TEXTS} texts")]
 
 
 class StreamOptions(Body):
@@ -96,33 +71,50 @@ class Sampled(Body):
     """What completions and chat have in common: the model, how tokens are chosen, and when to stop."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    n: Annotated[int, within(BOUNDS["n"])] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=1e4)] | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[TokenIdText, Annotated[float, Field(ge=-100.0, le=100.0)]],
-            Field(max_length=MAX_LOGIT_BIAS, description="token id, as text, to what is added to its logit"),
-        ]
-        | None
-    ) = None
+    temperature: Annotated[float, within(BOUNDS["temperature"])] | None = None
+    top_p: Annotated[float, within(BOUNDS["top_p"])] | None = None
+    top_k: Annotated[int, within(BOUNDS["top_k"])] | None = None
+    min_p: Annotated[float, within(BOUNDS["min_p"])] | None = None
+    frequency_penalty: Annotated[float, within(BOUNDS["frequency_penalty"])] | None = None
+    presence_penalty: Annotated[float, within(BOUNDS["presence_penalty"])] | None = None
+    repetition_penalty: Annotated[float, within(BOUNDS["repetition_penalty"])] | None = None
+    logit_bias: Annotated[LogitBias, Field(description="token id, as text, to what is added to its logit")] | None = (
+        None
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63, description="of its bits the lower 32 count")] | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    min_tokens: Count | None = None
+    stop_token_ids: StopTokenIds | None = None
+    min_tokens: Annotated[int, within(BOUNDS["min_tokens"])] | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: Annotated[bool, Field(description="SGLang's word for include_stop_str_in_output")] | None = None
     skip_special_tokens: Annotated[bool, Field(description="only true is supported")] | None = None
+
+
+def sampling_of(
+    body: Sampled, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+) -> SamplingParams:
+    """Returns what `body` asks for, with its endpoint's readings of max_tokens and logprobs. Raises `InvalidRequest`.
+
+    Fields are refused if ignoring them would give a wrong answer.
+    """
+    refuse_not_built(body, NOT_BUILT)
+    refuse_special_tokens(body.skip_special_tokens)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options are given, but stream is not true: leave them out, or set stream to true")
+    return sampling_params(
+        body,
+        seed=None if body.seed is None else body.seed & MAX_SEED,
+        max_tokens=max_tokens,
+        include_stop_str_in_output=body.include_stop_str_in_output or body.no_stop_trim,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
 
 
 class CompletionRequest(Sampled):
@@ -131,7 +123,7 @@ class CompletionRequest(Sampled):
     prompt: Prompts
     max_tokens: Annotated[Count, Field(description="0 only with echo: nothing is generated")] | None = 16
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: TopLogprobs | None = None
     best_of: Annotated[Count, Field(description="only the value of n is supported")] | None = None
     suffix: Annotated[str, Field(description="not supported")] | None = None
     add_special_tokens: bool | None = None
@@ -146,7 +138,7 @@ class ContentPart(Body):
 
 Content = Annotated[
     str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)],
-    _one_error(f'must be a text, or a list of parts {{"type": "text", "text": ...}}, {MAX_PARTS} at most'),
+    one_error(f'must be a text, or a list of parts {{"type": "text", "text": ...}}, {MAX_PARTS} at most'),
 ]
 
 
@@ -193,7 +185,7 @@ class Tool(Body):
 
 ToolChoice = Annotated[
     str | dict[str, Any],
-    _one_error("must be a text or an object"),
+    one_error("must be a text or an object"),
     Field(description="only auto and none are supported"),
 ]
 
@@ -217,7 +209,7 @@ class ChatRequest(Sampled):
     max_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     response_format: ResponseFormat | None = None

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.http.bodies import refuse_not_built, refuse_special_tokens, sampling_params
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Choice, Writer
@@ -22,14 +23,10 @@ from jaxsgl.request import Request, SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 
 # Fields of SGLang's that change the answer and that aren't built. Empty or false, they ask for nothing.
-NOT_BUILT = (
+NOT_BUILT = frozenset({
     "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path", "return_hidden_states",
     "session_params", "token_ids_logprob", "video_data",
-)  # fmt: skip
-SAME = (
-    "frequency_penalty", "ignore_eos", "min_p", "n", "presence_penalty", "repetition_penalty", "temperature", "top_k",
-    "top_p",
-)  # fmt: skip
+})  # fmt: skip
 
 
 def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
@@ -56,9 +53,7 @@ def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
 
 async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     """One per prompt, all of them checked. Raises `InvalidRequest`."""
-    for name, value in (body.model_extra or {}).items():
-        if name in NOT_BUILT and value:
-            raise InvalidRequest(f"{name} isn't built yet: leave it out")
+    refuse_not_built(body, NOT_BUILT)
     prompts = _prompts(body)
     given = body.sampling_params if body.sampling_params is not None else SamplingBody()
     each = given if isinstance(given, list) else [given] * len(prompts)
@@ -107,21 +102,17 @@ def _ids(rid: str | list[str] | None, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
-    if not params.skip_special_tokens:
-        raise InvalidRequest("skip_special_tokens is false, but special tokens have no text here: leave it out")
+    refuse_special_tokens(params.skip_special_tokens)
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
-    start_len = -1 if body.logprob_start_len is None else body.logprob_start_len
-    return SamplingParams(
+    scores_prompt = body.logprob_start_len is not None and body.logprob_start_len >= 0
+    return sampling_params(
+        params,
         max_tokens=params.max_new_tokens,
         min_tokens=params.min_new_tokens,
-        **{name: getattr(params, name) for name in SAME},
-        logit_bias={int(token_id): bias for token_id, bias in (params.logit_bias or {}).items()},
         seed=params.sampling_seed,
-        stop=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ()),
-        stop_token_ids=tuple(params.stop_token_ids or ()),
         include_stop_str_in_output=params.no_stop_trim,
         logprobs=top,
-        prompt_logprobs=top if start_len >= 0 else None,
+        prompt_logprobs=top if scores_prompt else None,
     )
 
 

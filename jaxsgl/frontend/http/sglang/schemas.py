@@ -10,22 +10,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jaxsgl.frontend.http.openai.schemas import (
+from jaxsgl.frontend.http.bodies import (
     MAX_INT,
     MAX_TEXTS,
     Body,
-    Count,
-    Penalty,
+    IdLists,
+    LogitBias,
     Priority,
     Stop,
+    StopTokenIds,
+    TextList,
     TokenIds,
-    TokenIdText,
+    TopLogprobs,
+    within,
 )
-from jaxsgl.request import MAX_LOGIT_BIAS, MAX_SAMPLES, MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from jaxsgl.request import BOUNDS
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 Flag = bool | None
-LogitBias = Annotated[dict[TokenIdText, Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=MAX_LOGIT_BIAS)]
 
 
 class SamplingBody(Body):
@@ -34,19 +36,19 @@ class SamplingBody(Body):
     model_config = ConfigDict(extra="forbid")
 
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] = DEFAULT_MAX_NEW_TOKENS
-    min_new_tokens: Count = 0
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    temperature: Annotated[float, Field(ge=0.0, le=1e4)] = 1.0
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    min_new_tokens: Annotated[int, within(BOUNDS["min_tokens"])] = 0
+    n: Annotated[int, within(BOUNDS["n"])] = 1
+    temperature: Annotated[float, within(BOUNDS["temperature"])] = 1.0
+    top_p: Annotated[float, within(BOUNDS["top_p"])] = 1.0
+    top_k: Annotated[int, within(BOUNDS["top_k"])] = -1
+    min_p: Annotated[float, within(BOUNDS["min_p"])] = 0.0
+    frequency_penalty: Annotated[float, within(BOUNDS["frequency_penalty"])] = 0.0
+    presence_penalty: Annotated[float, within(BOUNDS["presence_penalty"])] = 0.0
+    repetition_penalty: Annotated[float, within(BOUNDS["repetition_penalty"])] = 1.0
     logit_bias: LogitBias | None = None
-    sampling_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    sampling_seed: Annotated[int, within(BOUNDS["seed"])] | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: StopTokenIds | None = None
     no_stop_trim: bool = False
     ignore_eos: bool = False
     skip_special_tokens: Annotated[bool, Field(description="only true is supported")] = True
@@ -62,10 +64,8 @@ class SamplingBody(Body):
 class GenerateBody(Body):
     """Body of /generate: one prompt or several, as text or as token ids."""
 
-    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)] | None = None
-    input_ids: (
-        TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)] | None
-    ) = None
+    text: str | TextList | None = None
+    input_ids: TokenIds | IdLists | None = None
     sampling_params: (
         SamplingBody | Annotated[list[SamplingBody], Field(max_length=MAX_TEXTS, fail_fast=True)] | None
     ) = None
@@ -75,7 +75,7 @@ class GenerateBody(Body):
     logprob_start_len: (
         Annotated[int, Field(ge=-1, le=MAX_INT, description="first prompt token to score; -1: none")] | None
     ) = None
-    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs_num: TopLogprobs | None = None
     return_text_in_logprobs: Flag = None
     priority: Priority | None = None
 
