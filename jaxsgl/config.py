@@ -31,8 +31,9 @@ API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
 
 
 def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "", secret: bool = False) -> Any:
-    """A dataclass field that is also a command-line flag. A secret one is left out where the config is printed."""
-    return field(default=default, repr=not secret, metadata={"help": help, "choices": choices, "alias": alias})
+    """A dataclass field that is also a command-line flag. A secret one is left out wherever the config is shown."""
+    metadata = {"help": help, "choices": choices, "alias": alias, "secret": secret}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 @dataclass(frozen=True)

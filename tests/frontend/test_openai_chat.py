@@ -12,7 +12,7 @@ from server_process import ServerProcess
 from small_tokenizers import byte_level, save
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.http.openai.messages import chat_prompt
+from jaxsgl.frontend.http.openai.chat import chat_prompt
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
 from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, load_tokenizer

@@ -1,7 +1,7 @@
-"""Errors as HTTP answers, all in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Turns errors into HTTP answers, all in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-Owns the status and the words of every refusal over HTTP. Knows no endpoint; app.py registers the handlers, and code
-that answers outside of them (middleware, streams) calls `answer_to` and `event_of`.
+Owns the status and the body of every refusal over HTTP. Knows no endpoint. app.py registers the handlers; code that
+answers outside of them (middleware, streams) calls `answer_to` and `event_of`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import RETRY_AFTER_S, JaxsglError
 
-CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is there to read it
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; the client has left and reads no answer
 MAX_SHOWN_PROBLEMS = 3
 MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
@@ -48,7 +48,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-# For `FastAPI(responses=...)`: every operation may answer so. "4XX" also keeps FastAPI from announcing its 422.
+# For `FastAPI(responses=...)`: every operation may give these answers. "4XX" also keeps FastAPI from announcing its 422.
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is refused"},
     "5XX": {"model": ErrorBody, "description": "The server failed, is not ready or takes too long"},
@@ -60,7 +60,7 @@ class ClientGone(Exception):
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Answers errors that endpoints of `app` raise."""
+    """Makes `app` answer the errors that its endpoints raise."""
     app.add_exception_handler(JaxsglError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_error)
@@ -68,8 +68,8 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def body_of(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON body that goes with `status`."""
-    message = _shortened(message, MAX_MESSAGE_CHARS)  # it may quote something of the client's
+    """Returns the JSON body that goes with `status`."""
+    message = _shortened(message, MAX_MESSAGE_CHARS)  # it may quote the request
     param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
@@ -80,7 +80,7 @@ def _shortened(text: str, most: int) -> str:
 
 
 def error_of(error: Exception) -> tuple[int, str, str | None, str | None]:
-    """HTTP status, words for the client, param and code; an exception that isn't ours is logged and kept from them."""
+    """Returns HTTP status, message, param and code. Exceptions that aren't ours are logged and not shown to the client."""
     if isinstance(error, JaxsglError):
         return error.http_status, str(error), error.param, error.code
     logger.error("a request failed by our own fault", exc_info=error)
@@ -88,16 +88,16 @@ def error_of(error: Exception) -> tuple[int, str, str | None, str | None]:
 
 
 def answer_to(error: Exception) -> Response:
-    """The whole answer for an error."""
+    """Returns the whole answer for `error`."""
     return answer(*error_of(error))
 
 
 def answer(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
-    """The answer that refuses a request with `status`."""
+    """Returns the answer that refuses a request with `status`."""
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in RETRY_STATUSES else {}
     if status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
-    # Not Starlette's JSONResponse: it fails at half a surrogate pair, which a client can get into a message.
+    # Starlette's JSONResponse would fail at half a surrogate pair, which a message may quote from the request.
     return Response(json.dumps(body_of(status, message, param, code)), status, headers, "application/json")
 
 
@@ -106,14 +106,16 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """No such path or method, a body that is no JSON, and what middleware raises while a body is read."""
+    """Answers an unknown path or method, a body that is no JSON, and what middleware raises while a body is read."""
     assert isinstance(error, HTTPException)
     message = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
         message = f"no such path: {request.method} {request.url.path}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.url.path} doesn't know the method {request.method}"
-    elif isinstance(error.__cause__, ValueError | RecursionError):  # of the JSON parser: too deep, or too long a number
+    elif isinstance(
+        error.__cause__, ValueError | RecursionError
+    ):  # from the JSON parser: too deep, or too long a number
         message = f"the body can't be read: {error.__cause__}"
     refused = answer(error.status_code, message)
     refused.headers.update(error.headers or {})
@@ -121,7 +123,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
-    """Fields that pydantic refuses: 400 as all that a client did wrong, with the first few of them."""
+    """Answers fields that pydantic refuses: 400, as for every client's mistake, and the first few problems."""
     assert isinstance(error, RequestValidationError)
     problems = error.errors()
     shown = [_problem(problem) for problem in problems[:MAX_SHOWN_PROBLEMS]]
@@ -144,11 +146,11 @@ def _problem(problem: dict[str, Any]) -> str:
 
 
 def _param(loc: Sequence[int | str]) -> str | None:
-    """`body.messages.0.role` as `messages.0.role`; None for the body as a whole, or a place in text."""
+    """Returns `messages.0.role` for `body.messages.0.role`; None for the whole body, or a place in its text."""
     names = [str(part) for part in loc[1:]]
     return ".".join(names) if names and not names[0].isdigit() else None
 
 
 def event_of(error: Exception) -> bytes:
-    """The last event of a stream that an error ends."""
+    """Returns the last event of a stream that `error` ends."""
     return b"data: " + json.dumps(body_of(*error_of(error))).encode() + b"\n\n"

@@ -1,58 +1,123 @@
-"""/v1/chat/completions: a conversation in the model's chat template, and the assistant's next turn."""
+"""Answers /v1/chat/completions: messages in the model's chat template, and the assistant's next turn.
+
+Turns messages into what chat templates know, and refuses in clear words what they can't express. routes.py calls
+`answer_chat`; /tokenize shares `chat_prompt`.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator
+from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.http.calls import start_all, until_gone, whole
-from jaxsgl.frontend.http.openai.logprobs import chat_logprobs
-from jaxsgl.frontend.http.openai.messages import chat_prompt
-from jaxsgl.frontend.http.openai.models import check_model
 from jaxsgl.frontend.http.openai.replies import (
     ChatChoice,
     ChatDelta,
+    ChatLogprobs,
     Delta,
     Head,
     Message,
     Usage,
+    UsageCounter,
+    chat_logprobs,
     json_response,
     new_head,
 )
-from jaxsgl.frontend.http.openai.schemas import ChatRequest, sampling_of
-from jaxsgl.frontend.http.openai.usage import UsageCounter
+from jaxsgl.frontend.http.openai.schemas import (
+    ChatRequest,
+    ContentPart,
+    MessageBody,
+    TokenizeRequest,
+    ToolCall,
+    sampling_of,
+)
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.request import Request, SamplingParams
+from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.sample import Piece
-from jaxsgl.text.tokenizer import Tokenizer
+from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn
 
 
-def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
-    """The endpoint."""
+async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest) -> Response:
+    """Returns the whole answer or its stream. Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`."""
+    generator = front_end.generator
+    sampling = _sampling(body)
+    prompt = chat_prompt(body, generator.model.tokenizer, with_tools=body.tool_choice != "none")
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = new_head("chatcmpl", kind, front_end.config.model_name)
+    request = await generator.prepare(prompt, sampling, head.id, body.priority or 0)
+    if body.stream:
+        usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], sampling.n)
+        return EventStream(_stream(front_end, request, head, usage))
+    return json_response(await until_gone(http, _whole(front_end, request, head)))
 
-    @router.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
-        """The assistant's next turn, whole or streamed."""
-        check_model(front_end, body.model)
-        generator = front_end.generator
-        sampling = _sampling(body)
-        prompt = chat_prompt(body, generator.model.tokenizer, with_tools=body.tool_choice != "none")
-        kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        head = new_head("chatcmpl", kind, front_end.config.model_name)
-        request = await generator.prepare(prompt, sampling, head.id, body.priority or 0)
-        if body.stream:
-            usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], sampling.n)
-            return EventStream(_stream(front_end, request, head, usage))
-        return json_response(await until_gone(http, _whole(front_end, request, head)))
+
+def chat_prompt(body: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, with_tools: bool = True) -> ChatPrompt:
+    """Returns the prompt that the messages of `body` make in the chat template. Raises `InvalidRequest`."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt are both true, but an answer either continues the last "
+            "message or begins a new one: set one of them"
+        )
+    options = TemplateOptions(
+        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if with_tools else (),
+        add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        variables=body.chat_template_kwargs or {},
+    )
+    knows_developer = tokenizer.knows_role("developer")
+    return ChatPrompt([_turn(i, message, knows_developer) for i, message in enumerate(body.messages or ())], options)
+
+
+def _turn(index: int, message: MessageBody, knows_developer: bool) -> Turn:
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    turn: dict[str, Any] = {"role": role, "content": _text(index, message.content)}
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            turn[name] = value
+    if message.tool_calls:
+        turn["tool_calls"] = [_tool_call(index, call) for call in message.tool_calls]
+    return turn
+
+
+def _text(index: int, content: str | list[ContentPart] | None) -> str:
+    """Returns a message's text. The texts of several parts are joined by line breaks, as in vLLM."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for number, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest(
+                f"messages[{index}].content[{number}] is of type {part.type}, but only text is understood: send parts "
+                '{"type": "text", "text": ...}'
+            )
+    return "\n".join(part.text or "" for part in content)
+
+
+def _tool_call(index: int, call: ToolCall) -> dict[str, Any]:
+    """Returns a call with its arguments as an object, which is what templates expect."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(
+                f"messages[{index}]: the arguments of the call of {call.function.name} are no JSON object: send one, "
+                "as text"
+            )
+    call_id = {} if call.id is None else {"id": call.id}
+    return {**call_id, "type": "function", "function": {"name": call.function.name, "arguments": arguments or {}}}
 
 
 def _sampling(body: ChatRequest) -> SamplingParams:
-    """Raises `InvalidRequest` for what would need a grammar, too."""
+    """Raises `InvalidRequest`, also for what would need a grammar."""
     if body.tool_choice not in (None, "auto", "none"):
         raise InvalidRequest("tool_choice can be auto or none: forcing a call needs a grammar, which isn't built yet")
     if body.response_format is not None and body.response_format.type != "text":
@@ -73,11 +138,9 @@ async def _whole(front_end: FrontEnd, request: Request, head: Head) -> bytes:
     choices: list[ChatChoice] = []
     for index, sample in enumerate(samples):
         assert sample.end is not None
-        usage.add(sample.end, index)
-        scores = (
-            None if request.sampling.logprobs is None else chat_logprobs(tokenizer, sample.token_ids, sample.logprobs)
-        )
         end = sample.end
+        usage.add(end, index)
+        scores = _scores(request, tokenizer, sample)
         choices.append(ChatChoice(index, Message("assistant", sample.text), scores, end.reason.value, end.matched_stop))
     return head.answer(choices, usage)
 
@@ -104,13 +167,17 @@ async def _stream(
 
 
 def _delta(request: Request, tokenizer: Tokenizer, index: int, piece: Piece) -> ChatDelta | None:
-    """None for a piece without news, such as a part of a character."""
-    scores = None
-    if request.sampling.logprobs is not None:
-        scores = chat_logprobs(tokenizer, piece.token_ids, piece.logprobs)
+    """Returns None for a piece that adds nothing, such as a part of a character."""
+    scores = _scores(request, tokenizer, piece)
     if piece.end is not None:
         delta = Delta(content=piece.text or None)
         return ChatDelta(index, delta, scores, piece.end.reason.value, piece.end.matched_stop)
     if piece.text or scores is not None:
         return ChatDelta(index, Delta(content=piece.text), scores)
     return None
+
+
+def _scores(request: Request, tokenizer: Tokenizer, piece: Piece) -> ChatLogprobs | None:
+    if request.sampling.logprobs is None:
+        return None
+    return chat_logprobs(tokenizer, piece.token_ids, piece.logprobs)

@@ -1,54 +1,61 @@
-"""/v1/completions: prompts as texts or token ids, continued; or scored, with echo."""
+"""Answers /v1/completions: continues prompts given as texts or token ids; with echo, also scores them.
+
+`Choices` turns pieces into choices: the echoed prompt and its log-probabilities come before the first text. routes.py
+calls `answer_completions`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from fastapi import APIRouter
+from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
-from jaxsgl.frontend.http.openai.choices import Choices
-from jaxsgl.frontend.http.openai.models import check_model
-from jaxsgl.frontend.http.openai.replies import Head, json_response, new_head
+from jaxsgl.frontend.http.openai.replies import (
+    Head,
+    Logprobs,
+    LogprobsWriter,
+    TextChoice,
+    UsageCounter,
+    joined,
+    json_response,
+    new_head,
+)
 from jaxsgl.frontend.http.openai.schemas import CompletionRequest, sampling_of
-from jaxsgl.frontend.http.openai.usage import UsageCounter
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.messages import TokenLogprob
+from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
+from jaxsgl.text.sample import Piece
+from jaxsgl.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def add_routes(router: APIRouter, front_end: FrontEnd) -> None:
-    """The endpoint."""
-
-    @router.post("/v1/completions")
-    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
-        """Continues each prompt n times; choices are numbered prompt by prompt. Whole or streamed."""
-        check_model(front_end, body.model)
-        prompts = _prompts(body)
-        sampling = _sampling(body)
-        check_num_choices(len(prompts), sampling.n)
-        head = new_head("cmpl", "text_completion", front_end.config.model_name)
-        priority = body.priority or 0
-        requests: list[Request] = []
-        for number, prompt in enumerate(prompts):
-            request_id = head.id if len(prompts) == 1 else f"{head.id}-{number}"
-            requests.append(await front_end.generator.prepare(prompt, sampling, request_id, priority))
-            await asyncio.sleep(0)  # short prompts are tokenized on the event loop, which has other things to do
-        texts = await _echoed(front_end, body, prompts, requests)
-        usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], sampling.n)
-        tokenizer = front_end.generator.model.tokenizer
-        choices = Choices(tokenizer, requests, texts, keep_output=body.max_tokens != 0, usage=usage)
-        if body.stream:
-            return EventStream(_stream(front_end, requests, choices, head, usage))
-        return json_response(await until_gone(http, _whole(front_end, requests, choices, head, usage)))
+async def answer_completions(front_end: FrontEnd, body: CompletionRequest, http: HttpRequest) -> Response:
+    """Returns the whole answer or its stream. Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`."""
+    prompts = _prompts(body)
+    sampling = _sampling(body)
+    check_num_choices(len(prompts), sampling.n)
+    head = new_head("cmpl", "text_completion", front_end.config.model_name)
+    requests: list[Request] = []
+    for number, prompt in enumerate(prompts):
+        request_id = head.id if len(prompts) == 1 else f"{head.id}-{number}"
+        requests.append(await front_end.generator.prepare(prompt, sampling, request_id, body.priority or 0))
+        await asyncio.sleep(0)  # short prompts are tokenized on the event loop: let other calls run between them
+    texts = await _echoed(front_end, body, prompts, requests)
+    usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], sampling.n)
+    tokenizer = front_end.generator.model.tokenizer
+    choices = Choices(tokenizer, requests, texts, keep_output=body.max_tokens != 0, usage=usage)
+    if body.stream:
+        return EventStream(_stream(front_end, requests, choices, head, usage))
+    return json_response(await until_gone(http, _whole(front_end, requests, choices, head, usage)))
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
@@ -64,7 +71,7 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
 
 
 def _sampling(body: CompletionRequest) -> SamplingParams:
-    """Raises `InvalidRequest` for what isn't supported, too."""
+    """Raises `InvalidRequest`, also for what isn't supported."""
     if body.suffix:
         raise InvalidRequest("suffix is not supported: leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
@@ -79,7 +86,7 @@ def _sampling(body: CompletionRequest) -> SamplingParams:
 async def _echoed(
     front_end: FrontEnd, body: CompletionRequest, prompts: list[Prompt], requests: list[Request]
 ) -> list[str] | None:
-    """The prompts' texts, if they are to be part of the answer."""
+    """Returns the prompts' texts if the answer is to hold them."""
     if not body.echo:
         return None
     return [
@@ -107,3 +114,95 @@ async def _stream(
                 if events:
                     yield b"".join(events)
     yield usage.last_chunk(head) + DONE
+
+
+class Choices:
+    """The choices of one HTTP request while their pieces arrive."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        echoed: Sequence[str] | None,
+        keep_output: bool,
+        usage: UsageCounter,
+    ) -> None:
+        """Args: one request per prompt; `echoed` are their texts, if choices begin with them.
+
+        `usage` counts the tokens of the choices that are returned. Without `keep_output` they hold the prompt alone.
+        """
+        sampling = requests[0].sampling
+        self._usage = usage
+        self._requests = requests
+        self._echoed = echoed
+        self._keep_output = keep_output
+        self._n = sampling.n
+        self._started = [False] * (len(requests) * self._n)
+        self._writers = [LogprobsWriter(tokenizer) for _ in self._started] if sampling.logprobs is not None else None
+        self._wait_for_scores = self._writers is not None and echoed is not None
+        self._prompt_scores: dict[int, Sequence[TokenLogprob | None]] = {}  # by prompt
+        self._held: dict[int, list[tuple[int, Piece]]] = {}  # by prompt: pieces that arrived before its scores
+
+    def whole(self, number: int, piece: Piece) -> TextChoice:
+        """Returns choice `number` from all its tokens. Must be called with sample 0 of a prompt before its others."""
+        (choice,) = self.news(number, piece)
+        return choice
+
+    def news(self, number: int, piece: Piece) -> Iterator[TextChoice]:
+        """Yields what a stream sends now that `piece` of choice `number` has arrived; it is counted in the usage.
+
+        Yields nothing for a piece without text, and several choices when the scores of an echoed prompt arrive with
+        sample 0 after pieces of other samples.
+        """
+        for of_one in self._ready(number, piece):
+            choice = self._choice(*of_one)
+            if choice is not None:
+                yield choice
+
+    def _ready(self, number: int, piece: Piece) -> list[tuple[int, Piece]]:
+        """Returns the pieces that need not wait for the scores of their prompt (any more), `piece` included."""
+        if not self._wait_for_scores:
+            return [(number, piece)]
+        prompt, sample = divmod(number, self._n)
+        ready = [(number, piece)]
+        if prompt not in self._prompt_scores:
+            if sample != 0:
+                self._held.setdefault(prompt, []).append((number, piece))
+                return []
+            unknown = [None] * (len(self._requests[prompt].prompt_ids) - 1)  # if the request was aborted before
+            self._prompt_scores[prompt] = piece.prompt_logprobs if piece.prompt_logprobs is not None else unknown
+            ready += self._held.pop(prompt, [])
+        return ready
+
+    def _choice(self, number: int, piece: Piece) -> TextChoice | None:
+        prompt = number // self._n
+        if not self._keep_output:
+            piece = _without_output(piece)
+        self._usage.add(number, piece)
+        text = piece.text
+        scores: Logprobs | None = None
+        starts = not self._started[number]
+        self._started[number] = True
+        if starts and self._echoed is not None:
+            text = self._echoed[prompt] + text
+        if self._writers is not None:
+            writer = self._writers[number]
+            echoed = self._prompt(prompt, writer) if starts and self._echoed is not None else None
+            scores = writer.output(piece.token_ids, piece.logprobs)
+            scores = scores if echoed is None else joined(echoed, scores)
+        if piece.end is not None:
+            return TextChoice(number, text, scores, piece.end.reason.value, piece.end.matched_stop)
+        return TextChoice(number, text, scores) if text or scores is not None else None
+
+    def _prompt(self, prompt: int, writer: LogprobsWriter) -> Logprobs:
+        assert self._echoed is not None
+        return writer.prompt(self._requests[prompt].prompt_ids, self._prompt_scores[prompt], len(self._echoed[prompt]))
+
+
+def _without_output(piece: Piece) -> Piece:
+    """Returns `piece` as if the client had asked for the prompt alone."""
+    end = piece.end
+    if end is not None:
+        reason = end.reason if end.reason is FinishReason.ABORT else FinishReason.LENGTH
+        end = replace(end, reason=reason, matched_stop=None, completion_tokens=0)
+    return replace(piece, text="", token_ids=[], logprobs=(), end=end)

@@ -1,30 +1,39 @@
-"""Bodies of OpenAI's answers and chunks, as msgspec structs: a chunk is encoded in about a microsecond.
+"""Bodies of OpenAI's answers and chunks, with the token counts and log-probabilities in them.
 
-Fields are in OpenAI's order. UNSET leaves a field out; None is written as null.
+Bodies are msgspec structs: a chunk is encoded in about a microsecond. Fields are in OpenAI's order; UNSET leaves a
+field out, None is written as null. Knows pieces and tokenizers, but not what a request body means. chat.py,
+completions.py and routes.py use it; SGLang's replies share the names of tokens.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
-from jaxsgl.text.sample import End
+from jaxsgl.frontend.http.openai.schemas import StreamOptions
+from jaxsgl.frontend.http.sse import event
+from jaxsgl.messages import TokenLogprob
+from jaxsgl.text.sample import End, Piece
+from jaxsgl.text.tokenizer import Tokenizer
+
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
 
 encode = msgspec.json.Encoder().encode
 
 
 class PromptDetails(msgspec.Struct):
-    """`cached_tokens`: prompt tokens whose keys and values were there already."""
+    """`cached_tokens` counts prompt tokens found in the prefix cache."""
 
     cached_tokens: int = 0
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a whole answer, over all choices; a prompt with several samples counts once. In chunks: of one."""
+    """Token counts of all choices of an answer (a prompt with several samples counts once), or of a chunk's choice."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -49,7 +58,7 @@ class Top(msgspec.Struct):
 
 
 class ChatToken(msgspec.Struct):
-    """A token of a chat's answer, and what else was likely in its place."""
+    """A token of a chat's answer, and the most likely tokens in its place."""
 
     token: str
     logprob: float
@@ -83,7 +92,7 @@ class Message(msgspec.Struct):
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
-    """What is new of a message."""
+    """The part of a message that a chunk adds."""
 
     role: str | None = None
     content: str | None = None
@@ -100,7 +109,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatDelta(msgspec.Struct):
-    """News of one sample."""
+    """The part of one sample that a chunk adds."""
 
     index: int
     delta: Delta
@@ -110,7 +119,7 @@ class ChatDelta(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct):
-    """One sample of a completion, whole or its news."""
+    """One sample of a completion, or the part of it that a chunk adds."""
 
     index: int
     text: str
@@ -120,7 +129,7 @@ class TextChoice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """A whole answer, or a chunk of a streamed one. Chunks hold `usage` if it is asked for, or null."""
+    """A whole answer, or a chunk of a streamed one. If usage is asked for, chunks without it hold null."""
 
     id: str
     object: str
@@ -131,7 +140,7 @@ class Answer(msgspec.Struct):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What all chunks of an answer begin with."""
+    """The fields that begin an answer and each of its chunks."""
 
     id: str
     object: str
@@ -143,15 +152,118 @@ class Head(msgspec.Struct, frozen=True):
         choices: list[ChatChoice] | list[ChatDelta] | list[TextChoice],
         usage: Usage | UnsetType | None = UNSET,
     ) -> bytes:
-        """The JSON text of an answer or chunk."""
+        """Returns the JSON text of an answer or chunk."""
         return encode(Answer(self.id, self.object, self.created, self.model, choices, usage))
 
 
 def new_head(prefix: str, kind: str, model: str) -> Head:
-    """A head with an id of its own, such as chatcmpl-0123."""
+    """Returns a head with a new id, such as chatcmpl-0123."""
     return Head(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
 
 
 def json_response(body: bytes) -> Response:
-    """The answer that holds `body`."""
+    """Returns the answer that holds `body`."""
     return Response(body, media_type="application/json")
+
+
+class UsageCounter:
+    """Counts the tokens of one HTTP request's choices while their pieces arrive.
+
+    Attributes:
+      total: usage of the choices that have ended.
+    """
+
+    def __init__(self, options: StreamOptions | None, prompt_lens: Sequence[int], n: int) -> None:
+        """Takes the number of tokens of each prompt; choice `number` is sample `number % n` of prompt `number // n`."""
+        self.total = Usage()
+        self._at_end = options is not None and bool(options.include_usage)
+        self._in_chunks = options is not None and bool(options.continuous_usage_stats)
+        self._prompt_lens = prompt_lens
+        self._n = n
+        self._completion = [0] * (len(prompt_lens) * n)
+        self._cached = [0] * (len(prompt_lens) * n)
+
+    def add(self, number: int, piece: Piece) -> None:
+        """Counts a piece of choice `number`."""
+        self._completion[number] += len(piece.token_ids)
+        self._cached[number] = piece.cached_tokens
+        if piece.end is not None:
+            self.total.add(piece.end, number % self._n)
+
+    def in_chunk(self, number: int) -> Usage | UnsetType | None:
+        """Returns the usage in the next chunk of choice `number`: its tokens so far, as vLLM and SGLang count them."""
+        if not self._in_chunks:
+            return None if self._at_end else UNSET
+        prompt, completion = self._prompt_lens[number // self._n], self._completion[number]
+        return Usage(prompt, completion, prompt + completion, PromptDetails(self._cached[number]))
+
+    def last_chunk(self, head: Head) -> bytes:
+        """Returns the event with the total, or nothing if the client didn't ask for it."""
+        return event(head.answer([], self.total)) if self._at_end else b""
+
+
+def name_of(tokenizer: Tokenizer, token_id: int) -> str:
+    """Returns the text of a token; bytes that are no whole character are written as `\\xe2`, as OpenAI does.
+
+    So different tokens have different names. Without a tokenizer a name is `token_id:7`.
+    """
+    if not tokenizer.exists:
+        return f"token_id:{token_id}"
+    return tokenizer.token_bytes(token_id).decode(errors="backslashreplace")
+
+
+def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    """Returns the log-probabilities of the tokens `ids` in chat's form."""
+
+    def top(token_id: int, logprob: float) -> Top:
+        return Top(name_of(tokenizer, token_id), max(logprob, MIN_LOGPROB), list(tokenizer.token_bytes(token_id)))
+
+    content = []
+    for token_id, of_token in zip(ids, logprobs, strict=True):
+        own = top(token_id, of_token.logprob)
+        others = [top(other, logprob) for other, logprob in of_token.top]
+        content.append(ChatToken(own.token, own.logprob, own.bytes, others))
+    return ChatLogprobs(content)
+
+
+class LogprobsWriter:
+    """Writes one choice's log-probabilities in the form of completions, piece by piece; tracks the text's length."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer()
+        self._num_chars = 0
+
+    def prompt(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], num_chars: int) -> Logprobs:
+        """Returns those of an echoed prompt of `num_chars` characters; its first token has no log-probability."""
+        scored = self.output(ids, [None, *logprobs])
+        self._detokenizer = self._tokenizer.detokenizer()
+        self._num_chars = num_chars
+        return scored
+
+    def output(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> Logprobs:
+        """Returns those of the next tokens."""
+        scored = Logprobs([], [], [], [])
+        for token_id, of_token in zip(ids, logprobs, strict=True):
+            name = name_of(self._tokenizer, token_id)
+            scored.tokens.append(name)
+            scored.token_logprobs.append(None if of_token is None else max(of_token.logprob, MIN_LOGPROB))
+            scored.top_logprobs.append(None if of_token is None else self._top(name, of_token))
+            scored.text_offset.append(self._num_chars)
+            self._num_chars += len(self._detokenizer.feed([token_id]))
+        return scored
+
+    def _top(self, name: str, of_token: TokenLogprob) -> dict[str, float]:
+        """Returns the most likely tokens and the token itself."""
+        top = {name_of(self._tokenizer, other): max(logprob, MIN_LOGPROB) for other, logprob in of_token.top}
+        return {name: max(of_token.logprob, MIN_LOGPROB)} | top
+
+
+def joined(first: Logprobs, second: Logprobs) -> Logprobs:
+    """Returns `first` followed by `second`."""
+    return Logprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        first.top_logprobs + second.top_logprobs,
+        first.text_offset + second.text_offset,
+    )

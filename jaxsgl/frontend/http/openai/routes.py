@@ -1,17 +1,129 @@
-"""All endpoints of this folder, as one router; app.py includes it."""
+"""All endpoints of OpenAI's API, and the tokenizer's endpoints of vLLM and SGLang; app.py includes the router.
+
+Checks the model that a body names. chat.py and completions.py answer their endpoints; the small ones are answered here.
+"""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+import time
 
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.front_end import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
-from jaxsgl.frontend.http.openai import chat, completions, models, tokenize
+from jaxsgl.frontend.http.openai.chat import answer_chat, chat_prompt
+from jaxsgl.frontend.http.openai.completions import answer_completions
+from jaxsgl.frontend.http.openai.replies import encode, json_response, name_of
+from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from jaxsgl.request import check_token_ids
+from jaxsgl.text.prompts import Prompt, TextPrompt
+
+ANY_MODEL = "default"  # for clients that must name a model and don't care which
 
 
 def router(front_end: FrontEnd) -> APIRouter:
-    """The endpoints, for `front_end`."""
+    """Returns the endpoints, for `front_end`."""
     router = APIRouter(route_class=StrictJson)
-    for module in (chat, completions, models, tokenize):
-        module.add_routes(router, front_end)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
+        """The assistant's next turn, whole or streamed."""
+        _check_model(front_end, body.model)
+        return await answer_chat(front_end, body, http)
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
+        """Continues each prompt n times; choices are numbered prompt by prompt. Whole or streamed."""
+        _check_model(front_end, body.model)
+        return await answer_completions(front_end, body, http)
+
+    _add_models(router, front_end)
+    _add_tokenizer(router, front_end)
     return router
+
+
+def _check_model(front_end: FrontEnd, model: str | None) -> None:
+    """Raises `NotFound` unless `model` is served; naming no model is fine."""
+    served = front_end.config.model_name
+    if model not in (None, "", ANY_MODEL, served, front_end.config.engine.model):
+        error = NotFound(f"the model {model} does not exist: the only one here is {served}")
+        error.param, error.code = "model", "model_not_found"
+        raise error
+
+
+def _add_models(router: APIRouter, front_end: FrontEnd) -> None:
+    started_s = int(time.time())
+
+    def card() -> dict[str, object]:
+        return {
+            "id": front_end.config.model_name,
+            "object": "model",
+            "created": started_s,
+            "owned_by": "jaxsgl",
+            "root": front_end.config.engine.model,
+            "parent": None,
+            "max_model_len": front_end.generator.model.info.limits.context_length,
+        }
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        """What is served: one model."""
+        return json_response(encode({"object": "list", "data": [card()]}))
+
+    @router.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> Response:
+        """The model of this name; names may hold slashes."""
+        _check_model(front_end, model)
+        return json_response(encode(card()))
+
+
+def _add_tokenizer(router: APIRouter, front_end: FrontEnd) -> None:
+    """Adds /tokenize and /detokenize, each also below /v1."""
+    generator = front_end.generator
+
+    @router.post("/tokenize")
+    @router.post("/v1/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """Token ids of a text, of each of several texts, or of messages in the chat template."""
+        _check_model(front_end, body.model)
+        model = generator.model
+        several = isinstance(body.prompt, list)
+        of_each = [await generator.tokenize(prompt) for prompt in _prompts_to_tokenize(body, front_end)]
+        answer: dict[str, object] = {
+            "tokens": of_each if several else of_each[0],
+            "count": [len(ids) for ids in of_each] if several else len(of_each[0]),
+            "max_model_len": model.info.limits.context_length,
+        }
+        if body.return_token_strs:
+            names = [[name_of(model.tokenizer, token_id) for token_id in ids] for ids in of_each]
+            answer["token_strs"] = names if several else names[0]
+        return json_response(encode(answer))
+
+    @router.post("/detokenize")
+    @router.post("/v1/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        """The text of token ids, under vLLM's name and SGLang's."""
+        _check_model(front_end, body.model)
+        model = generator.model
+        limits = model.info.limits
+        if len(body.tokens) > limits.context_length:
+            raise InvalidRequest(
+                f"{len(body.tokens)} tokens are given, but the context holds {limits.context_length}: send fewer"
+            )
+        if not model.tokenizer.exists:
+            raise InvalidRequest("the model folder has no tokenizer: ids can't be turned into text")
+        check_token_ids("tokens", body.tokens, limits.vocab_size)
+        text = await generator.decode(body.tokens)
+        return json_response(encode({"prompt": text, "text": text}))
+
+
+def _prompts_to_tokenize(body: TokenizeRequest, front_end: FrontEnd) -> list[Prompt]:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("either prompt or messages must be given: send one of them")
+    if body.messages is not None:
+        return [chat_prompt(body, front_end.generator.model.tokenizer)]
+    texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+    return [TextPrompt(text, body.add_special_tokens is not False) for text in texts]

@@ -1,4 +1,7 @@
-"""What SGLang's /generate answers: text, ids and `meta_info` of each choice, all of it in each event of a stream."""
+"""Bodies of SGLang's /generate answers: text, ids and `meta_info` of each choice, all of it in each event of a stream.
+
+Knows pieces and tokenizers, but no request body. routes.py uses it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxsgl.frontend.http.openai.logprobs import LEAST, name_of
+from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, name_of
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.text.sample import End, Piece
@@ -20,7 +23,7 @@ Tops: TypeAlias = list[list[Scored] | None]
 
 
 class MetaInfo(msgspec.Struct):
-    """About one choice so far. `cached_tokens` and `e2e_latency` (seconds) are known at its end."""
+    """Facts about one choice so far. `cached_tokens` and `e2e_latency` (seconds) are known at its end."""
 
     id: str
     prompt_tokens: int
@@ -35,7 +38,7 @@ class MetaInfo(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """One sample so far; `index` stands in streams of several."""
+    """One sample so far; streams of several samples hold its `index`."""
 
     text: str
     output_ids: list[int]
@@ -44,13 +47,13 @@ class Choice(msgspec.Struct):
 
 
 class Writer:
-    """One choice while its pieces come.
+    """Collects one choice while its pieces arrive.
 
     Args:
-      request: what it is a sample of.
-      index: its number, where the answer is to hold it.
-      start_len: prompt token from which on scores are wanted.
-      tokenizer: to give scored tokens their texts; None: without.
+      request: the request that it is a sample of.
+      index: the choice's number; UNSET leaves it out of the answer.
+      start_len: position of the first prompt token whose log-probability is wanted; None: none.
+      tokenizer: gives scored tokens their texts; None leaves them out.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Writer:
         self._choice = Choice("", [], meta, index)
 
     def add(self, piece: Piece) -> Choice:
-        """The choice, now that `piece` has come."""
+        """Adds `piece` and returns the choice so far."""
         choice, meta = self._choice, self._choice.meta_info
         choice.text += piece.text
         choice.output_ids += piece.token_ids
@@ -87,7 +90,7 @@ class Writer:
         return choice
 
     def _add_prompt(self, logprobs: Sequence[TokenLogprob], start_len: int) -> None:
-        """Nothing stands before the prompt's first token, so it has no log-probability."""
+        """Adds the prompt's log-probabilities; its first token has none, since no token comes before it."""
         meta, ids = self._choice.meta_info, self._prompt_ids
         own: list[Scored] = [(None, ids[0], self._text(ids[0])), *self._own(ids[1:], logprobs)]
         meta.input_token_logprobs = own[start_len:]
@@ -101,7 +104,7 @@ class Writer:
         return [[self._scored(*top) for top in entry.top] for entry in logprobs]
 
     def _scored(self, token_id: int, logprob: float) -> Scored:
-        return max(logprob, LEAST), token_id, self._text(token_id)
+        return max(logprob, MIN_LOGPROB), token_id, self._text(token_id)
 
     def _text(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else name_of(self._tokenizer, token_id)

@@ -1,17 +1,235 @@
-"""All endpoints of this folder, as one router; app.py includes it."""
+"""SGLang's own HTTP endpoints: /generate, and what operators and trainers call beside it; app.py includes the router.
+
+/generate takes one prompt or several, and answers whole or as a stream whose events each hold all text so far. The
+operators' endpoints abort, flush, pause, and say what is served.
+"""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+import contextlib
+import dataclasses
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any
 
+import msgspec
+from fastapi import APIRouter, Query
+from msgspec import UNSET
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+import jaxsgl
+from jaxsgl.config import ServerConfig
+from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.http.bodies import StrictJson
-from jaxsgl.frontend.http.sglang import control, generate
+from jaxsgl.frontend.http.bodies import StrictJson, refuse_not_built, refuse_special_tokens, sampling_params
+from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
+from jaxsgl.frontend.http.openai.replies import encode, json_response
+from jaxsgl.frontend.http.sglang.replies import Choice, Writer
+from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, SamplingBody
+from jaxsgl.frontend.http.sse import DONE, EventStream, event
+from jaxsgl.messages import ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
+from jaxsgl.request import Request, SamplingParams
+from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
+
+ENGINE_ANSWER_S = 60.0  # how long the engine may take to answer: its longest step may have to end first
+MAX_FLUSH_WAIT_S = 3600.0
+# Fields of SGLang's that change the answer and that aren't built. Empty or false, they ask for nothing.
+NOT_BUILT = frozenset({
+    "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path", "return_hidden_states",
+    "session_params", "token_ids_logprob", "video_data",
+})  # fmt: skip
 
 
 def router(front_end: FrontEnd) -> APIRouter:
-    """The endpoints, for `front_end`."""
+    """Returns the endpoints, for `front_end`."""
     router = APIRouter(route_class=StrictJson, tags=["sglang"])
-    for module in (generate, control):
-        module.add_routes(router, front_end)
+    _add_generate(router, front_end)
+    _add_control(router, front_end)
+    _add_infos(router, front_end)
     return router
+
+
+def _add_generate(router: APIRouter, front_end: FrontEnd) -> None:
+    @router.post("/generate")
+    async def generate(body: GenerateBody, http: HttpRequest) -> Response:
+        """Continues prompts, as SGLang does: an object for one choice, a list for several, prompt by prompt."""
+        requests = await _requests(front_end, body)
+        start_len = None if body.logprob_start_len == -1 else body.logprob_start_len
+        tokenizer = front_end.generator.model.tokenizer if body.return_text_in_logprobs else None
+        n = requests[0].sampling.n
+        alone = n == 1 and not _is_batch(body)
+        writers = [
+            Writer(request, UNSET if alone or not body.stream else number * n + sample, start_len, tokenizer)
+            for number, request in enumerate(requests)
+            for sample in range(n)
+        ]
+        if body.stream:
+            return EventStream(_stream(front_end, requests, writers))
+        choices = await until_gone(http, _whole(front_end, requests, writers))
+        return json_response(encode(choices[0] if alone else choices))
+
+
+async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
+    """Returns one request per prompt, all of them checked. Raises `InvalidRequest`."""
+    refuse_not_built(body, NOT_BUILT)
+    prompts = _prompts(body)
+    given = body.sampling_params if body.sampling_params is not None else SamplingBody()
+    each = given if isinstance(given, list) else [given] * len(prompts)
+    _check_counts(prompts, each)
+    ids = _ids(body.rid, prompts)
+    samplings = [_sampling(body, params) for params in each]
+    return [
+        await front_end.generator.prepare(prompt, sampling, request_id, body.priority or 0)
+        for prompt, sampling, request_id in zip(prompts, samplings, ids, strict=True)
+    ]
+
+
+def _is_batch(body: GenerateBody) -> bool:
+    given = body.input_ids if body.text is None else body.text
+    return isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+
+
+def _prompts(body: GenerateBody) -> list[Prompt]:
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("the request needs either text or input_ids: send one of them")
+    if body.text is not None:
+        return [TextPrompt(text) for text in ([body.text] if isinstance(body.text, str) else body.text)]
+    given = body.input_ids or []
+    ids = [entry for entry in given if isinstance(entry, int)]
+    lists = [entry for entry in given if isinstance(entry, list)]
+    return [IdsPrompt(entry) for entry in lists] or [IdsPrompt(ids)]
+
+
+def _check_counts(prompts: Sequence[Prompt], each: Sequence[SamplingBody]) -> None:
+    if len(each) != len(prompts):
+        raise InvalidRequest(f"sampling_params has {len(each)} entries for {len(prompts)} prompts: send one per prompt")
+    n = each[0].n
+    if any(params.n != n for params in each):
+        raise InvalidRequest("n differs between the entries of sampling_params: send such prompts apart")
+    check_num_choices(len(prompts), n)
+
+
+def _ids(rid: str | list[str] | None, prompts: Sequence[Prompt]) -> list[str]:
+    if rid is None:
+        return [uuid.uuid4().hex for _ in prompts]
+    if isinstance(rid, str):
+        return [rid] if len(prompts) == 1 else [f"{rid}_{number}" for number in range(len(prompts))]
+    if len(rid) != len(prompts):
+        raise InvalidRequest(f"rid has {len(rid)} entries for {len(prompts)} prompts: send one per prompt")
+    return rid
+
+
+def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
+    refuse_special_tokens(params.skip_special_tokens)
+    top = (body.top_logprobs_num or 0) if body.return_logprob else None
+    scores_prompt = body.logprob_start_len is not None and body.logprob_start_len >= 0
+    return sampling_params(
+        params,
+        max_tokens=params.max_new_tokens,
+        min_tokens=params.min_new_tokens,
+        seed=params.sampling_seed,
+        include_stop_str_in_output=params.no_stop_trim,
+        logprobs=top,
+        prompt_logprobs=top if scores_prompt else None,
+    )
+
+
+async def _whole(front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer]) -> list[Choice]:
+    with start_all(front_end.generator, requests) as generations:
+        samples = await whole(generations)
+    return [writer.add(piece) for writer, piece in zip(writers, samples, strict=True)]
+
+
+async def _stream(
+    front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer]
+) -> AsyncGenerator[bytes, None]:
+    with start_all(front_end.generator, requests) as generations:
+        async with contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered:
+            async for number, piece in numbered:
+                yield event(encode(writers[number].add(piece)))
+    yield DONE
+
+
+def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
+    @router.post("/abort_request")
+    async def abort_request(body: AbortBody) -> dict[str, Any]:
+        """Ends a running request by its rid, several, or all; what isn't known has ended already."""
+        if body.abort_all:
+            return {"num_aborted": front_end.engine.abort_prefix("")}
+        if not body.rid:
+            raise InvalidRequest("neither rid nor abort_all is given: say what to abort")
+        if body.prefix:
+            return {"num_aborted": front_end.engine.abort_prefix(body.rid)}
+        return {"num_aborted": int(front_end.engine.abort(body.rid))}
+
+    @router.get("/flush_cache")
+    @router.post("/flush_cache")
+    async def flush_cache(timeout: Annotated[float, Query(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0) -> dict[str, Any]:
+        """Empties the prefix cache; refused if requests still wait or run after `timeout` seconds."""
+        answer = await front_end.engine.ask(lambda number: FlushCache(number, timeout), timeout + ENGINE_ANSWER_S)
+        if not answer.ok:
+            raise InvalidRequest(f"the cache was not flushed: {answer.text}")
+        return {"success": True, "message": "the cache is empty"}
+
+    @router.post("/pause_generation")
+    async def pause_generation(body: PauseBody | None = None) -> dict[str, Any]:
+        """Generates nothing until /continue_generation; answers when the device is at rest. New requests queue up."""
+        mode = PauseMode((body or PauseBody()).mode)
+        answer = await front_end.engine.ask(lambda number: PauseGeneration(number, mode), ENGINE_ANSWER_S)
+        if not answer.ok:
+            raise InvalidRequest(f"generation is not paused: {answer.text}")
+        return {"status": "ok", "message": "generation is paused"}
+
+    @router.post("/continue_generation")
+    async def continue_generation() -> dict[str, Any]:
+        """Ends a pause."""
+        await front_end.engine.ask(ContinueGeneration, ENGINE_ANSWER_S)
+        return {"status": "ok", "message": "generation goes on"}
+
+
+def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
+    @router.get("/internal_state")
+    async def internal_state(check: bool = False) -> Response:
+        """What the scheduler knows, and why it admits no more; with `check` after accounting for all pages."""
+        answer = await front_end.engine.ask(lambda number: DumpState(number, check), ENGINE_ANSWER_S)
+        return Response(answer.text, media_type="application/json")
+
+    @router.get("/get_model_info")
+    @router.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        """What is served."""
+        info = front_end.generator.model.info
+        return {
+            "model_path": info.model_path,
+            "tokenizer_path": info.model_path,
+            "served_model_name": front_end.config.model_name,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": "default",
+            "architectures": [info.architecture],
+            "dtype": info.dtype,
+            "vocab_size": info.limits.vocab_size,
+            "context_length": info.limits.context_length,
+            "eos_token_ids": info.eos_token_ids,
+        }
+
+    @router.get("/get_server_info")
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        """How it is served: flags, what the engine made of them, and its load."""
+        info = front_end.generator.model.info
+        return {
+            **_flags(front_end.config),
+            **msgspec.to_builtins(info),
+            "max_total_num_tokens": info.limits.pool_tokens,
+            "internal_states": [msgspec.structs.asdict(front_end.engine.load)],
+            "version": jaxsgl.__version__,
+        }
+
+
+def _flags(config: ServerConfig) -> dict[str, Any]:
+    """Returns the flags of server and engine by name, without the secret ones."""
+    hidden = {"engine"} | {spec.name for spec in dataclasses.fields(config) if spec.metadata.get("secret")}
+    both = {**dataclasses.asdict(config.engine), **dataclasses.asdict(config)}
+    return {name: value for name, value in both.items() if name not in hidden}

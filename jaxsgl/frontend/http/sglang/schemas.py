@@ -1,7 +1,7 @@
-"""Body of SGLang's /generate. The OpenAPI description is made of it.
+"""Bodies of SGLang's endpoints. The OpenAPI description is made of them.
 
-Types and limits only, as in openai/schemas.py. As in SGLang, unknown fields of the body are ignored and unknown
-sampling parameters refused; generate.py refuses fields that would change the answer.
+Holds types and limits, as openai/schemas.py does. As in SGLang, unknown fields of the body are ignored and unknown
+sampling parameters are refused; routes.py refuses ignored fields that would change the answer.
 """
 
 from __future__ import annotations
