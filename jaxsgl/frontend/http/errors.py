@@ -48,7 +48,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-# For `FastAPI(responses=...)`: every operation may give these answers. "4XX" also keeps FastAPI from announcing its 422.
+# For `FastAPI(responses=...)`: any operation may answer so. "4XX" also keeps FastAPI from announcing its 422.
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "The request is refused"},
     "5XX": {"model": ErrorBody, "description": "The server failed, is not ready or takes too long"},
@@ -56,7 +56,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class ClientGone(Exception):
-    """The client left before its answer was there."""
+    """The client left before its answer was complete."""
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -80,7 +80,7 @@ def _shortened(text: str, most: int) -> str:
 
 
 def error_of(error: Exception) -> tuple[int, str, str | None, str | None]:
-    """Returns HTTP status, message, param and code. Exceptions that aren't ours are logged and not shown to the client."""
+    """Returns HTTP status, message, param and code. Foreign exceptions are logged and not shown to the client."""
     if isinstance(error, JaxsglError):
         return error.http_status, str(error), error.param, error.code
     logger.error("a request failed by our own fault", exc_info=error)
@@ -115,7 +115,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         message = f"{request.url.path} doesn't know the method {request.method}"
     elif isinstance(
         error.__cause__, ValueError | RecursionError
-    ):  # from the JSON parser: too deep, or too long a number
+    ):  # JSON parser: too deep, or too long a number
         message = f"the body can't be read: {error.__cause__}"
     refused = answer(error.status_code, message)
     refused.headers.update(error.headers or {})
