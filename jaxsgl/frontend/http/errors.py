@@ -113,9 +113,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         message = f"no such path: {request.method} {request.url.path}"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.url.path} doesn't know the method {request.method}"
-    elif isinstance(
-        error.__cause__, ValueError | RecursionError
-    ):  # JSON parser: too deep, or too long a number
+    elif isinstance(error.__cause__, ValueError | RecursionError):  # JSON parser: too deep, or too long a number
         message = f"the body can't be read: {error.__cause__}"
     refused = answer(error.status_code, message)
     refused.headers.update(error.headers or {})
