@@ -31,7 +31,15 @@ API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
 
 
 def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "", secret: bool = False) -> Any:
-    """A dataclass field that is also a command-line flag. A secret one is left out wherever the config is shown."""
+    """A dataclass field that is also a command-line flag.
+
+    Args:
+      default: the field's and the flag's.
+      help: the flag's help text, which is the field's documentation.
+      choices: values that are allowed; (): all of the field's type.
+      alias: a second name of the flag.
+      secret: left out of `repr` and of `public_flags`, hence of logs, of what servers tell, and of help's defaults.
+    """
     metadata = {"help": help, "choices": choices, "alias": alias, "secret": secret}
     return field(default=default, repr=not secret, metadata=metadata)
 
@@ -243,10 +251,22 @@ def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:
     return config_type(**values)
 
 
+def public_flags(config: Any) -> dict[str, Any]:
+    """Returns the values of all flags of `config` but the secret ones; a nested configuration as a dict of its own."""
+    values: dict[str, Any] = {}
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if dataclasses.is_dataclass(value):
+            values[spec.name] = public_flags(value)
+        elif not spec.metadata["secret"]:
+            values[spec.name] = value
+    return values
+
+
 def _help_of(spec: dataclasses.Field[Any]) -> str:
     """The field's text, with its default where the text doesn't say it."""
     text: str = spec.metadata["help"]
-    if spec.default in (None, False, ()) or "default" in text:
+    if spec.default in (None, False, ()) or "default" in text or spec.metadata["secret"]:
         return text
     return f"{text} (default: {spec.default})"
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 from jaxsgl import logs
 from jaxsgl.config import API_KEY_VARIABLE, ServerConfig, add_flags, from_flags
 from jaxsgl.errors import StartupError
-from jaxsgl.frontend.supervisor import ENGINE_COMMAND
+from jaxsgl.frontend.engine_link import ENGINE_COMMAND
 
 logger = logging.getLogger(__name__)
 

@@ -1,19 +1,26 @@
-"""The names under which Prometheus sees the metrics, and their conversion into its families.
+"""How the measurements are shown: to Prometheus under their names, and to people as a status line in the log.
 
 Where a metric of SGLang or vLLM means the same as ours, ours goes by that name as well, so that their dashboards show
-it; what only we have starts with `jaxsgl:`. http/health.py serves the result.
+it; what only we have starts with `jaxsgl:`. Measures nothing itself. The HTTP endpoint /metrics serves the registry,
+server.py runs the status line.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from jaxsgl.frontend.histogram import Histogram
-from jaxsgl.frontend.metrics import Metrics, Snapshot
+from jaxsgl.frontend.metrics import Histogram, Metrics, Snapshot
+
+SAMPLE_S = 1.0
+SAMPLES_PER_LINE = 10
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ TABLE = (
     ),
     Row(
         ("jaxsgl:admission_stopped_total",),
-        "Steps at which somebody had to wait on, by what there was no room for: pool, batch or step.",
+        "Steps at which a request had to wait on, by what there was no room for: pool, batch or step.",
         lambda front_end, engine: {
             "tokens": engine.load.short_of_tokens_total,
             "rows": engine.load.short_of_rows_total,
@@ -198,14 +205,14 @@ TABLE = (
 
 
 class _Collector:
-    """`TABLE` filled in, whenever the registry asks."""
+    """Fills in `TABLE` at each scrape."""
 
     def __init__(self, metrics: Metrics, model_name: str) -> None:
         self._metrics = metrics
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yields a family for each name."""
         engine = self._metrics.snapshot()
         for row in TABLE:
             value = row.value(self._metrics, engine)
@@ -231,8 +238,38 @@ class _Collector:
 
 
 def registry_of(metrics: Metrics, model_name: str) -> CollectorRegistry:
-    """A registry of its own with all metrics, and this process's memory and processor time."""
+    """Returns a new registry with all metrics, and this process's memory and processor time."""
     registry = CollectorRegistry()
     registry.register(_Collector(metrics, model_name))
     ProcessCollector(registry=registry)
     return registry
+
+
+class StatusLine:
+    """Logs what the server does, every few seconds while it does something. Also samples the throughput for it."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._steps_total = 0
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        self._metrics.throughput.sample()
+        while True:
+            for _ in range(SAMPLES_PER_LINE):
+                await asyncio.sleep(SAMPLE_S)
+                self._metrics.throughput.sample()
+            self.write()
+
+    def write(self) -> None:
+        """Logs one line if there was a step since the last one, or if requests run or wait."""
+        now = self._metrics.snapshot()
+        load, rates = now.load, now.rates
+        if load.steps_total == self._steps_total and not load.num_running and not load.num_waiting:
+            return
+        self._steps_total = load.steps_total
+        logger.info(
+            "%d running, %d queued, %.0f output tokens/s, %.0f prompt tokens/s, KV pool %.0f%%, cache hits %.0f%%",
+            load.num_running, load.num_waiting, rates.output_tokens_per_s, rates.prompt_tokens_per_s,
+            100 * now.token_usage, 100 * rates.cache_hit_rate,
+        )  # fmt: skip

@@ -15,9 +15,11 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from jaxsgl import logs
+from jaxsgl.config import ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, TimedOut
-from jaxsgl.frontend.engine_client import EngineClient, ReplyStream
+from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Metrics, Timing
+from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
 from jaxsgl.request import Request, SamplingParams, check_request
 from jaxsgl.text.detokenizer import Detokenizer, NoText
@@ -114,8 +116,8 @@ class Generator:
     A request that takes longer than `timeout_s` seconds is ended.
     """
 
-    def __init__(self, client: EngineClient, threads: Executor, metrics: Metrics, timeout_s: float) -> None:
-        self._client = client
+    def __init__(self, engine: EngineLink, threads: Executor, metrics: Metrics, timeout_s: float) -> None:
+        self._engine = engine
         self._threads = threads
         self._metrics = metrics
         self._timeout_s = timeout_s
@@ -131,7 +133,7 @@ class Generator:
     def serve(self, model: ServedModel) -> None:
         """Lets requests in."""
         self._model = model
-        self._client.accept()
+        self._engine.accept()
 
     async def prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str, priority: int = 0) -> Request:
         """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
@@ -166,13 +168,13 @@ class Generator:
 
     @contextlib.contextmanager
     def start(self, request: Request, text: bool = True) -> Iterator[Generation]:
-        """Submits a prepared request; leaving the block before its end aborts it. Errors as `EngineClient.open`.
+        """Submits a prepared request; leaving the block before its end aborts it. Errors as `EngineLink.open`.
 
         Without `text` the pieces hold ids only, which saves the work; stop strings are not found then.
         """
         detokenizer = self.model.tokenizer.detokenizer if text else NoText
         timing = Timing(self._metrics, request.sampling.n)
-        with timing, self._client.open(request) as stream:
+        with timing, self._engine.open(request) as stream:
             generation = Generation(request, stream, detokenizer, timing)
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, stream)
             try:
@@ -184,6 +186,23 @@ class Generator:
 
     def _time_out(self, stream: ReplyStream) -> None:
         stream.fail(TimedOut(f"the request took longer than {self._timeout_s:g} s (--request-timeout-s): ask for less"))
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """What the handlers of every protocol are given.
+
+    Attributes:
+      config: flags.
+      engine: open calls, commands, the load, and why requests are refused.
+      generator: prompts to pieces of text; knows the model.
+      metrics: what is counted and timed.
+    """
+
+    config: ServerConfig
+    engine: EngineLink
+    generator: Generator
+    metrics: Metrics
 
 
 def _log_end(engine_id: str, request: Request, generation: Generation, timing: Timing) -> None:

@@ -1,27 +1,31 @@
-"""What the front end counts and times of its requests, and what it knows of the engine, for whoever monitors it.
+"""The measurements of a server: counts and times of its requests, and the rates at which its engine works.
 
-generation.py tells of each request through a `Timing`; the engine's numbers are read from its latest load when somebody
-asks, so that a step costs nothing. Knows no Prometheus: exposition.py names all this. Used by one thread.
+generation.py reports each request through a `Timing`. The engine's numbers come with its load after every step and are
+read when a scrape or a status line asks, so that a step costs nothing. Never knows Prometheus: exposition.py names the
+measurements and shows them. Used by one thread, hence without locks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jaxsgl.frontend.histogram import Histogram, one_two_five
-from jaxsgl.frontend.throughput import Rates, Throughput
 from jaxsgl.messages import EngineInfo, Load
 from jaxsgl.request import FinishReason
 from jaxsgl.text.sample import End
 
+WINDOW_S = 10.0
+BUSY_SAMPLES = 10
+
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine at one moment. `pool_tokens` is the size of its KV pool, 0 until it is ready."""
+    """The engine at one moment. `pool_tokens` is the size of its KV pool, 0 until the engine is ready."""
 
     load: Load
     rates: Rates
@@ -37,22 +41,22 @@ class Metrics:
     """All that is measured. A request with n samples counts as n: that is what the engine runs.
 
     Attributes:
-      finished: samples that ended, by the reason; those that the client left count as aborted.
-      errors: requests that ended with an error, by its name.
+      finished: samples that ended, by reason; those that the client left count as aborted.
+      errors: requests that ended with an error, by the error's name.
       first_token_s: from submission to a sample's first token.
-      inter_token_s: between tokens of a sample.
-      request_s: from submission to a sample's end, aborted ones left out, as in the following.
-      prompt_tokens, output_tokens: lengths.
+      inter_token_s: between two tokens of a sample.
+      request_s: from submission to a sample's end. Aborted samples are left out here and in the lengths.
+      prompt_tokens, output_tokens: lengths of samples that ended.
+      throughput: how fast the engine works now.
       clock: gives seconds.
     """
 
-    def __init__(
-        self, load: Callable[[], Load], throughput: Throughput, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, load: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
+        """`load` gives the engine's latest load."""
         self._load = load
-        self.clock = clock
-        self._throughput = throughput
         self._pool_tokens = 0
+        self.clock = clock
+        self.throughput = Throughput(load, clock)
         self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self.errors: Counter[str] = Counter()
         self.first_token_s = Histogram(one_two_five(1e-3, 500))
@@ -62,20 +66,20 @@ class Metrics:
         self.output_tokens = Histogram(one_two_five(1, 1e6))
 
     def serve(self, info: EngineInfo) -> None:
-        """The engine is ready."""
+        """Notes that the engine is ready."""
         self._pool_tokens = info.limits.pool_tokens
 
     def snapshot(self) -> Snapshot:
-        """The engine now."""
-        return Snapshot(self._load(), self._throughput.rates(), self._pool_tokens)
+        """Returns the engine's load and rates now."""
+        return Snapshot(self._load(), self.throughput.rates(), self._pool_tokens)
 
     def failed(self, error: Exception) -> None:
-        """A request ended with `error`."""
+        """Counts a request that ended with `error`."""
         self.errors[type(error).__name__] += 1
 
     @contextlib.contextmanager
     def counting_errors(self) -> Iterator[None]:
-        """Whatever ends this block with an error ends a request so."""
+        """Counts an error that leaves this block as the end of a request."""
         try:
             yield
         except Exception as error:
@@ -84,7 +88,7 @@ class Metrics:
 
 
 class Timing:
-    """The clock of one request, which runs in its `with` block. It starts when made.
+    """The clock of one request. It starts when it is made; the request runs in its `with` block.
 
     Attributes:
       first_token_s: seconds until the first token of any sample, None until it comes.
@@ -103,9 +107,9 @@ class Timing:
         return self._metrics.clock() - self._start_s
 
     def tokens(self, index: int, count: int) -> None:
-        """Sample `index` got `count` tokens at once, which count as if they had come at equal distances.
+        """Counts `count` tokens that sample `index` got at once, as if they had come at equal intervals.
 
-        Tokens that come together with the first one have no distance that could be told, and are not counted.
+        For tokens that come together with the first one no interval is known, so none is counted.
         """
         now_s = self._metrics.clock()
         last_s = self._last_s[index]
@@ -118,7 +122,7 @@ class Timing:
             self.first_token_s = now_s - self._start_s
 
     def sample_ended(self, end: End) -> None:
-        """A sample came to its end."""
+        """Counts a sample that ended."""
         self._num_running -= 1
         metrics = self._metrics
         metrics.finished[end.reason.value] += 1
@@ -131,8 +135,98 @@ class Timing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """The request is over, by an error or not; samples that the client left count as aborted."""
+        """Ends the request, with or without an error; samples that the client left count as aborted."""
         if isinstance(error, Exception):
             self._metrics.failed(error)
         else:
             self._metrics.finished[FinishReason.ABORT.value] += self._num_running
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The engine's rates over the last `WINDOW_S` seconds, or since the first look at its load if that is more recent.
+
+    Attributes:
+      output_tokens_per_s: tokens read from the device.
+      prompt_tokens_per_s: prompt tokens of admitted samples, cached or not.
+      steps_per_s: steps launched.
+      cache_hit_rate: share of prompt tokens that the prefix cache had; if no prompt came, the last known share.
+      busy_tokens_per_s: output tokens per second over the last intervals in which the engine had work, however long
+        ago. Gateways estimate waiting times from it, so it must not fall while the engine is idle. 0: not known yet.
+    """
+
+    output_tokens_per_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    cache_hit_rate: float = 0.0
+    busy_tokens_per_s: float = 0.0
+
+
+class Throughput:
+    """Rates over a sliding window of loads, from their differences.
+
+    `load` gives the engine's latest load, `clock` seconds. The status line's task calls `sample` once a second.
+    """
+
+    def __init__(self, load: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
+        self._load = load
+        self._clock = clock
+        self._loads = deque([(clock(), load())])
+        self._busy: deque[tuple[float, int]] = deque(maxlen=BUSY_SAMPLES)  # seconds and output tokens between samples
+        self._cache_hit_rate = 0.0
+
+    def sample(self) -> None:
+        """Remembers the latest load. Must be called several times in `WINDOW_S`."""
+        now_s, load = self._clock(), self._load()
+        before_s, before = self._loads[-1]
+        if before.num_running and load.num_running and now_s > before_s:
+            self._busy.append((now_s - before_s, load.output_tokens_total - before.output_tokens_total))
+        self._loads.append((now_s, load))
+        while self._loads[0][0] < now_s - WINDOW_S:
+            self._loads.popleft()
+
+    def rates(self) -> Rates:
+        """Returns the rates from the oldest load in the window to the latest."""
+        since_s, old = self._loads[0]
+        new = self._load()
+        seconds = max(self._clock() - since_s, 1e-9)
+        prompt_tokens = new.prompt_tokens_total - old.prompt_tokens_total
+        if prompt_tokens:
+            cached_tokens = new.cached_prompt_tokens_total - old.cached_prompt_tokens_total
+            self._cache_hit_rate = cached_tokens / prompt_tokens
+        return Rates(
+            output_tokens_per_s=(new.output_tokens_total - old.output_tokens_total) / seconds,
+            prompt_tokens_per_s=prompt_tokens / seconds,
+            steps_per_s=(new.steps_total - old.steps_total) / seconds,
+            cache_hit_rate=self._cache_hit_rate,
+            busy_tokens_per_s=sum(tokens for _, tokens in self._busy) / (sum(s for s, _ in self._busy) or 1.0),
+        )
+
+
+class Histogram:
+    """Counts values up to each of `bounds` (ascending), and above the last.
+
+    An observation costs one bisection: prometheus_client's histogram takes a lock for each of two numbers, and counts
+    one value at a time.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts `value` as `times` equal ones."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Returns (bound, number of values up to it) for each bound and infinity, as Prometheus wants them."""
+        bounds = [*map(str, self._bounds), "+Inf"]
+        return [(bound, float(count)) for bound, count in zip(bounds, itertools.accumulate(self._counts), strict=True)]
+
+
+def one_two_five(first: float, last: float) -> tuple[float, ...]:
+    """Returns the bounds 1, 2, 5, 10, 20, ... times a power of ten, from `first` to `last`."""
+    series = (float(f"{digit}e{power}") for power in range(-9, 10) for digit in (1, 2, 5))
+    return tuple(bound for bound in series if first <= bound <= last)

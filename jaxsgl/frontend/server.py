@@ -1,7 +1,8 @@
 """The server's life: take the ports, start the engine, serve, drain, end. `python -m jaxsgl.serve` runs it.
 
-Owns the order of things at start and end; requests are the business of grpc, http and generation.py. The ports
-are taken and answer (not ready) before the model is loaded, so that a port in use costs no start-up time.
+Owns the order of things at the start and at the end. Never handles a request: that is the business of grpc, http and
+generation.py. The ports are taken before the model is loaded and answer "not ready" meanwhile, so that a port in use
+costs no start-up time.
 """
 
 from __future__ import annotations
@@ -18,26 +19,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxsgl.config import ServerConfig
-from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.generation import Generator, ServedModel
+from jaxsgl.frontend.engine_link import ENGINE_COMMAND, EngineLink
+from jaxsgl.frontend.exposition import StatusLine
+from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import HttpServer
+from jaxsgl.frontend.listen import is_loopback, load_certificate
 from jaxsgl.frontend.metrics import Metrics
-from jaxsgl.frontend.ports import is_loopback
-from jaxsgl.frontend.status import StatusLine
-from jaxsgl.frontend.supervisor import ENGINE_COMMAND, EngineSupervisor
-from jaxsgl.frontend.throughput import Throughput
-from jaxsgl.frontend.tls import load_certificate
 from jaxsgl.frontend.watchdog import Watchdog
 from jaxsgl.logs import LogStyle
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
-LATECOMERS_S = 0.2  # calls already on their way are told why; a stopping gRPC server would say CANCELLED
-ENGINE_VERDICT_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine knows better why
+GRACE_S = 0.2  # calls that arrive at the end get an error that says why; a stopped gRPC server would say CANCELLED
+ENGINE_ERROR_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine's error explains it better
 POLL_S = 0.02
 MAX_THREADS = 4  # that tokenize long prompts
-GC_THRESHOLD = 10_000  # new objects; Python's 700 are less than the news of one step
+GC_THRESHOLD = 10_000  # new objects; one step's replies exceed Python's default of 700
 
 logger = logging.getLogger(__name__)
 
@@ -69,26 +66,25 @@ class Addresses:
 
 
 class Server:
-    """Both ports and the engine process together. Made inside the event loop that runs it.
+    """Both ports and the engine process together. Must be made inside the event loop that runs it.
 
-    Raises `StartupError` for a certificate that can't serve.
+    Raises `StartupError` for a certificate that doesn't work.
+
+    Attributes:
+      engine: the link to the engine process.
     """
 
     def __init__(self, config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._start_s = time.monotonic()
         self._config = config
-        self._supervisor = EngineSupervisor(
-            config.engine, LogStyle(config.log_level, config.log_format), engine_command
-        )
-        self._client = EngineClient(self._supervisor.send)
-        self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # not asyncio's: that one delays the end
-        throughput = Throughput(lambda: self._client.load)
-        self._metrics = Metrics(lambda: self._client.load, throughput)
-        self._generator = Generator(self._client, self._threads, self._metrics, config.request_timeout_s)
-        self._watchdog = Watchdog(self._client, config.watchdog_s)
-        self._status = StatusLine(self._metrics, throughput)
-        front_end = FrontEnd(config, self._client, self._generator, self._metrics, throughput, self._watchdog)
         certificate = load_certificate(config)
+        self.engine = EngineLink(config.engine, LogStyle(config.log_level, config.log_format), engine_command)
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # asyncio's own would delay the end
+        self._metrics = Metrics(lambda: self.engine.load)
+        self._generator = Generator(self.engine, self._threads, self._metrics, config.request_timeout_s)
+        self._watchdog = Watchdog(self.engine, config.watchdog_s)
+        self._status = StatusLine(self._metrics)
+        front_end = FrontEnd(config, self.engine, self._generator, self._metrics)
         self._grpc = GrpcServer(front_end, certificate)
         self._http = HttpServer(front_end, certificate)
 
@@ -96,19 +92,17 @@ class Server:
         """Starts, and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
         await self.start()
         _spare_the_garbage_collector()
-        death = asyncio.create_task(self._supervisor.death())
+        death = asyncio.create_task(self.engine.death())
         duties = [asyncio.create_task(self._watchdog.run(self._tell_health)), asyncio.create_task(self._status.run())]
         try:
             await asyncio.wait([death, *duties], return_when=asyncio.FIRST_COMPLETED)
             for duty in duties:
                 if duty.done():
-                    duty.result()  # only a bug ends one: without a watchdog, health would stay good for ever
-            reason = death.result()
+                    duty.result()  # only a bug ends a duty; without a watchdog, health would stay good for ever
         finally:
             for task in (death, *duties):
                 task.cancel()
-        logger.error("%s; ending %d open calls and the server", reason, self._client.num_open)
-        await self._end_calls(reason)
+        await self._end_calls(death.result())
         return 1
 
     async def start(self) -> Addresses:
@@ -117,7 +111,7 @@ class Server:
         logger.info("listening on %s (gRPC) and %s (HTTP), loading %s", at.grpc, at.http, self._config.engine.model)
         if self._config.api_key is None and not is_loopback(self._config.host):
             logger.warning("%s can be reached from other machines, and no --api-key is set", self._config.host)
-        await self._supervisor.start(self._client.receive)
+        await self.engine.start()
         model = await self._load_model()
         self._metrics.serve(model.info)
         self._generator.serve(model)
@@ -130,48 +124,48 @@ class Server:
         return at
 
     async def drain(self) -> None:
-        """Refuses new calls, and gives the open ones a moment to finish before it ends them."""
+        """Refuses new calls, gives the open ones `--drain-s` seconds to finish, and ends those that are left."""
         reason = "the server is shutting down: try again elsewhere or later"
         drain_s = self._config.drain_s
-        logger.info("stopping: %d open calls get %.0f s to finish", self._client.num_open, drain_s)
-        self._client.refuse(reason)
+        logger.info("stopping: %d open calls get %.0f s to finish", self.engine.num_open, drain_s)
+        self.engine.refuse(reason)
         await self._tell_health()
         deadline_s = time.monotonic() + drain_s
-        while self._client.num_open and time.monotonic() < deadline_s:
+        while self.engine.num_open and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
         await self._end_calls(reason)
 
     async def close(self) -> None:
-        """Ends connections and engine process. A thread that tokenizes or downloads may still be at it."""
+        """Ends connections and the engine process. Does not wait for threads that tokenize or download."""
         await asyncio.gather(self._grpc.stop(), self._http.stop())
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._client.stuck is not None:
-            self.kill()  # it would not hear that it is to end
-        await self._supervisor.stop()
+        if self.engine.stuck is not None:
+            self.kill()  # it would not hear the request to end
+        await self.engine.stop()
         logger.info("stopped")
 
     def kill(self) -> None:
         """Ends the engine process at once."""
-        self._supervisor.kill()
+        self.engine.kill()
 
     async def _end_calls(self, reason: str) -> None:
-        self._client.fail(reason)
+        self.engine.fail(reason)
         await self._tell_health()
-        await asyncio.sleep(LATECOMERS_S)
+        await asyncio.sleep(GRACE_S)
 
     async def _tell_health(self) -> None:
-        await self._grpc.set_serving(self._watchdog.problem() is None)
+        await self._grpc.set_serving(self.engine.refusal is None)
 
     async def _load_model(self) -> ServedModel:
-        """Waits for the engine while the tokenizer loads beside it."""
-        starting = asyncio.create_task(self._supervisor.ready())
+        """Loads the tokenizer while the engine starts; waits for both."""
+        starting = asyncio.create_task(self.engine.ready())
         loop = asyncio.get_running_loop()
         loading = loop.run_in_executor(self._threads, load_tokenizer, self._config.engine.model)
         try:
             either: set[asyncio.Future[Any]] = {starting, loading}
             await asyncio.wait(either, return_when=asyncio.FIRST_EXCEPTION)
             if _failed(loading):
-                await asyncio.wait({starting}, timeout=ENGINE_VERDICT_S)
+                await asyncio.wait({starting}, timeout=ENGINE_ERROR_S)
             if _failed(starting):
                 starting.result()
             tokenizer: Tokenizer = await loading
@@ -197,7 +191,7 @@ async def _stop_signal(server: Server) -> None:
 
 
 def _spare_the_garbage_collector() -> None:
-    """Leaves what the start made out of collections: a full one took 150 ms, in which no token moved."""
+    """Exempts all objects made at the start from collections: a full one took 150 ms, in which no token moved."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)

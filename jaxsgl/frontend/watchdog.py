@@ -1,9 +1,8 @@
-"""Notices when the engine stands still, and says whether requests make sense now.
+"""Notices when the engine stands still, and has its link refuse requests until it moves again.
 
-Asks the engine for a sign of life whenever it was silent, and expects steps while requests run or wait, unless
-generation is paused. Health
-endpoints of all protocols read `problem`; server.py runs it. Counts its own ticks instead of seconds, so that a front
-end that was stopped itself (a debugger, a laptop asleep) blames nobody.
+Pings the engine whenever it has been silent, and expects steps while requests run or wait, unless generation is paused.
+Counts its own ticks instead of seconds: a front end that was stopped itself (by a debugger, or a laptop's sleep) must
+not take that time for the engine's silence. server.py runs it; health endpoints read `EngineLink.refusal`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.frontend.engine_client import EngineClient
+from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.messages import Ping
 
 MAX_TICK_S = 5.0
@@ -24,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Watches `engine`. It counts as stuck when nothing was heard of it for `limit_s` seconds."""
+    """Watches `engine`, which counts as stuck after `limit_s` seconds without a message, or without a step it owes."""
 
-    def __init__(self, engine: EngineClient, limit_s: float) -> None:
+    def __init__(self, engine: EngineLink, limit_s: float) -> None:
         self._engine = engine
         self._limit_s = limit_s
         self._tick_s = min(MAX_TICK_S, limit_s / TICKS)
@@ -35,12 +34,8 @@ class Watchdog:
         self._silent_ticks = self._stalled_ticks = 0
         self._asked = False
 
-    def problem(self) -> str | None:
-        """Why requests would fail now: the engine is starting, stuck or dead, or the server is stopping."""
-        return self._engine.refusal
-
     async def run(self, tell: Callable[[], Awaitable[None]]) -> None:
-        """Watches for ever. While the engine is stuck, new requests are refused; `tell` is awaited at each change."""
+        """Watches until it is cancelled. Sets `EngineLink.stuck`, and awaits `tell` at each change."""
         while True:
             await asyncio.sleep(self._tick_s)
             stuck = self.tick()
@@ -54,7 +49,7 @@ class Watchdog:
             await tell()
 
     def tick(self) -> str | None:
-        """Looks at the engine; to be called every `limit_s` / `TICKS` seconds. Returns why it counts as stuck."""
+        """Looks at the engine, every `limit_s` / `TICKS` seconds. Returns why it is stuck, None if it isn't."""
         engine = self._engine
         heard = engine.heard_s != self._heard_s
         load = engine.load
@@ -64,7 +59,7 @@ class Watchdog:
         has_work = (load.num_running > 0 or load.num_waiting > 0) and not load.paused
         self._stalled_ticks = self._stalled_ticks + 1 if has_work and not stepped else 0
         if heard or not self._asked:  # one question at a time: nothing piles up in front of a stuck engine
-            with contextlib.suppress(EngineUnavailable):  # its death is told by the supervisor
+            with contextlib.suppress(EngineUnavailable):  # the link itself reports a death
                 engine.send_command(Ping)
             self._asked = True
         if self._silent_ticks * self._tick_s >= self._limit_s:

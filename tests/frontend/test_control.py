@@ -12,17 +12,16 @@ import httpx
 import pytest
 from fake_engine_process import Script
 from http_calls import client, error_of, generate_body, report
+from played_link import PlayedLink
 from server_process import ServerProcess, ids_request, wait_for
 from sglang_calls import sglang_stub
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
 from jaxsgl.errors import EngineUnavailable, TimedOut
-from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.frontend.throughput import Throughput
-from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Replies, Reply, ToEngine
+from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Replies, Reply
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import NoText
 
@@ -179,29 +178,27 @@ def test_timeouts_of_the_scheduler_have_a_status(
 @pytest.mark.parametrize(("kind", "error"), [(RefusalKind.WAITED, EngineUnavailable), (RefusalKind.RAN, TimedOut)])
 def test_a_refusal_ends_what_is_left_of_a_request(kind: RefusalKind, error: type[Exception]) -> None:
     """Though it comes without the number of a sample, and sample 0 has ended."""
-    sent: list[ToEngine] = []
-    engine = EngineClient(sent.append)
+    engine = PlayedLink()
     engine.accept()
     request = Request("r", [5], SamplingParams(n=2))
     with engine.open(request) as stream:
-        generation = Generation(request, stream, NoText, Timing(Metrics(Load, Throughput(Load)), 2))
+        generation = Generation(request, stream, NoText, Timing(Metrics(Load), 2))
         engine.receive(Replies([Reply(stream.engine_id, (7,), FinishReason.LENGTH)]))
         assert asyncio.run(anext(generation)).token_ids == [7]
         engine.receive(Replies([Reply(stream.engine_id, refusal=Refusal(kind, "too late"))]))
         with pytest.raises(error, match="too late"):
             asyncio.run(anext(generation))
-    assert len(sent) == 1, "what was refused needs no abort"
+    assert len(engine.sent) == 1, "what was refused needs no abort"
 
 
 def test_a_prefix_means_the_clients_ids() -> None:
     """To the engine each request has another id, `a/0` or so, which nobody may hit by chance."""
-    sent: list[ToEngine] = []
-    engine = EngineClient(sent.append)
+    engine = PlayedLink()
     engine.accept()
     begin: Callable[[str], Request] = lambda name: Request(name, [5], SamplingParams())  # noqa: E731
     with engine.open(begin("a")) as first, engine.open(begin("a/0/b")) as second, engine.open(begin("b")):
         assert engine.abort_prefix("a/0") == 1
-        assert sent[3:] == [Abort(second.engine_id)]
+        assert engine.sent[3:] == [Abort(second.engine_id)]
         assert engine.abort_prefix("a") == 2
-        assert sent[4:] == [Abort(first.engine_id), Abort(second.engine_id)]
+        assert engine.sent[4:] == [Abort(first.engine_id), Abort(second.engine_id)]
         assert engine.abort_prefix("") == 3

@@ -17,7 +17,7 @@ from fake_engine_process import Script
 from server_process import PATIENCE_S, ROOT, ids_request
 
 from jaxsgl.config import EngineConfig, ServerConfig
-from jaxsgl.frontend.engine_client import EngineClient
+from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.frontend.server import Server
 
@@ -48,12 +48,12 @@ async def leave(stub: pb_grpc.JaxsglStub, number: int, rng: random.Random) -> No
 
 
 @contextlib.asynccontextmanager
-async def serving(model: Path) -> AsyncIterator[tuple[EngineClient, str]]:
+async def serving(model: Path) -> AsyncIterator[tuple[EngineLink, str]]:
     """A server in this process, whose tables can be looked at; and its address."""
     server = Server(ServerConfig(EngineConfig(model=str(model)), port=0, grpc_port=0), FAKE_ENGINE)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            yield server._client, (await server.start()).grpc
+            yield server.engine, (await server.start()).grpc
     finally:
         await server.close()
 
@@ -61,13 +61,13 @@ async def serving(model: Path) -> AsyncIterator[tuple[EngineClient, str]]:
 def test_two_hundred_disconnects_leave_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         rng = random.Random(0)
-        async with serving(tmp_path) as (client, address), grpc.aio.insecure_channel(address) as channel:
+        async with serving(tmp_path) as (link, address), grpc.aio.insecure_channel(address) as channel:
             stub = pb_grpc.JaxsglStub(channel)
             for start in range(0, 200, 20):
                 await asyncio.gather(*(leave(stub, start + i, rng) for i in range(20)))
-            await until(lambda: client.num_open == 0)
-            assert not client._streams
-            assert not client._by_request_id
+            await until(lambda: link.num_open == 0)
+            assert not link._streams
+            assert not link._by_request_id
             for reports in itertools.count(1):
                 call = stub.Generate(ids_request(Script.REPORT, stream=False, ignore_eos=True, max_tokens=3))
                 running, seen, aborts = (await call.read()).token_ids
@@ -81,11 +81,11 @@ def test_two_hundred_disconnects_leave_nothing_behind(tmp_path: Path, caplog: py
 
 def test_a_connection_that_breaks_aborts_its_calls(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path) as (client, address):
+        async with serving(tmp_path) as (link, address):
             channel = grpc.aio.insecure_channel(address)
             calls = [pb_grpc.JaxsglStub(channel).Generate(ids_request(Script.HANG)) for _ in range(10)]
-            await until(lambda: client.num_open == len(calls))
+            await until(lambda: link.num_open == len(calls))
             await channel.close()
-            await until(lambda: client.num_open == 0)
+            await until(lambda: link.num_open == 0)
 
     asyncio.run(scenario())

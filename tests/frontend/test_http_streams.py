@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.engine_client import EngineClient
+from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.http import errors
 from jaxsgl.frontend.http.middleware import Connection
 from jaxsgl.frontend.http.sse import EventStream, event
@@ -34,13 +34,13 @@ FAKE_ENGINE = [sys.executable, str(Path(__file__).parent / "fake_engine_process.
 
 
 @contextlib.asynccontextmanager
-async def serving(model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[EngineClient, str]]:
+async def serving(model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[EngineLink, str]]:
     """A server in this process, whose tables can be looked at; and its HTTP address."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the fake engine process imports jaxsgl too
     server = Server(ServerConfig(EngineConfig(model=str(model)), port=0, grpc_port=0), FAKE_ENGINE)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            yield server._client, (await server.start()).http
+            yield server.engine, (await server.start()).http
     finally:
         await server.close()
 

@@ -14,11 +14,11 @@ import grpc
 import pytest
 from fake_engine_process import Script
 from http_calls import client, error_of, generate_body, report
+from played_link import PlayedLink
 from server_process import PATIENCE_S, ServerProcess, ids_request, wait_for
 
 from jaxsgl.errors import Overloaded, TimedOut
-from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.grpc.errors import answers_errors, write
+from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages import Abort, Replies, Reply, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
@@ -109,25 +109,24 @@ def test_no_grpc_call_of_thousands_at_once_is_cancelled(server: ServerProcess) -
 
 
 class Engine:
-    """An engine client whose engine does what the test says; what was sent to it is kept."""
+    """An engine that replies as the test says."""
 
     def __init__(self, max_unread: int) -> None:
-        self.sent: list[ToEngine] = []
-        self.client = EngineClient(self.sent.append, max_unread)
-        self.client.accept()
+        self.link = PlayedLink(max_unread)
+        self.link.accept()
 
     def reply(self, engine_id: str, finish_reason: FinishReason | None = None) -> None:
-        self.client.receive(Replies([Reply(engine_id, (5,), finish_reason)]))
+        self.link.receive(Replies([Reply(engine_id, (5,), finish_reason)]))
 
     @property
     def aborts(self) -> list[ToEngine]:
-        return [message for message in self.sent if isinstance(message, Abort)]
+        return [message for message in self.link.sent if isinstance(message, Abort)]
 
 
 def test_replies_that_nobody_reads_end_their_request() -> None:
     async def scenario() -> None:
         engine = Engine(max_unread=3)
-        with engine.client.open(Request("r", [1], SamplingParams())) as stream:
+        with engine.link.open(Request("r", [1], SamplingParams())) as stream:
             for _ in range(3):
                 engine.reply(stream.engine_id)
             assert len(await stream.next()) == 3, "reading makes room"
@@ -144,7 +143,7 @@ def test_replies_that_nobody_reads_end_their_request() -> None:
 def test_what_came_before_a_request_took_too_long_is_still_read() -> None:
     async def scenario() -> None:
         engine = Engine(max_unread=3)
-        with engine.client.open(Request("r", [1], SamplingParams())) as stream:
+        with engine.link.open(Request("r", [1], SamplingParams())) as stream:
             engine.reply(stream.engine_id)
             stream.fail(TimedOut("too late"))
             engine.reply(stream.engine_id)
@@ -159,7 +158,7 @@ def test_what_came_before_a_request_took_too_long_is_still_read() -> None:
 def test_a_request_that_ended_in_time_is_not_too_late() -> None:
     async def scenario() -> None:
         engine = Engine(max_unread=3)
-        with engine.client.open(Request("r", [1], SamplingParams())) as stream:
+        with engine.link.open(Request("r", [1], SamplingParams())) as stream:
             engine.reply(stream.engine_id, FinishReason.STOP)
             stream.fail(TimedOut("too late"))
             (reply,) = await stream.next()

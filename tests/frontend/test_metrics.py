@@ -14,10 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from server_process import ROOT, ServerProcess, ids_request, wait_for
 
 from jaxsgl.frontend.exposition import TABLE, registry_of
-from jaxsgl.frontend.histogram import Histogram, one_two_five
-from jaxsgl.frontend.metrics import Metrics, Timing
+from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.frontend.throughput import Throughput
 from jaxsgl.messages import Load
 from jaxsgl.request import FinishReason
 from jaxsgl.text.sample import End
@@ -42,7 +40,7 @@ class Clock:
 
 def metrics_of(load: Load = Load(), clock: Clock | None = None) -> Metrics:
     clock = clock or Clock()
-    return Metrics(lambda: load, Throughput(lambda: load, clock), clock)
+    return Metrics(lambda: load, clock)
 
 
 def samples_of(metrics: Metrics) -> dict[str, float]:

@@ -26,10 +26,9 @@ from smg_grpc_proto.generated import common_pb2
 from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.generation import ServedModel
-from jaxsgl.frontend.grpc.sglang.infos import model_info, server_info
+from jaxsgl.frontend.grpc.sglang.info import CHUNK_BYTES, chunks, model_info, server_info, zip_tokenizer
 from jaxsgl.frontend.grpc.sglang.loads import SECTIONS, Busy, check_loads_request, load_record, loads_response
-from jaxsgl.frontend.grpc.sglang.tokenizer_files import CHUNK_BYTES, chunks, zip_tokenizer
-from jaxsgl.frontend.throughput import Rates
+from jaxsgl.frontend.metrics import Rates
 from jaxsgl.messages import EngineInfo, Load
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from played_link import PlayedLink
 
 from jaxsgl.config import Limits
-from jaxsgl.frontend.engine_client import EngineClient
-from jaxsgl.frontend.grpc.sglang.kv_log import DataLoss, KvLog, OutOfRange
-from jaxsgl.frontend.grpc.sglang.kv_messages import batch_of, snapshot_chunks
-from jaxsgl.frontend.grpc.sglang.kv_stream import KvStream
+from jaxsgl.frontend.grpc.sglang.kv_events import DataLoss, KvLog, KvStream, OutOfRange, batch_of, snapshot_chunks
 from jaxsgl.frontend.grpc.sglang.loads import Busy
-from jaxsgl.frontend.throughput import Rates
-from jaxsgl.messages import CacheCleared, CacheEvents, EngineInfo, PagesRemoved, PagesStored, ToEngine, WatchCache
+from jaxsgl.frontend.metrics import Rates
+from jaxsgl.messages import CacheCleared, CacheEvents, EngineInfo, PagesRemoved, PagesStored, WatchCache
 
 INFO = EngineInfo(
     model_path="/models/a", architecture="FakeForCausalLM", dtype="float32",
@@ -23,19 +21,18 @@ INFO = EngineInfo(
 
 
 class Engine:
-    """An engine client and what it sent."""
+    """An engine whose cache events are the test's."""
 
     def __init__(self) -> None:
-        self.sent: list[ToEngine] = []
-        self.client = EngineClient(self.sent.append)
+        self.link = PlayedLink()
 
     def answer_watch(self, *stored: PagesStored) -> None:
-        command = next(message for message in self.sent if isinstance(message, WatchCache))
-        self.sent.remove(command)
-        self.client.receive(CacheEvents(list(stored), command.number))
+        command = next(message for message in self.link.sent if isinstance(message, WatchCache))
+        self.link.sent.remove(command)
+        self.link.receive(CacheEvents(list(stored), command.number))
 
     def tell(self, page: int) -> None:
-        self.client.receive(CacheEvents([PagesStored([page], [page, page], None)]))
+        self.link.receive(CacheEvents([PagesStored([page], [page, page], None)]))
 
 
 async def follow(log: KvLog, engine: Engine, *stored: PagesStored) -> list[int]:
@@ -55,7 +52,7 @@ def page_of(log: KvLog, number: int) -> int:
 def test_numbers_start_at_1_and_go_on() -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.client)
+        log = KvLog(engine.link)
         assert await follow(log, engine) == [1]
         for page in (10, 11, 12):
             engine.tell(page)
@@ -70,9 +67,9 @@ def test_numbers_start_at_1_and_go_on() -> None:
 
 def test_the_engine_is_not_asked_before_somebody_follows() -> None:
     engine = Engine()
-    log = KvLog(engine.client)
+    log = KvLog(engine.link)
     engine.tell(10)
-    assert not engine.sent
+    assert not engine.link.sent
     assert log.last == 0
 
 
@@ -80,7 +77,7 @@ def test_the_engine_is_not_asked_before_somebody_follows() -> None:
 def test_what_is_kept_is_bounded_and_who_reads_too_slowly_is_told(max_batches: int, max_blocks: int) -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.client, max_batches, max_blocks)
+        log = KvLog(engine.link, max_batches, max_blocks)
         await follow(log, engine)
         for page in range(10):
             engine.tell(page)
@@ -95,9 +92,9 @@ def test_what_is_kept_is_bounded_and_who_reads_too_slowly_is_told(max_batches: i
 def test_a_batch_larger_than_the_log_is_lost_and_not_kept() -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.client, max_blocks=3)
+        log = KvLog(engine.link, max_blocks=3)
         await follow(log, engine)
-        engine.client.receive(CacheEvents([PagesRemoved([1, 2, 3, 4])]))
+        engine.link.receive(CacheEvents([PagesRemoved([1, 2, 3, 4])]))
         with pytest.raises(DataLoss):
             log.get(2)
         engine.tell(5)
@@ -109,9 +106,9 @@ def test_a_batch_larger_than_the_log_is_lost_and_not_kept() -> None:
 def test_the_stream_of_a_slow_reader_ends_with_what_it_lost() -> None:
     async def scenario() -> None:
         engine = Engine()
-        engine.client.accept()
-        log = KvLog(engine.client, max_batches=3)
-        stream = KvStream(log, engine.client, lambda: Busy(INFO, engine.client.load, Rates()), loads_at_once=False)
+        engine.link.accept()
+        log = KvLog(engine.link, max_batches=3)
+        stream = KvStream(log, engine.link, lambda: Busy(INFO, engine.link.load, Rates()), loads_at_once=False)
         batches = stream.batches(0)
         first = asyncio.ensure_future(anext(batches))
         await asyncio.sleep(0.01)
@@ -128,7 +125,7 @@ def test_the_stream_of_a_slow_reader_ends_with_what_it_lost() -> None:
 def test_resuming_works_from_the_last_number_seen_and_from_the_next_one() -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.client, max_batches=3)
+        log = KvLog(engine.link, max_batches=3)
         with pytest.raises(OutOfRange):
             log.after(1)
         await follow(log, engine)
@@ -145,7 +142,7 @@ def test_resuming_works_from_the_last_number_seen_and_from_the_next_one() -> Non
 def test_a_snapshot_that_nobody_waits_for_any_more_is_dropped() -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.client)
+        log = KvLog(engine.link)
         asking = asyncio.ensure_future(log.snapshot())
         await asyncio.sleep(0)
         asking.cancel()

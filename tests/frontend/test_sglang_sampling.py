@@ -7,17 +7,22 @@ from sglang_calls import ask
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.grpc.sglang.sampling import wish_of
+from jaxsgl.frontend.grpc.sglang.convert import options_of
 from jaxsgl.request import SamplingParams
 
 pytestmark = pytest.mark.unit
 
 
 def test_what_is_left_out_means_sglangs_defaults() -> None:
-    wish = wish_of(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1])))
+    options = options_of(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1])))
     greedy_without_end = SamplingParams(temperature=0.0)
-    assert wish.sampling == greedy_without_end
-    assert (wish.stream, wish.chunk_tokens, wish.logprob_start, wish.prefill_only) == (False, 1, None, False)
+    assert options.sampling == greedy_without_end
+    assert (options.stream, options.chunk_tokens, options.logprob_start, options.prefill_only) == (
+        False,
+        1,
+        None,
+        False,
+    )
 
 
 def test_every_field_arrives_where_it_belongs() -> None:
@@ -29,14 +34,14 @@ def test_every_field_arrives_where_it_belongs() -> None:
         skip_special_tokens=True, spaces_between_special_tokens=True,
         of_request={"return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 5},
     )  # fmt: skip
-    wish = wish_of(request)
-    assert wish.sampling == SamplingParams(
+    options = options_of(request)
+    assert options.sampling == SamplingParams(
         temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, frequency_penalty=0.5, presence_penalty=-0.5,
         repetition_penalty=1.5, max_tokens=9, stop=("a", "b"), stop_token_ids=(4, 5), n=3, min_tokens=2,
         ignore_eos=True, include_stop_str_in_output=True, logit_bias={42: 1.5, 7: -100.0},
         logprobs=5, prompt_logprobs=5,
     )  # fmt: skip
-    assert (wish.stream, wish.chunk_tokens, wish.logprob_start) == (True, 4, 1)
+    assert (options.stream, options.chunk_tokens, options.logprob_start) == (True, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -47,15 +52,15 @@ def test_the_prompt_is_scored_only_from_a_position_inside_it(
     return_logprob: bool, start: int, scores_prompt: bool
 ) -> None:
     of_request = {"return_logprob": return_logprob, "logprob_start_len": start}
-    wish = wish_of(ask(1, 2, 3, of_request=of_request))
-    assert (wish.sampling.prompt_logprobs is not None) == (wish.logprob_start is not None) == scores_prompt
-    assert (wish.sampling.logprobs is not None) == return_logprob
+    options = options_of(ask(1, 2, 3, of_request=of_request))
+    assert (options.sampling.prompt_logprobs is not None) == (options.logprob_start is not None) == scores_prompt
+    assert (options.sampling.logprobs is not None) == return_logprob
 
 
 def test_max_new_tokens_0_is_prefill_only() -> None:
-    wish = wish_of(ask(1, max_new_tokens=0))
-    assert wish.prefill_only
-    assert wish.sampling.max_tokens == 1
+    options = options_of(ask(1, max_new_tokens=0))
+    assert options.prefill_only
+    assert options.sampling.max_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def test_max_new_tokens_0_is_prefill_only() -> None:
 )
 def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, object], word: str) -> None:
     with pytest.raises(InvalidRequest, match=word):
-        wish_of(ask(1, **sampling))
+        options_of(ask(1, **sampling))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, object], wor
 def test_a_refusal_of_a_request_field_names_it(of_request: dict[str, object]) -> None:
     name = list(of_request)[-1].removeprefix("top_").removesuffix("_num")
     with pytest.raises(InvalidRequest, match=name):
-        wish_of(ask(1, of_request=of_request))
+        options_of(ask(1, of_request=of_request))
 
 
 def test_what_changes_nothing_is_accepted() -> None:
@@ -124,4 +129,4 @@ def test_what_changes_nothing_is_accepted() -> None:
         "log_metrics": True,
         "require_reasoning": True,
     }
-    assert wish_of(ask(1, of_request=of_request)).sampling == wish_of(ask(1)).sampling
+    assert options_of(ask(1, of_request=of_request)).sampling == options_of(ask(1)).sampling

@@ -10,8 +10,7 @@ from small_tokenizers import KINDS, save
 
 from jaxsgl.messages import Reply
 from jaxsgl.request import FinishReason, Request, SamplingParams
-from jaxsgl.text.sample import Piece, Sample, join
-from jaxsgl.text.stop_strings import StopStrings
+from jaxsgl.text.sample import Piece, Sample, StopStrings, join
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 pytestmark = pytest.mark.unit

@@ -4,9 +4,8 @@ import logging
 
 import pytest
 
-from jaxsgl.frontend.metrics import Metrics
-from jaxsgl.frontend.status import StatusLine
-from jaxsgl.frontend.throughput import WINDOW_S, Rates, Throughput
+from jaxsgl.frontend.exposition import StatusLine
+from jaxsgl.frontend.metrics import WINDOW_S, Metrics, Rates
 from jaxsgl.messages import Load
 
 pytestmark = pytest.mark.unit
@@ -18,9 +17,9 @@ class Engine:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.load = Load()
-        self.throughput = Throughput(lambda: self.load, lambda: self.now_s)
-        self.metrics = Metrics(lambda: self.load, self.throughput)
-        self.status = StatusLine(self.metrics, self.throughput)
+        self.metrics = Metrics(lambda: self.load, lambda: self.now_s)
+        self.throughput = self.metrics.throughput
+        self.status = StatusLine(self.metrics)
 
     def work(self, seconds: int, **load: int) -> None:
         """Time passes and is sampled; what is done is done at its start."""

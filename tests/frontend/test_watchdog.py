@@ -10,12 +10,12 @@ import grpc
 import pytest
 from fake_engine_process import Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from played_link import PlayedLink
 from server_process import ServerProcess, ids_request
 
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.frontend.engine_client import EngineClient
 from jaxsgl.frontend.watchdog import TICKS, Watchdog
-from jaxsgl.messages import Answer, Load, Ping, Replies, ToEngine
+from jaxsgl.messages import Answer, Load, Ping, Replies
 from jaxsgl.request import Request, SamplingParams
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -27,22 +27,21 @@ Start = Callable[..., ServerProcess]
 
 
 class Engine:
-    """A client, and the messages that reached its engine."""
+    """An engine that answers as the test says, under a watchdog."""
 
     def __init__(self, limit_s: float = 4.0) -> None:
-        self.sent: list[ToEngine] = []
-        self.client = EngineClient(self.sent.append)
-        self.client.accept()
-        self.watchdog = Watchdog(self.client, limit_s)
+        self.link = PlayedLink()
+        self.link.accept()
+        self.watchdog = Watchdog(self.link, limit_s)
 
     def ticks(self, count: int) -> list[str | None]:
         return [self.watchdog.tick() for _ in range(count)]
 
     def answer(self) -> None:
-        self.client.receive(Answer(0, True))
+        self.link.receive(Answer(0, True))
 
     def turn(self, load: Load) -> None:
-        self.client.receive(Replies([], load))
+        self.link.receive(Replies([], load))
 
 
 def test_an_idle_engine_that_answers_is_well() -> None:
@@ -50,7 +49,7 @@ def test_an_idle_engine_that_answers_is_well() -> None:
     for _ in range(20):
         assert engine.ticks(1) == [None]
         engine.answer()
-    assert all(isinstance(message, Ping) for message in engine.sent)
+    assert all(isinstance(message, Ping) for message in engine.link.sent)
 
 
 def test_silence_is_a_problem_until_it_ends() -> None:
@@ -65,10 +64,10 @@ def test_silence_is_a_problem_until_it_ends() -> None:
 def test_a_silent_engine_is_asked_once() -> None:
     engine = Engine()
     engine.ticks(30)
-    assert len(engine.sent) == 1
+    assert len(engine.link.sent) == 1
     engine.answer()
     engine.ticks(30)
-    assert len(engine.sent) == 2
+    assert len(engine.link.sent) == 2
 
 
 def test_whatever_the_engine_says_is_a_sign_of_life() -> None:
@@ -92,7 +91,7 @@ def test_an_engine_that_answers_but_makes_no_step_is_a_problem(work: dict[str, i
 
 def test_an_engine_without_work_need_not_step() -> None:
     engine = Engine()
-    with engine.client.open(REQUEST):  # even if it has lost a request
+    with engine.link.open(REQUEST):  # even if it has lost a request
         for _ in range(20):
             engine.turn(Load(steps_total=7))
             assert engine.ticks(1) == [None]
@@ -110,7 +109,7 @@ def test_problems_are_told_and_logged_once_and_refuse_requests_meanwhile(caplog:
     told: asyncio.Queue[str | None]
 
     async def tell() -> None:
-        told.put_nowait(engine.watchdog.problem())
+        told.put_nowait(engine.link.refusal)
 
     async def live() -> None:
         nonlocal told
@@ -118,7 +117,7 @@ def test_problems_are_told_and_logged_once_and_refuse_requests_meanwhile(caplog:
         running = asyncio.create_task(engine.watchdog.run(tell))
         assert await told.get() == "the engine has given no sign of life for 0.02 s"
         await asyncio.sleep(0.1)
-        with pytest.raises(EngineUnavailable, match="no sign of life"), engine.client.open(REQUEST):
+        with pytest.raises(EngineUnavailable, match="no sign of life"), engine.link.open(REQUEST):
             pass
         engine.answer()
         assert await told.get() is None
@@ -134,11 +133,11 @@ def test_problems_are_told_and_logged_once_and_refuse_requests_meanwhile(caplog:
 
 def test_why_nothing_is_served_goes_before_why_the_engine_is_stuck() -> None:
     engine = Engine()
-    assert engine.watchdog.problem() is None
-    engine.client.stuck = "stuck"
-    assert engine.watchdog.problem() == "stuck"
-    engine.client.refuse("shutting down")
-    assert engine.watchdog.problem() == "shutting down"
+    assert engine.link.refusal is None
+    engine.link.stuck = "stuck"
+    assert engine.link.refusal == "stuck"
+    engine.link.refuse("shutting down")
+    assert engine.link.refusal == "shutting down"
 
 
 def test_health_follows_a_stuck_engine_and_its_recovery(start_server: Start) -> None:

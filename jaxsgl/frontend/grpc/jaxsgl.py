@@ -14,9 +14,8 @@ import grpc
 
 import jaxsgl
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.generation import ServedModel
-from jaxsgl.frontend.grpc.errors import answers_errors, write
+from jaxsgl.frontend.generation import FrontEnd, ServedModel
+from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages import TokenLogprob

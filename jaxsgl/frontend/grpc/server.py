@@ -8,16 +8,14 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 from jaxsgl.errors import StartupError
-from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.grpc import jaxsgl as jaxsgl_service
-from jaxsgl.frontend.grpc.guard import ApiKeyInterceptor
+from jaxsgl.frontend.grpc.interceptors import ApiKeyInterceptor, MalformedInterceptor
 from jaxsgl.frontend.grpc.jaxsgl import JaxsglService
-from jaxsgl.frontend.grpc.malformed import MalformedInterceptor
 from jaxsgl.frontend.grpc.sglang import service as sglang_service
 from jaxsgl.frontend.grpc.sglang.service import SglangService
-from jaxsgl.frontend.ports import address_of, take_port
+from jaxsgl.frontend.listen import Certificate, address_of, take_port
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.frontend.tls import Certificate
 
 SERVICE_NAMES = (jaxsgl_service.SERVICE_NAME, sglang_service.SERVICE_NAME)
 # Calls that wait for the event loop to take them. By default gRPC cancels some from 1,000 on, all from 3,000 on,

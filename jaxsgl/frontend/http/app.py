@@ -13,13 +13,12 @@ import uvicorn
 from fastapi import APIRouter, FastAPI
 
 import jaxsgl
-from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.middleware import ApiKey, BodyLimit, Connection, RequestIds
 from jaxsgl.frontend.http.openai import routes as openai
 from jaxsgl.frontend.http.sglang import routes as sglang
-from jaxsgl.frontend.ports import BACKLOG, address_of, take_port
-from jaxsgl.frontend.tls import Certificate
+from jaxsgl.frontend.listen import BACKLOG, Certificate, address_of, take_port
 
 # `router(front_end) -> APIRouter` of each module.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (health.router, openai.router, sglang.router)

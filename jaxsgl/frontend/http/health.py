@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 
 from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.exposition import registry_of
-from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.request import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
 
@@ -51,7 +51,7 @@ def router(front_end: FrontEnd) -> APIRouter:
 
 
 def _check(front_end: FrontEnd) -> None:
-    problem = front_end.watchdog.problem()
+    problem = front_end.engine.refusal
     if problem is not None:
         raise EngineUnavailable(problem)
 

@@ -1,7 +1,7 @@
-"""GetLoads, and the load record that goes with every batch of cache events: how busy the engine is, in two shapes.
+"""How busy the engine is, in two shapes: the answer of GetLoads, and the record that goes with batches of cache events.
 
-Both are made of one `Busy`, so that a gateway sees the same numbers whether it polls or is told. Pure functions of the
-engine's latest load; service.py and kv_stream.py call them.
+Both are made of one `Busy`, so that a gateway sees the same numbers whether it polls or subscribes. Pure functions of
+the engine's latest load; service.py and kv_events.py call them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import common_pb2
 
 import jaxsgl
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.throughput import Rates
+from jaxsgl.frontend.metrics import Rates
 from jaxsgl.messages import EngineInfo, Load
 
 GIB = 1 << 30
@@ -25,7 +25,7 @@ NO_DISAGGREGATION = "null"  # SGLang's word for a worker that does both prefill 
 
 @dataclass(frozen=True)
 class Busy:
-    """What both shapes are made of."""
+    """The engine at one moment, of which both shapes are made."""
 
     info: EngineInfo
     load: Load
@@ -33,16 +33,16 @@ class Busy:
 
     @property
     def token_usage(self) -> float:
-        """Share of the pool that running requests need; what only the prefix cache holds is free."""
+        """Share of the KV pool that running requests need; pages that only the prefix cache holds count as free."""
         return self.load.used_tokens / self.info.limits.pool_tokens
 
     @property
     def utilization(self) -> float:
-        """Share of the scarcer of rows and tokens that is taken."""
+        """Share that is taken of the scarcer one of rows and KV slots."""
         return max(self.token_usage, self.load.num_running / self.info.max_running_requests)
 
     def queues(self) -> dict[str, int]:
-        """Fields of both shapes' queue section. Paused are those that hold their pages meanwhile."""
+        """Fields of both shapes' queue section. Paused requests are those that hold their pages during a pause."""
         load = self.load
         return {
             "waiting": load.num_waiting,
@@ -51,7 +51,7 @@ class Busy:
         }
 
     def memory(self) -> dict[str, float | int]:
-        """Fields of both shapes' memory section; programs are no graphs and own no memory between steps."""
+        """Fields of both shapes' memory section. Graphs take none: compiled programs own no memory between steps."""
         return {
             "weight_gb": self.info.weight_bytes / GIB,
             "kv_cache_gb": self.info.kv_bytes / GIB,
@@ -69,7 +69,7 @@ def check_loads_request(request: pb.GetLoadsRequest) -> None:
 
 
 def loads_response(busy: Busy, include: Sequence[str]) -> pb.GetLoadsResponse:
-    """All sections if none are named. Those that this engine hasn't (spec, lora) stay out."""
+    """Returns the sections named by `include`, all if it is empty. Sections that this engine lacks stay empty."""
     load = _core(busy)
     wanted = set(include or ("all",))
     everything = "all" in wanted
@@ -113,13 +113,13 @@ def _core(busy: Busy) -> pb.SchedulerLoad:
 
 
 def load_record(busy: Busy, sample: int, silence_s: float | None, telemetry: bool) -> common_pb2.EngineLoad:
-    """The record number `sample` of a stream.
+    """Returns the record number `sample` of a stream.
 
     Args:
       busy: the engine now.
       sample: counts the records of a stream.
-      silence_s: how long the engine has said nothing while requests are open; None: none are.
-      telemetry: with the fields that only people look at.
+      silence_s: how long the engine has said nothing while requests are open; None: no request is open.
+      telemetry: include the fields that only dashboards read.
     """
     load = busy.load
     record = common_pb2.EngineLoad(

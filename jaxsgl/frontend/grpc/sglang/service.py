@@ -1,13 +1,15 @@
-"""The gRPC service `sglang.grpc.scheduler.SglangScheduler`: what gateways call. Tokens in, tokens out.
+"""The gRPC service `sglang.grpc.scheduler.SglangScheduler`, which gateways call: tokens in, tokens out.
 
-Each method only leads to the file that does its work; errors become statuses in `answers_errors`. Knows no text but
-stop strings. The asyncio gRPC server calls it.
+Each method leads to the part that does its work: the generator, the engine link, or this package's conversions. Errors
+become statuses in `answers_errors`. Never handles text, except that stop strings are found in it. The asyncio gRPC
+server calls it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -17,21 +19,21 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from jaxsgl.errors import EngineUnavailable, NotFound, Unsupported
-from jaxsgl.frontend.front_end import FrontEnd
-from jaxsgl.frontend.grpc.errors import answers_errors, write
-from jaxsgl.frontend.grpc.sglang import admin
-from jaxsgl.frontend.grpc.sglang.generate import Responses
-from jaxsgl.frontend.grpc.sglang.infos import model_info, server_info
-from jaxsgl.frontend.grpc.sglang.kv_log import KvLog
-from jaxsgl.frontend.grpc.sglang.kv_stream import KvStream
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound, Unsupported
+from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.grpc.interceptors import answers_errors, write
+from jaxsgl.frontend.grpc.sglang.convert import Responses, options_of
+from jaxsgl.frontend.grpc.sglang.info import chunks, model_info, server_info, zip_tokenizer
+from jaxsgl.frontend.grpc.sglang.kv_events import KvLog, KvStream
 from jaxsgl.frontend.grpc.sglang.loads import Busy, check_loads_request, loads_response
-from jaxsgl.frontend.grpc.sglang.sampling import wish_of
-from jaxsgl.frontend.grpc.sglang.tokenizer_files import chunks, zip_tokenizer
+from jaxsgl.messages import FlushCache, StartProfile, StopProfile
 from jaxsgl.text.prompts import IdsPrompt
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
 HEALTH_LIMIT_S = 4.0  # gateways wait 5 s
+ANSWER_LIMIT_S = 60.0  # the engine answers between two steps
+PROFILE_LIMIT_S = 600.0  # a trace of many steps takes minutes to write
+MAX_FLUSH_WAIT_S = 3600.0
 _NO_LORA = "LoRA adapters are not supported: merge them into the weights and serve those"
 
 
@@ -42,7 +44,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self._config = front_end.config
         self._engine = front_end.engine
         self._generator = front_end.generator
-        self._throughput = front_end.throughput
+        self._metrics = front_end.metrics
         self._kv_log = KvLog(front_end.engine, last=time.time_ns() // 1000)  # beyond those of servers before this one
         self._start_s = time.time()
 
@@ -50,10 +52,10 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams chunks and completions. A cancelled call aborts the request; so does Abort, and then it completes."""
         request_id = request.request_id or uuid.uuid4().hex
-        wish = wish_of(request)
-        prepared = await self._generator.prepare(IdsPrompt(request.tokenized.input_ids), wish.sampling, request_id)
-        responses = Responses(request_id, wish, prepared.prompt_ids)
-        with self._generator.start(prepared, text=bool(wish.sampling.stop)) as generation:
+        options = options_of(request)
+        prepared = await self._generator.prepare(IdsPrompt(request.tokenized.input_ids), options.sampling, request_id)
+        responses = Responses(request_id, options, prepared.prompt_ids)
+        with self._generator.start(prepared, text=bool(options.sampling.stop)) as generation:
             async for piece in generation:
                 for response in responses.of(piece):
                     await write(context, response)
@@ -69,10 +71,10 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> pb.HealthCheckResponse:
-        """Healthy if the engine's loop turns; otherwise says why not, as an answer and not as an error.
+        """Returns healthy if the engine's loop turns, and otherwise why not: as an answer, not as an error.
 
-        While the engine starts, it is an error (`EngineUnavailable`): a gateway takes the first answer for its cue to
-        ask for the model, once.
+        While the engine starts, the answer is an error (`EngineUnavailable`): at the first other answer a gateway asks
+        for the model, once.
         """
         _ = self._generator.model
         try:
@@ -108,22 +110,36 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.FlushCacheResponse:
-        """Empties the prefix cache."""
-        return await admin.flush_cache(self._engine, request)
+        """Empties the prefix cache as soon as no request waits or runs, within `timeout_s`."""
+        timeout_s = request.timeout_s
+        if not 0 <= timeout_s <= MAX_FLUSH_WAIT_S:
+            raise InvalidRequest(f"timeout_s is {timeout_s}, but must be 0 to {MAX_FLUSH_WAIT_S:g} seconds")
+        answer = await self._engine.ask(lambda number: FlushCache(number, timeout_s), timeout_s + ANSWER_LIMIT_S)
+        return common_pb2.FlushCacheResponse(success=answer.ok, message=answer.text)
 
     @answers_errors
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.ProfileResponse:
-        """Starts to record a trace."""
-        return await admin.start_profile(self._engine, request)
+        """Records a trace from now on. What it holds can't be chosen: it has both the device and the host."""
+        if request.start_step:
+            raise InvalidRequest(f"start_step is {request.start_step}, but recording starts at once: leave it out")
+        if request.profile_by_stage:
+            raise InvalidRequest("profile_by_stage is set, but prefill and decode go into one trace: leave it out")
+        num_steps = request.num_steps if request.HasField("num_steps") else None
+        if num_steps is not None and num_steps < 1:
+            raise InvalidRequest(f"num_steps is {num_steps}, but must be 1 and more")
+        folder = request.output_dir or str(Path(tempfile.gettempdir()) / "jaxsgl-profile")
+        answer = await self._engine.ask(lambda number: StartProfile(number, folder, num_steps), ANSWER_LIMIT_S)
+        return common_pb2.ProfileResponse(success=answer.ok, message=answer.text)
 
     @answers_errors
     async def StopProfile(
         self, request: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.ProfileResponse:
-        """Writes the trace."""
-        return await admin.stop_profile(self._engine)
+        """Ends recording and writes the trace; the message names its folder."""
+        answer = await self._engine.ask(StopProfile, PROFILE_LIMIT_S)
+        return common_pb2.ProfileResponse(success=answer.ok, message=answer.text)
 
     @answers_errors
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext) -> None:
@@ -139,10 +155,10 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Streams what happens to the prefix cache, and the load, until the client leaves."""
-        self._busy()  # refuses while the engine starts
+        self._busy()  # raises while the engine starts
         start = request.start_sequence_number
         if start:
-            self._kv_log.after(start)  # gateways start anew if they are refused here, but not behind the metadata
+            self._kv_log.after(start)  # gateways start anew if they are refused here, but not after the metadata
         stream = KvStream(self._kv_log, self._engine, self._busy, request.load_records_before_first_batch)
         await context.send_initial_metadata(())  # a client waits for it, and events may be long in coming
         async with contextlib.aclosing(stream.batches(start)) as batches:
@@ -151,29 +167,29 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
 
     @answers_errors
     async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
-        """Refuses."""
+        """Raises `Unsupported`."""
         raise Unsupported("embeddings are not supported: the model served generates text")
 
     @answers_errors
     async def LoadLoRAAdapter(
         self, request: pb.LoadLoRAAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadLoRAAdapterResponse:
-        """Refuses."""
+        """Raises `Unsupported`."""
         raise Unsupported(_NO_LORA)
 
     @answers_errors
     async def UnloadLoRAAdapter(
         self, request: pb.UnloadLoRAAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.UnloadLoRAAdapterResponse:
-        """Refuses."""
+        """Raises `Unsupported`."""
         raise Unsupported(_NO_LORA)
 
     @answers_errors
     async def ListLoadedLoRAAdapters(
         self, request: pb.ListLoadedLoRAAdaptersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListLoadedLoRAAdaptersResponse:
-        """Refuses."""
+        """Raises `Unsupported`."""
         raise Unsupported(_NO_LORA)
 
     def _busy(self) -> Busy:
-        return Busy(self._generator.model.info, self._engine.load, self._throughput.rates())
+        return Busy(self._generator.model.info, self._engine.load, self._metrics.throughput.rates())

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest, NotFound
-from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.openai.chat import answer_chat, chat_prompt
 from jaxsgl.frontend.http.openai.completions import answer_completions

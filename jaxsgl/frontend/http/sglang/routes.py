@@ -7,7 +7,6 @@ operators' endpoints abort, flush, pause, and say what is served.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Any
@@ -19,9 +18,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import jaxsgl
-from jaxsgl.config import ServerConfig
+from jaxsgl.config import ServerConfig, public_flags
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.front_end import FrontEnd
+from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson, refuse_not_built, refuse_special_tokens, sampling_params
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import encode, json_response
@@ -230,6 +229,5 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
 
 def _flags(config: ServerConfig) -> dict[str, Any]:
     """Returns the flags of server and engine by name, without the secret ones."""
-    hidden = {"engine"} | {spec.name for spec in dataclasses.fields(config) if spec.metadata.get("secret")}
-    both = {**dataclasses.asdict(config.engine), **dataclasses.asdict(config)}
-    return {name: value for name, value in both.items() if name not in hidden}
+    flags = public_flags(config)
+    return {**flags.pop("engine"), **flags}

@@ -1,31 +1,44 @@
-"""GetModelInfo and GetServerInfo: what is served, and how the server was started.
+"""What the worker tells of itself: the model that it serves, how it was started, and the tokenizer's files.
 
-Reads the model folder's JSON files for what the engine doesn't need to know. Nothing secret may come in here: of the
-server's own flags only those named below are told. service.py calls it.
+Answers GetModelInfo, GetServerInfo and GetTokenizer. Reads the model folder's JSON files for what the engine needn't
+know. Nothing secret may come in here: only flags of `config.public_flags` are told. service.py calls it.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
+import io
 import json
 import time
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
+from smg_grpc_proto.generated import common_pb2
 
 import jaxsgl
-from jaxsgl.config import ServerConfig
+from jaxsgl.config import ServerConfig, public_flags
+from jaxsgl.errors import NotFound
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.messages import EngineInfo
 
+CHUNK_BYTES = 64 << 10
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_TOKENIZER_FILES = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
+    "merges.txt", "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "spiece.model",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "video_preprocessor_config.json", "vocab.json",
+    "vocab.txt",
+)  # fmt: skip
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the first date that a zip knows
 
 
 def model_info(model: ServedModel, config: ServerConfig) -> pb.GetModelInfoResponse:
-    """What is served."""
+    """Returns what is served."""
     info, limits = model.info, model.info.limits
     folder = Path(info.model_path)
     of_model = _read_json(folder / "config.json")
@@ -51,7 +64,7 @@ def model_info(model: ServedModel, config: ServerConfig) -> pb.GetModelInfoRespo
 def server_info(
     model: ServedModel, config: ServerConfig, start_s: float, num_open: int, heard_s: float, paused: bool = False
 ) -> pb.GetServerInfoResponse:
-    """How the server was started and how long it runs; times in seconds since 1970."""
+    """Returns how the server was started and how long it has run; times are seconds since 1970."""
     info = model.info
     response = pb.GetServerInfoResponse(
         server_args=_struct(_server_args(info, config)),
@@ -78,9 +91,36 @@ def server_info(
     return response
 
 
+def zip_tokenizer(folder: Path) -> bytes:
+    """Returns a zip of the folder's tokenizer files: gateways that can't read the folder build their tokenizer from it.
+
+    The same files give the same bytes, so that gateways can tell by the hash whether two workers have the same
+    tokenizer. Raises `NotFound` if the folder holds no tokenizer file.
+    """
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+        for name in _TOKENIZER_FILES:
+            if (folder / name).is_file():
+                entry = zipfile.ZipInfo(name, _EPOCH)
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                files.writestr(entry, (folder / name).read_bytes())
+        if not files.namelist():
+            raise NotFound(f"the model folder {folder} has no tokenizer files: give the gateway a tokenizer path")
+    return archive.getvalue()
+
+
+def chunks(archive: bytes) -> Iterator[common_pb2.GetTokenizerChunk]:
+    """Yields `archive` in messages; the last one holds the SHA-256 of all of it, in hexadecimal digits."""
+    for start in range(0, len(archive), CHUNK_BYTES):
+        is_last = start + CHUNK_BYTES >= len(archive)
+        yield common_pb2.GetTokenizerChunk(
+            data=archive[start : start + CHUNK_BYTES], sha256=hashlib.sha256(archive).hexdigest() if is_last else ""
+        )
+
+
 def _server_args(info: EngineInfo, config: ServerConfig) -> dict[str, Any]:
-    """All of the engine's flags under their names, and under SGLang's what gateways look for."""
-    flags = dataclasses.asdict(config.engine)
+    """Returns the engine's flags under their names, and what gateways look for under SGLang's names."""
+    flags = public_flags(config.engine)
     del flags["model"]
     return flags | {
         "model_path": info.model_path,
@@ -106,19 +146,19 @@ def _struct(values: dict[str, Any]) -> Struct:
 
 
 def _max_prompt_len(info: EngineInfo) -> int:
-    """One new token must have room too."""
+    """Returns the longest prompt that leaves room for one new token."""
     return min(info.limits.context_length, info.limits.pool_tokens) - 1
 
 
 def _first_id(value: Any) -> int:
-    """Some models name several ids, some none, for which the protocol has only 0."""
+    """Returns the first of a model's ids. Some models name several, some none, for which the protocol has only 0."""
     if isinstance(value, list):
         value = value[0] if value else None
     return value if isinstance(value, int) else 0
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """{} for a file that isn't there: dummy weights need only a configuration, and some models bring no defaults."""
+    """Returns {} for a missing file: dummy weights need only a configuration, and some models bring no defaults."""
     if not path.is_file():
         return {}
     content: dict[str, Any] = json.loads(path.read_text())

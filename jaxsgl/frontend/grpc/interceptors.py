@@ -1,0 +1,124 @@
+"""What every gRPC call passes: the check of the API key, the parsing of its message, and errors as gRPC statuses.
+
+The two interceptors stand in front of all services of server.py; the services' methods wear `answers_errors` and send
+streams by `write`. Never knows a message's meaning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from jaxsgl.errors import RETRY_AFTER_S, EngineUnavailable, JaxsglError, Overloaded
+
+OPEN_SERVICE = "/grpc.health.v1.Health/"  # probes have no key
+RETRY_AFTER = ("retry-after", str(RETRY_AFTER_S))  # trailing metadata, named like HTTP's header
+STALL_S = 60.0  # a client that reads nothing for so long is cut off
+
+logger = logging.getLogger(__name__)
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Awaitable[Any]])
+
+
+class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
+    """Ends calls without `authorization: Bearer KEY` with UNAUTHENTICATED. gRPC's health service stays open."""
+
+    def __init__(self, key: str) -> None:
+        self._expected = f"Bearer {key}".encode()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """Returns the method's handler, or one that refuses."""
+        if details.method.startswith(OPEN_SERVICE) or self._holds_key(details):
+            return await continuation(details)
+        return grpc.stream_stream_rpc_method_handler(_refuse)  # on the wire all kinds of calls begin alike
+
+    def _holds_key(self, details: grpc.HandlerCallDetails) -> bool:
+        given = dict(details.invocation_metadata).get("authorization", "")
+        return hmac.compare_digest(given.encode(), self._expected)
+
+
+async def _refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+    await context.abort(
+        grpc.StatusCode.UNAUTHENTICATED,
+        "the API key is missing or wrong: send the metadata authorization: Bearer KEY",
+    )
+
+
+class MalformedInterceptor(grpc.aio.ServerInterceptor):
+    """Ends calls whose bytes are no message with INVALID_ARGUMENT; gRPC would say UNKNOWN and log a traceback.
+
+    Methods that read a stream of requests (reflection) are left alone.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, grpc.RpcMethodHandler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """Returns the method's handler, wrapped so that it refuses what can't be parsed."""
+        known = self._handlers.get(details.method)
+        if known is not None:
+            return known
+        handler = await continuation(details)
+        if handler is None or handler.request_streaming:
+            return handler
+        return self._handlers.setdefault(details.method, _refusing_malformed(handler))
+
+
+def _refusing_malformed(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+    serve = handler.unary_stream if handler.response_streaming else handler.unary_unary
+    kind = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+
+    def parse(data: bytes) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError as error:
+            return error
+
+    async def serve_if_parsed(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        if isinstance(request, DecodeError):
+            words = f"the request is no message of this method: {request}"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, words)
+        return await serve(request, context)
+
+    return kind(serve_if_parsed, parse, handler.response_serializer)
+
+
+async def write(context: grpc.aio.ServicerContext, reply: Any, stall_s: float = STALL_S) -> None:
+    """Sends one reply of a stream. Raises `Overloaded` if the client reads nothing for `stall_s` seconds."""
+    try:
+        async with asyncio.timeout(stall_s):
+            await context.write(reply)
+    except TimeoutError:
+        raise Overloaded(f"the client has read nothing for {stall_s:g} s: read replies as they come") from None
+
+
+def answers_errors(method: MethodT) -> MethodT:
+    """Makes an error that `method` raises the status and the message with which the call ends."""
+
+    @functools.wraps(method)
+    async def wrapper(self: Any, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(self, request, context)
+        except JaxsglError as error:
+            again = (RETRY_AFTER,) if isinstance(error, Overloaded | EngineUnavailable) else ()
+            await context.abort(grpc.StatusCode[error.grpc_status], str(error), again)
+        except Exception as error:
+            logger.exception("a call failed by our own fault")
+            await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
+
+    return wrapper  # type: ignore[return-value]

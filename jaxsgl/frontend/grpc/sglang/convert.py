@@ -1,0 +1,243 @@
+"""SGLang's GenerateRequest to our sampling parameters, and the pieces of its answer to GenerateResponse messages.
+
+Knows the protocol's conventions: proto3 has no unset numbers, so a field that a client leaves out arrives as 0 and
+means SGLang's default. All checks of values are those of `SamplingParams`; this file refuses what only this protocol
+has. Never knows the engine or a call's context; service.py calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from smg_grpc_proto import sglang_scheduler_pb2 as pb
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.messages import TokenLogprob
+from jaxsgl.request import FinishReason, SamplingParams
+from jaxsgl.text.sample import End, Piece
+
+# Field -> what to do instead. Ignoring one of them would give an answer that the client did not ask for.
+_UNSUPPORTED_OF_REQUEST = {
+    "mm_inputs": "only text models are served",
+    "disaggregated_params": "prefill and decode run in the same worker: route the request to one worker",
+    "custom_logit_processor": "it would run code of the client's; use logit_bias",
+    "input_embeds": "send tokenized.input_ids",
+    "lora_id": "no LoRA adapters are loaded",
+    "token_ids_logprob": "use top_logprobs_num",
+    "return_hidden_states": "hidden states are not returned",
+}
+_MAX_ID_DIGITS = 10
+_NO_GRAMMAR = "output can't be held to a grammar"
+_UNSUPPORTED_OF_SAMPLING = {
+    "regex": _NO_GRAMMAR,
+    "json_schema": _NO_GRAMMAR,
+    "ebnf_grammar": _NO_GRAMMAR,
+    "structural_tag": _NO_GRAMMAR,
+    "custom_params": "they belong to custom logit processors, which are not run",
+}
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What a GenerateRequest asks for, checked as far as that is possible without the model.
+
+    Attributes:
+      sampling: for the engine.
+      stream: send chunks as tokens come; otherwise each sample is one answer, sent at its end.
+      chunk_tokens: tokens in each chunk of a sample, except the first and the last.
+      logprob_start: first prompt position whose log-probability is wanted; None: no position's.
+      prefill_only: max_new_tokens is 0. The engine then samples one token, which is not sent.
+    """
+
+    sampling: SamplingParams
+    stream: bool
+    chunk_tokens: int
+    logprob_start: int | None
+    prefill_only: bool
+
+
+def options_of(request: pb.GenerateRequest) -> GenerateOptions:
+    """Converts a request. Raises `InvalidRequest` with a message that names the field."""
+    params = request.sampling_params
+    _refuse_unsupported(request, _UNSUPPORTED_OF_REQUEST)
+    _refuse_unsupported(params, _UNSUPPORTED_OF_SAMPLING)
+    if request.data_parallel_rank != 0:
+        raise InvalidRequest(
+            f"data_parallel_rank is {request.data_parallel_rank}, but this worker has rank 0 alone: leave it out"
+        )
+    chunk_tokens = params.stream_interval if params.HasField("stream_interval") else 1
+    if chunk_tokens < 1:
+        raise InvalidRequest(f"stream_interval is {chunk_tokens}, but must be 1 and more")
+    logprob_start = _logprob_start(request)
+    prefill_only = params.HasField("max_new_tokens") and params.max_new_tokens == 0
+    if prefill_only and params.min_new_tokens:
+        raise InvalidRequest(f"min_new_tokens is {params.min_new_tokens}, but max_new_tokens is 0: raise it")
+    return GenerateOptions(
+        _sampling(request, prefill_only, scores_prompt=logprob_start is not None),
+        request.stream,
+        chunk_tokens,
+        logprob_start,
+        prefill_only,
+    )
+
+
+def _refuse_unsupported(message: Any, unsupported: dict[str, str]) -> None:
+    """Raises `InvalidRequest` for a field of `unsupported` that holds something; gateways also send empty messages."""
+    for field, value in message.ListFields():
+        if field.name in unsupported and (field.message_type is None or field.is_repeated or value.ByteSize()):
+            raise InvalidRequest(f"{field.name} is not supported ({unsupported[field.name]}): leave it out")
+
+
+def _logprob_start(request: pb.GenerateRequest) -> int | None:
+    """Returns the first position of the prompt to score. -1 means none of it; 0, also if left out, all of it."""
+    start, prompt_len = request.logprob_start_len, len(request.tokenized.input_ids)
+    if not request.return_logprob or start == -1:
+        return None
+    if not 0 <= start <= prompt_len:
+        raise InvalidRequest(
+            f"logprob_start_len is {start}, but must be -1 (none of the prompt), or 0 to {prompt_len}, its length"
+        )
+    return start if start < prompt_len else None
+
+
+def _sampling(request: pb.GenerateRequest, prefill_only: bool, scores_prompt: bool) -> SamplingParams:
+    params = request.sampling_params
+    max_tokens = params.max_new_tokens if params.HasField("max_new_tokens") else None
+    top = request.top_logprobs_num
+    return SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p or 1.0,
+        top_k=params.top_k or -1,
+        min_p=params.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty or 1.0,
+        logit_bias=_logit_bias(params.logit_bias),
+        max_tokens=1 if prefill_only else max_tokens,
+        min_tokens=params.min_new_tokens,
+        stop_token_ids=tuple(params.stop_token_ids),
+        stop=tuple(params.stop),
+        include_stop_str_in_output=params.no_stop_trim,
+        ignore_eos=params.ignore_eos,
+        logprobs=top if request.return_logprob else None,
+        prompt_logprobs=top if scores_prompt else None,
+        n=params.n or 1,
+    )
+
+
+def _logit_bias(by_text: Any) -> dict[int, float]:
+    """Converts the protocol's keys, which are token ids written as text."""
+    bias: dict[int, float] = {}
+    for key, value in by_text.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MAX_ID_DIGITS):
+            raise InvalidRequest(f"logit_bias has the key {key[:50]!r}, but keys must be token ids, as '42'")
+        bias[int(key)] = value
+    return bias
+
+
+class Responses:
+    """Turns pieces into responses, for one call: chunks while tokens come, then a completion for each sample.
+
+    Owns what has come of each sample so far, since a completion repeats all of it.
+    """
+
+    def __init__(self, request_id: str, options: GenerateOptions, prompt_ids: Sequence[int]) -> None:
+        self._request_id = request_id
+        self._options = options
+        self._prompt_ids = prompt_ids
+        self._samples = [_Sample() for _ in range(options.sampling.n)]
+
+    def of(self, piece: Piece) -> Iterator[pb.GenerateResponse]:
+        """Yields what is to be sent now that `piece` has come: nothing yet, a chunk, a completion, or both."""
+        sample = self._samples[piece.index]
+        if not self._options.prefill_only:
+            sample.ids += piece.token_ids
+            sample.logprobs += piece.logprobs
+        if piece.prompt_logprobs is not None:
+            sample.prompt_logprobs = piece.prompt_logprobs
+        num_new = len(sample.ids) - sample.num_sent
+        if (
+            self._options.stream
+            and num_new
+            and (piece.end or not sample.num_sent or num_new >= self._options.chunk_tokens)
+        ):
+            yield self._chunk(sample, piece)
+            sample.num_sent = len(sample.ids)
+        if piece.end is not None:
+            yield self._complete(sample, piece.end, piece.index)
+
+    def _chunk(self, sample: _Sample, piece: Piece) -> pb.GenerateResponse:
+        """Fills the message in place: a third of the time of keyword arguments, and this runs for every token."""
+        response = pb.GenerateResponse(request_id=self._request_id)
+        chunk, start = response.chunk, sample.num_sent
+        chunk.token_ids.extend(sample.ids[start:])
+        chunk.prompt_tokens = len(self._prompt_ids)
+        chunk.completion_tokens = len(sample.ids)
+        chunk.cached_tokens = piece.cached_tokens
+        chunk.index = piece.index
+        if sample.logprobs:
+            chunk.output_logprobs.CopyFrom(self._output_logprobs(sample.ids[start:], sample.logprobs[start:]))
+        if sample.prompt_logprobs is not None and start == 0:
+            chunk.input_logprobs.CopyFrom(self._input_logprobs(sample.prompt_logprobs))
+        return response
+
+    def _complete(self, sample: _Sample, end: End, index: int) -> pb.GenerateResponse:
+        complete = pb.GenerateComplete(
+            output_ids=sample.ids,
+            finish_reason=end.reason.value,
+            prompt_tokens=end.prompt_tokens,
+            completion_tokens=len(sample.ids),
+            cached_tokens=end.cached_tokens,
+            index=index,
+        )
+        if self._options.prefill_only and end.reason is not FinishReason.ABORT:
+            complete.finish_reason = FinishReason.LENGTH.value
+        elif isinstance(end.matched_stop, str):
+            complete.matched_stop_str = end.matched_stop
+        elif end.matched_stop is not None:
+            complete.matched_token_id = end.matched_stop
+        if sample.logprobs:
+            complete.output_logprobs.CopyFrom(self._output_logprobs(sample.ids, sample.logprobs))
+        if sample.prompt_logprobs is not None:
+            complete.input_logprobs.CopyFrom(self._input_logprobs(sample.prompt_logprobs))
+        return pb.GenerateResponse(request_id=self._request_id, complete=complete)
+
+    def _output_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs:
+        return pb.OutputLogProbs(
+            token_logprobs=[of_token.logprob for of_token in logprobs],
+            token_ids=ids,
+            top_logprobs=map(_top, logprobs) if self._options.sampling.logprobs else (),
+        )
+
+    def _input_logprobs(self, of_prompt: Sequence[TokenLogprob]) -> pb.InputLogProbs:
+        """Covers the positions from `logprob_start` on. Token 0 has nothing before it, so its entry has no value."""
+        start = self._options.logprob_start or 0
+        known = of_prompt[max(start - 1, 0) :]
+        values = [pb.InputTokenLogProb(value=of_token.logprob) for of_token in known]
+        tops = [_top(of_token) for of_token in known]
+        if start == 0:
+            values.insert(0, pb.InputTokenLogProb())
+            tops.insert(0, pb.TopLogProbs())
+        return pb.InputLogProbs(
+            token_logprobs=values,
+            token_ids=self._prompt_ids[start:],
+            top_logprobs=tops if self._options.sampling.prompt_logprobs else (),
+        )
+
+
+class _Sample:
+    """What has come of one sample; `num_sent` of its tokens went out in chunks."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+        self.num_sent = 0
+
+
+def _top(of_token: TokenLogprob) -> pb.TopLogProbs:
+    return pb.TopLogProbs(
+        values=[logprob for _, logprob in of_token.top], token_ids=[token_id for token_id, _ in of_token.top]
+    )
