@@ -1,4 +1,4 @@
-"""Small HTTP clients for tests: a client per server, events of a stream, connections that misbehave."""
+"""Helpers for tests over HTTP: a client per server, bodies, answers and errors, streams, connections that misbehave."""
 
 from __future__ import annotations
 
@@ -11,25 +11,56 @@ import httpx
 from server_process import PATIENCE_S, ServerProcess
 
 
-def client(server: ServerProcess, **options: Any) -> httpx.Client:
+def connect(server: ServerProcess, **options: Any) -> httpx.Client:
     return httpx.Client(base_url=f"http://{server.http_address}", timeout=PATIENCE_S, **options)
 
 
 def events(body: str) -> list[dict[str, Any]]:
-    """Of a stream that ended as it should."""
+    """Returns the events of a stream that ended properly."""
     *data, done = [line.removeprefix("data: ") for line in body.splitlines() if line]
     assert done == "[DONE]"
     return [json.loads(event) for event in data]
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error in OpenAI's shape, which every refusal has."""
+    """Returns the error; every refusal has OpenAI's shape."""
     assert response.status_code >= 400
     assert response.headers["content-type"] == "application/json"
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str)
     return error  # type: ignore[no-any-return]
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> Any:
+    """Returns the answer to a body that must be accepted."""
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refusal(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
+    """Returns the error for a body that must be refused with 400."""
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return dict(error)
+
+
+def chunks(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    """Returns all chunks of a streamed answer, which must end as OpenAI's do."""
+    with http.stream("POST", path, json=body | {"stream": True}) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def say(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def generate_body(*ids: int, stream: bool = False, **sampling: Any) -> dict[str, Any]:
@@ -44,7 +75,7 @@ def report(client: httpx.Client) -> list[int]:
 
 
 async def open_stream(address: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection that has sent POST /generate and read nothing yet."""
+    """Returns a connection that has sent POST /generate and read nothing yet."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     payload = json.dumps(body).encode()

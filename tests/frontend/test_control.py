@@ -11,7 +11,7 @@ import grpc
 import httpx
 import pytest
 from fake_engine_process import Script
-from http_calls import client, error_of, generate_body, report
+from http_calls import connect, error_of, generate_body, report
 from played_link import PlayedLink
 from server_process import ServerProcess, ids_request, wait_for
 from sglang_calls import sglang_stub
@@ -36,7 +36,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def http(server: ServerProcess, threads: ThreadPoolExecutor) -> Iterator[httpx.Client]:
-    with client(server) as http:
+    with connect(server) as http:
         wait_for(lambda: report(http)[0] == 0, "an idle engine")
         yield http  # and then lets whatever hangs in a thread end
         http.post("/continue_generation")

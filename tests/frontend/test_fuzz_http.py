@@ -1,4 +1,4 @@
-"""HTTP that nobody would send: all of it is answered or hung up on, none of it as a fault of ours."""
+"""Malformed HTTP: every connection is answered or closed, never with a 5xx."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 from fake_engine_process import Script
-from http_calls import client, generate_body, report
+from http_calls import connect, generate_body, report
 from server_process import ServerProcess, wait_for
 
 from tests.junk_http import GOOD_BODIES, VALUES, exchange, junk_request, request
@@ -22,7 +22,7 @@ AT_ONCE = 16
 THREADS = 4
 
 
-def test_nothing_malformed_is_answered_as_a_fault_of_ours(server: ServerProcess) -> None:
+def test_malformed_requests_never_get_a_5xx(server: ServerProcess) -> None:
     rng = random.Random(4)
     all_junk = [(junk_request(rng), rng.random() < 0.1) for _ in range(CONNECTIONS)]
     start = len(server.log)
@@ -42,16 +42,16 @@ def test_nothing_malformed_is_answered_as_a_fault_of_ours(server: ServerProcess)
     assert {100, 200, 400, 404, 405} <= {status for got in statuses for status in got}, "junk of many kinds"
     log = server.log[start:]
     assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:5000]
-    with client(server) as http:
+    with connect(server) as http:
         assert http.post("/generate", json=generate_body(5, 6, max_new_tokens=3)).json()["output_ids"] == [5, 6, 5]
 
 
 def spoiled_bodies(openapi: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Good bodies of every path in which one field, of all that the server describes, has a value from `VALUES`."""
+    """Returns good bodies of every path in which one field of those the server describes has a value from `VALUES`."""
     schemas = openapi["components"]["schemas"]
     posts = {path: methods["post"] for path, methods in openapi["paths"].items() if "post" in methods}
     described = {path: post["requestBody"] for path, post in posts.items() if "requestBody" in post}
-    del described["/pause_generation"]  # in a test of its own: nothing else would be answered beside it
+    del described["/pause_generation"]  # has a test of its own, because nothing else is answered during a pause
     assert described.keys() <= GOOD_BODIES.keys() | {"/v1/detokenize"}
     for path, body in described.items():
         of_body = schemas[body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
@@ -64,9 +64,9 @@ def spoiled_bodies(openapi: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "/generate", json.dumps(body).replace('"JUNK"', value)
 
 
-def test_no_value_of_any_field_is_answered_as_a_fault_of_ours(server: ServerProcess) -> None:
+def test_no_value_of_any_field_gets_a_5xx(server: ServerProcess) -> None:
     limits = httpx.Limits(max_connections=THREADS)
-    with client(server, limits=limits) as http, ThreadPoolExecutor(THREADS) as pool:
+    with connect(server, limits=limits) as http, ThreadPoolExecutor(THREADS) as pool:
 
         def status(sent: tuple[str, str]) -> int:
             path, body = sent
@@ -81,8 +81,8 @@ def test_no_value_of_any_field_is_answered_as_a_fault_of_ours(server: ServerProc
         assert {200, 400} <= {got for (of, _), got in zip(bodies, statuses, strict=True) if of == path}, path
 
 
-def test_no_pause_is_answered_as_a_fault_of_ours(server: ServerProcess) -> None:
-    with client(server) as http:
+def test_no_pause_body_gets_a_5xx(server: ServerProcess) -> None:
+    with connect(server) as http:
 
         def pause(body: str) -> int:
             headers = {"content-type": "application/json"}
@@ -95,11 +95,11 @@ def test_no_pause_is_answered_as_a_fault_of_ours(server: ServerProcess) -> None:
         assert pause("[") == 400
 
 
-def test_a_client_that_leaves_takes_all_its_requests_with_it(server: ServerProcess) -> None:
-    """Also the first of several that were sent together."""
+def test_a_client_that_leaves_ends_all_its_pipelined_requests(server: ServerProcess) -> None:
+    """Pipelined requests too: not only the last one is ended."""
     body = json.dumps(generate_body(Script.HANG)).encode()
     one = request("POST", "/generate", body).replace(b"connection: close\r\n", b"")
-    with client(server) as http:
+    with connect(server) as http:
         running, _, _ = report(http)
 
         async def leave() -> None:

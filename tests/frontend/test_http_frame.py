@@ -1,4 +1,4 @@
-"""What holds for every HTTP endpoint: shapes of errors, ids, limits of bodies."""
+"""Rules of every HTTP endpoint: shapes of errors, ids, limits of bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fake_engine_process import Script
 from fastapi import FastAPI
-from http_calls import client, error_of, generate_body
+from http_calls import connect, error_of, generate_body
 from server_process import PATIENCE_S, ServerProcess
 from starlette.testclient import TestClient
 
@@ -23,7 +23,7 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    with client(server) as http:
+    with connect(server) as http:
         yield http
 
 
@@ -45,7 +45,7 @@ def http(server: ServerProcess) -> Iterator[httpx.Client]:
         (b'{"text": "a", "sampling_params": {"logit_bias": {"\\u00e9": 1}}}', "logit_bias"),
     ],
 )
-def test_a_body_that_makes_no_sense_is_a_bad_request(http: httpx.Client, body: bytes, words: str) -> None:
+def test_a_malformed_body_is_a_bad_request(http: httpx.Client, body: bytes, words: str) -> None:
     response = http.post("/generate", content=body, headers=JSON)
     assert response.status_code == 400
     assert words in error_of(response)["message"]
@@ -63,7 +63,7 @@ def test_an_error_does_not_repeat_a_large_body(http: httpx.Client) -> None:
     assert len(response.content) < 10_000
 
 
-def test_unknown_paths_and_methods_are_told(http: httpx.Client) -> None:
+def test_errors_name_unknown_paths_and_methods(http: httpx.Client) -> None:
     missing = http.get("/v2/nothing")
     assert missing.status_code == 404
     assert "/v2/nothing" in error_of(missing)["message"]
@@ -79,7 +79,7 @@ def test_a_refused_stream_has_the_status_of_its_refusal(http: httpx.Client) -> N
     assert "the scheduler refuses this" in error_of(refused)["message"]
 
 
-def test_a_full_queue_is_told_with_the_time_to_wait(http: httpx.Client) -> None:
+def test_a_full_queue_is_answered_with_the_time_to_wait(http: httpx.Client) -> None:
     for stream in (False, True):
         response = http.post("/generate", json=generate_body(Script.REFUSE, 1, stream=stream))
         assert response.status_code == 429
@@ -90,7 +90,7 @@ def test_a_full_queue_is_told_with_the_time_to_wait(http: httpx.Client) -> None:
 def test_an_engine_that_dies_ends_a_stream_with_an_error_event(start_server: Callable[..., ServerProcess]) -> None:
     server = start_server()
     server.wait_until_ready()
-    with client(server) as http:
+    with connect(server) as http:
         body = http.post("/generate", json=generate_body(Script.DIE, 5, stream=True)).text
     *_, last = [line.removeprefix("data: ") for line in body.splitlines() if line]
     assert json.loads(last)["error"]["type"] == "server_error"
@@ -115,7 +115,7 @@ def test_a_large_body_is_refused_by_its_length_or_while_it_comes(
 ) -> None:
     server = start_server("--max-request-bytes", "2000")
     server.wait_until_ready()
-    with client(server) as http:
+    with connect(server) as http:
         large = json.dumps(generate_body(*range(600))).encode()
         fits = json.dumps(generate_body(7, max_new_tokens=1)).encode()
 
@@ -154,7 +154,7 @@ def test_a_body_that_stops_coming_is_refused() -> None:
     assert error_of(refused)["message"].startswith("the body stops after 4 bytes, nothing more has come for 0.2 s")
 
 
-def test_our_own_faults_are_logged_and_tell_the_client_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_errors_are_logged_and_not_shown_to_the_client(caplog: pytest.LogCaptureFixture) -> None:
     app = FastAPI(responses=errors.RESPONSES)
     errors.add_handlers(app)
     app.add_middleware(RequestIds)

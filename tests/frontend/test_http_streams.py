@@ -1,4 +1,4 @@
-"""HTTP streams under way: many at once, clients that leave, clients that don't read."""
+"""Open HTTP streams: many at once, clients that leave, clients that don't read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FAKE_ENGINE = [sys.executable, str(Path(__file__).parent / "fake_engine_process.
 
 @contextlib.asynccontextmanager
 async def serving(model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[EngineLink, str]]:
-    """A server in this process, whose tables can be looked at; and its HTTP address."""
+    """Yields the engine link of a server in this process, so that its tables can be read, and the HTTP address."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the fake engine process imports jaxsgl too
     server = Server(ServerConfig(EngineConfig(model=str(model)), port=0, grpc_port=0), FAKE_ENGINE)
     try:
@@ -66,7 +66,7 @@ def test_sixty_four_streams_each_get_every_token_once_and_in_order(server: Serve
 
 
 async def leave(address: str, number: int, rng: random.Random) -> None:
-    """Leaves a request before, at or after its first events."""
+    """Sends a request and leaves before, at or after its first events."""
     script = Script.HANG if number % 4 == 0 else Script.FOREVER
     reader, writer = await open_stream(address, generate_body(script, 5, stream=number % 3 != 0))
     if script == Script.FOREVER and number % 3 != 0:
@@ -106,7 +106,7 @@ class Hurried(Connection):
 
 
 class Endpoint:
-    """Endpoints of its own, with much to read; `stall_s` is short."""
+    """Endpoints for these tests, with large answers and a short `stall_s`."""
 
     def __init__(self) -> None:
         self.num_made = 0
@@ -196,7 +196,7 @@ def test_an_error_in_the_middle_is_the_last_event() -> None:
 
 
 async def lost(port: int, sent: bytes, pause: bool = False) -> bytes:
-    """What comes back of `sent` until the server ends the connection."""
+    """Sends `sent` and returns what arrives until the server ends the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000)
     writer.write(sent)
     if pause:
@@ -212,7 +212,7 @@ async def lost(port: int, sent: bytes, pause: bool = False) -> bytes:
     return got
 
 
-def test_a_whole_answer_that_nobody_reads_does_not_keep_its_connection() -> None:
+def test_a_client_that_reads_nothing_of_a_whole_answer_loses_its_connection() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(PATIENCE_S), Endpoint().serving() as port:
             for head in (b"", b"connection: close\r\n"):
@@ -222,7 +222,7 @@ def test_a_whole_answer_that_nobody_reads_does_not_keep_its_connection() -> None
     asyncio.run(scenario())
 
 
-def test_a_head_has_to_end() -> None:
+def test_heads_are_bounded_in_time_and_size() -> None:
     async def scenario() -> None:
         async with asyncio.timeout(PATIENCE_S), Endpoint().serving() as port:
             for sent in (b"", b"GET /breaks HTTP/1.1\r\nhost: x\r\n"):

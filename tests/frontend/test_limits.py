@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from fake_engine_process import Script
-from http_calls import client, error_of, generate_body, report
+from http_calls import connect, error_of, generate_body, report
 from played_link import PlayedLink
 from server_process import PATIENCE_S, ServerProcess, ids_request, wait_for
 
@@ -34,7 +34,7 @@ def hurried(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_a_request_that_takes_too_long_ends_over_http(hurried: ServerProcess) -> None:
-    with client(hurried) as http:
+    with connect(hurried) as http:
         for stream in (False, True):
             response = http.post("/generate", json=generate_body(Script.HANG, stream=stream))
             assert response.status_code == 504
@@ -43,7 +43,7 @@ def test_a_request_that_takes_too_long_ends_over_http(hurried: ServerProcess) ->
 
 
 def test_a_stream_that_takes_too_long_keeps_what_it_has(hurried: ServerProcess) -> None:
-    with client(hurried) as http:
+    with connect(hurried) as http:
         body = generate_body(Script.FOREVER, stream=True, max_new_tokens=150)
         text = http.post("/generate", json=body).text
     first, *_, last = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
@@ -64,7 +64,7 @@ def test_a_grpc_deadline_aborts_the_request(server: ServerProcess, stub: pb_grpc
     with pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(ids_request(Script.HANG), timeout=0.2))
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    with client(server) as http:
+    with connect(server) as http:
         wait_for(lambda: report(http)[0] == 0, "abort")
 
 

@@ -1,4 +1,4 @@
-"""Bodies that no well-meaning client sends, and the tokenizer's endpoints."""
+"""Bodies that must be refused, and the tokenizer's endpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from openai_calls import connect, post, refusal, say
+from http_calls import connect, post, refusal, say
 from server_process import ServerProcess
 
 from jaxsgl.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def test_broken_bodies_are_the_clients_mistake(http: httpx.Client, path: str, bo
     assert answer.json()["error"]["message"]
 
 
-def test_an_error_says_no_more_than_the_first_problems_of_many(http: httpx.Client) -> None:
+def test_an_error_names_only_the_first_of_many_problems(http: httpx.Client) -> None:
     error = refusal(http, "/v1/completions", prompt=["a"] * 10_000 + [1] * 10_000)
     assert len(error["message"]) < 500
 
@@ -68,7 +68,7 @@ def test_an_error_says_no_more_than_the_first_problems_of_many(http: httpx.Clien
         ("/generate", {"text": "a", "sampling_params": [{}] * 1025}, 1024),
     ],
 )
-def test_lists_that_would_hold_up_everybody_are_refused(
+def test_lists_too_long_to_validate_quickly_are_refused(
     http: httpx.Client, path: str, fields: dict[str, object], limit: int
 ) -> None:
     assert str(limit) in refusal(http, path, **fields)["message"]

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine_process import EOS_ID
-from openai_calls import chunks, connect, post, refusal, say
+from http_calls import chunks, connect, post, refusal, say
 from server_process import ServerProcess
 from small_tokenizers import byte_level, save
 
@@ -38,7 +38,7 @@ def prompt_of(tokenizer: Tokenizer, **body: Any) -> ChatPrompt:
     return chat_prompt(parsed, tokenizer)
 
 
-def test_an_answer_has_all_that_openai_has(http: httpx.Client, model_folder: str, tokenizer: Tokenizer) -> None:
+def test_an_answer_has_all_fields_of_openai(http: httpx.Client, model_folder: str, tokenizer: Tokenizer) -> None:
     answer = post(http, PATH, messages=say("hello"), model=model_folder)
     assert answer["id"].startswith("chatcmpl-")
     assert answer["object"] == "chat.completion"
@@ -140,7 +140,9 @@ def test_parts_of_text_are_lines_of_one_text(http: httpx.Client) -> None:
     assert choice["message"]["content"] == "user\nhello\nyou"
 
 
-def test_a_developer_is_the_system_to_templates_that_dont_know_it(http: httpx.Client, tmp_path: Path) -> None:
+def test_a_developer_message_is_a_system_message_where_templates_lack_the_role(
+    http: httpx.Client, tmp_path: Path
+) -> None:
     (choice,) = post(http, PATH, messages=[{"role": "developer", "content": "be brief"}])["choices"]
     assert choice["message"]["content"] == "system\nbe brief"
     knows = load_tokenizer(save(byte_level(), tmp_path, "{% if messages[0].role == 'developer' %}yes{% endif %}"))
@@ -197,7 +199,7 @@ def test_no_variable_gets_past_the_template(telling: Tokenizer, name: str) -> No
 
 
 @pytest.mark.parametrize("template", ["{{ nothing.at.all }}", "{{ 1 // 0 }}", "{{ 'a' + 1 }}", "{{ colour() }}"])
-def test_a_template_that_fails_is_no_error_of_ours(tmp_path: Path, template: str) -> None:
+def test_a_template_that_fails_is_a_bad_request(tmp_path: Path, template: str) -> None:
     tokenizer = load_tokenizer(save(byte_level(), tmp_path, template))
     with pytest.raises(InvalidRequest, match=r"chat template refuses these messages: \S"):
         tokenizer.render_chat(say("hi"), TemplateOptions(variables={"colour": "blue"}))
@@ -247,7 +249,7 @@ def test_a_wrong_value_is_refused_with_its_name(
     assert error["param"] == param
 
 
-def test_what_clients_send_beside_is_accepted(http: httpx.Client) -> None:
+def test_extra_fields_of_clients_are_accepted(http: httpx.Client) -> None:
     answer = post(
         http,
         PATH,

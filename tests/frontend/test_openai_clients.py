@@ -1,4 +1,4 @@
-"""The clients that people have: OpenAI's own and curl."""
+"""OpenAI's Python client and curl against a server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 from fake_engine_process import Script
+from http_calls import connect, post, refusal
 from openai.types.chat import ChatCompletionMessageParam
-from openai_calls import connect, post, refusal
 from server_process import PATIENCE_S, ServerProcess, wait_for
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
@@ -139,7 +139,7 @@ def test_a_client_that_leaves_ends_all_that_it_asked_for(http: httpx.Client, str
 
 
 def counts(http: httpx.Client) -> tuple[int, int]:
-    """Samples that run now, and that were ever aborted."""
+    """Returns (samples that run now, samples ever aborted)."""
     report = post(http, "/v1/completions", prompt=[Script.REPORT], max_tokens=3, logprobs=0)
     running, _, aborted = (round(-8 * logprob) for logprob in report["choices"][0]["logprobs"]["token_logprobs"])
     return running, aborted
@@ -170,7 +170,7 @@ def test_curl_reads_a_stream(server: ServerProcess) -> None:
 
 
 @curl
-def test_curl_is_told_to_name_the_kind_of_its_body(server: ServerProcess) -> None:
+def test_curl_is_asked_for_the_content_type_of_its_body(server: ServerProcess) -> None:
     answer = run_curl(server, "/v1/completions", "--data", '{"prompt": "abc"}', "--write-out", "%{http_code}")
     assert answer.endswith("400")
     assert "content-type: application/json" in answer

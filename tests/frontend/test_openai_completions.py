@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine_process import EOS_ID, VOCAB_SIZE, Script
-from openai_calls import chunks, connect, post, refusal
+from http_calls import chunks, connect, post, refusal
 from server_process import ServerProcess, wait_for
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
@@ -37,7 +37,7 @@ def streamed(all_chunks: list[dict[str, Any]], num_choices: int) -> list[str]:
     return joined
 
 
-def test_an_answer_has_all_that_openai_has(http: httpx.Client, model_folder: str) -> None:
+def test_an_answer_has_all_fields_of_openai(http: httpx.Client, model_folder: str) -> None:
     answer = post(http, PATH, prompt="hello world", max_tokens=3)
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
@@ -172,7 +172,7 @@ def test_max_tokens_of_0_scores_the_prompt_alone(http: httpx.Client) -> None:
     assert "echo" in refusal(http, PATH, prompt="hello", max_tokens=0)["message"]
 
 
-def test_offsets_are_places_in_the_text_whatever_the_tokens(http: httpx.Client) -> None:
+def test_text_offsets_count_characters_even_where_tokens_split_one(http: httpx.Client) -> None:
     (choice,) = post(http, PATH, prompt="a龘b🙂<|start|>c", max_tokens=30, logprobs=0)["choices"]
     logprobs = choice["logprobs"]
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
@@ -251,7 +251,7 @@ def test_an_engine_that_dies_ends_a_stream_of_several_prompts_with_an_error(
 
 
 def counts(http: httpx.Client) -> tuple[int, int]:
-    """Requests that the engine has ever seen, and samples that were ever aborted. Nothing runs."""
+    """Returns (requests the engine has ever seen, samples ever aborted). No request may be running."""
     ids = post(http, PATH, prompt=[Script.REPORT], max_tokens=3, logprobs=0)["choices"][0]["logprobs"]
     running, seen, aborted = (round(-8 * logprob) for logprob in ids["token_logprobs"])
     assert running == 0
@@ -315,7 +315,7 @@ def test_a_wrong_value_is_refused_with_its_name(
     assert error["param"] == param
 
 
-def test_null_means_the_default_and_unknown_fields_mean_nothing(http: httpx.Client) -> None:
+def test_null_means_the_default_and_unknown_fields_are_ignored(http: httpx.Client) -> None:
     names = (
         "model n stream stream_options temperature top_p top_k min_p frequency_penalty presence_penalty logit_bias "
         "repetition_penalty seed stop stop_token_ids min_tokens ignore_eos logprobs best_of suffix echo user"
@@ -325,7 +325,7 @@ def test_null_means_the_default_and_unknown_fields_mean_nothing(http: httpx.Clie
     assert texts(answer) == ["abc"]
 
 
-def test_what_engines_know_is_accepted(http: httpx.Client) -> None:
+def test_fields_of_other_engines_are_accepted(http: httpx.Client) -> None:
     answer = post(
         http,
         PATH,

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from http_calls import client, error_of, events, generate_body
+from http_calls import connect, error_of, events, generate_body
 from server_process import ServerProcess, ids_request, wait_for
 
 from jaxsgl.client import main as run_client
@@ -39,7 +39,7 @@ def guarded(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_http_asks_for_the_key(guarded: ServerProcess) -> None:
-    with client(guarded) as http:
+    with connect(guarded) as http:
         for given in WRONG:
             headers = {} if given is None else {"authorization": given.encode("latin-1")}
             for path in ("/generate", "/nowhere"):
@@ -54,7 +54,7 @@ def test_http_asks_for_the_key(guarded: ServerProcess) -> None:
 
 
 def test_probes_and_scrapers_need_no_key(guarded: ServerProcess) -> None:
-    with client(guarded) as http:
+    with connect(guarded) as http:
         for path in ("/health", "/health_generate", "/metrics"):
             assert http.get(path).status_code == 200
 
@@ -83,7 +83,7 @@ def test_grpc_tells_nothing_of_itself_without_the_key_but_its_health(guarded: Se
 
 
 def test_the_key_is_told_to_nobody(guarded: ServerProcess) -> None:
-    with client(guarded, headers={"authorization": f"Bearer {KEY}"}) as http:
+    with connect(guarded, headers={"authorization": f"Bearer {KEY}"}) as http:
         told = [http.get(path).text for path in ("/get_server_info", "/get_model_info", "/openapi.json", "/metrics")]
     assert not any(KEY in text for text in told)
     assert KEY not in guarded.log
@@ -127,7 +127,7 @@ def test_both_ports_speak_tls(
         assert https.post("/generate", json=generate_body(5, max_new_tokens=1)).status_code == 200
         streamed = https.post("/generate", json=generate_body(5, stream=True, max_new_tokens=9)).text
         assert events(streamed)[-1]["output_ids"] == [5] * 9
-    with client(server) as http, pytest.raises(httpx.HTTPError):
+    with connect(server) as http, pytest.raises(httpx.HTTPError):
         http.get("/health")
     credentials = grpc.ssl_channel_credentials(Path(certfile).read_bytes())
     with grpc.secure_channel(server.address, credentials) as channel:

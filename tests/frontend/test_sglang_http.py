@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 from fake_engine_process import EOS_ID, Script
-from http_calls import client, error_of, events, generate_body, report
+from http_calls import connect, error_of, events, generate_body, report
 from server_process import ServerProcess, ids_request, wait_for
 
 from jaxsgl.text.tokenizer import Tokenizer
@@ -18,7 +18,7 @@ TEXT = "hello 🦊 龘 world"
 
 @pytest.fixture(scope="module")
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    with client(server) as http:
+    with connect(server) as http:
         yield http
 
 
@@ -75,7 +75,7 @@ def test_prompts_may_have_parameters_of_their_own(http: httpx.Client) -> None:
     assert [answer["output_ids"] for answer in answers] == [[7], [8, 8]]
 
 
-def test_what_ended_a_sample_is_told(http: httpx.Client) -> None:
+def test_the_reason_why_a_sample_ended_is_reported(http: httpx.Client) -> None:
     def finish(body: dict[str, object]) -> object:
         return http.post("/generate", json=body).json()["meta_info"]["finish_reason"]
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_served_is_refused(http: httpx.Client, change: dict[str, 
     assert words in error_of(response)["message"]
 
 
-def test_null_and_unknown_fields_ask_for_nothing(http: httpx.Client) -> None:
+def test_null_and_unknown_fields_are_ignored(http: httpx.Client) -> None:
     body = {"input_ids": [5], "what_is_this": 1, "image_data": None, "sampling_params": {"regex": None, "stop": None}}
     assert http.post("/generate", json=body).status_code == 200
 
@@ -148,10 +148,10 @@ def test_null_and_unknown_fields_ask_for_nothing(http: httpx.Client) -> None:
 @contextlib.contextmanager
 def hanging(server: ServerProcess, **more: object) -> Iterator[Future[httpx.Response]]:
     """A request that never gets a token, in another thread."""
-    with ThreadPoolExecutor(1) as threads, client(server) as http:
+    with ThreadPoolExecutor(1) as threads, connect(server) as http:
         before = report(http)[0]
         answer = threads.submit(http.post, "/generate", json=generate_body(Script.HANG) | more)
-        with client(server) as other:
+        with connect(server) as other:
             wait_for(lambda: report(other)[0] > before, "running request")
             yield answer
             other.post("/abort_request", json={"abort_all": True})
@@ -189,7 +189,7 @@ def test_the_cache_is_flushed_unless_requests_run(server: ServerProcess, http: h
     assert "not flushed" in error_of(response)["message"]
 
 
-def test_what_is_served_is_told(http: httpx.Client) -> None:
+def test_model_and_server_info_are_reported(http: httpx.Client) -> None:
     model = http.get("/get_model_info").json()
     assert model["is_generation"] is True
     assert model["context_length"] == 200
@@ -211,7 +211,7 @@ def test_health_is_good_while_the_engine_works(http: httpx.Client) -> None:
 def test_health_is_good_while_the_queue_is_full(start_server: object) -> None:
     server: ServerProcess = start_server("--max-queued-requests", "1")  # type: ignore[operator]
     server.wait_until_ready()
-    with client(server) as http, server.stub() as stub:
+    with connect(server) as http, server.stub() as stub:
         stays = stub.Generate(ids_request(Script.PAUSE))
         next(stays)
         assert http.post("/generate", json=generate_body(5)).status_code == 429
@@ -221,7 +221,7 @@ def test_health_is_good_while_the_queue_is_full(start_server: object) -> None:
 
 def test_health_is_bad_until_the_engine_is_ready(start_server: object) -> None:
     server: ServerProcess = start_server("--random-seed", str(Script.START_HANGS))  # type: ignore[operator]
-    with client(server) as http:
+    with connect(server) as http:
         for path in ("/health", "/health_generate", "/get_model_info", "/server_info"):
             response = http.get(path)
             assert response.status_code == 503

@@ -109,8 +109,8 @@ async def _stream(
     with start_all(front_end.generator, requests) as generations:
         async with contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered:
             async for number, piece in numbered:
-                news = choices.news(number, piece)
-                events = [event(head.answer([choice], usage.in_chunk(choice.index))) for choice in news]
+                updates = choices.updates(number, piece)
+                events = [event(head.answer([choice], usage.in_chunk(choice.index))) for choice in updates]
                 if events:
                     yield b"".join(events)
     yield usage.last_chunk(head) + DONE
@@ -145,10 +145,10 @@ class Choices:
 
     def whole(self, number: int, piece: Piece) -> TextChoice:
         """Returns choice `number` from all its tokens. Must be called with sample 0 of a prompt before its others."""
-        (choice,) = self.news(number, piece)
+        (choice,) = self.updates(number, piece)
         return choice
 
-    def news(self, number: int, piece: Piece) -> Iterator[TextChoice]:
+    def updates(self, number: int, piece: Piece) -> Iterator[TextChoice]:
         """Yields what a stream sends now that `piece` of choice `number` has arrived; it is counted in the usage.
 
         Yields nothing for a piece without text, and several choices when the scores of an echoed prompt arrive with
