@@ -1,7 +1,7 @@
-"""What a client asks for: sampling parameters, the tokenized request, and how it can end.
+"""Requests: sampling parameters, the tokenized request, why it ended, and the checks of all their values.
 
 Knows nothing about pages, batches or devices. Built by the front end (or `LLM`), read by the scheduler.
-All checks of a request's values live here, so that every front end refuses the same things in the same words.
+All bounds and checks are here, so that every front end refuses the same values with the same message.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ PRIORITY_BOUNDS = Bounds(MIN_PRIORITY, MAX_PRIORITY, f"{MIN_PRIORITY} to {MAX_PR
 class FinishReason(enum.Enum):
     """Why a request ended."""
 
-    STOP = "stop"  # an EOS or stop token was sampled, or a stop string came up in the text
+    STOP = "stop"  # an EOS or stop token was sampled, or a stop string occurred in the text
     LENGTH = "length"  # max_tokens, or the end of the context
-    ABORT = "abort"  # the client gave up
+    ABORT = "abort"  # the client left or aborted it
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose the next tokens and when to stop. Out-of-range values raise `InvalidRequest`.
+    """How to choose the next tokens and when to stop. Values outside `BOUNDS` raise `InvalidRequest`.
 
     Attributes:
       temperature: 0 is greedy; otherwise logits are divided by it.
@@ -84,20 +84,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Holtzman et al. 2020).
       min_p: keep tokens at least min_p times as likely as the most likely one (Nguyen et al. 2024).
       seed: makes sampling reproducible: a token depends on (seed, its position) alone, not on its neighbours.
-      frequency_penalty: taken off a token's logit for each time it stands in the output (OpenAI).
-      presence_penalty: taken off once if it stands in the output at all (OpenAI).
-      repetition_penalty: divides a positive logit, multiplies a negative one, of every token of prompt and output
+      frequency_penalty: subtracted from a token's logit for each time it occurs in the output (OpenAI).
+      presence_penalty: subtracted once if it occurs in the output at all (OpenAI).
+      repetition_penalty: divides the positive and multiplies the negative logits of tokens in prompt and output
         (CTRL, Keskar et al. 2019; as in Hugging Face); 1 changes nothing.
-      logit_bias: token id -> what is added to its logit, -100 to 100. Penalties come before it, temperature after.
-      max_tokens: tokens to generate at most; None: as many as the context holds.
-      min_tokens: so many tokens come before any EOS token, stop token or stop string may end the request.
-      stop_token_ids: sampled, they end the request; they are part of the returned ids, not of the text.
-      stop: texts that end the request where they come up, whatever tokens they are made of. Text before the first
-        of them is returned; the token that completes it is the last of the returned ids.
+      logit_bias: token id -> number added to its logit, after penalties and before temperature.
+      max_tokens: the most tokens to generate; None: as many as the context holds.
+      min_tokens: no EOS token, stop token or stop string can end the request before this many tokens.
+      stop_token_ids: tokens that end the request when sampled. They are part of the returned ids, not of the text.
+      stop: texts that end the request where they occur, however they are tokenized. The text before the first one is
+        returned; the token that completes it is the last of the returned ids.
       include_stop_str_in_output: leave the stop string, or the text of the stop token, in the returned text.
-      ignore_eos: go on after the model's end-of-sequence tokens (benchmarks).
-      logprobs: return the log-probability of every output token and of the k most likely ones in its place, by the
-        model's own logits, before penalties and temperature. None: nothing; 0: of the output token alone.
+      ignore_eos: continue after the model's end-of-sequence tokens (for benchmarks).
+      logprobs: return the log-probability of every output token and of the k most likely tokens in its place, from
+        the model's own logits, before penalties and temperature. None: none; 0: of the output token alone.
       prompt_logprobs: the same for every prompt token but the first. The prompt is then computed anew, since a
         prefix cache holds no logits.
       n: independent samples of one prompt, which is computed once. Sample i draws with seed + i.
@@ -130,7 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_end()
 
     def _check_integers(self) -> None:
-        """Structs don't check types when Python code makes them; a max_tokens of 2.5 would never be reached."""
+        """Checks types, which structs made by Python code don't: a max_tokens of 2.5 would never be reached."""
         for name in ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"):
             _check_integer(name, getattr(self, name))
         for stop_token_id in self.stop_token_ids:
@@ -173,7 +173,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits change before a token is chosen: penalties, bias, or stop tokens that must wait."""
+        """Whether logits change before a token is chosen: penalties, bias, or stop tokens held back by min_tokens."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
 
@@ -186,8 +186,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class Request(msgspec.Struct, frozen=True, tag="generate"):
     """One tokenized request, as it travels from the front end to the scheduler.
 
-    `priority` counts where the server schedules by it, and is ignored elsewhere: the higher number goes first, or the
-    lower if the server was told so.
+    `priority` is ignored unless the server schedules by it: the higher number goes first, or the lower one if the
+    server's flags say so.
     """
 
     request_id: str

@@ -1,8 +1,7 @@
 """Sends an answer as server-sent events, with flow control, and ends it when the client leaves or stops reading.
 
 Knows nothing of an event's content; endpoints pass in bytes. Uvicorn's write buffer (64 KiB) does the flow control:
-`send` blocks while the client doesn't read. Replies that arrive meanwhile wait in the engine client, merged and
-bounded.
+`send` blocks while the client doesn't read. Replies that arrive meanwhile wait in reply_stream.py, merged and bounded.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Choices:
                 yield choice
 
     def _ready(self, number: int, piece: Piece) -> list[tuple[int, Piece]]:
-        """Returns the pieces that need not wait for the scores of their prompt (any more), `piece` included."""
+        """Returns the pieces that can be answered now. With scores of the prompt, other samples wait for sample 0."""
         if not self._wait_for_scores:
             return [(number, piece)]
         prompt, sample = divmod(number, self._n)
