@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from server_process import ServerProcess
 from sglang_calls import sglang_stub
-from small_tokenizers import byte_level, save
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text.small_tokenizers import byte_level, save
 
 
 @pytest.fixture(scope="session")

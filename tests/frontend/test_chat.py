@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import pytest
 from fake_engine_process import LIMITS, Script
 from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request, wait_for
-from small_tokenizers import byte_level, save
 from tokenizers import AddedToken
 
 from jaxsgl.chat import main
+from tests.text.small_tokenizers import byte_level, save
 
 HANG, DIE, PAUSE = "<hang>", "<die>", "<pause>"
 TEMPLATE = (

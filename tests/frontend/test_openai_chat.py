@@ -9,13 +9,13 @@ import pytest
 from fake_engine_process import EOS_ID
 from http_calls import chunks, connect, post, refusal, say
 from server_process import ServerProcess
-from small_tokenizers import byte_level, save
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.openai.chat import chat_prompt
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
 from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, load_tokenizer
+from tests.text.small_tokenizers import byte_level, save
 
 PATH = "/v1/chat/completions"
 

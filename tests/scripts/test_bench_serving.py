@@ -19,7 +19,8 @@ from bench.serving.metrics import details, parse_goodput, summary
 from bench.serving.report import failures
 from bench.serving.run import Outcome
 from server_process import ServerProcess
-from small_tokenizers import byte_level, save
+
+from tests.text.small_tokenizers import byte_level, save
 
 
 def answer_of(events: list[tuple[float, str, int]], *, sent_s: float, input_len: int, error: str = "") -> Answer:

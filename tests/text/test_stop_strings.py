@@ -6,14 +6,12 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import KINDS, save
 
 from jaxsgl.messages import Reply
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.sample import Piece, Sample, StopStrings, join
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
-
-pytestmark = pytest.mark.unit
+from tests.text.small_tokenizers import KINDS, save
 
 
 @pytest.fixture(scope="module")

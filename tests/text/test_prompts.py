@@ -7,13 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_tokenizers import byte_level, save
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.text.prompts import INLINE_CHARS, ChatPrompt, IdsPrompt, Prompt, TextPrompt, tokenize
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
-
-pytestmark = pytest.mark.unit
+from tests.text.small_tokenizers import byte_level, save
 
 
 class Uncopied(Sequence[int]):

@@ -4,13 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from small_tokenizers import KINDS, TEXT, byte_fallback, byte_level, save
 from tokenizers import AddedToken
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
-
-pytestmark = pytest.mark.unit
+from tests.text.small_tokenizers import KINDS, TEXT, byte_fallback, byte_level, save
 
 
 def test_text_comes_back_from_its_ids(tokenizer: Tokenizer) -> None:

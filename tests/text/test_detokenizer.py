@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import KINDS, TEXT, save
 
 from jaxsgl.text.detokenizer import ByteDetokenizer, WindowDetokenizer
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
-
-pytestmark = pytest.mark.unit
+from tests.text.small_tokenizers import KINDS, TEXT, save
 
 REPLACEMENT = "\ufffd"
 
