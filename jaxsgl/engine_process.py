@@ -1,6 +1,6 @@
 """Entry point of the engine process: builds engine and scheduler, says ready, and runs the loop.
 
-Started by the front end (frontend/supervisor.py) as `python -m jaxsgl.engine_process`; its standard input carries
+Started by the front end (frontend/engine_link.py) as `python -m jaxsgl.engine_process`; its standard input carries
 an `EngineLaunch` as one line of JSON, then stays open for as long as the parent lives. Knows nothing of clients.
 """
 
@@ -64,7 +64,7 @@ def ignore_terminal_signals() -> None:
     """Leaves Ctrl-C and SIGTERM to the parent.
 
     Terminals and service managers signal both processes at once, but the parent still needs the engine to finish
-    short calls; it ends the engine itself, and the engine follows it into the grave.
+    short calls. The parent ends the engine itself, and the engine ends when the parent dies.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

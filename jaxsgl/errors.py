@@ -1,4 +1,4 @@
-"""The error tree. Everyone may import it; it imports nothing.
+"""All errors that jaxsgl raises on purpose, as a tree: class, gRPC status, HTTP status, meaning.
 
     JaxsglError                  INTERNAL             500   our own bug, or a failure we can't name better
     |- InvalidRequest            INVALID_ARGUMENT     400   the client sent something that can never be served
@@ -12,16 +12,16 @@
        |- ConfigError                                       flags that contradict each other or the model
        `- CheckpointError                                   a model folder that is missing, broken or unsupported
 
-Every message names the value, the limit and the way out.
+Every message names the value, the limit and the way out. All parts may import this module; it imports none.
 """
 
-RETRY_AFTER_S = 1  # what clients are told to wait before they try again
+RETRY_AFTER_S = 1  # clients are told to wait so long before they try again
 
 
 class JaxsglError(Exception):
-    """Root of all errors that jaxsgl raises on purpose.
+    """The root of all errors that jaxsgl raises on purpose.
 
-    `param` is the field that is to blame, `code` OpenAI's word for what happened, where they are known.
+    `param` is the request's field at fault, and `code` OpenAI's name of the error, where they are known.
     """
 
     grpc_status: str = "INTERNAL"
@@ -31,35 +31,35 @@ class JaxsglError(Exception):
 
 
 class InvalidRequest(JaxsglError, ValueError):
-    """The request can never be served as it is; nothing of it has reached the engine."""
+    """The request can never be served as it is. No part of it has run."""
 
     grpc_status = "INVALID_ARGUMENT"
     http_status = 400
 
 
 class Unauthenticated(JaxsglError):
-    """The client didn't prove that it may use the server."""
+    """The API key is missing or wrong."""
 
     grpc_status = "UNAUTHENTICATED"
     http_status = 401
 
 
 class NotFound(JaxsglError):
-    """What the client names doesn't exist here."""
+    """The model, request or method that the client names doesn't exist here."""
 
     grpc_status = "NOT_FOUND"
     http_status = 404
 
 
 class Overloaded(JaxsglError):
-    """No room now; the same request may be sent again after `RETRY_AFTER_S` seconds."""
+    """There is no room now; the same request may be sent again after `RETRY_AFTER_S` seconds."""
 
     grpc_status = "RESOURCE_EXHAUSTED"
     http_status = 429
 
 
 class Unsupported(JaxsglError):
-    """A method that clients may know from elsewhere, but that isn't built here."""
+    """The method belongs to a known protocol, but isn't built here."""
 
     grpc_status = "UNIMPLEMENTED"
     http_status = 501
@@ -73,14 +73,14 @@ class TimedOut(JaxsglError):
 
 
 class EngineUnavailable(JaxsglError):
-    """The engine doesn't answer, or has let the request wait for too long; it may be sent again elsewhere or later."""
+    """The engine can't take the request, or let it wait for too long. It may be sent again, elsewhere or later."""
 
     grpc_status = "UNAVAILABLE"
     http_status = 503
 
 
 class StartupError(JaxsglError):
-    """The server ends with exit status 1 and this message."""
+    """The server can't start; it ends with exit status 1 and this message."""
 
 
 class ConfigError(StartupError, ValueError):

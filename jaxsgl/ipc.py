@@ -1,8 +1,8 @@
 """The line between the two processes: ZeroMQ over Unix sockets, messages of messages.py as MessagePack.
 
-Owns the sockets and the folder they live in; never knows what a message means. The front end (`EngineLine`,
-asyncio) and the engine process (`EngineMailbox`, blocking) hold one end each. Nothing here limits how many messages
-wait: the engine must never block on a slow front end, and a request brings at most max_tokens of them.
+Owns the sockets and the folder they are in; never knows what a message means. The front end (`EngineLine`, asyncio) and
+the engine process (`EngineMailbox`, blocking) hold one end each. The number of waiting messages has no limit here: the
+engine must never block on a slow front end, and a request brings at most max_tokens replies.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from jaxsgl.logs import LogStyle
 from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, News, ToEngine
 
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
-LAST_WORDS_MS = 1000  # how long a closing engine waits until its last messages have left
+FINAL_MESSAGE_MS = 1000  # a closing engine waits so long for its final message to leave
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """Where the two sockets are: a private folder (mode 0700), removed by the process that ends last."""
+    """The private folder (mode 0700) of the two sockets; the process that ends last removes it."""
 
     folder: str
 
     @classmethod
     def create(cls) -> Endpoints:
-        """Makes the folder in the system's temporary one, or in /tmp if the paths of sockets would get too long.
+        """Makes the folder in the system's temporary folder, or in /tmp if the sockets' paths would get too long.
 
-        Raises `StartupError` if neither can be written.
+        Raises `StartupError` if it can't be made.
         """
         try:
             folder = tempfile.mkdtemp(prefix="jaxsgl-")
@@ -49,12 +49,12 @@ class Endpoints(msgspec.Struct, frozen=True):
 
     @property
     def to_engine(self) -> str:
-        """Address of the socket on which the engine hears."""
+        """Address of the socket on which the engine receives."""
         return f"ipc://{self.folder}/to_engine"
 
     @property
     def from_engine(self) -> str:
-        """Address of the socket on which the engine speaks."""
+        """Address of the socket on which the engine sends."""
         return f"ipc://{self.folder}/from_engine"
 
     def remove(self) -> None:
@@ -97,7 +97,7 @@ class EngineMailbox:
         self._out.send(_encoder.encode(news))
 
     def announce(self, info: EngineInfo) -> None:
-        """Tells the front end that requests may come."""
+        """Tells the front end that the engine can take requests."""
         self._out.send(_encoder.encode(EngineReady(info)))
 
     def fail(self, message: str) -> None:
@@ -105,9 +105,9 @@ class EngineMailbox:
         self._out.send(_encoder.encode(EngineFailed(message)))
 
     def close(self) -> None:
-        """Closes the sockets, after giving the last messages a moment to leave."""
+        """Closes the sockets, after giving the final message a moment to leave."""
         self._in.close(linger=0)
-        self._out.close(linger=LAST_WORDS_MS)
+        self._out.close(linger=FINAL_MESSAGE_MS)
         self._context.term()
 
 
@@ -132,7 +132,7 @@ class EngineLine:
     def drain(self) -> None:
         """Hands over all messages that have arrived.
 
-        ZeroMQ's file descriptor is edge-triggered, so every wake-up must read until nothing is left.
+        ZeroMQ's file descriptor is edge-triggered, so every wake-up must read until no message is left.
         """
         while self._receiver is not None:
             try:
@@ -149,7 +149,7 @@ class EngineLine:
             raise EngineUnavailable("the engine process is not connected: try again later") from None
 
     def close(self) -> None:
-        """Stops listening and drops what was not sent."""
+        """Stops listening, and drops messages that were not sent."""
         if self._receiver is not None:
             self._receiver = None
             with contextlib.suppress(RuntimeError):  # the loop may be closed already

@@ -2,8 +2,8 @@
 
 Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`, and commands, each answered once: by an
 `Answer`, or in the case of `WatchCache` by `CacheEvents`.
-Engine to front end: `EngineReady` once, then one `Replies` per turn of the loop (hence per step), `CacheEvents`
-when somebody watches the prefix cache, `EngineFailed` as a last word.
+Engine to front end: `EngineReady` once, then one `Replies` per turn of the loop (hence per step), `CacheEvents` after a
+`WatchCache`, and `EngineFailed` as the final message.
 """
 
 from __future__ import annotations

@@ -206,11 +206,7 @@ def check_request(request: Request, limits: Limits) -> None:
     prompt_len = len(request.prompt_ids)
     if prompt_len == 0:
         raise InvalidRequest("the prompt is empty: send at least one token")
-    if prompt_len >= limits.context_length:
-        raise InvalidRequest(
-            f"the prompt has {prompt_len} tokens, but the context holds {limits.context_length} with room for at "
-            f"least one new token: shorten the prompt to {limits.context_length - 1} tokens"
-        )
+    check_prompt_len(prompt_len, limits.context_length)
     check_token_ids("prompt", request.prompt_ids, limits.vocab_size)
     check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", tuple(request.sampling.logit_bias), limits.vocab_size)
@@ -221,6 +217,15 @@ def check_request(request: Request, limits: Limits) -> None:
             f"prompt and output need {needed} tokens of KV cache ({prompt_len} + {needed - prompt_len}), but the "
             f"whole pool holds {limits.pool_tokens}: shorten the prompt, lower max_tokens, or start the server "
             "with a larger --max-total-tokens"
+        )
+
+
+def check_prompt_len(prompt_len: int, context_length: int) -> None:
+    """Raises `InvalidRequest` unless `prompt_len` tokens leave room for a new one in a context of `context_length`."""
+    if prompt_len >= context_length:
+        raise InvalidRequest(
+            f"the prompt has {prompt_len} tokens, but the context holds {context_length} with room for at least one "
+            f"new token: shorten the prompt to {context_length - 1} tokens"
         )
 
 

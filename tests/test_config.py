@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from jaxsgl.config import EngineConfig, Limits, ServerConfig, add_flags, from_flags
+from jaxsgl.config import EngineConfig, Limits, ServerConfig, add_flags, from_flags, public_flags
 from jaxsgl.errors import ConfigError, InvalidRequest
 from jaxsgl.request import Request, SamplingParams, check_request, max_new_tokens
 
@@ -40,6 +40,14 @@ def test_every_field_is_a_flag_and_no_flag_is_the_default() -> None:
 def test_flags_out_of_range_name_the_value_and_the_limit(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(*argv)
+
+
+def test_a_secret_flag_is_shown_nowhere() -> None:
+    shown = public_flags(ServerConfig(api_key="key", port=5))
+    assert shown["port"] == 5
+    assert shown["engine"]["scheduling"]["schedule_policy"] == "fcfs"
+    assert "api_key" not in shown
+    assert "key'" not in repr(ServerConfig(api_key="key"))
 
 
 @pytest.mark.parametrize("name", ["--decode-buckets", "--extend-buckets"])

@@ -1,7 +1,7 @@
-"""From a prompt to pieces of text: what all client protocols share.
+"""From a prompt to pieces of text: the work that all client protocols share.
 
-Tokenizes and checks a prompt, submits it, and turns the engine's replies into pieces of text and ids. Knows no
-protocol: the services of grpc and the endpoints of http call this.
+Tokenizes and checks a prompt, submits it, and turns the engine's replies into pieces of text and ids. Never knows a
+protocol: the services of grpc and the endpoints of http call it, and get it in a `FrontEnd`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is known once the engine is ready."""
+    """The model being served, known once the engine is ready."""
 
     info: EngineInfo
     tokenizer: Tokenizer
@@ -51,7 +51,7 @@ class Generation:
     """One running request, as an asynchronous iterator of pieces of its samples.
 
     Attributes:
-      ends: of the samples that have ended, in the order in which they did.
+      ends: the ends of samples, in the order in which they came.
     """
 
     def __init__(
@@ -65,17 +65,20 @@ class Generation:
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples so far."""
+        """Output tokens of all samples so far."""
         return sum(sample.num_tokens for sample in self._samples)
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> Piece:
-        """The next piece.
+        """Waits for the next piece.
 
-        Raises `InvalidRequest` or `Overloaded` if the scheduler refused the request, `Overloaded` if too many replies
-        were left unread, `TimedOut`, and `EngineUnavailable` if the engine is gone or let it wait for too long.
+        Raises:
+          InvalidRequest: the scheduler refused the request.
+          Overloaded: the scheduler's queue is full, or too many replies were left unread.
+          TimedOut: the request took too long.
+          EngineUnavailable: the engine is gone, or let the request wait for too long.
         """
         while not self._pieces:
             if len(self.ends) == len(self._samples):
@@ -91,7 +94,7 @@ class Generation:
         return [join(of_sample) for of_sample in pieces]
 
     def _take(self, replies: list[Reply]) -> None:
-        """One piece for each sample that has news; a sample that a stop string ended is ended in the engine too."""
+        """Makes a piece for each sample with replies. A sample that a stop string ended is ended in the engine too."""
         of_sample: dict[int, list[Reply]] = {}
         for reply in replies:
             if reply.refusal is not None:
@@ -111,9 +114,10 @@ class Generation:
 
 
 class Generator:
-    """Serves prompts with one model. Long prompts are tokenized in `threads`; `metrics` are told of each request.
+    """Serves prompts with one model.
 
-    A request that takes longer than `timeout_s` seconds is ended.
+    Long prompts are tokenized in `threads`; `metrics` counts each request; a request that takes longer than `timeout_s`
+    seconds is ended.
     """
 
     def __init__(self, engine: EngineLink, threads: Executor, metrics: Metrics, timeout_s: float) -> None:
@@ -155,12 +159,12 @@ class Generator:
         return request
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """The ids of `prompt`. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
+        """Returns the ids of `prompt`. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
         model = self.model
         return await tokenize(prompt, model.tokenizer, model.info.limits.context_length, self._threads)
 
     async def decode(self, ids: list[int]) -> str:
-        """The text of `ids`, special tokens left out; empty for a model without a tokenizer."""
+        """Returns the text of `ids` without special tokens; empty for a model without a tokenizer."""
         tokenizer = self.model.tokenizer
         if not tokenizer.exists:
             return ""
@@ -168,9 +172,9 @@ class Generator:
 
     @contextlib.contextmanager
     def start(self, request: Request, text: bool = True) -> Iterator[Generation]:
-        """Submits a prepared request; leaving the block before its end aborts it. Errors as `EngineLink.open`.
+        """Submits a prepared request; leaving the block before its end aborts it. Raises what `EngineLink.open` raises.
 
-        Without `text` the pieces hold ids only, which saves the work; stop strings are not found then.
+        Without `text`, pieces hold ids only, which saves the work of detokenizing; stop strings are not found then.
         """
         detokenizer = self.model.tokenizer.detokenizer if text else NoText
         timing = Timing(self._metrics, request.sampling.n)

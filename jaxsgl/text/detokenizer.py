@@ -1,8 +1,8 @@
 """Token ids to text, incrementally: the pieces of a stream, joined, are exactly the text of all its ids.
 
-Owns the bytes of characters that are not complete yet; never knows about requests. One object per stream, made by
-`Tokenizer.detokenizer`. A character split over tokens is emitted when its last token has come, so U+FFFD appears
-only where the whole text holds it. Special tokens give no text.
+A detokenizer owns the bytes of characters that are not complete yet, and serves one stream; `Tokenizer.detokenizer`
+makes it, `Sample` feeds it. Never knows requests. A character split over several tokens comes out with its last token,
+so U+FFFD appears only where the whole text has it. Special tokens give no text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class Detokenizer(Protocol):
-    """Text of one stream of token ids."""
+    """Turns one stream of token ids into text."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Returns the text that these ids complete."""
@@ -23,7 +23,7 @@ class Detokenizer(Protocol):
 
 
 class NoText:
-    """For models without a tokenizer."""
+    """Gives no text at all: the detokenizer of a model without a tokenizer."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Returns nothing."""
@@ -53,7 +53,7 @@ class TokenBytes:
         return found
 
     def _look_up(self, token_id: int) -> bytes:
-        token = self._id_to_token(token_id) or ""  # models have more ids than tokenizers: padding of the matrix
+        token = self._id_to_token(token_id) or ""  # models may have more ids than their tokenizers, as padding
         try:
             return bytes(self._byte_of_char[char] for char in token)
         except KeyError:
@@ -61,7 +61,7 @@ class TokenBytes:
 
 
 class ByteDetokenizer:
-    """For byte-level BPE, where text is the UTF-8 decoding of the tokens' bytes, invalid ones replaced by U+FFFD."""
+    """Serves byte-level BPE: text is the UTF-8 decoding of the tokens' bytes, with U+FFFD for invalid bytes."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
@@ -77,12 +77,12 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all other tokenizers (SentencePiece): decodes a short window of ids and emits what the last ones added.
+    """Serves all other tokenizers (SentencePiece): decodes a short window of ids, and emits what its new ids added.
 
-    The window starts with the ids emitted last, because a token's text depends on what stands before it (a space
-    is stripped at the start of a text). Ids of single bytes are held back until another kind of token follows:
-    whether a run of bytes is valid is known at its end only. Ids outside `text_ids` (special or unknown) are dropped,
-    as decoding does.
+    The window starts with the ids emitted last, because a token's text depends on the token before it: a space is
+    stripped at the start of a text. Ids of single bytes are held back until a token of another kind follows, since a
+    run of bytes is known to be valid only at its end. Ids outside `text_ids` (special or unknown) are dropped, as
+    decoding does.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class WindowDetokenizer:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the others for characters from U+0100 on."""
+    """Returns GPT-2's alphabet: printable Latin-1 bytes are written as themselves, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""From a prompt as a client sent it to token ids, refusing first what could never fit into the context.
+"""Prompts as clients send them, and their token ids.
 
-Tokenizing takes time and memory in proportion to the prompt, and can't be interrupted: so its size is bounded before.
-Knows nothing of requests; generation.py calls it.
+Tokenizing takes time and memory in proportion to the prompt and can't be interrupted, so a prompt that could never fit
+into the context is refused before any work goes into it. Never knows requests or protocols; generation.py calls it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.request import check_prompt_len
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn
 
-INLINE_CHARS = 1000  # longer prompts are tokenized in a thread: about a millisecond on the event loop
+INLINE_CHARS = 1000  # about a millisecond on the event loop; longer prompts are tokenized in a thread
 
 
 class Message(Protocol):
@@ -25,16 +26,16 @@ class Message(Protocol):
 
     @property
     def role(self) -> str:
-        """Who speaks."""
+        """The speaker, as the chat template names it."""
 
     @property
     def content(self) -> str:
-        """What is said."""
+        """The text."""
 
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """Text that is tokenized as it is; `add_special_tokens`: behind the model's start token, if it has one."""
+    """Text, tokenized as it is. `add_special_tokens` puts the model's start token before it, if the model has one."""
 
     text: str
     add_special_tokens: bool = True
@@ -42,14 +43,14 @@ class TextPrompt:
 
 @dataclass(frozen=True)
 class IdsPrompt:
-    """Token ids; copied only when their number is known to fit."""
+    """Token ids. They are copied only when their number is known to fit."""
 
     ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages for the chat template, in any protocol's form; converted only when their number is known to fit."""
+    """Messages for the chat template, in any protocol's form. They are converted only when their number may fit."""
 
     messages: Sequence[Message | Turn]
     options: TemplateOptions = field(default_factory=TemplateOptions)
@@ -61,11 +62,7 @@ Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt
 async def tokenize(prompt: Prompt, tokenizer: Tokenizer, context_length: int, threads: Executor) -> list[int]:
     """Returns the ids of `prompt`, made in `threads` if it is long. Raises `InvalidRequest`."""
     if isinstance(prompt, IdsPrompt):
-        if len(prompt.ids) >= context_length:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt.ids)} tokens, but the context holds {context_length} with room for at "
-                f"least one new token: shorten the prompt to {context_length - 1} tokens"
-            )
+        check_prompt_len(len(prompt.ids), context_length)
         return list(prompt.ids)
     if isinstance(prompt, TextPrompt):
         is_long = len(prompt.text) > INLINE_CHARS
@@ -100,7 +97,7 @@ def _encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) 
 def _encode_chat(
     turns: list[Turn], options: TemplateOptions, num_bytes: int, tokenizer: Tokenizer, context_length: int
 ) -> list[int]:
-    """What goes into the template is bounded, and what comes out of it."""
+    """Bounds what goes into the chat template, and what comes out of it."""
     _check_bytes("chat", num_bytes, tokenizer, context_length)
     text = tokenizer.render_chat(turns, options)
     _check_bytes("chat", len(text.encode()), tokenizer, context_length)

@@ -1,7 +1,8 @@
 """One sample of a request: the engine's replies in, pieces of text and ids out, cut at stop strings.
 
-Owns the sample's text so far and decides where a stop string ends it. Knows no protocol and no process: the
-asynchronous front end (generation.py) and the offline `LLM` feed it.
+`StopStrings` holds back text that may be the beginning of a stop string and lets all other text through at once;
+`Sample` owns what is held back of one sample, and decides where a stop string ends it. Never knows a protocol or a
+process: servers (generation.py) and the offline `LLM` feed it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxsgl.text.detokenizer import Detokenizer
 
 
 class End(msgspec.Struct, frozen=True):
-    """How a sample ended. `matched_stop` is the EOS or stop token, or the stop string, if that was why."""
+    """How a sample ended. `matched_stop` is the EOS token, stop token or stop string that ended it, if one did."""
 
     reason: FinishReason
     matched_stop: int | str | None
@@ -27,11 +28,11 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What is new of sample `index` since its last piece; its last one holds the end.
+    """The text and ids of sample `index` since its previous piece; its last piece holds the end.
 
     Attributes:
       logprobs: of each of `token_ids`, if asked for.
-      prompt_logprobs: of the prompt's tokens but the first, if asked for; in the first piece of sample 0.
+      prompt_logprobs: of the prompt's tokens except the first, if asked for; in the first piece of sample 0.
       cached_tokens: prompt tokens that were found in the prefix cache.
     """
 
@@ -45,21 +46,23 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class StopStrings:
-    """Reads one text up to the first of `strings`.
+    """Finds the first of `strings` in a text that comes in pieces, however it is cut.
+
+    The first stop string to be complete ends the text, as if the text were read character by character.
 
     Attributes:
-      matched: the stop string that was found; the text has ended with it.
+      matched: the stop string that was found and ended the text.
     """
 
     def __init__(self, strings: Sequence[str], keep: bool) -> None:
-        """`keep`: the stop string is part of the text that comes out."""
+        """`keep` leaves the stop string in the text that comes out."""
         self._strings = strings
         self._keep = keep
         self._held = ""
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Returns what can be said for certain to belong to the text. Nothing may be fed after a match."""
+        """Returns the text that certainly comes before any stop string. Nothing may be fed after a match."""
         if not self._strings:
             return text
         pending = self._held + text
@@ -73,12 +76,12 @@ class StopStrings:
         return pending[:split]
 
     def finish(self) -> str:
-        """Returns what was held back, at the end of the text."""
+        """Returns what was held back; called at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _hold_len(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
+        """Returns the length of the longest end of `text` that is the beginning of a stop string."""
         longest = min(len(text), max(map(len, self._strings), default=1) - 1)
         for length in range(longest, 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._strings):
@@ -99,7 +102,7 @@ class Sample:
         self.ended = False
 
     def take(self, replies: Sequence[Reply]) -> Piece:
-        """The piece that `replies` (at least one) make. A stop string ends it before their end."""
+        """Returns the piece that `replies` (at least one) make. A stop string may end it before the last of them."""
         texts: list[str] = []
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
@@ -122,7 +125,7 @@ class Sample:
         return Piece("".join(texts), ids, end, self._index, tuple(logprobs), scored, cached_tokens)
 
     def _text_of(self, reply: Reply) -> str:
-        """Text that comes out with `reply`; a stop token has none, unless the stop is to be left in."""
+        """Returns the text that comes out with `reply`. A stop token gives none, unless the stop is to be left in."""
         visible = reply.token_ids
         if reply.finish_reason is FinishReason.STOP and not self._sampling.include_stop_str_in_output:
             visible = visible[:-1]
@@ -130,7 +133,7 @@ class Sample:
         if reply.finish_reason is not None:
             text += self._detokenizer.finish()
         if self.num_tokens <= self._sampling.min_tokens:
-            return text  # no stop string is looked for
+            return text  # stop strings don't count yet
         text = self._stops.feed(text)
         if reply.finish_reason is not None:
             text += self._stops.finish()
@@ -147,7 +150,7 @@ class Sample:
 
 
 def _token_by_token(reply: Reply) -> list[Reply]:
-    """`reply` in parts of one token, since a stop string ends the sample at the very token that completes it."""
+    """Splits `reply` into parts of one token: a stop string ends the sample at the very token that completes it."""
     if len(reply.token_ids) <= 1:
         return [reply]
     *others, last = reply.token_ids
@@ -156,7 +159,7 @@ def _token_by_token(reply: Reply) -> list[Reply]:
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of one sample as one."""
+    """Joins all pieces of one sample into one."""
     return Piece(
         text="".join(piece.text for piece in pieces),
         token_ids=[token_id for piece in pieces for token_id in piece.token_ids],

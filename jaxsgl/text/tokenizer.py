@@ -1,7 +1,7 @@
-"""Text and chat messages to token ids, by the model's own tokenizer; and a detokenizer per stream back.
+"""The model's own tokenizer: text and chat messages to token ids, and a detokenizer for each stream back.
 
-Owns the tokenizer of transformers; never knows about requests or limits. Used by the front ends. Safe to call from
-several threads: with neither padding nor truncation, encoding changes nothing in the tokenizer.
+Owns the tokenizer of transformers; never knows requests or limits. Servers and `LLM` use it. Safe to call from several
+threads: with neither padding nor truncation, encoding changes nothing in the tokenizer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_REASON_CHARS = 500
 _SPACE_MARK = "▁"  # what SentencePiece writes for a space
 
-Turn: TypeAlias = Mapping[str, Any]  # a message as chat templates know it: role, content, and perhaps tool_calls etc.
+Turn: TypeAlias = Mapping[str, Any]  # a message as chat templates take it: role, content, perhaps tool_calls etc.
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One turn of a conversation; `role` is whatever the model's template knows (user, assistant, system)."""
+    """One turn of a conversation; `role` is one that the model's template knows (user, assistant, system)."""
 
     role: str
     content: str
@@ -37,13 +37,13 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class TemplateOptions:
-    """What a chat template is given beside the messages.
+    """What a chat template gets besides the messages.
 
     Attributes:
       tools: descriptions of functions, in OpenAI's form.
-      add_generation_prompt: the text ends where the assistant's turn begins.
-      continue_final_message: the text ends within the last message, which the model continues.
-      variables: further names that the template may know, such as enable_thinking.
+      add_generation_prompt: end the text where the assistant's turn begins.
+      continue_final_message: end the text within the last message, which the model continues.
+      variables: further variables of the template, such as enable_thinking.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
@@ -56,8 +56,8 @@ class Tokenizer:
     """Wraps a tokenizer of transformers, or None for a model folder that holds none (ids only).
 
     Attributes:
-      max_token_bytes: text of more than n times as many bytes (UTF-8) surely has more than n tokens. Generous for
-        small vocabularies, since a normalizer may shorten text before it becomes tokens.
+      max_token_bytes: a text of more than n * max_token_bytes bytes (UTF-8) certainly has more than n tokens. The bound
+        is generous for small vocabularies, since a normalizer may shorten text before it becomes tokens.
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
@@ -83,7 +83,7 @@ class Tokenizer:
 
     @property
     def exists(self) -> bool:
-        """False for a model without a tokenizer: only token ids are understood, and no text comes back."""
+        """False for a model without a tokenizer: it takes token ids only, and returns no text."""
         return self._tokenizer is not None
 
     @property
@@ -94,7 +94,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`. Raises `InvalidRequest`.
 
-        `add_special_tokens`: with the model's start token, where it wants one.
+        `add_special_tokens` puts the model's start token first, if the model has one.
         """
         if not text:
             raise InvalidRequest("the prompt's text is empty: send at least one character")
@@ -107,7 +107,7 @@ class Tokenizer:
         return self.encode(self.render_chat(turns, TemplateOptions()), add_special_tokens=False)
 
     def render_chat(self, turns: Sequence[Turn], options: TemplateOptions) -> str:
-        """Returns the text that the chat template makes of `turns`; it has its special tokens in it.
+        """Returns the text that the chat template makes of `turns`, with special tokens written out.
 
         Raises `InvalidRequest` if the model has no template, or its template refuses the messages or fails.
         """
@@ -142,7 +142,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the UTF-8 bytes that a token stands for, which need not be whole characters.
 
-        A special token's are its name's; an id that the tokenizer doesn't know has none.
+        A special token stands for its name, an id that the tokenizer doesn't know for no bytes.
         """
         name = self._names.get(token_id)
         if name is None:
@@ -158,12 +158,12 @@ class Tokenizer:
         return WindowDetokenizer(self.decode, self._text_ids, self._byte_ids)
 
     def decode(self, ids: list[int]) -> str:
-        """Returns the text of a whole sequence of ids, special tokens left out and spaces left as they are."""
+        """Returns the text of a whole sequence of ids, without special tokens and with all its spaces."""
         text: str = self._or_refuse().decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def check_text_comes_back(self, what: str) -> None:
-        """Raises `InvalidRequest` for `what`, if the model has no tokenizer."""
+        """Raises `InvalidRequest` for a use of `what` if the model has no tokenizer."""
         if self._tokenizer is None:
             raise InvalidRequest(
                 f"{what} are looked for in text, but the model folder has no tokenizer: leave them out"
@@ -176,10 +176,10 @@ class Tokenizer:
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """Loads the tokenizer of a local folder or hub id.
+    """Loads the tokenizer of a local folder or hub id. Takes a few seconds: it imports transformers.
 
-    Raises `CheckpointError` if the folder is missing or its tokenizer is broken. A folder without any tokenizer file
-    gives a `Tokenizer` that understands no text. Takes a few seconds: it imports transformers.
+    A folder without any tokenizer file gives a `Tokenizer` that takes token ids only. Raises `CheckpointError` if the
+    folder is missing or its tokenizer is broken.
     """
     folder = Path(model)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
@@ -196,7 +196,7 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def _bytes_of(token: str) -> bytes:
-    """Of a token as SentencePiece and its like write it."""
+    """Returns the bytes of a token in SentencePiece's spelling: `<0x0A>` for a byte, a mark for a space."""
     byte = _BYTE_TOKEN.fullmatch(token)
     return bytes.fromhex(byte[1]) if byte else token.replace(_SPACE_MARK, " ").encode()
 
@@ -211,7 +211,10 @@ def _is_byte_level(backend: Any) -> bool:
 
 
 def _longest_token_bytes(tokenizer: Any) -> int:
-    """Bytes of text that the longest token stands for, or more: byte-level ones write a byte as one character."""
+    """Returns the bytes of text that the longest token stands for, or more.
+
+    Byte-level vocabularies write a byte as one character.
+    """
     added = tokenizer.get_added_vocab()
     byte_level = tokenizer.is_fast and _is_byte_level(tokenizer.backend_tokenizer)
     return max(
@@ -221,6 +224,6 @@ def _longest_token_bytes(tokenizer: Any) -> int:
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids that decoding skips: by the added tokens' flag, plus those that slow tokenizers call special."""
+    """Returns the ids that decoding skips: added tokens flagged as special, plus those that slow tokenizers list."""
     flagged = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return frozenset(flagged if tokenizer.is_fast else flagged | set(tokenizer.all_special_ids))

@@ -192,7 +192,7 @@ def test_a_refusal_ends_what_is_left_of_a_request(kind: RefusalKind, error: type
 
 
 def test_a_prefix_means_the_clients_ids() -> None:
-    """To the engine each request has another id, `a/0` or so, which nobody may hit by chance."""
+    """In the engine each request has another id, such as `a/0`, which a client's prefix must not match by chance."""
     engine = PlayedLink()
     engine.accept()
     begin: Callable[[str], Request] = lambda name: Request(name, [5], SamplingParams())  # noqa: E731

@@ -5,19 +5,60 @@ import asyncio
 import pytest
 from played_link import PlayedLink
 
-from jaxsgl.errors import EngineUnavailable
+from jaxsgl.config import Limits
+from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
-from jaxsgl.messages import Abort, Load, Replies, Reply
+from jaxsgl.messages import Abort, Answer, EngineFailed, EngineInfo, EngineReady, Load, Ping, Replies, Reply
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import NoText
 
 pytestmark = pytest.mark.unit
 
 REQUEST = Request("r", [5], SamplingParams())
+INFO = EngineInfo(
+    model_path="/models/a", architecture="FakeForCausalLM", dtype="float32",
+    limits=Limits(vocab_size=100, context_length=100, pool_tokens=100), eos_token_ids=(1,), page_size=2,
+    max_running_requests=8, attention_backend="xla", platform="cpu", kv_bytes=1, weight_bytes=1, warmup_s=0.1,
+)  # fmt: skip
 
 
-def test_a_reply_after_the_failure_revives_nothing() -> None:
+def test_a_dead_engine_fails_every_open_call_and_refuses_new_ones_for_good() -> None:
+    async def scenario() -> None:
+        link = PlayedLink()
+        link.receive(EngineReady(INFO))
+        assert await link.ready() == INFO
+        link.accept()
+        with link.open(REQUEST) as first, link.open(Request("s", [5], SamplingParams())) as second:
+            reading = [asyncio.ensure_future(stream.next()) for stream in (first, second)]
+            asking: asyncio.Future[Answer] = asyncio.ensure_future(link.ask(Ping, timeout_s=60))
+            await asyncio.sleep(0)
+            link.receive(EngineFailed("the engine failed: why"))
+            assert await link.death() == "the engine failed: why"
+            for call in (*reading, asking):
+                with pytest.raises(EngineUnavailable, match="the engine failed: why"):
+                    await call
+        link.accept()
+        assert link.refusal == "the engine failed: why"
+        with pytest.raises(EngineUnavailable, match="why"), link.open(REQUEST):
+            pass
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_fails_before_it_is_ready_fails_the_start() -> None:
+    async def scenario() -> None:
+        link = PlayedLink()
+        waiting = asyncio.ensure_future(link.ready())
+        await asyncio.sleep(0)
+        link.receive(EngineFailed("no such model"))
+        with pytest.raises(StartupError, match="no such model"):
+            await waiting
+
+    asyncio.run(scenario())
+
+
+def test_a_reply_after_the_engines_death_changes_nothing() -> None:
     link = PlayedLink()
     link.accept()
     with link.open(REQUEST) as stream:
@@ -41,7 +82,7 @@ def test_an_answer_that_was_complete_when_the_engine_died_stays_complete() -> No
     assert piece.end.reason is FinishReason.LENGTH
 
 
-def test_a_sample_that_nobody_wants_any_more_is_aborted_alone_and_once() -> None:
+def test_a_sample_that_is_not_wanted_any_more_is_aborted_alone_and_once() -> None:
     link = PlayedLink()
     link.accept()
     with link.open(Request("r", [5], SamplingParams(n=3))) as stream:

@@ -68,7 +68,7 @@ def test_messages_arrive_whole_and_in_order_both_ways(endpoints: Endpoints) -> N
     asyncio.run(scenario())
 
 
-def test_last_words_arrive_although_the_engine_closes_at_once(endpoints: Endpoints) -> None:
+def test_the_final_message_arrives_although_the_engine_closes_at_once(endpoints: Endpoints) -> None:
     async def scenario() -> None:
         heard: list[FromEngine] = []
         with line_to(endpoints, heard):
@@ -80,7 +80,7 @@ def test_last_words_arrive_although_the_engine_closes_at_once(endpoints: Endpoin
     asyncio.run(scenario())
 
 
-def test_sending_to_nobody_is_an_error_not_a_wait(endpoints: Endpoints) -> None:
+def test_sending_without_an_engine_is_an_error_not_a_wait(endpoints: Endpoints) -> None:
     async def scenario() -> None:
         with line_to(endpoints, []) as line, pytest.raises(EngineUnavailable, match="not connected"):
             line.send(REQUEST)

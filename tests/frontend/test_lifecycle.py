@@ -25,7 +25,7 @@ Start = Callable[..., ServerProcess]
 
 
 def ending(call: grpc.Call) -> tuple[grpc.StatusCode, str]:
-    """Reads a stream to its bitter end; returns status and words."""
+    """Reads a stream until it fails; returns the status and the message."""
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     return caught.value.code(), caught.value.details()

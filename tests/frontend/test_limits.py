@@ -123,7 +123,7 @@ class Engine:
         return [message for message in self.link.sent if isinstance(message, Abort)]
 
 
-def test_replies_that_nobody_reads_end_their_request() -> None:
+def test_replies_that_are_not_read_end_their_request() -> None:
     async def scenario() -> None:
         engine = Engine(max_unread=3)
         with engine.link.open(Request("r", [1], SamplingParams())) as stream:

@@ -176,7 +176,7 @@ def test_tokens_that_come_at_once_share_the_time_that_they_took() -> None:
         clock.now_s += 0.3
         timing.tokens(0, 1)
         clock.now_s += 0.1
-        timing.tokens(1, 3)  # its first: what is between the three, nobody knows
+        timing.tokens(1, 3)  # its first tokens: the intervals between the three are unknown
         clock.now_s += 0.3
         timing.tokens(0, 4)
         assert timing.first_token_s == pytest.approx(0.3)

@@ -82,7 +82,7 @@ def test_grpc_tells_nothing_of_itself_without_the_key_but_its_health(guarded: Se
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_the_key_is_told_to_nobody(guarded: ServerProcess) -> None:
+def test_the_key_is_never_told(guarded: ServerProcess) -> None:
     with connect(guarded, headers={"authorization": f"Bearer {KEY}"}) as http:
         told = [http.get(path).text for path in ("/get_server_info", "/get_model_info", "/openapi.json", "/metrics")]
     assert not any(KEY in text for text in told)

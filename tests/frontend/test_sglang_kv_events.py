@@ -91,7 +91,7 @@ def test_a_number_that_never_was_is_out_of_range(sglang: Stub) -> None:
     assert "start from 0" in str(caught.value.details())
 
 
-def test_a_server_that_nobody_has_followed_has_no_past(start_server: Callable[..., ServerProcess]) -> None:
+def test_a_server_without_subscribers_so_far_has_no_past(start_server: Callable[..., ServerProcess]) -> None:
     server = start_server()
     server.wait_until_ready()
     with sglang_stub(server) as sglang:
@@ -103,7 +103,7 @@ def test_a_server_that_nobody_has_followed_has_no_past(start_server: Callable[..
 def test_a_server_that_starts_again_uses_no_number_twice(
     sglang: Stub, start_server: Callable[..., ServerProcess]
 ) -> None:
-    """Or else whoever resumes would take the new server's cache for the old one's."""
+    """Otherwise a subscriber that resumes would take the new server's cache for the old one's."""
     with subscribed(sglang) as batches:
         used = next(batches).sequence_number
     again = start_server()
@@ -156,7 +156,7 @@ def test_an_idle_worker_sends_heartbeats(sglang: Stub) -> None:
     assert beats[0].load.sample < beats[1].load.sample
 
 
-def test_loads_come_at_once_to_whoever_takes_them_before_the_first_batch(
+def test_loads_come_at_once_to_subscribers_that_take_them_before_the_first_batch(
     start_server: Callable[..., ServerProcess],
 ) -> None:
     """The engine stands still, so the snapshot never comes, and the records tell how long nothing was heard of it."""

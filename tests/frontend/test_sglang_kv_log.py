@@ -65,7 +65,7 @@ def test_numbers_start_at_1_and_go_on() -> None:
     asyncio.run(scenario())
 
 
-def test_the_engine_is_not_asked_before_somebody_follows() -> None:
+def test_the_engine_is_not_asked_before_the_first_subscriber() -> None:
     engine = Engine()
     log = KvLog(engine.link)
     engine.tell(10)
@@ -139,7 +139,7 @@ def test_resuming_works_from_the_last_number_seen_and_from_the_next_one() -> Non
     asyncio.run(scenario())
 
 
-def test_a_snapshot_that_nobody_waits_for_any_more_is_dropped() -> None:
+def test_a_snapshot_that_no_subscriber_waits_for_any_more_is_dropped() -> None:
     async def scenario() -> None:
         engine = Engine()
         log = KvLog(engine.link)
