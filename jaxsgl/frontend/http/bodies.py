@@ -111,7 +111,7 @@ def refuse_special_tokens(skip_special_tokens: bool | None) -> None:
         raise InvalidRequest("skip_special_tokens is false, but special tokens have no text here: leave it out")
 
 
-# Of fields whose form differs in JSON.
+# From JSON's form of a field to that of `SamplingParams`.
 _CONVERSIONS: dict[str, Callable[[Any], object]] = {
     "logit_bias": lambda bias: {int(token_id): added for token_id, added in bias.items()},
     "stop": lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
@@ -122,15 +122,15 @@ _CONVERSIONS: dict[str, Callable[[Any], object]] = {
 def sampling_params(body: Body, **renamed: object) -> SamplingParams:
     """Returns what `body` asks for. Raises `InvalidRequest`.
 
-    Fields of `body` that are named as in `SamplingParams` are taken over; `renamed` holds those that have another name
-    or meaning in the API. None is the default.
+    Fields of `body` that are named as in `SamplingParams` are copied; None is the default. `renamed` holds the values
+    of those that have another name or meaning in the API.
     """
-    values = {name: getattr(body, name) for name in _same_names(type(body))} | renamed
     given: dict[str, Any] = {
-        name: _CONVERSIONS[name](value) if name in _CONVERSIONS else value
-        for name, value in values.items()
-        if value is not None
+        name: value for name in _same_names(type(body)) if (value := getattr(body, name)) is not None
     }
+    given.update(renamed)
+    for name in _CONVERSIONS.keys() & given.keys():
+        given[name] = _CONVERSIONS[name](given[name])
     return SamplingParams(**given)
 
 

@@ -111,7 +111,7 @@ def sampling_of(
         body,
         seed=None if body.seed is None else body.seed & MAX_SEED,
         max_tokens=max_tokens,
-        include_stop_str_in_output=body.include_stop_str_in_output or body.no_stop_trim,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
