@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -31,14 +30,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from bench.buckets import measure
-from bench.buckets.costs import Costs, suggested
-from bench.buckets.demand import Steps, padding, steps_of, unpadded
-from bench.buckets.plot import plot
+from bench import bucket_times
+from bench.buckets import Costs, Steps, padding, steps_of, suggested, unpadded
+from bench.models import SHAPES, write_config
+from bench.plots import plot_buckets
+from bench.processes import num_cores
+from bench.requests import Job, Lengths, random_jobs
 from bench.simulation.cost import HARDWARE
 from bench.simulation.engine import capacity_on
-from bench.workloads.jobs import Job, Lengths, random_jobs
-from bench.workloads.models import SHAPES, write_config
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.config import EngineConfig, add_flags, flag, from_flags
@@ -97,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     if config.json:
         Path(config.json).write_text(json.dumps(report, indent=1) + "\n")
     if config.plot and not config.padding_only:
-        plot(report, Path(config.plot))
+        plot_buckets(report, Path(config.plot))
     return 0
 
 
@@ -117,10 +116,10 @@ def measured(config: BenchConfig) -> dict[str, Any]:
     engine = Engine(config.engine)
     capacity, buckets = engine.capacity, engine.buckets
     jobs = jobs_of(config, capacity)
-    step_rows = list(measure.steps(engine, jobs, config.repeats, config.engine.random_seed))
+    step_rows = list(bucket_times.steps(engine, jobs, config.repeats, config.engine.random_seed))
     engine.close()
-    program_rows = measure.programs(cold.programs, engine.programs)
-    costs = Costs(step_rows, program_rows, buckets, threads=len(os.sched_getaffinity(0)))
+    program_rows = bucket_times.programs(cold.programs, engine.programs)
+    costs = Costs(step_rows, program_rows, buckets, threads=num_cores())
     if config.steps:
         wanted = present = read_steps(Path(config.steps))
     else:

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.frontend.plan import MODEL, PATIENCE_S, Plan, written
-from bench.frontend.processes import cpu_s_of_threads
-from bench.frontend.sampling_profile import START, STOP
+from bench.frontend.server import START, STOP
+from bench.processes import ROOT, cpu_s_of_threads, python_path
 
-ROOT = Path(__file__).resolve().parents[1]
 PROTOCOLS = {"http": "OpenAI completions, HTTP", "grpc": "jaxsgl Generate, gRPC", "sglang": "SGLang Generate, gRPC"}
 STOP_S = 10.0
 READY = re.compile(r"ready: .* on (\S+) \(gRPC\) and (\S+) \(HTTP\)")
@@ -52,7 +51,10 @@ def server(plan: Plan) -> Iterator[Server]:
     command = [sys.executable, "-m", "bench.frontend.server", str(plan.save()), "--served-model-name", MODEL]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [*command, "--port", "0", "--grpc-port", "0"], cwd=ROOT, env=_environment(), stderr=log
+            [*command, "--port", "0", "--grpc-port", "0"],
+            cwd=ROOT,
+            env=_environment(),
+            stderr=log,
         )
     try:
         deadline_s = time.monotonic() + PATIENCE_S
@@ -75,7 +77,11 @@ def measure(plan: Plan, running: Server, protocol: str) -> dict[str, Any]:
     plan.steps_path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "bench.frontend.load", f"{plan.folder}/plan.json", protocol, address]
     load = subprocess.run(
-        [*command, str(running.process.pid)], cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, check=False
+        [*command, str(running.process.pid)],
+        cwd=ROOT,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        check=False,
     )
     if load.returncode:
         log = (Path(plan.folder) / "server.log").read_text()
@@ -100,6 +106,11 @@ def profile(plan: Plan, running: Server, protocol: str) -> None:
         print(f"  share of {num_samples} samples, {title}")
         for name, count in sorted(counts.items(), key=lambda entry: -entry[1])[:NUM_LINES]:
             print(f"    {100 * count / num_samples:5.1f}%  {name}")
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the project and `bench` on the path."""
+    return os.environ | {"PYTHONPATH": python_path()}
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
@@ -147,11 +158,6 @@ def main() -> None:
     if args.json:
         settings = {"streams": args.streams, "rate": args.rate, "tokens": num_tokens}
         args.json.write_text(json.dumps({"settings": settings, "figures": results}, indent=2) + "\n")
-
-
-def _environment() -> dict[str, str]:
-    """Processes find the project and the packages beside this script."""
-    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Contenders: each backend of pallas_kernels that the platform can run, XLA's gather + einsum, JAX's own paged_attention
 and cuDNN on GPUs, and torch where it is installed. Each line has the time of a call, useful bytes/s and
-FLOP/s (scripts/bench/kernels/work.py says what counts), the share of the roofline, whose two ceilings are measured in
+FLOP/s (scripts/bench/roofline.py says what counts), the share of the roofline, whose two ceilings are measured in
 the same run, and the error against float64. A wrong result is marked. The unpaged ones are spared the page table.
 
 On an accelerator a program makes one call per layer over several caches, together larger than any L2; many
@@ -25,15 +25,36 @@ import time
 from pathlib import Path
 
 import jax
-from bench.kernels import show
 from bench.kernels.cases import FUNCTIONS, cases_for
+from bench.kernels.contenders import backends_for
 from bench.kernels.measure import BASELINES, Row, measure_case
-from bench.kernels.ours import backends_for
-from bench.kernels.plot import plot
-from bench.kernels.roofline import measure_roofline
+from bench.plots import plot_kernels
+from bench.roofline import Roofline, measure_roofline
 
 from pallas_kernels import tuning
 from pallas_kernels.target import target_device
+
+HEADER = f"{'case':<38}{'contender':<30}{'time us':>11}{'GB/s':>8}{'TFLOP/s':>9}{'roof':>7}{'error':>9}"
+
+
+def line(row: Row) -> str:
+    """One row, as wide as the header."""
+    start = f"{row.case:<38}{row.contender:<30}"
+    if row.seconds is None or row.error is None:
+        return f"{start}  {row.note}"
+    wrong = "" if row.is_right else "  WRONG"
+    return (
+        f"{start}{row.seconds * 1e6:>11.1f}{row.num_bytes / row.seconds / 1e9:>8.4g}"
+        f"{row.flops / row.seconds / 1e12:>9.3g}{row.floor_s / row.seconds:>7.1%}{row.error:>9.1e}{wrong}"
+    )
+
+
+def roofline_line(roofline: Roofline) -> str:
+    """The ceilings."""
+    return (
+        f"measured here: copy {roofline.bytes_per_s / 1e9:.1f} GB/s (read plus written), "
+        f"matrix product {roofline.flops_per_s / 1e12:.3f} TFLOP/s"
+    )
 
 
 def main() -> None:
@@ -61,7 +82,7 @@ def main() -> None:
         "roofline": dataclasses.asdict(roofline),
         "preferred": {op: tuning.preferred_backends(op) for op in FUNCTIONS},
     }
-    print(f"{device.kind}, JAX {jax.__version__}\n{show.roofline_line(roofline)}\n\n{show.HEADER}", flush=True)
+    print(f"{device.kind}, JAX {jax.__version__}\n{roofline_line(roofline)}\n\n{HEADER}", flush=True)
     wanted = options.contenders or [*backends_for(device.platform), BASELINES]
     rows: list[Row] = []
     left_out: list[str] = []
@@ -74,14 +95,14 @@ def main() -> None:
         same_batch = {row.contender: row for row in rows if row.case.startswith(f"{case.name}, page ")}
         for row in measure_case(case, device.platform, wanted, roofline, options.repeats, same_batch):
             rows.append(row)
-            print(show.line(row), flush=True)
+            print(line(row), flush=True)
         if options.json:
             result = {**environment, "rows": [row.as_json() for row in rows]}
             options.json.write_text(json.dumps(result, indent=1) + "\n")
     if left_out:
         print(f"no time left for: {'; '.join(left_out)}")
     if options.plot:
-        plot(
+        plot_kernels(
             [row.as_json() for row in rows],
             dataclasses.asdict(roofline),
             f"{device.kind}, JAX {jax.__version__}",

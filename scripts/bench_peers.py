@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.models import SHAPES, write_checkpoint
 from bench.peers.contender import KINDS, Kind, Setup
 from bench.peers.endpoint import FLUSHED_BY, NOTHING
-from bench.peers.plot import plot
-from bench.peers.rounds import Match, WrongOutput
-from bench.workloads.jobs import Job, Lengths, random_jobs, shared_prefix_jobs
-from bench.workloads.models import SHAPES, write_checkpoint
+from bench.peers.rounds import OURS, Match, WrongOutput
+from bench.plots import plot_peers
+from bench.processes import num_cores
+from bench.requests import Job, Lengths, random_jobs, shared_prefix_jobs
 
 INPUTS = Lengths(100, 512)
 QUESTIONS = Lengths(16, 128)  # of prompts that share a prefix: a sentence to a paragraph
@@ -58,7 +58,7 @@ def main() -> int:
         args.json.write_text(json.dumps(told, indent=1, default=vars) + "\n")
     if args.plot:
         shared = ", shared prefixes" if args.shared_prefix else ""
-        plot(figures, f"{args.model}, {args.num} requests{shared}", args.plot)
+        plot_peers(figures, OURS, f"{args.model}, {args.num} requests{shared}", args.plot)
     return 0 if figures["best_jaxsgl"] else 1
 
 
@@ -139,11 +139,6 @@ def setup_of(args: argparse.Namespace, model: Path, jobs: list[Job]) -> Setup:
         total=sum(totals),
         prefix_len=int(args.shared_prefix.split(":")[1]) if args.shared_prefix else 0,
     )
-
-
-def num_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def machine() -> dict[str, Any]:

@@ -21,15 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.requests import Ask
 from bench.serving.backend import Backend, BackendError
 from bench.serving.datasets import DatasetConfig
 from bench.serving.grpc_backend import GrpcBackend
 from bench.serving.http_backends import DIALECTS, HttpBackend
 from bench.serving.http_stream import HttpServer
-from bench.serving.metrics import details, parse_goodput, summary
-from bench.serving.report import failures, table
+from bench.serving.metrics import details, failures, parse_goodput, summary, table
 from bench.serving.run import Outcome, Run
-from bench.workloads.prompts import Ask
 from tqdm import tqdm
 
 from jaxsgl.config import API_KEY_VARIABLE, add_flags, flag, from_flags

@@ -22,19 +22,72 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
+import shlex
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from bench.step.variant import Timing, Variant
-from bench.workloads.models import SHAPES, write_config
+from bench.models import SHAPES, write_config
+from bench.processes import SCRIPTS, LineChild
+from bench.steps import STEPS
 
 from jaxsgl.errors import JaxsglError
 
 HEAD = f"{'step':<28}{'ms':>9}{'least':>9}{'most':>9}{'CPU ms':>9}{'times':>8}{'least':>7}{'most':>7}  variant"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of a step, from submission to tokens: wall time, and CPU time of all threads. Medians of runs."""
+
+    wall_ms: float
+    cpu_ms: float
+
+
+class Variant:
+    """An engine in a process of its own, `bench.step_child`. Raises `JaxsglError` with its message if it can't start.
+
+    Args:
+      text: NAME=VALUE for the environment, then flags of the engine.
+      common: flags that hold for all variants.
+      steps: what the engine measures, as `parse_step` takes it.
+    """
+
+    def __init__(self, text: str, common: Sequence[str], steps: Sequence[str]) -> None:
+        self.text = text
+        words = shlex.split(text)
+        settings = [word for word in words if "=" in word and not word.startswith("-")]
+        flags = [word for word in words if word not in settings]
+        env = os.environ | dict(setting.split("=", 1) for setting in settings)
+        path = os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(SCRIPTS))))  # the variant's tree comes first
+        env |= {"PYTHONPATH": path, STEPS: json.dumps(list(steps))}
+        # -P: else the folder that the process starts in would come before PYTHONPATH.
+        self._child = LineChild([sys.executable, "-P", "-m", "bench.step_child", *common, *flags], env)
+        try:
+            self._timings(self._child.receive())
+        except JaxsglError:
+            self.close()
+            raise
+
+    def measure(self, runs: int) -> list[Timing]:
+        """Runs each step `runs` times. Raises `JaxsglError` if the process ended."""
+        return self._timings(self._child.ask(str(runs).encode()))
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._child.close()
+
+    def _timings(self, line: bytes) -> list[Timing]:
+        told = json.loads(line or '{"error": "its process ended; what it printed says why"}')
+        if "error" in told:
+            raise JaxsglError(f"variant {self.text!r}: {told['error']}")
+        return [Timing(**timing) for timing in told["timings"]]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.kernels.ours import backends_for
+from bench.kernels.contenders import backends_for
 
 from pallas_kernels.target import target_device
 

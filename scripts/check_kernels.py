@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from bench.kernels.check import CRASHED, FAILED, Check, check_spec
-from bench.kernels.ours import backends_for
+from bench.kernels.contenders import backends_for
 
 from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS
 from pallas_kernels.target import target_device

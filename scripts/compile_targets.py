@@ -18,8 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.targets import environments
-from bench.targets.targets import JAX_VERSION, TARGETS
+from bench.targets.targets import JAX_VERSION, TARGETS, compile_in, make_environment, missing_for
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,13 +56,13 @@ def main() -> int:
     options.environments.mkdir(parents=True, exist_ok=True)
     for name in options.targets or TARGETS:
         target = TARGETS[name]
-        if reason := environments.missing_for(target.extra, options.environments):
+        if reason := missing_for(target.extra, options.environments):
             print(f"{name} left out: {reason}", flush=True)
             left_out += 1
             continue
-        python = environments.make(target.extra, options.environments)
+        python = make_environment(target.extra, options.environments)
         mine = sorted(
-            environments.compile_in(python, target, options.grid, options.jobs),
+            compile_in(python, target, options.grid, options.jobs),
             key=lambda result: (result["backend"], result["program"]),
         )
         for result in mine:

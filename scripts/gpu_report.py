@@ -24,8 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.report.plan import PARTS, phases
-from bench.report.run import Report, describe_machine
+from bench.gpu_report import PARTS, Report, describe_machine, phases
 
 
 def main() -> int:

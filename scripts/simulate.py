@@ -23,15 +23,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.plots import plot_simulation
+from bench.requests import Ask
 from bench.simulation.cost import HARDWARE, Costs, arch_of, data_sheet_costs, read_steps
 from bench.simulation.engine import capacity_on
-from bench.simulation.fit import fit
-from bench.simulation.plot import plot
-from bench.simulation.record import record
+from bench.simulation.fit import fit, record
 from bench.simulation.run import simulate
-from bench.workloads.prompts import Ask
-from bench.workloads.replay import FORMATS, replayed
-from bench.workloads.traces import TraceConfig, made_up
+from bench.traces import FORMATS, TraceConfig, made_up, replayed
 
 from jaxsgl.config import BUNDLED_MODEL, EngineConfig, add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine
@@ -87,7 +85,7 @@ def run(config: SimulationConfig) -> int:
         report = {"flags": asdict(config), "costs": {kind: asdict(c) for kind, c in costs.items()}, "figures": summary}
         Path(config.json).write_text(json.dumps(report, indent=2) + "\n")
     if config.plot:
-        plot(figures, f"{config.trace.trace}, {config.engine.model}", Path(config.plot))
+        plot_simulation(figures, f"{config.trace.trace}, {config.engine.model}", Path(config.plot))
     return 0
 
 

@@ -20,10 +20,9 @@ from pathlib import Path
 
 import jax
 from bench.kernels.cases import FUNCTIONS, KernelCase, cases_for
+from bench.kernels.contenders import Unsupported, backends_for
 from bench.kernels.inputs import layers_for, make_inputs
-from bench.kernels.ours import Unsupported, backends_for
-from bench.kernels.search import Found, search, shape_asked
-from bench.kernels.tuned_table import table_path, updated_table, write_table
+from bench.kernels.search import Found, search, shape_asked, table_path, updated_table, write_table
 
 import pallas_kernels
 from pallas_kernels import tuning

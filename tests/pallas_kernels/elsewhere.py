@@ -17,9 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-from bench.targets import environments  # noqa: E402
-from bench.targets.pythons import find_python  # noqa: E402
-from bench.targets.targets import TARGETS, Target  # noqa: E402
+from bench.targets.targets import TARGETS, Target, find_python, missing_for  # noqa: E402
 
 ENVIRONMENTS = ROOT / ".venv-targets"
 # The ends of what pyproject.toml allows, and the oldest Python that each runs on.
@@ -69,7 +67,7 @@ class Elsewhere:
 
     def _compile(self, target: Target) -> Results:
         """What the script says of the shapes that most models serve with."""
-        if reason := environments.missing_for(target.extra, ENVIRONMENTS):
+        if reason := missing_for(target.extra, ENVIRONMENTS):
             return f"{target.name} isn't compiled for: {reason}"
         file = self._folder / f"{target.name}.json"
         script = [sys.executable, "scripts/compile_targets.py", target.name, "--jobs", "1"]

@@ -18,8 +18,8 @@ import pytest
 from pallas_kernels import paged_extend_attention, tuning
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.extend_attention.mosaic_gpu import refuse_shapes
-from scripts.bench.targets.pythons import find_python
 from tests.pallas_kernels.cases import build_case, cases
+from tests.pallas_kernels.elsewhere import find_python
 from tests.pallas_kernels.lower_everything import on_a_device
 from tests.pallas_kernels.test_attention import check, compiled, run_examples
 

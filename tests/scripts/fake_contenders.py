@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.peers.contender import CannotRun, Setup
-from bench.workloads.jobs import Job
+from bench.requests import Job
 
 
 class Echo:

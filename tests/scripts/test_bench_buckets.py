@@ -9,10 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.buckets.costs import Costs, suggested
-from bench.buckets.demand import padding, steps_of, unpadded
-from bench.buckets.suggest import Choice, best_lists, best_pair, candidate_sizes
-from bench.workloads.jobs import Lengths, random_jobs
+from bench.buckets import Choice, Costs, best_lists, best_pair, candidate_sizes, padding, steps_of, suggested, unpadded
+from bench.requests import Lengths, random_jobs
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.config import EngineConfig

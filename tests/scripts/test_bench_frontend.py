@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.frontend.http_load import parse
-from bench.frontend.plan import Plan, tokenizer
-from bench.frontend.received import Chunk, Expected, Received, WrongStream
+from bench.frontend.load import parse_http
+from bench.frontend.plan import Chunk, Expected, Plan, Received, WrongStream, tokenizer
 
 from tests.scripts.running import ROOT, run_script
 
@@ -36,7 +35,7 @@ def test_the_profile_finds_where_the_time_goes(tmp_path: Path) -> None:
     program = """
 import os, sys, time
 from pathlib import Path
-from bench.frontend.sampling_profile import START, STOP, SamplingProfile
+from bench.frontend.server import START, STOP, SamplingProfile
 
 def burn():
     end_s = time.process_time() + 0.2
@@ -102,10 +101,10 @@ def test_events_are_read_however_the_network_cuts_them() -> None:
     for size in range(1, len(HEAD + BODY) + 1):
         wire = HEAD + BODY
         parts = [(float(start), wire[start : start + size]) for start in range(0, len(wire), size)]
-        assert [chunk.text for chunk in parse(Received(parts))] == ["aé", ""]
+        assert [chunk.text for chunk in parse_http(Received(parts))] == ["aé", ""]
 
 
 @pytest.mark.parametrize("wire", [HEAD, (HEAD + BODY)[:-5], HEAD.replace(b"200", b"500") + BODY, b""])
 def test_an_incomplete_answer_is_noticed(wire: bytes) -> None:
     with pytest.raises(WrongStream):
-        parse(Received([(0.0, wire)]))
+        parse_http(Received([(0.0, wire)]))

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.kernels.work import Roofline
-from bench.offline.figures import host, waste
+from bench.offline.figures import ModelWork, TimeSplit, busy_intervals, host, split, waste
 from bench.offline.recording import Recording, RecordingEngine, Step, Turn
 from bench.offline.run import record_run, requests_of, seen_late
-from bench.offline.split import TimeSplit, busy_intervals, split
-from bench.offline.work import ModelWork
-from bench.workloads.jobs import Lengths, random_jobs
+from bench.requests import Lengths, random_jobs
+from bench.roofline import Roofline
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepHandle, StepScores

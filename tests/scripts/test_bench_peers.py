@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from bench.peers.contender import KINDS, UNTOLD, Kind, Setup
 from bench.peers.rounds import Match, WrongOutput, check, same_tokens
-from bench.workloads.jobs import Job
+from bench.requests import Job
 from safetensors.numpy import load_file
 
 from tests.checkpoints import make_checkpoint

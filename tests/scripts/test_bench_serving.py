@@ -11,12 +11,11 @@ import bench_serving as script
 import numpy as np
 import pytest
 from bench.serving import capacity
-from bench.serving.answer import Answer, Turn
+from bench.serving.backend import Answer, Turn
 from bench.serving.datasets import DatasetConfig
 from bench.serving.http_backends import DIALECTS, HttpBackend
 from bench.serving.http_stream import HttpServer
-from bench.serving.metrics import details, parse_goodput, summary
-from bench.serving.report import failures
+from bench.serving.metrics import details, failures, parse_goodput, summary
 from bench.serving.run import Outcome
 from server_process import ServerProcess
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.workloads.steps import Seq, page_tables, parse_step
+from bench.steps import Seq, page_tables, parse_step
 
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.errors import ConfigError

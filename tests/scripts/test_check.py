@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench.kernels import ours
 from bench.kernels.cases import DECODE, EXTEND, STORE
 from bench.kernels.check import FAILED, PASSED, REFUSED, check_spec, judge_runs, ragged_case
+from bench.kernels.contenders import prepare_backend
 from bench.kernels.inputs import make_inputs
 from bench.kernels.runners import JaxRunner
 
@@ -35,7 +35,7 @@ class Results:
 def extend():
     """Inputs of an extend and its right output."""
     inputs = make_inputs(ragged_case(EXTEND, SPEC, seed=1), adverse=True)
-    return inputs, JaxRunner(ours.prepare("xla", inputs)).check()
+    return inputs, JaxRunner(prepare_backend("xla", inputs)).check()
 
 
 def test_equal_right_results_pass(extend) -> None:

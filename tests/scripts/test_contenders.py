@@ -7,13 +7,13 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench.kernels import baselines, ours
+from bench.kernels import contenders
 from bench.kernels.cases import STORE, decode, extend, store
 from bench.kernels.inputs import make_inputs
 from bench.kernels.measure import MAX_ERROR, check_error, contenders_for, measure_case
 from bench.kernels.reference import attention_error, store_error
 from bench.kernels.runners import JaxRunner, Prepared
-from bench.kernels.work import Roofline
+from bench.roofline import Roofline
 
 pytestmark = pytest.mark.device
 
@@ -39,7 +39,7 @@ def test_all_contenders_are_right(case) -> None:
     for name, make in contenders_for(case, "cpu", ["xla", "baselines"]).items():
         try:
             runner = make(inputs)
-        except ours.Unsupported:
+        except contenders.Unsupported:
             continue
         assert check_error(inputs, runner) < 1e-6, name
         runner.run(2)  # what is timed gives the same as what is checked, states and all
@@ -61,7 +61,7 @@ def test_a_cache_of_bits_is_read_as_the_numbers_it_means(case) -> None:
     inputs = make_inputs(case)
     right = []
     for name, make in contenders_for(case, "cpu", ["xla", "baselines"]).items():
-        with contextlib.suppress(ours.Unsupported):
+        with contextlib.suppress(contenders.Unsupported):
             assert check_error(inputs, make(inputs)) < 5e-3, name  # queries and outputs are rounded to 8 bits
             right.append(name)
     assert "xla" in right
@@ -71,14 +71,14 @@ def test_a_cache_of_bits_is_read_as_the_numbers_it_means(case) -> None:
 def test_jax_paged_attention_is_called_rightly() -> None:
     case = decode("decode", [33, 64, 7], **{**SMALL, "page_size": 8})
     inputs = make_inputs(case)
-    prepared = baselines.jax_paged_attention(inputs, k_splits=2, tile_tokens=16, interpret=True)
+    prepared = contenders.jax_paged_attention(inputs, k_splits=2, tile_tokens=16, interpret=True)
     assert check_error(inputs, JaxRunner(prepared)) < 1e-5
 
 
 def test_the_error_is_relative_to_the_right_output() -> None:
     inputs = make_inputs(EXTEND)
     (layer,) = inputs.layers
-    right = JaxRunner(ours.prepare("xla", inputs)).check()
+    right = JaxRunner(contenders.prepare_backend("xla", inputs)).check()
     assert attention_error(inputs, layer, right) < 1e-6
     assert attention_error(inputs, layer, 1.1 * right) == pytest.approx(0.1, rel=1e-4)
     assert np.isnan(attention_error(inputs, layer, right.at[2, 1, 3].set(jnp.nan)))
@@ -88,7 +88,7 @@ def test_the_error_is_relative_to_the_right_output() -> None:
 def test_a_store_that_touches_another_place_is_infinitely_wrong() -> None:
     inputs = make_inputs(store(38, **SMALL))
     (layer,) = inputs.layers
-    k_pages, v_pages = JaxRunner(ours.prepare("xla", inputs)).check()
+    k_pages, v_pages = JaxRunner(contenders.prepare_backend("xla", inputs)).check()
     last_page = int(inputs.page_table[0, -1])
     assert store_error(inputs, layer, (k_pages, v_pages)) == 0
     assert store_error(inputs, layer, (k_pages.at[last_page, 0, 1, 0].add(1), v_pages)) > 1e-3
@@ -108,7 +108,7 @@ def test_a_contender_that_fails_is_a_row_and_not_the_end(name: str, monkeypatch:
         raise RuntimeError("out of memory\nand more")
 
     def wrong(inputs):
-        prepared = ours.prepare("xla", inputs)
+        prepared = contenders.prepare_backend("xla", inputs)
         return dataclasses.replace(prepared, call=lambda *args: (None, 2 * prepared.call(*args)[1]))
 
     fakes = {"fake": {"raises": raises, "wrong": wrong}[name]}
@@ -125,8 +125,8 @@ def test_a_contender_that_fails_is_a_row_and_not_the_end(name: str, monkeypatch:
 
 def test_a_refusal_says_why() -> None:
     case = decode("odd", [9], **{**SMALL, "head_dim": 80})
-    prepare = functools.partial(ours.prepare, "triton", make_inputs(case), interpret=True)
-    with pytest.raises(ours.Unsupported, match="80"):
+    prepare = functools.partial(contenders.prepare_backend, "triton", make_inputs(case), interpret=True)
+    with pytest.raises(contenders.Unsupported, match="80"):
         prepare()
 
 

@@ -1,9 +1,7 @@
 """A summary passes what was reached, fails what wasn't, and never takes silence or a wrong result for success."""
 
 import pytest
-from bench.kernels.criteria import CRITERIA, judge, judge_checks
-from bench.report.engine_criteria import judge_engine
-from bench.report.summary import summary
+from bench.gpu_summary import CRITERIA, judge, judge_checks, judge_engine, summary
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ import bench_serving
 import pytest
 from bench.peers.contender import UNTOLD, CannotRun, Setup
 from bench.peers.endpoint import FLUSHED_BY, MAX_ERROR, NOTHING, Endpoint
-from bench.workloads.jobs import Job
+from bench.requests import Job
 
 from tests.scripts.foreign_server import Foreign, running
 

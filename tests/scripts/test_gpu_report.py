@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from bench.report.engine_criteria import judge_engine
-from bench.report.plan import BUDGET, PARTS, Phase, Section, phases
-from bench.report.run import Report
+from bench.gpu_report import BUDGET, PARTS, Phase, Report, Section, phases
+from bench.gpu_summary import judge_engine
 
 from tests.scripts.running import run_script
 

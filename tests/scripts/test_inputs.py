@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench.kernels.cases import decode, extend, store
+from bench.kernels.cases import decode, extend, store, work_of
 from bench.kernels.inputs import layers_for, make_inputs
-from bench.kernels.work import work_of
 
 pytestmark = pytest.mark.device
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from bench.buckets.plot import plot as plot_buckets
-from bench.kernels.plot import plot as plot_kernels
-from bench.peers.plot import plot as plot_peers
+from bench.plots import plot_buckets, plot_kernels, plot_peers
 
 from tests.scripts.running import ROOT, run_script
 
@@ -26,8 +24,8 @@ def test_the_fastest_contender_is_on_top_of_its_figure(tmp_path: Path) -> None:
     contenders = {
         name: {"output_tokens_per_s": {"median": of, "min": of - 3, "max": of + 3}} for name, of in speeds.items()
     }
-    plot_peers({"contenders": contenders}, "a title", tmp_path / "bench.peers.svg")
-    drawn = (tmp_path / "bench.peers.svg").read_text()
+    plot_peers({"contenders": contenders}, "jaxsgl", "a title", tmp_path / "peers.svg")
+    drawn = (tmp_path / "peers.svg").read_text()
     assert "a title" in drawn and all(f">{number}<" in drawn for number in ("194", "299", "40"))
     places = [drawn.index(f">{name}<") for name in ("transformers", "llama.cpp", "jaxsgl-bfloat16")]
     assert places == sorted(places), "an axis is labelled from below"

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from bench.serving.answer import Answer, Turn
-from bench.serving.backend import Served
+from bench.requests import OUTPUT, Ask, prompt_ids, prompt_pieces
+from bench.serving.backend import Answer, Served, Turn
 from bench.serving.datasets import DatasetConfig
 from bench.serving.http_backends import DIALECTS, HttpBackend, chat_body
 from bench.serving.http_stream import HttpServer
 from bench.serving.run import Outcome, Run
-from bench.workloads.prompts import OUTPUT, Ask, prompt_ids, prompt_pieces
 
 
 class EchoBackend:

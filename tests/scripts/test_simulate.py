@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import simulate as script
+from bench.requests import OUTPUT, OUTPUT_TOKEN, Ask, prompt_ids
 from bench.simulation.cost import HARDWARE, MODELS, StepCost, data_sheet_costs
 from bench.simulation.engine import SizesBuilder
 from bench.simulation.figures import Distribution
 from bench.simulation.run import simulate
-from bench.workloads.prompts import OUTPUT, OUTPUT_TOKEN, Ask, prompt_ids
-from bench.workloads.traces import DEFAULTS, TraceConfig, made_up
+from bench.traces import DEFAULTS, TraceConfig, made_up
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.requests import prompt_ids
 from bench.simulation.cost import HARDWARE, MODELS, StepCost, data_sheet_costs, equal_pairs, num_params, weight_bytes
 from bench.simulation.engine import Clock, SimulatedHandle
-from bench.simulation.fit import fit
-from bench.simulation.record import record
-from bench.workloads.prompts import prompt_ids
-from bench.workloads.replay import replayed
+from bench.simulation.fit import fit, record
+from bench.traces import replayed
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs

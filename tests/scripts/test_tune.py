@@ -10,8 +10,7 @@ import pytest
 from bench.kernels import cases as bench_cases
 from bench.kernels.cases import DECODE, EXTEND, STORE, store
 from bench.kernels.inputs import make_inputs
-from bench.kernels.search import Found, neighbours, search
-from bench.kernels.tuned_table import backend_order, table_path, updated_table, write_table
+from bench.kernels.search import Found, backend_order, neighbours, search, table_path, updated_table, write_table
 
 from pallas_kernels import tuning
 from pallas_kernels.target import TargetDevice

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from bench.kernels.cases import ACCELERATOR_CASES, CPU_CASES, cases_for, decode, extend, store
-from bench.kernels.work import Roofline, Work, work_of
+from bench.kernels.cases import ACCELERATOR_CASES, CPU_CASES, cases_for, decode, extend, store, work_of
+from bench.roofline import Roofline, Work
 
 pytestmark = pytest.mark.device
 

@@ -1,6 +1,9 @@
-"""The load: a process that opens all streams of a plan, keeps what comes, checks it, and prints figures as JSON.
+"""The load: a process that opens all streams of a plan, keeps what it receives, checks it, and prints figures as JSON.
 
-python -m bench.frontend.load PLAN PROTOCOL ADDRESS SERVER_PID
+    python -m bench.frontend.load PLAN PROTOCOL ADDRESS SERVER_PID
+
+OpenAI's completions come over HTTP, one connection per stream, read by hand: a client library would cost more than the
+server. Our own and SGLang's gRPC service share a few connections. Messages stay bytes until the run is over.
 """
 
 from __future__ import annotations
@@ -13,18 +16,183 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench.frontend import grpc_load, http_load
-from bench.frontend.plan import Plan, written
-from bench.frontend.processes import children, cpu_s
-from bench.frontend.received import Expected, Received
+import grpc
+from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
+
+from bench.frontend.plan import MODEL, Chunk, Expected, Plan, Received, WrongStream, written
+from bench.processes import children, cpu_s
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+
+END = b"0\r\n\r\n"  # of a chunked body
+
+
+class _Stream(asyncio.Protocol):
+    def __init__(self, request: bytes, add: Callable[[bytes], None]) -> None:
+        self._request = request
+        self._add = add
+        self._tail = b""
+        self._transport: asyncio.BaseTransport | None = None
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._add(data)
+        self._tail = (self._tail + data)[-len(END) :]
+        if self._tail == END and self._transport is not None:
+            self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+async def run_http(plan: Plan, address: str, received: list[Received], on_token: Callable[[], None]) -> None:
+    """Fills `received`, one per stream; `on_token` is called when there are tokens, again and again."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+
+    def adder(of_stream: Received) -> Callable[[bytes], None]:
+        def add(data: bytes) -> None:
+            of_stream.add(data)
+            if b"data:" in data:
+                on_token()
+
+        return add
+
+    async def stream(number: int) -> None:
+        request = _http_request(plan, number, address)
+        _, protocol = await loop.create_connection(lambda: _Stream(request, adder(received[number])), host, int(port))
+        await protocol.ended
+
+    await asyncio.gather(*map(stream, range(plan.num_streams)))
+
+
+def parse_http(received: Received) -> list[Chunk]:
+    """The events with text. Raises `WrongStream` for an answer that is no complete stream."""
+    data = b"".join(part for _, part in received.parts)
+    head, _, _ = data.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200") or not data.endswith(END):
+        raise WrongStream(f"no complete answer: {data[:500]!r}")
+    chunks: list[Chunk] = []
+    last = ""
+    for time_s, event in _events(received, len(head) + 4):
+        last = event
+        if event != "[DONE]":
+            choices = json.loads(event)["choices"]
+            chunks.append(Chunk(time_s, choices[0]["text"] if choices else "", None))
+    if last != "[DONE]":
+        raise WrongStream(f"the stream ends with {last!r} instead of [DONE]")
+    return chunks
+
+
+def _events(received: Received, head: int) -> list[tuple[float, str]]:
+    """(seconds, data) of the server-sent events. Takes the chunked coding off, however the network cut it."""
+    events: list[tuple[float, str]] = []
+    wire = bytearray()
+    body = bytearray()
+    skip = head
+    for time_s, part in received.parts:
+        taken = min(skip, len(part))
+        skip -= taken
+        wire += part[taken:]
+        while (line_end := wire.find(b"\r\n")) >= 0:
+            size = int(wire[:line_end], 16)
+            if len(wire) < line_end + 2 + size + 2:
+                break
+            body += wire[line_end + 2 : line_end + 2 + size]
+            del wire[: line_end + 2 + size + 2]
+        while (end := body.find(b"\n\n")) >= 0:
+            events.append((time_s, body[:end].decode().removeprefix("data: ")))
+            del body[: end + 2]
+    return events
+
+
+def _http_request(plan: Plan, number: int, address: str) -> bytes:
+    asked = {
+        "model": MODEL,
+        "prompt": [number, 1, 2, 3],
+        "max_tokens": plan.num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+OWN = "/jaxsgl.v1.Jaxsgl/Generate"
+SGLANG = "/sglang.grpc.scheduler.SglangScheduler/Generate"
+NUM_CONNECTIONS = 8
+
+
+async def run_grpc(
+    method: str, plan: Plan, address: str, received: list[Received], on_token: Callable[[], None]
+) -> None:
+    """Fills `received`, one per stream; `on_token` is called when there are tokens, again and again."""
+    own_connection = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.aio.insecure_channel(address, own_connection) for _ in range(NUM_CONNECTIONS)]
+    calls = [channel.unary_stream(method) for channel in channels]
+    request_of = own_request if method == OWN else sglang_request
+
+    async def stream(number: int) -> None:
+        of_stream = received[number]
+        async for message in calls[number % NUM_CONNECTIONS](request_of(plan, number).SerializeToString()):
+            of_stream.add(message)
+            on_token()
+
+    try:
+        await asyncio.gather(*map(stream, range(plan.num_streams)))
+    finally:
+        await asyncio.gather(*(channel.close() for channel in channels))
+
+
+def own_request(plan: Plan, number: int) -> Any:
+    """A request of our service; the prompt's first id is the stream's number."""
+    sampling = pb.SamplingParams(max_tokens=plan.num_tokens, temperature=0, ignore_eos=True)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[number, 1, 2, 3]), sampling=sampling, stream=True)
+
+
+def sglang_request(plan: Plan, number: int) -> Any:
+    """The same for SGLang's service, as a gateway sends it."""
+    return sglang_pb.GenerateRequest(
+        request_id=f"bench-{number}",
+        tokenized=sglang_pb.TokenizedInput(input_ids=[number, 1, 2, 3]),
+        sampling_params=sglang_pb.SamplingParams(
+            temperature=0, top_p=1, top_k=-1, repetition_penalty=1, n=1, max_new_tokens=plan.num_tokens, ignore_eos=True
+        ),
+        logprob_start_len=-1,
+        stream=True,
+    )
+
+
+def parse_own(received: Received) -> list[Chunk]:
+    """The replies of our service. Raises `WrongStream` if the last one doesn't end the stream."""
+    replies = [(time_s, pb.GenerateReply.FromString(data)) for time_s, data in received.parts]
+    if not replies or replies[-1][1].finish_reason != pb.FINISH_REASON_LENGTH:
+        raise WrongStream(f"no end after {len(replies)} replies")
+    return [Chunk(time_s, reply.text, reply.token_ids) for time_s, reply in replies]
+
+
+def parse_sglang(received: Received) -> list[Chunk]:
+    """The chunks of SGLang's service. Raises `WrongStream` if no `complete` ends the stream."""
+    replies = [(time_s, sglang_pb.GenerateResponse.FromString(data)) for time_s, data in received.parts]
+    if not replies or replies[-1][1].complete.finish_reason != "length":
+        raise WrongStream(f"no end after {len(replies)} replies")
+    return [Chunk(time_s, None, reply.chunk.token_ids) for time_s, reply in replies]
+
 
 PROTOCOLS = {
-    "http": (http_load.run, http_load.parse),
-    "grpc": (functools.partial(grpc_load.run, grpc_load.OWN), grpc_load.parse_own),
-    "sglang": (functools.partial(grpc_load.run, grpc_load.SGLANG), grpc_load.parse_sglang),
+    "http": (run_http, parse_http),
+    "grpc": (functools.partial(run_grpc, OWN), parse_own),
+    "sglang": (functools.partial(run_grpc, SGLANG), parse_sglang),
 }
 
 

@@ -1,6 +1,16 @@
 """Which calls are measured: batches given by what each sequence has cached and what is new.
 
-Owns the lists of cases. Never knows arrays, backends or times; `inputs` fills a case with numbers.
+Owns the lists of cases and the one definition of a call's useful work, from which all figures are made. Never knows
+arrays, backends or times; `inputs` fills a case with numbers.
+
+Work is counted from real lengths: what masks, padding, tiles or a second reading add is the kernel's loss. Each input
+is read once and each output written once, whatever a cache may hide:
+
+- attention bytes: K and V of the tokens that some query of the sequence sees, the queries, the output, and the
+  page ids of those tokens (4 bytes each). Pages shared by sequences count for each.
+- attention FLOPs: 4 * H for each pair of a query head and a KV token that it sees (2 for the score, 2 for the output);
+  the softmax is left out, so causality halves a whole prompt.
+- store bytes: the new K and V read in their dtype and written in the cache's, and 4 for each slot. No FLOPs.
 """
 
 from __future__ import annotations
@@ -12,6 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from bench.roofline import Work
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
 from pallas_kernels.arg_specs import ArgSpec
 
@@ -99,6 +110,34 @@ def store(num_tokens: int, **fields: Any) -> KernelCase:
     new = (1024,) * (num_tokens // 1024) + ((num_tokens % 1024,) if num_tokens % 1024 else ())
     name = f"store {num_tokens}{' float8' if fields.get('float8_cache') else ''}"
     return KernelCase(name, STORE, (0,) * len(new), new, **fields)
+
+
+def work_of(case: KernelCase) -> Work:
+    """The useful work of one call."""
+    spec = case.spec
+    width, cache_width = jnp.dtype(spec.dtype).itemsize, jnp.dtype(spec.cache_dtype).itemsize
+    kv_row = 2 * case.num_kv_heads * case.head_dim  # elements of K and V of one token
+    if case.op == STORE:
+        return Work(sum(case.new) * (kv_row * (width + cache_width) + 4), 0)
+    seen_tokens, seen_pages, pairs = _seen(case)
+    num_heads = case.num_kv_heads * case.num_groups
+    queries_and_output = 2 * sum(case.new) * num_heads * case.head_dim * width
+    num_bytes = seen_tokens * kv_row * cache_width + queries_and_output + 4 * seen_pages
+    return Work(num_bytes, 4 * case.head_dim * num_heads * pairs)
+
+
+def _seen(case: KernelCase) -> tuple[int, int, int]:
+    """KV tokens that some query sees, the pages they lie in, and (query, token) pairs."""
+    window = case.sliding_window or int(case.lengths.max()) + 1
+    tokens = pages = pairs = 0
+    for cached, new in zip(case.cached, case.new, strict=True):
+        if new == 0:
+            continue
+        first = max(0, cached - window + 1)
+        tokens += cached + new - first
+        pages += -(-(cached + new) // case.page_size) - first // case.page_size
+        pairs += int(np.minimum(np.arange(cached, cached + new) + 1, window).sum())
+    return tokens, pages, pairs
 
 
 RAGGED = [17, 100, 333, 1000, 2048, 3000, 4095, 8192] * 4

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernels import ours
 from bench.kernels.cases import DECODE, EXTEND, STORE, KernelCase
+from bench.kernels.contenders import Unsupported, prepare_backend
 from bench.kernels.inputs import Inputs, make_inputs
 from bench.kernels.measure import check_error
-from bench.kernels.ours import Unsupported
 from bench.kernels.runners import JaxRunner, Runner
 from pallas_kernels.arg_specs import ArgSpec
 
@@ -82,7 +81,7 @@ def check_spec(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = Fals
     checks, runners = [], {}
     for op, inputs in batches.items():
         try:
-            runners[op] = JaxRunner(ours.prepare(backend, inputs, interpret=interpret))
+            runners[op] = JaxRunner(prepare_backend(backend, inputs, interpret=interpret))
         except Unsupported as error:
             checks.append(Check(op, backend, spec.name, REFUSED, note=str(error)))
         except Exception as error:
@@ -90,7 +89,7 @@ def check_spec(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = Fals
     others = {}
     with jax.default_matmul_precision("highest"):
         if backend != "xla":
-            others = {op: JaxRunner(ours.prepare("xla", batches[op])) for op in runners if op != STORE}
+            others = {op: JaxRunner(prepare_backend("xla", batches[op])) for op in runners if op != STORE}
     with ThreadPoolExecutor(max_workers=6) as pool:
         for future in [pool.submit(getattr, runner, "program") for runner in (*runners.values(), *others.values())]:
             future.exception()  # shows again where the program is used

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernels.cases import DECODE, STORE, KernelCase
-from bench.kernels.work import work_of
+from bench.kernels.cases import DECODE, STORE, KernelCase, work_of
 from pallas_kernels import bfloat16_bits
 from pallas_kernels.bfloat16_bits import to_bits, to_numbers
 from pallas_kernels.options import FLOAT8

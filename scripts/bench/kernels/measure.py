@@ -11,15 +11,13 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from bench.kernels import ours
-from bench.kernels.baselines import Prepare, baselines_for
-from bench.kernels.cases import STORE, KernelCase
+from bench.kernels.cases import STORE, KernelCase, work_of
+from bench.kernels.contenders import Prepare, Unsupported, backends_for, baselines_for, prepare_backend
 from bench.kernels.inputs import Inputs, layers_for, make_inputs
-from bench.kernels.ours import Unsupported
 from bench.kernels.reference import attention_error, store_error
 from bench.kernels.runners import JaxRunner, Runner, time_all
 from bench.kernels.torch_baselines import torch_baselines
-from bench.kernels.work import Roofline, work_of
+from bench.roofline import Roofline
 
 BASELINES = "baselines"
 # How the names of contenders end that need no pages.
@@ -78,7 +76,7 @@ MAX_ERROR = 2e-2
 def contenders_for(case: KernelCase, platform: str, wanted: list[str]) -> dict[str, Callable[[Inputs], Runner]]:
     """Those among `wanted` (names of our backends, "baselines" for all others) that do what the case's op does."""
     chosen: dict[str, Callable[[Inputs], Runner]] = {}
-    for backend in ours.backends_for(platform):
+    for backend in backends_for(platform):
         if backend in wanted:
             chosen[backend] = functools.partial(_run_ours, backend)
     if BASELINES in wanted:
@@ -97,7 +95,7 @@ def measure_case(
     """
     inputs = make_inputs(case, layers_for(case, platform))
     work = work_of(case)
-    own_names = ours.backends_for(platform)
+    own_names = backends_for(platform)
     contenders = contenders_for(case, platform, wanted)
     for name in [name for name in contenders if name.endswith(UNPAGED) and name in known]:
         yield dataclasses.replace(known[name], case=case.label)
@@ -138,7 +136,7 @@ def _measure(
 
 
 def _run_ours(backend: str, inputs: Inputs) -> Runner:
-    return JaxRunner(ours.prepare(backend, inputs))
+    return JaxRunner(prepare_backend(backend, inputs))
 
 
 def _run_prepared(prepare: Prepare, inputs: Inputs) -> Runner:

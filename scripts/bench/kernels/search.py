@@ -1,23 +1,34 @@
-"""Finding block sizes: from the table's sizes to better neighbours, each checked before it is timed.
+"""The search for block sizes, and the table of `pallas_kernels` that its results go into.
 
-Knows no kernel's sizes by name, but for two small counts: candidates are the sizes at hand with one integer
-halved or doubled. Sizes that don't trace, compile or give the right result are passed over.
+The search starts at the table's sizes and moves to better neighbours: the same sizes with one integer halved or
+doubled. Each candidate is checked before it is timed; sizes that fail to trace, to compile or to give the right result
+are skipped. Knows no kernel's sizes by name, except for two small counts.
+
+An entry of the table holds for its own head size, groups, page size and dtypes, and among batches for all that are
+nearer to it than to another measured one. Entries that the table had for the same op and backend are replaced.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import math
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
-from bench.kernels import ours
+from bench.kernels.contenders import prepare_backend
 from bench.kernels.inputs import Inputs
 from bench.kernels.measure import MAX_ERROR, check_error
 from bench.kernels.runners import JaxRunner, Runner, time_all
 from pallas_kernels import tuning
+from pallas_kernels.target import TargetDevice
+from pallas_kernels.tuning import ShapeClass
 
 Sizes = dict[str, int]
 T = TypeVar("T")
@@ -56,7 +67,7 @@ def shape_asked(backend: str, inputs: Inputs) -> tuning.ShapeClass | None:
         Unsupported: the backend refuses the shapes.
     """
     with tuning.override(inputs.case.op, backend, {}) as asked:
-        ours.prepare(backend, inputs)
+        prepare_backend(backend, inputs)
     return asked[0] if asked else None
 
 
@@ -112,7 +123,7 @@ def _right_runners(backend: str, inputs: Inputs, candidates: list[Sizes]) -> dic
     runners: dict[str, JaxRunner] = {}
     for i, sizes in enumerate(candidates):
         with tuning.override(inputs.case.op, backend, sizes):
-            runner = _or_none(lambda: JaxRunner(ours.prepare(backend, inputs)))
+            runner = _or_none(lambda: JaxRunner(prepare_backend(backend, inputs)))
         if runner is not None:
             runners[str(i)] = runner
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -130,3 +141,81 @@ def _or_none(attempt: Callable[[], T]) -> T | None:
         return attempt()
     except Exception:  # whatever a kernel or a compiler says to sizes that it can't use
         return None
+
+
+_BATCH_FIELDS = ("num_seqs", "num_tokens")
+_MODEL_FIELDS = [field.name for field in dataclasses.fields(ShapeClass) if field.name not in _BATCH_FIELDS]
+_POWERS = [1 << i for i in range(17)]
+
+
+def table_path(folder: Path, device: TargetDevice) -> Path:
+    """The file of a device: "NVIDIA H200" has nvidia_h200.json."""
+    return folder / (re.sub(r"\W+", "_", device.kind.lower()).strip("_") + ".json")
+
+
+def updated_table(old: dict[str, Any], found: Sequence[Found], device: TargetDevice, source: str) -> dict[str, Any]:
+    """The table with what was found; `source` says how, and each entry adds its time."""
+    entries = list(_entries(found, source))
+    replaced = {(entry["op"], entry["backend"]) for entry in entries}
+    kept = [entry for entry in old.get("blocks", []) if (entry["op"], entry["backend"]) not in replaced]
+    order = old.get("backends", {}) | {op: {device.platform: names} for op, names in backend_order(found).items()}
+    return {"devices": [device.kind], "backends": order, "blocks": [*kept, *entries]}
+
+
+def backend_order(found: Sequence[Found]) -> dict[str, list[str]]:
+    """The backends of each op, best first: by the geometric mean of their times over the fastest one's of each case.
+
+    A backend that some cases were too much for is judged by the others. Behind "xla", which takes everything,
+    nothing is listed.
+    """
+    fastest: dict[tuple[str, str], float] = {}
+    for one in found:
+        key = (one.op, one.case)
+        fastest[key] = min(one.best_s, fastest.get(key, math.inf))
+    slowness: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in found:
+        slowness[one.op][one.backend].append(math.log(one.best_s / fastest[one.op, one.case]))
+    order = {}
+    for op, by_backend in slowness.items():
+        names = sorted(by_backend, key=lambda name: sum(by_backend[name]) / len(by_backend[name]))
+        order[op] = names[: names.index("xla") + 1] if "xla" in names else names
+    return order
+
+
+def write_table(path: Path, table: dict[str, Any]) -> None:
+    """One entry a line, as the default table has it."""
+    blocks = ",\n  ".join(json.dumps(entry) for entry in table["blocks"])
+    head = f' "devices": {json.dumps(table["devices"])},\n "backends": {json.dumps(table["backends"])},\n'
+    path.write_text(f'{{\n{head} "blocks": [\n  {blocks}\n ]\n}}\n')
+
+
+def _entries(found: Iterable[Found], source: str) -> Iterable[dict[str, Any]]:
+    groups: dict[tuple[Any, ...], list[Found]] = defaultdict(list)
+    seen: set[Any] = set()
+    for one in found:
+        is_first = (one.op, one.backend, one.shape) not in seen
+        seen.add((one.op, one.backend, one.shape))
+        if one.shape is not None and is_first:
+            model = tuple(getattr(one.shape, name) for name in _MODEL_FIELDS)
+            groups[one.op, one.backend, model].append(one)
+    for (op, backend, model), members in groups.items():
+        for one in members:
+            assert one.shape is not None
+            seqs = {other.shape.num_seqs for other in members if other.shape is not None}
+            same_seqs = [other.shape for other in members if other.shape and other.shape.num_seqs == one.shape.num_seqs]
+            when = dict(zip(_MODEL_FIELDS, model, strict=True))
+            when |= _nearest("num_seqs", one.shape.num_seqs, seqs)
+            when |= _nearest("num_tokens", one.shape.num_tokens, {shape.num_tokens for shape in same_seqs})
+            measured = f"{source}: {one.best_s * 1e6:.1f} us for {one.case}"
+            yield {"op": op, "backend": backend, "when": when, "blocks": one.best, "source": measured}
+
+
+def _nearest(field: str, value: int, measured: set[int]) -> dict[str, list[int]]:
+    """The powers of two that are nearer to `value` than to another measured one; no condition if it is the only one."""
+    if len(measured) == 1:
+        return {}
+
+    def nearest(power: int) -> int:
+        return min(sorted(measured), key=lambda other: abs(math.log2(power / other)))
+
+    return {field: [power for power in _POWERS if nearest(power) == value]}

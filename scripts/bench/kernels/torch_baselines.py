@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.kernels.baselines import dense_cache, equal_shape, slot_major
 from bench.kernels.cases import STORE
+from bench.kernels.contenders import Unsupported, dense_cache, equal_shape, slot_major
 from bench.kernels.inputs import Inputs, Layer
-from bench.kernels.ours import Unsupported
 
 
 class TorchRunner:

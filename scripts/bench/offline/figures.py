@@ -1,17 +1,30 @@
-"""The figures of a recorded run, as JSON: seconds, tokens, and shares of 1. docs/performance.md defines them."""
+"""The figures of a recorded run, as JSON: seconds, tokens, and shares of 1. docs/performance.md defines them.
+
+Time: the device is busy with a step from the end of its `submit`, or of the step before if that is later, until the
+step is ready. Launching therefore counts as the host's time if nothing else runs meanwhile. All other time of a run is
+idle. In part of it the host waited (the step was ready, but the loop had not woken up yet); the rest is host exposed:
+the host computed while the device had nothing to do.
+
+Work: what a step must do at least, from real lengths; padding, masks and second readings are the engine's loss. Bytes:
+each weight once (an embedding that is not the output head isn't read), and K and V of all tokens of each sequence.
+FLOPs: 2 for each weight of the layers and new token, 2 for each weight of the head and sequence, and 4 * head_dim for
+each query head and token that it sees. The same rules as in `bench.kernels.cases`, for whole models.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 
-from bench.kernels.work import Roofline
 from bench.offline.recording import Recording, Step, Turn
-from bench.offline.split import Interval, busy_intervals, split
-from bench.offline.work import ModelWork
+from bench.roofline import Roofline, Work
+from bench.simulation.cost import num_params
+from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import FromEngine, Replies
 from jaxsgl.request import Request
 
@@ -209,3 +222,83 @@ def _summary(seconds: Sequence[float]) -> dict[str, float]:
         return {}
     values = np.percentile(1e3 * np.array(seconds), list(_PERCENTILES.values()))
     return {"mean": 1e3 * float(np.mean(seconds)), **dict(zip(_PERCENTILES, values.tolist(), strict=True))}
+
+
+Interval: TypeAlias = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Seconds of a run. `busy_s + idle_s` is all of it, and `host_exposed_s` a part of `idle_s`."""
+
+    busy_s: float
+    idle_s: float
+    host_exposed_s: float
+
+
+def busy_intervals(submitted_and_ready: Iterable[Interval]) -> list[Interval]:
+    """When the device worked on each step: it runs them one after the other, in the order given."""
+    busy: list[Interval] = []
+    last_ready_s = float("-inf")
+    for submitted_s, ready_s in submitted_and_ready:
+        ready_s = max(ready_s, last_ready_s)
+        busy.append((min(max(submitted_s, last_ready_s), ready_s), ready_s))
+        last_ready_s = ready_s
+    return busy
+
+
+def split(run: Interval, busy: Sequence[Interval], waits: Sequence[Interval]) -> TimeSplit:
+    """Splits `run`. `busy` and `waits` (the host waits for a step) are in order and each free of overlaps."""
+    gaps = list(zip([run[0], *(end for _, end in busy)], [*(begin for begin, _ in busy), run[1]], strict=True))
+    idle_s = sum(end - begin for begin, end in gaps)
+    return TimeSplit(run[1] - run[0] - idle_s, idle_s, idle_s - _overlap_s(gaps, waits))
+
+
+def _overlap_s(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
+    """Seconds that lie in both; each in order."""
+    total_s, i, k = 0.0, 0, 0
+    while i < len(ones) and k < len(others):
+        total_s += max(0.0, min(ones[i][1], others[k][1]) - max(ones[i][0], others[k][0]))
+        if ones[i][1] <= others[k][1]:
+            i += 1
+        else:
+            k += 1
+    return total_s
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """A model in numbers.
+
+    Attributes:
+      layer_params, head_params: weights of all layers, and of the output head.
+      weight_bytes: of one weight.
+      kv_token_bytes: K and V of one token in all layers.
+      pair_flops: of a token that sees another, in all heads and layers.
+    """
+
+    layer_params: int
+    head_params: int
+    weight_bytes: int
+    kv_token_bytes: int
+    pair_flops: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> ModelWork:
+        """As `engine` holds it."""
+        arch, capacity = engine.arch, engine.capacity
+        kv_tokens = capacity.pool_tokens + capacity.page_size  # the dummy page too
+        pair_flops = 4 * arch.num_layers * arch.num_heads * arch.head_dim
+        width = jnp.dtype(engine.info.dtype).itemsize
+        return cls(*num_params(arch), width, engine.info.kv_bytes // kv_tokens, pair_flops)
+
+    def of_step(self, step: Step) -> Work:
+        """The least that `step` could do."""
+        lengths, new = step.lengths.astype(np.int64), step.new.astype(np.int64)
+        pairs = (new * lengths - new * (new - 1) // 2).sum()
+        weights = step.bucket.num_steps * (self.layer_params + self.head_params)
+        several = step.bucket.num_steps > 1  # each of them reads K and V anew, and yields tokens
+        num_bytes = self.weight_bytes * weights + self.kv_token_bytes * (pairs if several else lengths.sum())
+        products = 2 * (self.layer_params * step.num_tokens)
+        products += 2 * self.head_params * (step.num_tokens if several else step.num_seqs)
+        return Work(int(num_bytes), int(products + self.pair_flops * pairs))

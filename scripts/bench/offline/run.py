@@ -1,6 +1,7 @@
-"""One recorded run of the real scheduler and engine, in this process; and how late the recording's stamps are.
+"""One recorded run of the real scheduler and engine in this process, and how late the recording's stamps are.
 
-Called by `bench_offline.py`; knows no figures of runs.
+The run's mailbox delivers all requests at the first call, as bytes, and encodes every message that goes out, as
+`jaxsgl.ipc` does, but without sockets. Knows no figures. Called by `bench_offline.py`.
 """
 
 from __future__ import annotations
@@ -8,17 +9,17 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from bench.offline.mailbox import RecordedMailbox
 from bench.offline.recording import Recording, RecordingEngine
-from bench.workloads.jobs import Job
+from bench.requests import Job
 from jaxsgl.batch.engine_api import StepEngine, StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs, packed_len
-from jaxsgl.messages import FromEngine
+from jaxsgl.messages import FromEngine, News, Replies, Shutdown, StartProfile, ToEngine
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -93,3 +94,50 @@ def _compute(seconds: float) -> None:
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
+
+
+PROFILED_STEPS = 50
+
+
+class RecordedMailbox:
+    """Implements `Mailbox`; ends the loop once it has nothing left to do.
+
+    Args:
+      requests: what is to be done.
+      recording: where stamps go.
+      profile: folder for a trace of some steps, recorded once half of the output tokens are there.
+    """
+
+    def __init__(self, requests: Iterable[Request], recording: Recording, profile: str | None = None) -> None:
+        requests = list(requests)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._waiting = [self._encoder.encode(request) for request in requests]
+        self._recording = recording
+        self._profile = profile
+        self._half_tokens = sum(request.sampling.max_tokens or 0 for request in requests) // 2
+        self.sent: list[bytes] = []
+
+    def receive(self, block: bool) -> list[ToEngine]:
+        """Requests or commands, if any wait, else the end."""
+        self._recording.turn_begins()
+        waiting, self._waiting = self._waiting, []
+        messages = [self._decoder.decode(message) for message in waiting]
+        self._recording.turns[-1].received_s = time.perf_counter()
+        return messages or ([Shutdown()] if block else [])
+
+    def send(self, news: News) -> None:
+        """Encodes, and keeps."""
+        begin_s = time.perf_counter()
+        message = self._encoder.encode(news)
+        turn = self._recording.turns[-1]
+        turn.sent_s, turn.send_s = time.perf_counter(), begin_s
+        self.sent.append(message)
+        if self._profile and isinstance(news, Replies) and news.load.output_tokens_total >= self._half_tokens:
+            self._waiting.append(self._encoder.encode(StartProfile(1, self._profile, PROFILED_STEPS)))
+            self._profile = None
+
+    def news(self) -> list[FromEngine]:
+        """Everything that was sent, as the front end would have got it."""
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        return [decoder.decode(message) for message in self.sent]

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from bench.workloads.jobs import Job
+from bench.requests import Job
 
 UNTOLD = -1  # a token that an endpoint counted, but didn't name
 

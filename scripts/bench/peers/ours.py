@@ -9,7 +9,7 @@ import shlex
 import jax
 
 from bench.peers.contender import CannotRun, Setup
-from bench.workloads.jobs import Job
+from bench.requests import Job
 from jaxsgl import LLM, SamplingParams
 from jaxsgl.config import EngineConfig, add_flags, from_flags
 

@@ -1,77 +1,70 @@
-"""The parent's end of a contender's process. Knows no engine."""
+"""A contender's process, and this process's end of it: a JSON line for each command, and one for each answer.
+
+    python -m bench.peers.process MODULE:CLASS OPTIONS
+
+What libraries print in the contender's process goes to a log file, so that the answers stay readable. Neither end knows
+an engine.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
-import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
-from bench.peers.contender import CannotRun, Kind, Setup
-from bench.workloads.jobs import Job
+from bench.peers.contender import CannotRun, Contender, Kind, Setup
+from bench.processes import LineChild, answers_only, python_path
+from bench.requests import Job
 
-ROOT = Path(__file__).resolve().parents[3]
 CLOSE_S = 20.0
-LAST_WORDS = 600  # characters of the log that are told if it died
+LOG_TAIL = 600  # characters of the log that an error quotes if the process died
 
 
 class Process:
     """A contender in a process of its own.
 
     Args:
-      kind: which.
+      kind: which contender.
       log: file for what it prints.
       device: "cpu" hides all GPUs from it.
     """
 
     def __init__(self, kind: Kind, log: Path, device: str) -> None:
         self._log = log
-        command = [sys.executable, "-m", "bench.peers.child", kind.where, msgspec.json.encode(kind.options).decode()]
+        options = msgspec.json.encode(kind.options).decode()
         with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, env=_environment(device)
-            )
+            command = [sys.executable, "-m", "bench.peers.process", kind.where, options]
+            self._child = LineChild(command, _environment(device), file)
 
     @property
     def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
+        """Id of the process."""
+        return self._child.pid
 
     def start(self, setup: Setup) -> dict[str, str]:
-        """Loads; returns the versions. Raises `CannotRun`."""
+        """Loads the model; returns the versions. Raises `CannotRun`."""
         versions: dict[str, str] = self._ask(do="start", setup=setup)["versions"]
         return versions
 
     def run(self, jobs: list[Job]) -> tuple[float, list[list[int]]]:
-        """One run from a clean start: seconds, and the outputs. Raises `CannotRun`."""
+        """Runs all jobs from a clean start; returns the seconds it took and the outputs. Raises `CannotRun`."""
         told = self._ask(do="run", jobs=jobs)
         return told["seconds"], told["outputs"]
 
     def close(self) -> None:
-        """Asks it to end, and makes it end."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.close()
-            self._process.wait(CLOSE_S)
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
+        """Asks the process to end, and kills it if it doesn't."""
+        self._child.close(CLOSE_S)
 
     def _ask(self, **command: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
+        line = self._child.ask(msgspec.json.encode(command))
         if not line:
-            status = self._process.wait()
-            raise CannotRun(f"its process ended with status {status}: {self._log.read_text()[-LAST_WORDS:]}")
+            raise CannotRun(f"its process ended with status {self._child.wait()}: {self._log.read_text()[-LOG_TAIL:]}")
         told: dict[str, Any] = msgspec.json.decode(line)
         if "cannot" in told:
             raise CannotRun(told["cannot"])
@@ -79,11 +72,48 @@ class Process:
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Processes find the project and this package; their threads don't spin while others are measured."""
-    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
+    """The project is importable, and threads don't spin while another contender is measured."""
     spinning = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     kept = {name: value for name, value in os.environ.items() if name not in spinning}
+    path = {"PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))}
     hidden = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     grown = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a GPU's memory is shared by all contenders
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    return kept | {"PYTHONPATH": path} | hidden | grown | quiet
+    return kept | path | hidden | grown | quiet
+
+
+def serve(where: str, options: dict[str, Any], commands: IO[str], answers: IO[str]) -> None:
+    """Obeys until the commands end; the first one imports and makes the contender, module:class with `options`."""
+    contender: Contender | None = None
+
+    def answer(**told: Any) -> None:
+        answers.write(msgspec.json.encode(told).decode() + "\n")
+        answers.flush()
+
+    for line in commands:
+        command = msgspec.json.decode(line)
+        try:
+            match command["do"]:
+                case "start":
+                    module, _, name = where.partition(":")
+                    contender = getattr(importlib.import_module(module), name)(**options)
+                    contender.start(msgspec.convert(command["setup"], Setup))
+                    answer(versions=contender.versions())
+                case "run":
+                    assert contender is not None, "it runs once it was started"
+                    jobs = msgspec.convert(command["jobs"], list[Job])
+                    contender.reset()
+                    begin_s = time.perf_counter()
+                    outputs = contender.run(jobs)
+                    answer(seconds=time.perf_counter() - begin_s, outputs=outputs)
+        except (CannotRun, ImportError) as reason:
+            answer(cannot=str(reason))
+        except Exception as error:  # one engine's failure must not end the runs of the other contenders
+            traceback.print_exc()
+            answer(cannot=f"{type(error).__name__}: {error}")
+    if contender is not None:
+        contender.close()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], msgspec.json.decode(sys.argv[2]), sys.stdin, answers_only())

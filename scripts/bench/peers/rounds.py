@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.frontend.processes import cpu_s
 from bench.peers.contender import UNTOLD, CannotRun, Kind, Setup
 from bench.peers.process import Process
-from bench.workloads.jobs import Job
+from bench.processes import cpu_s
+from bench.requests import Job
 
 OURS = "jaxsgl"  # how names of our own contenders begin
 EXACT = "float32"  # in the names of those whose tokens are compared with the others'

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from bench.workloads.prompts import Ask
-from bench.workloads.replay import FORMATS, replayed
-from bench.workloads.traces import TraceConfig, made_up
+from bench.requests import Ask
+from bench.traces import FORMATS, TraceConfig, made_up, replayed
 from jaxsgl.config import flag
 from jaxsgl.errors import ConfigError
 

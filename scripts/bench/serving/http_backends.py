@@ -13,8 +13,7 @@ from typing import Any
 
 import msgspec
 
-from bench.serving.answer import Answer, Turn
-from bench.serving.backend import FLUSH_WAIT_S, BackendError, Served
+from bench.serving.backend import FLUSH_WAIT_S, Answer, BackendError, Served, Turn
 from bench.serving.http_stream import HttpServer
 
 WORDS = """

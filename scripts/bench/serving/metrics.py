@@ -1,19 +1,20 @@
-"""From answers to the figures of SGLang's bench_serving, by its definitions and under its names.
+"""From answers to the figures of SGLang's bench_serving, by its definitions and under its names, and their table.
 
 TTFT: first text - send. E2E: last event - send. TPOT: (E2E - TTFT) / (output tokens - 1), of answers with more than
 one token. ITL: gap between chunks, divided by the tokens of the later one. Concurrency: sum of E2E / duration. Goodput
-(vLLM's): answers a second that keep all of the given limits. Of failed requests only the number and the errors count.
+(vLLM's): answers per second that meet all of the given limits. Failed requests count only by number and error.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from bench.serving.answer import Answer
+from bench.serving.backend import Answer
 from bench.serving.run import Outcome
 
 PERCENTILES = (90, 95, 99)
@@ -91,3 +92,60 @@ def spread(name: str, seconds: Iterable[float]) -> dict[str, float]:
         f"std_{name}_ms": float(ms.std()),
         **{f"p{percent}_{name}_ms": value for percent, value in percentiles},
     }
+
+
+WIDTH = 50
+HEAD = (
+    ("Backend:", "backend"),
+    ("Traffic request rate:", "request_rate"),
+    ("Max request concurrency:", "max_concurrency"),
+    ("Successful requests:", "completed"),
+    ("Failed requests:", "failed"),
+    ("Answers shorter than asked for:", "short_answers"),
+    ("Benchmark duration (s):", "duration"),
+    ("Total input tokens:", "total_input_tokens"),
+    ("Total cached input tokens:", "total_cached_tokens"),
+    ("Total generated tokens:", "total_output_tokens"),
+    ("Request throughput (req/s):", "request_throughput"),
+    ("Request goodput (req/s):", "request_goodput"),
+    ("Input token throughput (tok/s):", "input_throughput"),
+    ("Output token throughput (tok/s):", "output_throughput"),
+    ("Total token throughput (tok/s):", "total_throughput"),
+    ("Output tokens per chunk:", "tokens_per_chunk"),
+    ("Concurrency:", "concurrency"),
+    ("This program's share of a core:", "load_cpu"),
+)
+LATENCIES = (
+    ("End-to-End Latency", "E2E Latency", "e2e_latency"),
+    ("Time to First Token", "TTFT", "ttft"),
+    ("Time per Output Token (excl. 1st token)", "TPOT", "tpot"),
+    ("Inter-Token Latency", "ITL", "itl"),
+)
+STATISTICS = ("mean", "median", "std", "p90", "p95", "p99", "max")
+MAX_ERRORS = 5  # kinds that are listed
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures."""
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
+    lines += [
+        _line(title, result[name]) for title, name in HEAD if name != "request_goodput" or result[name] is not None
+    ]
+    for title, short, name in LATENCIES:
+        lines.append(f"{title:-^{WIDTH}}")
+        values = ((statistic, result.get(f"{statistic}_{name}_ms")) for statistic in STATISTICS)
+        lines += [_line(f"{what.capitalize()} {short} (ms):", value) for what, value in values if value is not None]
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def failures(answers: Sequence[Answer]) -> str:
+    """Errors, the most frequent first; empty if there is none."""
+    counts = Counter(answer.error for answer in answers if answer.error)
+    lines = [f"{count:,} x {error}" for error, count in counts.most_common(MAX_ERRORS)]
+    left = len(counts) - len(lines)
+    return "\n".join([*lines, *([f"and {left} other errors: see --output-details"] if left > 0 else [])])
+
+
+def _line(title: str, value: Any) -> str:
+    shown = "not set" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{title:<40} {shown:<9}".rstrip()

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bench.serving.answer import Answer, Turn
-from bench.serving.backend import Backend, BackendError
-from bench.workloads.prompts import Ask, prompt_pieces
+from bench.requests import Ask, prompt_pieces
+from bench.serving.backend import Answer, Backend, BackendError, Turn
 
 WARM_UP_SEED = (1 << 62) - 1  # of a prompt that shares nothing with those of the run
 WARM_UP_OUTPUT_LEN = 32  # at most

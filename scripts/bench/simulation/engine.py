@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from bench.requests import OUTPUT_TOKEN
 from bench.simulation.cost import Costs, Hardware, equal_pairs, weight_bytes
-from bench.workloads.prompts import OUTPUT_TOKEN
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import StepScores

@@ -1,13 +1,17 @@
-"""Coefficients of `cost.py` from measured steps, by least squares.
+"""Step times of the real engine, measured on this machine's device, and the coefficients of `cost.py` fitted to them.
+
+Every compiled size is measured at several lengths, in batches of whole prompts or of their ends, each with its own
+pages and with any token ids.
 
 The formula is linear once it is known which steps are bound by memory and which by compute: products switch at a number
-of tokens, attention at a number of pairs per KV token. All switches between measured values are tried; for each the
+of tokens, attention at a number of pairs per KV token. All switches between measured values are tried. For each, the
 linear problem is solved without negative coefficients, and the best fit of the whole formula is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,12 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from bench.simulation.cost import StepCost, equal_pairs
+from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.build import BatchBuilder, Work
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.cache.pages import pages_for, tokens_in
+from jaxsgl.engine.engine import Engine
 
 MAX_SWITCHES = 12  # of each kind that are tried
 Floats = npt.NDArray[np.float64]
@@ -68,3 +78,60 @@ def _least_squares(columns: Floats, seconds: Floats) -> list[float]:
     scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)
     solution, _ = nnls(weighted / scale, np.ones(len(seconds)))
     return (solution / scale).tolist()
+
+
+LENGTHS = (1, 1 / 4, 1 / 16)  # of sequences, as shares of what fits
+SEQS = (1, 8)  # of extend steps
+
+
+def record(engine: Engine, repeats: int = 5) -> Iterator[dict[str, Any]]:
+    """Runs each step `repeats` times and yields the fastest of them: what else runs only adds."""
+    capacity = engine.capacity
+    pages = np.arange(1, capacity.num_pages, dtype=np.int32)
+    for kind, seqs, count, length in dict.fromkeys(_cases(engine)):
+        tables = np.zeros((capacity.num_rows, capacity.max_pages_per_seq), dtype=np.int32)
+        each = pages_for(length, capacity.page_size)
+        tables[:seqs, :each] = pages[: seqs * each].reshape(seqs, each)
+        builder = BatchBuilder(engine.buckets, tables, SamplingRows(capacity.num_rows), capacity.page_size)
+        if kind == "decode":
+            inputs = builder.decode(np.arange(seqs, dtype=np.int32), np.full(seqs, length - 1, dtype=np.int32))
+        else:
+            ids = np.ones(count, dtype=np.int32)
+            inputs = builder.extend([Work(row, ids, length - count, True) for row in range(seqs)])
+        yield {
+            "kind": kind,
+            "tokens": inputs.bucket.num_tokens,
+            "seqs": seqs,
+            "kv_tokens": seqs * length,
+            "pairs": equal_pairs(seqs * count, seqs, seqs * length),
+            "seconds": _fastest(engine, inputs, repeats),
+        }
+
+
+def _cases(engine: Engine) -> Iterator[tuple[str, int, int, int]]:
+    """Kind, sequences, and new tokens and length of each."""
+    capacity = engine.capacity
+    for share in LENGTHS:
+        wanted = max(1, int(share * capacity.context_length))
+        for size in engine.buckets.decode_sizes:
+            yield "decode", size, 1, min(wanted, _most(capacity, size))
+        for size in engine.buckets.extend_sizes:
+            for seqs in (min(seqs, size, capacity.num_rows) for seqs in SEQS):
+                count, most = size // seqs, _most(capacity, seqs)
+                if count <= most:
+                    yield "extend", seqs, count, min(max(wanted, count), most)
+
+
+def _most(capacity: Capacity, seqs: int) -> int:
+    """Tokens that each of `seqs` sequences can have at once."""
+    return min(capacity.context_length, tokens_in((capacity.num_pages - 1) // seqs, capacity.page_size))
+
+
+def _fastest(engine: Engine, inputs: StepInputs, repeats: int) -> float:
+    """Seconds; a first run warms up."""
+    seconds = []
+    for _ in range(1 + repeats):
+        start_s = time.perf_counter()
+        engine.submit(inputs).tokens()
+        seconds.append(time.perf_counter() - start_s)
+    return min(seconds[1:])

@@ -1,21 +1,137 @@
-"""One run: the real scheduler and the real serving loop between simulated clients and a simulated engine."""
+"""One simulated run: the real scheduler and serving loop between simulated clients and a simulated engine.
+
+`Clients` is the loop's `Mailbox` on the simulated clock. It sends each request of a trace when its time has come (a
+later turn of a conversation: when the turn before has ended), and counts the replies. A reply to a request that is not
+open is a KeyError; an idle engine with open requests is an AssertionError.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import time
+from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Any
 
-from bench.simulation.clients import Clients
+from bench.requests import Ask, prompt_ids
 from bench.simulation.cost import Costs
 from bench.simulation.engine import Clock, SimulatedEngine, SizesBuilder
-from bench.simulation.figures import Figures
-from bench.workloads.prompts import Ask
+from bench.simulation.figures import Figures, Sent
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config import EngineConfig
+from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.models import ModelArch
+from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
+
+MAX_IDLE_CALLS = 1000  # of the loop, in which no time passes and no message comes
+
+
+class Clients:
+    """Whoever asks.
+
+    Args:
+      trace: requests in order of arrival.
+      clock: moved forward when the engine has nothing to do until the next request.
+      vocab_size: of the prompts' ids.
+      max_concurrency: requests that may be open; the others wait at the client, where no time counts. None: no bound.
+    """
+
+    def __init__(self, trace: Iterable[Ask], clock: Clock, vocab_size: int, max_concurrency: int | None = None) -> None:
+        self.figures = Figures()
+        self._clock = clock
+        self._vocab_size = vocab_size
+        self._max_open = max_concurrency or float("inf")
+        self._trace = iter(trace)
+        self._next = next(self._trace, None)
+        self._later: list[tuple[float, int, Ask]] = []  # next turns, by time
+        self._due: deque[tuple[float, Ask]] = deque()  # with the time since when
+        self._open: dict[str, Sent] = {}
+        self._numbers = itertools.count()
+        self._stepped_s = 0.0
+        self._full_until_s = 0.0  # until then, as many requests as may be were open
+        self._idle_calls = (-1.0, 0)
+
+    def receive(self, block: bool) -> list[ToEngine]:
+        """All that is due; when `block`, waits for it, and says `Shutdown` if nothing will ever come."""
+        self._collect_due()
+        if block and not self._due:
+            times = [ask.at_s for ask in (self._next,) if ask is not None] + [entry[0] for entry in self._later[:1]]
+            if not times:
+                assert not self._open, f"the engine is idle, but {len(self._open)} requests have not ended"
+                return [Shutdown()]
+            self._clock.now_s = max(self._clock.now_s, min(times))
+            self._collect_due()
+        messages: list[ToEngine] = []
+        while self._due and len(self._open) < self._max_open:
+            messages.append(self._send(*self._due.popleft()))
+        self._refuse_to_hang(idle=not messages)
+        return messages
+
+    def send(self, news: News) -> None:
+        """Books the replies of one step."""
+        if not isinstance(news, Replies):
+            return
+        now_s, gaps = self._clock.now_s, Counter[float]()
+        if len(self._open) >= self._max_open:
+            self._full_until_s = now_s
+        for reply in news.replies:
+            sent = self._open[reply.request_id]
+            count = len(reply.token_ids)
+            if count:
+                if sent.num_tokens:
+                    gaps[(now_s - sent.last_s) / count] += count
+                else:
+                    sent.first_s = now_s
+                sent.last_s = now_s
+                sent.num_tokens += count
+            if reply.finish_reason is not None or reply.refusal is not None:
+                self._end(reply, sent)
+        for gap_s, count in gaps.items():
+            self.figures.itl_s.add(gap_s, count)
+        if gaps:
+            self.figures.step_itl_s.add(max(gaps))
+        self.figures.step(news.load, self._stepped_s, now_s)
+        self._stepped_s = now_s
+
+    def _collect_due(self) -> None:
+        now_s = self._clock.now_s
+        while self._next is not None and self._next.at_s <= now_s:
+            self._due.append((self._next.at_s, self._next))
+            self._next = next(self._trace, None)
+        while self._later and self._later[0][0] <= now_s:
+            at_s, _, ask = heapq.heappop(self._later)
+            self._due.append((at_s, ask))
+
+    def _send(self, due_s: float, ask: Ask) -> Request:
+        """It was sent when it was due; the engine, busy with a step, sees it only now."""
+        ids = prompt_ids(ask, self._vocab_size)
+        name = str(next(self._numbers))
+        self._open[name] = Sent(ask, len(ids), max(due_s, self._full_until_s))
+        params = SamplingParams(temperature=0.0, max_tokens=ask.output_len, ignore_eos=True)
+        return Request(name, ids, params)
+
+    def _end(self, reply: Reply, sent: Sent) -> None:
+        del self._open[reply.request_id]
+        if reply.refusal is not None:
+            self.figures.refused += 1
+            return
+        self.figures.end(sent, reply.cached_tokens, self._clock.now_s)
+        if sent.ask.then is not None:
+            at_s = self._clock.now_s + sent.ask.then.at_s
+            heapq.heappush(self._later, (at_s, next(self._numbers), sent.ask.then))
+
+    def _refuse_to_hang(self, idle: bool) -> None:
+        """Raises RuntimeError if the scheduler holds requests, but launches nothing."""
+        at_s, calls = self._idle_calls
+        still = idle and at_s == self._clock.now_s
+        self._idle_calls = (self._clock.now_s, calls + 1 if still else 0)
+        if calls > MAX_IDLE_CALLS:
+            raise RuntimeError(
+                f"the scheduler stands still at {at_s:.3f} s with {len(self._open)} open requests: it launches nothing"
+            )
 
 
 def simulate(

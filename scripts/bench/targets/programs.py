@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from bench.processes import ROOT
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.engine.programs import ProgramSpec
 from jaxsgl.engine.state import KvBuffers
@@ -20,7 +20,7 @@ from jaxsgl.weights.sharding import kv_sharding, make_mesh, param_sharding, repl
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
 from pallas_kernels.arg_specs import ArgSpec
 
-BUNDLED_MODEL = Path(__file__).parents[3] / "jaxsgl/bundled_model"
+BUNDLED_MODEL = ROOT / "jaxsgl/bundled_model"
 PAGE_SIZE, NUM_PAGES = 16, 8192
 
 

@@ -1,17 +1,25 @@
-"""The accelerators to compile for, and how JAX is told of one that this machine lacks.
+"""The accelerators to compile for, and the virtual environments whose plug-ins compile for them.
 
 The `.txtpb` files beside this one hold a GPU's facts as XLA's compiler wants them (cores, shared memory, bandwidth).
+Imports no JAX: the parent process may have none, or another version than the targets' environments.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from bench.processes import ROOT, python_path
 
 if TYPE_CHECKING:
     import jax
@@ -81,3 +89,79 @@ def prepare_environment(dump_folder: Path) -> None:
         f"--xla_dump_to={dump_folder} --xla_dump_hlo_as_text --xla_gpu_dump_llvmir --xla_dump_emitter_re=ptx"
     )
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump_folder)
+
+
+# With room for the wheels while they are unpacked; seen: 4.8 GB and 1.6 GB installed.
+DISK_GB = {"cuda13": 11, "tpu": 4}
+OLDEST_PYTHON = (3, 12)  # of JAX_VERSION
+
+
+def missing_for(extra: str, folder: Path) -> str | None:
+    """Why the environment for `extra` can't be made in `folder`, or None when it can or is there."""
+    if _marker(folder, extra).exists():
+        return None
+    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e9
+    if free < DISK_GB[extra]:
+        return f"jax[{extra}] needs {DISK_GB[extra]} GB of disk, {free:.1f} GB are free"
+    if find_python(OLDEST_PYTHON) is None:
+        return f"JAX {JAX_VERSION} needs Python {'.'.join(map(str, OLDEST_PYTHON))} or newer, and none was found"
+    return None
+
+
+def make_environment(extra: str, folder: Path) -> Path:
+    """The environment's python, with `jax[extra]` and this project; made unless it is there. Minutes, gigabytes."""
+    home = folder / extra
+    python = home / "bin/python"
+    if not _marker(folder, extra).exists():
+        interpreter = find_python(OLDEST_PYTHON)
+        assert interpreter is not None, "missing_for says so first"
+        subprocess.run([interpreter, "-m", "venv", "--clear", str(home)], check=True)
+        install = [str(python), "-m", "pip", "install", "-q", "--no-compile", "-e", str(ROOT)]
+        subprocess.run([*install, f"jax[{extra}]=={JAX_VERSION}"], check=True)
+        _marker(folder, extra).touch()
+    return python
+
+
+def _marker(folder: Path, extra: str) -> Path:
+    return folder / extra / f"installed-{JAX_VERSION}"
+
+
+def compile_in(python: Path, target: Target, grid: str, jobs: int) -> Iterator[dict[str, Any]]:
+    """Results of all of the target's programs, compiled by `jobs` processes side by side."""
+    ptxas = next(iter(sorted(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/ptxas"))), Path("ptxas"))
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+
+    def share(index: int) -> list[dict[str, Any]]:
+        command = [str(python), "-m", "bench.targets.compile_for", target.name, grid, str(index), str(jobs), str(ptxas)]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"target"')]
+        if done.returncode:
+            problem = f"process {index} of {jobs} ended with {done.returncode}: {done.stderr[-3000:]}"
+            results.append({"target": target.name, "program": "", "backend": "", "problems": [problem]})
+        return results
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for results in pool.map(share, range(jobs)):
+            yield from results
+
+
+NEWEST = 13  # of the minor versions that JAX's wheels are made for and this project supports
+
+
+def find_python(minimum: tuple[int, int]) -> str | None:
+    """An interpreter of that version up to 3.13: this one, one on the PATH, or one that pyenv made; None if none."""
+    if minimum <= sys.version_info[:2] <= (3, NEWEST):
+        return sys.executable
+    names = [f"python3.{minor}" for minor in range(minimum[1], NEWEST + 1)]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    made = [str(path) for name in names for path in sorted(pyenv.glob(f"*/bin/{name}"))]
+    return next((candidate for candidate in (*names, *made) if _works(candidate)), None)
+
+
+def _works(python: str) -> bool:
+    # A shim of pyenv's may stand on the PATH and refuse to run.
+    try:
+        done = subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0

@@ -1,12 +1,14 @@
-"""What others offer for the same work, through JAX: each prepares its own layout before the clock starts.
+"""What is measured on a case: the backends of `pallas_kernels`, and baselines that do the same work through JAX.
 
-A baseline takes the inputs of a case and returns a `Prepared`, or raises `Unsupported` with the reason, which the
-table then prints. Unpaged ones get K and V as dense `[S, L, K, H]`; the useful work they are credited with is the
-paged call's, without page ids.
+A contender takes the inputs of a case and returns a `Prepared`, or raises `Unsupported` with the reason, which the
+table then prints. Backends are called through the public functions of `pallas_kernels` only. Each baseline prepares its
+own layout before the clock starts. Unpaged ones get K and V as dense `[S, L, K, H]`; they are credited with the useful
+work of the paged call, without page ids.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +17,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.kernels.cases import DECODE, EXTEND, STORE
+from bench.kernels.cases import DECODE, EXTEND, FUNCTIONS, STORE
 from bench.kernels.inputs import Inputs, Layer
-from bench.kernels.ours import Unsupported
 from bench.kernels.runners import Prepared
+from pallas_kernels import BACKENDS
+
+_NEEDS = {"native": "cpu", "triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
+
+
+class Unsupported(Exception):
+    """A contender can't take a case; says why."""
+
+
+def backends_for(platform: str) -> list[str]:
+    """The backends that a platform ("cpu", "gpu", "tpu") can run, slow "reference" left out."""
+    real = [name for name in BACKENDS if name not in ("auto", "reference")]
+    return [name for name in real if _NEEDS.get(name, platform) == platform]
+
+
+def prepare_backend(backend: str, inputs: Inputs, *, interpret: bool = False) -> Prepared:
+    """The op of the case on one backend.
+
+    Raises:
+        Unsupported: the backend refuses the shapes.
+    """
+    case = inputs.case
+    op = functools.partial(FUNCTIONS[case.op], backend=backend, interpret=interpret, **case.options)
+    if case.op == STORE:
+        states: list[Any] = [(layer.k_pages, layer.v_pages) for layer in inputs.layers]
+        own: list[tuple[jax.Array, ...]] = [(layer.k, layer.v) for layer in inputs.layers]
+        prepared = Prepared(
+            lambda cache, k, v, slots: (op(*cache, k, v, slots), None), states, own, (jnp.asarray(inputs.slots),)
+        )
+    else:
+        tables = [inputs.page_table, inputs.lengths]
+        if case.op != DECODE:
+            tables.append(inputs.query_offsets)
+        own = [(layer.q, layer.k_pages, layer.v_pages) for layer in inputs.layers]
+        prepared = Prepared(lambda _, *args: (None, op(*args)), [None] * len(own), own, tuple(map(jnp.asarray, tables)))
+    try:
+        jax.eval_shape(prepared.call, prepared.states[0], *prepared.own[0], *prepared.shared)
+    except ValueError as error:
+        raise Unsupported(str(error)) from None
+    return prepared
+
 
 Prepare = Callable[[Inputs], Prepared]
 

@@ -1,7 +1,8 @@
-"""The process of one variant: a JSON line with a number of runs on standard input, the timings of all steps on standard
-output. Started by `variant.py`, with flags of the engine as arguments and the steps in `STEPS`.
+"""The process of a variant of `bench_step.py`: measures steps on an engine of its own.
 
-It may be given another tree's jaxsgl, so it takes from there only what times a step.
+A JSON line with a number of runs on standard input is answered by the timings of all steps on standard output. The
+flags of the engine are arguments; the steps stand in the environment. The process may be given another tree's jaxsgl,
+so it uses of it only what times a step.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.step.variant import STEPS
-from bench.workloads.steps import GREEDY, Seq, build_step, parse_step
+from bench.processes import answers_only
+from bench.steps import GREEDY, STEPS, Seq, build_step, parse_step
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config import EngineConfig, add_flags, from_flags
@@ -27,8 +28,7 @@ from jaxsgl.errors import ConfigError, JaxsglError
 
 def main() -> None:
     """Starts an engine, and measures until the commands end. What libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    answers = answers_only()
     try:
         steps = [parse_step(text) for text in json.loads(os.environ[STEPS])]
         engine = Engine(_config(sys.argv[1:], steps), progress=False)
@@ -75,7 +75,8 @@ def _decodes(seqs: Sequence[Seq]) -> bool:
 
 
 def _timed(engine: Engine, inputs: StepInputs, runs: int) -> dict[str, float]:
-    """The fields of `variant.Timing`: medians of `runs`, each on an idle device, after one to warm up, since another
+    """The fields of `Timing` in bench_step.py: medians of `runs`, each on an idle device, after one to warm up, since
+    another
     process had the caches."""
     walls, cpus = [], []
     for _ in range(1 + runs):

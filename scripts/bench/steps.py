@@ -21,6 +21,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+STEPS = "BENCH_STEPS"  # variable of the environment: what a variant of bench_step.py measures, as JSON
 
 
 @dataclass(frozen=True)

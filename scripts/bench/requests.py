@@ -1,8 +1,8 @@
-"""A request to come, as a few numbers, and the token ids of its prompt, made when it is sent.
+"""The requests of a benchmark, described by a few numbers, and the token ids of their prompts.
 
-A prompt is a list of pieces (seed, length); the same seed gives the same leading tokens. So equal prefixes cost nothing
-to describe, and 100,000 requests fit into memory. Called by traces (which describe) and by those who send: clients of
-the simulation and of real servers.
+`Job`: a request that is there from the start, with its prompt. `Ask`: a request of a trace, which arrives at some time;
+its prompt is made when it is sent. It is a list of pieces (seed, length), and the same seed gives the same leading
+tokens. So equal prefixes cost nothing to describe, and 100,000 requests fit into memory. Knows no engine.
 """
 
 from __future__ import annotations
@@ -70,3 +70,56 @@ def _mixed(seeds: npt.NDArray[np.int64], places: npt.NDArray[np.int64], salt: in
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+FIRST_ID = 2  # ids below are BOS and EOS in the shapes of `models`
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request.
+
+    Attributes:
+      prompt_ids: its prompt.
+      output_len: tokens to generate, EOS ignored.
+    """
+
+    prompt_ids: list[int]
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens, uniform from `least` to `most`, both included."""
+
+    least: int
+    most: int
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """A length."""
+        return int(rng.integers(self.least, self.most, endpoint=True))
+
+
+def random_jobs(count: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int = 0) -> list[Job]:
+    """Prompts that share nothing."""
+    rng = np.random.default_rng(seed)
+    return [Job(_ids(rng, inputs.draw(rng), vocab_size), outputs.draw(rng)) for _ in range(count)]
+
+
+def shared_prefix_jobs(
+    groups: int, per_group: int, prefix_len: int, questions: Lengths, outputs: Lengths, vocab_size: int, seed: int = 0
+) -> list[Job]:
+    """Groups of prompts that begin with the same `prefix_len` tokens, shuffled."""
+    rng = np.random.default_rng(seed)
+    prefixes = [_ids(rng, prefix_len, vocab_size) for _ in range(groups)]
+    jobs = [
+        Job(prefix + _ids(rng, questions.draw(rng), vocab_size), outputs.draw(rng))
+        for prefix in prefixes
+        for _ in range(per_group)
+    ]
+    return [jobs[i] for i in rng.permutation(len(jobs))]
+
+
+def _ids(rng: np.random.Generator, count: int, vocab_size: int) -> list[int]:
+    ids: list[int] = rng.integers(FIRST_ID, vocab_size, count).tolist()
+    return ids

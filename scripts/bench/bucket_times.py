@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.workloads.jobs import Job
-from bench.workloads.steps import GREEDY, Seq, build_step
+from bench.requests import Job
+from bench.steps import GREEDY, Seq, build_step
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.cache.pages import IntArray, tokens_in
 from jaxsgl.engine.engine import Engine

@@ -1,0 +1,282 @@
+"""Which steps a workload takes, what they cost with a list of compiled sizes, and the list that costs least.
+
+Demand: the real scheduler runs on an engine that only counts. All requests are there at the start, so the steps depend
+on lengths and sizes alone, not on time. Costs: times that were measured at some sizes are interpolated. Decode steps
+are of one class; extend steps are of two, as programs are: "few" and "many" sequences. Suggestion: a dynamic program
+over candidate sizes. A step takes the time of the smallest size that holds it, and each size takes time to compile; for
+every number of sizes, the best list that ends at the largest size follows from the best lists of one size less.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.requests import Job
+from bench.simulation.engine import SizesBuilder
+from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet, Capacity
+from jaxsgl.batch.engine_api import StepScores
+from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.config import EngineConfig
+from jaxsgl.engine.programs import all_keys
+from jaxsgl.request import Request, SamplingParams
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.testing import ScriptedMailbox
+
+
+class Choice(NamedTuple):
+    """A list of sizes, ascending, and what it costs in seconds: of steps, and of compiling as it was weighed."""
+
+    cost_s: float
+    sizes: tuple[int, ...]
+
+
+StepTime = Callable[[int, str], float]  # seconds of a step of this size, by size and class of the step
+
+
+def best_lists(
+    demand: Mapping[tuple[int, str], float],
+    candidates: Sequence[int],
+    step_s: StepTime,
+    size_s: Callable[[int], float],
+    most: int,
+) -> list[Choice]:
+    """The best list of 1, 2, ... `most` sizes (fewer lists if there are fewer candidates).
+
+    Args:
+      demand: how many steps, by tokens and class.
+      candidates: sizes to choose from, ascending; the last is in every list, so it must hold every step.
+      step_s: time of a step.
+      size_s: what it costs to have a size.
+      most: sizes.
+    """
+    if demand and max(tokens for tokens, _ in demand) > candidates[-1]:
+        raise ValueError(f"a step has {max(demand)[0]} tokens, but the largest candidate is {candidates[-1]}")
+    num = len(candidates)
+    classes = sorted({name for _, name in demand})
+    # counts[c][i]: steps of class c that need candidate i or a larger one than the one before it
+    counts = {name: np.zeros(num + 1) for name in classes}
+    for (tokens, name), count in demand.items():
+        counts[name][bisect_left(candidates, tokens) + 1] += count
+    sums = {name: np.cumsum(counts[name]) for name in classes}
+    # between[i, j]: size j - 1 serves all steps beyond size i - 1; i = 0: all up to it
+    between = np.full((num + 1, num + 1), np.inf)
+    for j, size in enumerate(candidates, start=1):
+        served = sum((step_s(size, name) * (sums[name][j] - sums[name][:j]) for name in classes), np.zeros(j))
+        between[:j, j] = served + size_s(size)
+    best, lists = between[0].copy(), [[(j,) if j else () for j in range(num + 1)]]
+    choices = [_choice(best, lists[0], candidates)]
+    for _ in range(1, min(most, num)):
+        through = best[:, None] + between
+        last = through.argmin(axis=0)
+        lists = [[(*lists[0][last[j]], j) for j in range(num + 1)]]
+        best = through[last, np.arange(num + 1)]
+        choices.append(_choice(best, lists[0], candidates))
+    return [choice for choice in choices if np.isfinite(choice.cost_s)]
+
+
+def _choice(best: np.ndarray, lists: Sequence[tuple[int, ...]], candidates: Sequence[int]) -> Choice:
+    return Choice(float(best[-1]), tuple(candidates[j - 1] for j in lists[-1]))
+
+
+def best_pair(
+    decode: Sequence[Choice],
+    extend: Sequence[Choice],
+    num_programs: Callable[[Sequence[int], Sequence[int]], int],
+    max_programs: int | None,
+) -> tuple[Choice, Choice]:
+    """The cheapest of both kinds together. Raises `ValueError` if even the shortest lists take too many programs."""
+    pairs = [
+        (first, second)
+        for first in decode
+        for second in extend
+        if max_programs is None or num_programs(first.sizes, second.sizes) <= max_programs
+    ]
+    if not pairs:
+        least = num_programs(decode[0].sizes, extend[0].sizes)
+        raise ValueError(f"--max-programs is {max_programs}, but one size of each kind takes {least} programs already")
+    return min(pairs, key=lambda pair: pair[0].cost_s + pair[1].cost_s)
+
+
+def candidate_sizes(least: int, unit: int, largest: int) -> list[int]:
+    """`least` and its doubles below `unit`, multiples of `unit`, in larger steps from 32 of them on, and `largest`."""
+    sizes = [size for size in (least << i for i in range(unit.bit_length())) if size < unit]
+    sizes += [*range(unit, 32 * unit, unit), *range(32 * unit, largest, 4 * unit)]
+    return [size for size in sizes if size < largest] + [largest]
+
+
+FINE_TOKENS = 16
+
+Steps: TypeAlias = Counter[tuple[str, int, int]]  # (kind, tokens, sequences), none of them padding -> how often
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A step that was counted."""
+
+    num_seqs: int
+
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """Any."""
+        return np.zeros(self.num_seqs, np.int32)
+
+    def scores(self) -> StepScores:
+        """None."""
+        return StepScores()
+
+
+@dataclass
+class CountingEngine:
+    """A `StepEngine` that counts what it is asked for."""
+
+    steps: Steps = field(default_factory=Counter)
+    recompiles: int = 0
+
+    def submit(self, inputs: StepInputs) -> _Done:
+        """Counts."""
+        self.steps[inputs.bucket.kind, inputs.num_tokens, inputs.num_seqs] += 1
+        return _Done(inputs.num_seqs)
+
+    def start_profile(self, folder: str) -> None:
+        """Nobody asks for one."""
+
+    def stop_profile(self) -> None:
+        """Nor for its end."""
+
+
+def steps_of(jobs: Sequence[Job], config: EngineConfig, capacity: Capacity, buckets: BucketSet) -> Steps:
+    """All steps of serving `jobs` with programs of `buckets`."""
+    scheduler = Scheduler(
+        capacity,
+        buckets,
+        (),
+        config.scheduling,
+        radix_cache=not config.disable_radix_cache,
+        make_builder=SizesBuilder,
+    )
+    engine = CountingEngine()
+    requests = [
+        Request(str(i), job.prompt_ids, SamplingParams(temperature=0.0, max_tokens=job.output_len, ignore_eos=True))
+        for i, job in enumerate(jobs)
+    ]
+    run_loop(scheduler, engine, ScriptedMailbox([requests]), overlap=not config.disable_overlap_schedule)
+    return engine.steps
+
+
+def unpadded(capacity: Capacity) -> BucketSet:
+    """So many extend sizes that the scheduler never makes a chunk shorter for the sake of padding."""
+    sizes = tuple(range(FINE_TOKENS, capacity.max_extend_tokens, FINE_TOKENS))
+    return BucketSet.derive(capacity, extend_sizes=(*sizes, capacity.max_extend_tokens))
+
+
+def padding(steps: Steps, buckets: BucketSet) -> dict[str, dict[str, float]]:
+    """By kind: steps, real and padded tokens (of decode: rows), and waste, (padded - real) / real."""
+    found: dict[str, dict[str, float]] = {}
+    for (kind, tokens, seqs), count in steps.items():
+        of = found.setdefault(kind, {"steps": 0, "real": 0, "padded": 0})
+        bucket = buckets.decode(tokens, False) if kind == "decode" else buckets.extend(tokens, seqs, False)
+        of["steps"] += count
+        of["real"] += count * tokens
+        of["padded"] += count * bucket.num_tokens
+    for of in found.values():
+        of["waste"] = of["padded"] / of["real"] - 1
+    return found
+
+
+MOST_SIZES = 24  # of a kind
+DECODE_UNIT = 4
+
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+class Costs:
+    """Interpolates between measured sizes; below the smallest and beyond the largest, theirs.
+
+    Args:
+      step_rows: as `bucket_times.steps` yields them.
+      program_rows: as `bucket_times.programs` returns them.
+      buckets: of the engine that was measured.
+      threads: that compile at the same time.
+    """
+
+    def __init__(self, step_rows: Rows, program_rows: Rows, buckets: BucketSet, threads: int) -> None:
+        self._buckets = buckets
+        self._steps = {
+            name: _interpolated({row["tokens"]: row["median_ms"] / 1e3 for row in step_rows if self._is(row, name)})
+            for name in ("decode", "few", "many")
+        }
+        compiling: dict[str, Counter[int]] = {"decode": Counter(), "extend": Counter()}
+        for row in program_rows:
+            kind = "decode" if row["kind"] in ("sampling", "featured") else row["kind"]
+            if kind in compiling:
+                compiling[kind][row["tokens"]] += (row["lower_s"] + row["compile_s"]) / threads
+        self._compiling = {kind: _interpolated(seconds) for kind, seconds in compiling.items()}
+
+    def _is(self, row: Mapping[str, Any], name: str) -> bool:
+        if row.get("sampling", "greedy") != "greedy" or row["kind"] != ("decode" if name == "decode" else "extend"):
+            return False
+        seqs = self._buckets.extend_seqs[0 if name == "few" else -1]
+        return name == "decode" or row["seqs"] == min(seqs, row["tokens"])
+
+    def step_s(self, tokens: int, name: str) -> float:
+        """Seconds of a greedy step of this padded size and class."""
+        return self._steps[name](tokens)
+
+    def class_of(self, kind: str, seqs: int) -> str:
+        """Of a step."""
+        return "decode" if kind == "decode" else "few" if seqs <= self._buckets.extend_seqs[0] else "many"
+
+    def compile_s(self, tokens: int, kind: str) -> float:
+        """Seconds that a size adds to a start: of decode its sampling programs included."""
+        return self._compiling[kind](tokens)
+
+    def seconds(self, steps: Steps, buckets: BucketSet) -> float:
+        """Of all `steps` with programs of `buckets`."""
+        total = 0.0
+        for (kind, tokens, seqs), count in steps.items():
+            bucket: Bucket
+            bucket = buckets.decode(tokens, False) if kind == "decode" else buckets.extend(tokens, seqs, False)
+            total += count * self.step_s(bucket.num_tokens, self.class_of(kind, seqs))
+        return total
+
+    def start_s(self, buckets: BucketSet) -> float:
+        """Compiling every size of `buckets`."""
+        sizes = (("decode", buckets.decode_sizes), ("extend", buckets.extend_sizes))
+        return sum(self.compile_s(size, kind) for kind, many in sizes for size in many)
+
+
+def suggested(
+    steps: Steps, costs: Costs, capacity: Capacity, compile_weight: float, max_programs: int | None
+) -> BucketSet:
+    """The lists that cost least for `steps`, of which extend steps have sizes as if there were no padding."""
+
+    def choices(kind: str, candidates: Sequence[int]) -> list[Choice]:
+        demand = Counter[tuple[int, str]]()
+        for (of, tokens, seqs), count in steps.items():
+            if of == kind:
+                demand[tokens, costs.class_of(kind, seqs)] += count
+        return best_lists(
+            demand, candidates, costs.step_s, lambda size: compile_weight * costs.compile_s(size, kind), MOST_SIZES
+        )
+
+    def buckets_of(decode: Sequence[int], extend: Sequence[int]) -> BucketSet:
+        return BucketSet.derive(capacity, tuple(decode), tuple(extend))
+
+    decode = choices("decode", candidate_sizes(1, DECODE_UNIT, capacity.num_rows))
+    least = min(MIN_EXTEND_TOKENS, capacity.max_extend_tokens)
+    extend = choices("extend", candidate_sizes(least, MIN_EXTEND_TOKENS, capacity.max_extend_tokens))
+    pair = best_pair(decode, extend, lambda *sizes: len(all_keys(buckets_of(*sizes))), max_programs)
+    return buckets_of(*(choice.sizes for choice in pair))
+
+
+def _interpolated(seconds: Mapping[int, float]) -> Callable[[int], float]:
+    sizes = sorted(seconds)
+    values = [seconds[size] for size in sizes]
+    return lambda size: float(np.interp(size, sizes, values))

@@ -1,0 +1,257 @@
+"""What kernels and engine must reach on a GPU, and the page that says whether a report shows it.
+
+Pure functions of the results of a report's sections. A kernel's share is of what the same run measured: copy bandwidth
+for decode and store, the bfloat16 matrix product for extend. The engine's shares of the roofline are those of
+`bench_offline.py`: bytes and FLOPs that the steps need at least, over what the same run measured. Sampling's share is
+of a sampled decode step: the forward program (the offline benchmark's step) and the sampling program
+(bench_sampler.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Criterion:
+    """The best right backend of ours has to reach `share` of a ceiling on one case; `goal` is what we hope for."""
+
+    case: str
+    ceiling: str
+    share: float
+    goal: float
+
+
+CRITERIA = (
+    *(Criterion(f"decode 64 x 4096, page {page}", "bytes_per_s", 0.80, 0.92) for page in (16, 64)),
+    *(Criterion(f"decode 8 x 4096, page {page}", "bytes_per_s", 0.60, 0.92) for page in (16, 64)),
+    *(Criterion(f"extend 1 x 8192, page {page}", "flops_per_s", 0.50, 0.80) for page in (16, 64)),
+    *(
+        Criterion(f"store {tokens}, page {page}", "bytes_per_s", 0.75, 0.90)
+        for tokens in (4096, 16384, 65536)
+        for page in (16, 64)
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One line of a summary. `passed` is None where nothing was measured."""
+
+    what: str
+    passed: bool | None
+    detail: str
+
+
+def judge(rows: Rows, roofline: Mapping[str, float]) -> list[Verdict]:
+    """Every criterion, then whether ours is ahead of all baselines of each case."""
+    return [*(_judge_share(each, rows, roofline) for each in CRITERIA), *_judge_baselines(rows)]
+
+
+def judge_checks(checks: Iterable[Mapping[str, Any]]) -> list[Verdict]:
+    """One line for each backend of a correctness run."""
+    by_backend: dict[str, list[Mapping[str, Any]]] = {}
+    for check in checks:
+        by_backend.setdefault(check["backend"], []).append(check)
+    verdicts = []
+    for backend, mine in by_backend.items():
+        counts = collections.Counter(check["verdict"] for check in mine)
+        bad = [f"{c['op']} {c['spec']}" for c in mine if c["verdict"] in ("failed", "crashed")]
+        detail = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        detail += f": {'; '.join(bad[:6])}{' ...' if len(bad) > 6 else ''}" if bad else ""
+        passed = False if bad else (counts["passed"] > 0 or None)  # a backend that refused everything showed nothing
+        verdicts.append(Verdict(f"correct on this device: {backend}", passed, detail))
+    return verdicts
+
+
+def fastest(rows: Rows, case: str, *, ours: bool) -> Mapping[str, Any] | None:
+    """The fastest right row of a case, among our backends or among the others."""
+    mine = [row for row in rows if row["case"] == case and row["is_ours"] == ours]
+    right = [row for row in mine if row["seconds"] and row["is_right"]]
+    return min(right, key=lambda row: row["seconds"], default=None)
+
+
+def _judge_share(criterion: Criterion, rows: Rows, roofline: Mapping[str, float]) -> Verdict:
+    what = f"{criterion.case}: at least {criterion.share:.0%} of the ceiling (goal {criterion.goal:.0%})"
+    best = fastest(rows, criterion.case, ours=True)
+    if best is None:
+        return Verdict(what, None, "not measured")
+    share = best[criterion.ceiling] / roofline[criterion.ceiling]
+    return Verdict(
+        what, share >= criterion.share, f"{share:.1%} by {best['contender']}, {best['seconds'] * 1e6:.1f} us"
+    )
+
+
+def _judge_baselines(rows: Rows) -> list[Verdict]:
+    verdicts = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine, other = fastest(rows, case, ours=True), fastest(rows, case, ours=False)
+        what = f"{case}: ahead of every baseline"
+        if mine is None or other is None:
+            verdicts.append(Verdict(what, None, "no baseline ran" if mine else "none of our backends ran"))
+            continue
+        ratio = other["seconds"] / mine["seconds"]
+        verdicts.append(
+            Verdict(what, ratio > 1, f"{mine['contender']} is {ratio:.2f} x as fast as {other['contender']}")
+        )
+    return verdicts
+
+
+SHAPES = ("qwen3-0.6b", "qwen3-8b")
+LEAST_SHARE, GOAL_SHARE = 0.60, 0.85  # of the roofline
+MOST_IDLE = 0.05
+ROWS, VOCAB = 256, 151_936
+MOST_SAMPLING = 0.05  # of a step
+LEAST_RATIO = 3.0  # to transformers' best
+
+Results = Mapping[str, Any]
+
+
+def judge_engine(results: Results) -> list[Verdict]:
+    """Every criterion; "not measured" where its section didn't run."""
+    verdicts = []
+    for shape in SHAPES:
+        run = results["offline"].get(shape)
+        verdicts += [_judge_roofline(shape, run), _judge_idle(shape, run), _judge_sampling(shape, run, results)]
+    return [*verdicts, _judge_peers(results.get("peers"))]
+
+
+def offline_lines(results: Results) -> list[str]:
+    """A line for each run of the offline benchmark."""
+    return [f"- {name}: {_offline_line(run)}" for name, run in results["offline"].items()]
+
+
+def _offline_line(run: Results) -> str:
+    waste = ", ".join(f"{name} {share:.1%}" for name, share in run["waste"].items() if share is not None)
+    host = run["host"]["wall_ms"].get("median")
+    told = f"host {host:.2f} ms per decode step; " if host is not None else ""
+    return (
+        f"{run['output_tokens_per_s']:,.0f} output tokens/s, {run['total_tokens_per_s']:,.0f} in all; {told}"
+        f"padding: {waste}; ready after {run['model']['warmup_s']:.0f} s"
+    )
+
+
+def _judge_roofline(shape: str, run: Results | None) -> Verdict:
+    what = f"offline, {shape}: at least {LEAST_SHARE:.0%} of the roofline (goal {GOAL_SHARE:.0%})"
+    if run is None:
+        return Verdict(what, None, "not measured")
+    share, busy = run["roofline"]["fraction"], run["roofline"]["fraction_of_busy"]
+    return Verdict(what, share >= LEAST_SHARE, f"{share:.1%} ({busy:.1%} while the device was busy)")
+
+
+def _judge_idle(shape: str, run: Results | None) -> Verdict:
+    what = f"offline, {shape}: device idle less than {MOST_IDLE:.0%}"
+    if run is None:
+        return Verdict(what, None, "not measured")
+    idle, exposed = run["time_split"]["idle"], run["time_split"]["host_exposed"]
+    return Verdict(what, idle < MOST_IDLE, f"{idle:.1%} (host exposed {exposed:.1%})")
+
+
+def _judge_sampling(shape: str, run: Results | None, results: Results) -> Verdict:
+    what = f"{shape}: sampling less than {MOST_SAMPLING:.0%} of a step of {ROWS} rows, vocabulary {VOCAB:,}"
+    sampling_ms = results.get("sampling", {}).get("ms", {}).get(f"{ROWS} x {VOCAB}")
+    buckets = run["step_ms"].items() if run is not None else ()
+    step_ms = next((told["median"] for name, told in buckets if name.startswith(f"decode T={ROWS} ")), None)
+    if sampling_ms is None or step_ms is None:
+        return Verdict(what, None, "not measured")
+    share = sampling_ms / (sampling_ms + step_ms)
+    return Verdict(what, share < MOST_SAMPLING, f"{share:.1%}: {sampling_ms:.2f} ms beside {step_ms:.2f} ms")
+
+
+def _judge_peers(peers: Results | None) -> Verdict:
+    what = f"{SHAPES[0]}: at least {LEAST_RATIO:.0f} times transformers' best"
+    if peers and peers["settings"]["model"] != SHAPES[0]:
+        peers = None
+    ratios = {
+        name: told["ratio_of_best_jaxsgl"]["median"]
+        for name, told in (peers["contenders"] if peers else {}).items()
+        if name.startswith("transformers") and told["ratio_of_best_jaxsgl"]
+    }
+    if not ratios:
+        absent = "; ".join(f"{name}: {why}" for name, why in (peers or {}).get("could_not_run", {}).items())
+        return Verdict(what, None, f"not measured{': ' + absent if absent else ''}")
+    best = min(ratios, key=lambda name: ratios[name])
+    return Verdict(what, ratios[best] >= LEAST_RATIO, f"{ratios[best]:.1f} times {best}")
+
+
+_WORDS = {True: "pass", False: "**FAIL**", None: "not measured"}
+
+
+def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str, bool]:
+    """Markdown, and whether anything is wrong: a wrong result, or a section that died. Slowness is no such thing."""
+    checks = judge_checks(results["check"])
+    rooflines = results["rooflines"]
+    roofline = best_roofline(rooflines)
+    speed = judge(results["bench"], roofline)
+    wrong_rows = [row for row in results["bench"] if row["seconds"] and not row["is_right"]]
+    died = [section for section in results["sections"] if section["status"] or section["timed_out"]]
+    lines = [
+        f"# {machine.get('kind', 'unknown device')}",
+        "",
+        f"{machine.get('nvidia_smi') or machine.get('platform')}; packages {machine.get('packages')}; "
+        f"commit {machine.get('commit')}",
+        "",
+        f"Ceilings measured (the best of {len(rooflines)} runs): copy {roofline['bytes_per_s'] / 1e9:.0f} GB/s, "
+        f"matrix product {roofline['flops_per_s'] / 1e12:.1f} TFLOP/s.",
+        "",
+        "## Criteria",
+        *map(_line, [*checks, *speed, *judge_engine(results)]),
+        "",
+        "## Engine: tokens equal to XLA's",
+        *(f"- {backend}: {_engine(told)}" for backend, told in results["engine"].items()),
+        "",
+        "## Offline benchmark",
+        *offline_lines(results),
+        "",
+        "## Sections",
+        *(
+            f"- {section['name']}: {section.get('note') or _status(section)}"
+            f"{', ended by its time limit' if section['timed_out'] else ''}"
+            f"{', left out: ' + ', '.join(section['left_out']) if section.get('left_out') else ''}"
+            for section in results["sections"]
+        ),
+        *(f"- wrong result: {row['contender']} on {row['case']}, error {row['error']}" for row in wrong_rows),
+        "",
+        "## Fastest of each case",
+        "| case | ours | us | of roofline | best baseline | us |",
+        "|---|---|---|---|---|---|",
+        *_table(results["bench"]),
+        "",
+    ]
+    is_wrong = bool(wrong_rows or died) or any(each.passed is False for each in checks)
+    return "\n".join(lines), is_wrong
+
+
+def best_roofline(rooflines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The highest ceilings that any section measured."""
+    return {name: max((each[name] for each in rooflines), default=0.0) for name in ("bytes_per_s", "flops_per_s")}
+
+
+def _line(verdict: Verdict) -> str:
+    return f"- {_WORDS[verdict.passed]}: {verdict.what}: {verdict.detail}"
+
+
+def _status(section: Mapping[str, Any]) -> str:
+    return f"status {section['status']}, {section['seconds']} s"
+
+
+def _engine(told: Mapping[str, Any]) -> str:
+    if "note" in told:
+        return str(told["note"])
+    seconds = f"started in {told['start_s']:.1f} s, generated in {told['generate_s']:.2f} s"
+    return f"{told.get('equal_tokens', 'the reference')}, {seconds}"
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        mine, other = fastest(rows, case, ours=True), fastest(rows, case, ours=False)
+        left = f"{mine['contender']} | {mine['seconds'] * 1e6:.1f} | {mine['fraction']:.1%}" if mine else "none | |"
+        right = f"{other['contender']} | {other['seconds'] * 1e6:.1f}" if other else "none |"
+        lines.append(f"| {case} | {left} | {right} |")
+    return lines

@@ -1,1 +1,0 @@
-"""What `bench_step.py` runs in the process of each variant."""
