@@ -1,7 +1,7 @@
-"""`python -m jaxsgl.chat`: talks with the model of a running server, turn by turn. `/help` lists the commands.
+"""`python -m jaxsgl.chat`: a conversation with the model of a running server. `/help` lists the commands.
 
-The conversation lives here; the server sees all of it with every turn and finds most of it in its prefix cache. Knows
-nothing of tokens. Without a terminal, each line of standard input is a turn.
+Owns the conversation: each turn sends all of it, and the server finds most of it in its prefix cache. Never knows
+tokens. Without a terminal, each line of standard input is a turn.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _talk(args: argparse.Namespace) -> int:
 def _talk_by_keyboard(conversation: Conversation) -> int:
     with contextlib.suppress(ImportError):  # not on every platform
         import readline  # noqa: F401  (gives `input` the arrow keys)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if a script has put its programs behind it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # programs that a script puts in the background ignore it
     while True:
         try:
             line = input(PROMPT)
@@ -93,10 +93,10 @@ def _talk_by_lines(conversation: Conversation) -> int:
 
 
 class Conversation:
-    """The turns so far, and how the next one is made.
+    """The turns so far, and the options with which the next one is sent.
 
     Attributes:
-      turns: user's and assistant's, by turns.
+      turns: the user's and the assistant's, alternating.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Conversation:
         self._most_tokens = most_tokens
 
     def take(self, line: str) -> None:
-        """Obeys a command, or has a user's turn answered on standard output; an empty line is nothing.
+        """Runs a command, or prints the answer to a user's turn on standard output. Ignores an empty line.
 
-        If the call fails or is interrupted (`grpc.RpcError`, `KeyboardInterrupt`), what was shown of the answer stays
-        part of the conversation, since the next turn may be about it; if nothing was, the turn is forgotten.
+        If the call fails or is interrupted (`grpc.RpcError`, `KeyboardInterrupt`), the part of the answer that was
+        shown stays in the conversation, since the next turn may be about it. If none was shown, the turn is forgotten.
         """
         command, _, rest = line.partition(" ")
         if not line.strip():
@@ -141,7 +141,7 @@ class Conversation:
                 sys.stdout.write(last.text)
                 sys.stdout.flush()
         finally:
-            call.cancel()  # does nothing after the end
+            call.cancel()  # has no effect after the end
             answer = "".join(said)
             if answer:
                 self.turns += [turn, pb.ChatMessage(role="assistant", content=answer)]
@@ -149,7 +149,7 @@ class Conversation:
         self._explain_end(last)
 
     def _explain_end(self, last: Any) -> None:
-        """Says why an answer ended where the model didn't end it."""
+        """Prints why an answer ended, unless the model ended it."""
         if last.finish_reason == pb.FINISH_REASON_LENGTH:
             if last.usage.prompt_tokens + last.usage.completion_tokens >= self._most_tokens:
                 _tell(f"(cut: all {self._most_tokens} tokens of context are in use; /reset forgets the conversation)")
@@ -160,7 +160,7 @@ class Conversation:
 
 
 def _tell_failure(conversation: Conversation, error: grpc.RpcError) -> None:
-    """The server's words; with the way out where the conversation may have grown too long."""
+    """Prints the server's error, and the way out where the conversation may have grown too long."""
     _tell(f"error: {terminal.describe(error)}")
     if error.code() == grpc.StatusCode.INVALID_ARGUMENT and conversation.turns:
         _tell("if the conversation has grown too long: /reset forgets it")

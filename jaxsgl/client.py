@@ -1,4 +1,4 @@
-"""`python -m jaxsgl.client "prompt"`: asks a running server and streams the answer to the terminal."""
+"""`python -m jaxsgl.client "prompt"`: sends a prompt to a running server and streams the answer to the terminal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _ids(text: str) -> list[int]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises `ClientError` for what a message can't hold; the server checks the rest."""
+    """Raises `ClientError` for flags that no message can hold; the server checks the rest."""
     if (args.prompt is None) == (args.token_ids is None):
         raise ClientError("give either a prompt or --token-ids")
     if not args.json and ((args.n or 1) > 1 or args.logprobs is not None or args.prompt_logprobs is not None):
@@ -98,7 +98,7 @@ def _show_json(call: Any) -> None:
 
 
 def _as_dict(reply: pb.GenerateReply) -> dict[str, Any]:
-    """One sample; log-probabilities only where some came."""
+    """Converts one sample; log-probabilities are included only if the server sent some."""
     result = {
         "index": reply.index,
         "text": reply.text,

@@ -1,7 +1,7 @@
 """Configuration: one frozen dataclass per concern, composed; command-line flags are derived from the fields.
 
-A field's `flag(...)` text is its help text; a field's name with dashes is its flag. Combinations that can't work
-fail here, in `__post_init__`, before anything is loaded. Imports nothing from the project but errors.
+A field's name with dashes is its flag, the text given to `flag` its documentation and its help. Values and combinations
+that can't work fail in `__post_init__`, before anything is loaded. Every part may import this module.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str =
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """What runs when. The defaults are SGLang's."""
+    """Which request runs when. The defaults are SGLang's."""
 
     schedule_policy: str = flag("fcfs", "which waiting request goes first (docs/scheduling.md)", choices=POLICIES)
     enable_priority_scheduling: bool = flag(False, "requests of higher priority go first, and may preempt others")
@@ -71,9 +71,7 @@ class SchedulingConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            self.schedule_policy in POLICIES, "--schedule-policy", self.schedule_policy, f"one of {', '.join(POLICIES)}"
-        )
+        _check_choices(self)
         if self.enable_priority_scheduling and self.schedule_policy not in PRIORITY_POLICIES:
             raise ConfigError(
                 f"--enable-priority-scheduling goes with --schedule-policy {' or '.join(PRIORITY_POLICIES)}, "
@@ -122,7 +120,8 @@ class EngineConfig:
         None, "take both lists from this file, which scripts/bench_buckets.py --json wrote (default: derived)"
     )
     decode_steps: int = flag(
-        1, "tokens that one program decodes for each running request while nobody is admitted and no logits are edited"
+        1,
+        "tokens that one program decodes for each running request while no other is admitted and no logits are edited",
     )
     compilation_cache_dir: str | None = flag(
         None, "where compiled programs are kept between starts; '': nowhere (default: jaxsgl/xla in ~/.cache)"
@@ -147,10 +146,7 @@ class EngineConfig:
             _require(all(size >= 1 for size in sizes), _flag_name(name), sizes, "sizes of 1 and more")
             if sizes and self.auto_buckets is not None:
                 raise ConfigError(f"{_flag_name(name)} and --auto-buckets both say which sizes to compile: give one")
-        for spec in dataclasses.fields(self):
-            allowed = spec.metadata.get("choices") or ()
-            value = getattr(self, spec.name)
-            _require(not allowed or value in allowed, _flag_name(spec.name), value, f"one of {', '.join(allowed)}")
+        _check_choices(self)
 
 
 @dataclass(frozen=True)
@@ -193,10 +189,7 @@ class ServerConfig:
         )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")
-        for spec in dataclasses.fields(self):
-            allowed = spec.metadata.get("choices") or ()
-            value = getattr(self, spec.name)
-            _require(not allowed or value in allowed, _flag_name(spec.name), value, f"one of {', '.join(allowed)}")
+        _check_choices(self)
 
     @property
     def model_name(self) -> str:
@@ -209,8 +202,8 @@ class Limits(msgspec.Struct, frozen=True):
 
     Attributes:
       vocab_size: token ids go from 0 to vocab_size - 1.
-      context_length: prompt and output tokens of one request at most.
-      pool_tokens: tokens that the KV pool holds, the dummy page left out.
+      context_length: largest number of prompt and output tokens of one request.
+      pool_tokens: tokens that the KV pool holds, without the dummy page.
     """
 
     vocab_size: int
@@ -264,7 +257,7 @@ def public_flags(config: Any) -> dict[str, Any]:
 
 
 def _help_of(spec: dataclasses.Field[Any]) -> str:
-    """The field's text, with its default where the text doesn't say it."""
+    """Returns the field's text, with its default where the text doesn't say it."""
     text: str = spec.metadata["help"]
     if spec.default in (None, False, ()) or "default" in text or spec.metadata["secret"]:
         return text
@@ -285,6 +278,14 @@ def _int_list(text: str) -> tuple[int, ...]:
 
 def _flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
+
+
+def _check_choices(config: Any) -> None:
+    """Raises `ConfigError` for a flag whose value is none of its choices."""
+    for spec in dataclasses.fields(config):
+        allowed = spec.metadata.get("choices") or ()
+        value = getattr(config, spec.name)
+        _require(not allowed or value in allowed, _flag_name(spec.name), value, f"one of {', '.join(allowed)}")
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

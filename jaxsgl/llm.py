@@ -1,4 +1,4 @@
-"""Offline use: the scheduler and engine of the server in one process, without IPC.
+"""Offline use: the server's scheduler and engine in one process, without IPC.
 
 llm = jaxsgl.LLM()
 for completion in llm.generate(["3 + 4 =", "3 6 9 12"], jaxsgl.SamplingParams(temperature=0, max_tokens=16)):
@@ -30,17 +30,17 @@ Conversation: TypeAlias = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to one prompt.
+    """One sample of one prompt.
 
     Attributes:
-      text: the output as text; a stop token gives none, and a stop string ends it. Empty if the model has no tokenizer.
-      token_ids: the output; a stop token, or the token that completes a stop string, is included.
+      text: the output as text, without a stop token's and up to a stop string; empty if the model has no tokenizer.
+      token_ids: the output, including a stop token or the token that completes a stop string.
       finish_reason: "stop" or "length".
       prompt_tokens, cached_tokens: tokens of the prompt, and how many of them were in the prefix cache.
       index: which of the prompt's n samples.
       matched_stop: the EOS or stop token, or the stop string, that ended it.
       logprobs: of each of `token_ids`, if asked for.
-      prompt_logprobs: of the prompt's tokens but the first, if asked for; with sample 0.
+      prompt_logprobs: of the prompt's tokens except the first, if asked for; with sample 0.
     """
 
     text: str
@@ -59,7 +59,7 @@ class LLM:
 
     Args:
       model: local folder or hub id; default the bundled model.
-      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`. `max_queued_requests` and
+      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`. `max_queued_requests` and the
         timeouts limit servers only: a call may bring any number of prompts, and waits for all of them.
     """
 
@@ -85,7 +85,7 @@ class LLM:
           progress: show a progress bar on standard error.
 
         Raises:
-          InvalidRequest: a prompt that can never be served; nothing has run then.
+          InvalidRequest: a prompt can never be served; no prompt has run then.
         """
         ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         return self._run(ids, sampling_params, priority, progress)
@@ -149,7 +149,7 @@ class LLM:
             try:
                 overlap = not self.config.disable_overlap_schedule
                 run_loop(self._scheduler, self.engine, mailbox, overlap, self.config.check_every_step)
-            except BaseException:  # Ctrl-C too: what was in the middle is dropped, the next call starts clean
+            except BaseException:  # Ctrl-C too: unfinished requests are dropped, and the next call starts clean
                 self._scheduler = build_scheduler(self.config, self.engine, limited=False)
                 raise
         return [_completion(join(pieces)) for pieces in mailbox.pieces.values()]
@@ -171,9 +171,9 @@ def _completion(answer: Piece) -> Completion:
 
 
 class _OfflineMailbox:
-    """Delivers all requests at the first call, and `Shutdown` once the loop has nothing left to do.
+    """Delivers all requests at the first call, and `Shutdown` once the loop has no work left.
 
-    Keeps the pieces of every sample, in the order of requests and samples; one that a stop string ends is aborted.
+    Keeps the pieces of every sample, in the order of requests and samples. A sample that a stop string ends is aborted.
     """
 
     def __init__(self, requests: list[Request], tokenizer: Tokenizer, bar: Any) -> None:
@@ -187,13 +187,13 @@ class _OfflineMailbox:
         self.pieces: dict[tuple[str, int], list[Piece]] = {key: [] for key in self._samples}
 
     def receive(self, block: bool) -> list[ToEngine]:
-        """All requests, then aborts, if any, then the end."""
+        """Returns all requests, later aborts, and `Shutdown` when the loop would wait."""
         messages, self._messages = self._messages, []
         return messages or ([Shutdown()] if block else [])
 
     def send(self, news: News) -> None:
-        """Keeps what is new of samples that have not ended."""
-        assert isinstance(news, Replies), f"nobody gave a command, but {news} came"
+        """Keeps the pieces of samples that have not ended."""
+        assert isinstance(news, Replies), f"{news} came, but no command was given"
         for reply in news.replies:
             key = (reply.request_id, reply.index)
             sample = self._samples[key]
@@ -207,7 +207,7 @@ class _OfflineMailbox:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One text or one list of ids, as a list of one."""
+    """Returns one text or one list of ids as a list of one."""
     one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Real))
     return cast(Sequence[Prompt], [prompts] if one else prompts)
 

@@ -1,6 +1,7 @@
-"""Logging of both processes: one line per event on standard error, for people or as JSON for machines.
+"""Logging of both processes: one line per event on standard error, as text for people or as JSON for machines.
 
-A line tells the time, the process, and the request at whose service it was written: `name_request` says which.
+A line holds the time, the process, and the id of the request being served, which `name_request` sets. Both processes
+call `configure`; the front end names requests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-# Libraries whose debug lines drown ours.
+# Libraries whose debug lines would drown ours.
 _NOISY = (
     *("asyncio", "jax", "jaxlib", "absl", "httpx", "httpcore", "huggingface_hub", "filelock", "urllib3", "grpc"),
     "uvicorn",
@@ -25,7 +26,7 @@ _request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("reques
 
 
 class LogStyle(msgspec.Struct, frozen=True):
-    """What is logged: `level` ("debug" to "error") and above, in `format` ("text" or "json")."""
+    """The least severe level that is logged ("debug" to "error"), and the format ("text" or "json")."""
 
     level: str
     format: str
@@ -40,13 +41,13 @@ def configure(style: LogStyle, process_name: str) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
     logging.captureWarnings(True)
     if style.format == "json":
-        os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar is no object
-    # transformers prints by a handler of its own, and warns about models that we refuse in better words.
+        os.environ.setdefault("TQDM_DISABLE", "1")  # a progress bar is no JSON object
+    # transformers prints through a handler of its own, and warns about models that we refuse with a better message.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def new_handler(log_format: str, process_name: str, stream: TextIO) -> logging.Handler:
-    """Writes lines in `log_format` to `stream`."""
+    """Returns a handler that writes lines in `log_format` to `stream`."""
     handler = logging.StreamHandler(stream)
     handler.addFilter(_add_request_id)
     handler.setFormatter(_Json(process_name) if log_format == "json" else _Text(process_name))
@@ -54,12 +55,12 @@ def new_handler(log_format: str, process_name: str, stream: TextIO) -> logging.H
 
 
 def name_request(request_id: str) -> None:
-    """What this task logs from now on is about the request `request_id`."""
+    """Marks all that this task logs from now on with the request's id."""
     _request_id.set(request_id)
 
 
 def name_unnamed_request(request_id: str) -> None:
-    """As `name_request`, unless the protocol has named the request already."""
+    """Does the same unless the protocol has named the request already."""
     if _request_id.get() is None:
         _request_id.set(request_id)
 
@@ -76,14 +77,14 @@ class _Text(logging.Formatter):
         )
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line, without the traceback that may follow. The id is a client's: line breaks in it are escaped."""
+        """Returns the line without a traceback that may follow. The id is a client's: line breaks in it are escaped."""
         line = super().formatMessage(record)
         request_id = getattr(record, "request_id", None)
         return line if request_id is None else f"{line} [{ascii(request_id)[1:-1]}]"
 
 
 class _Json(logging.Formatter):
-    """One object per line; what a call passes as `extra` becomes fields of it."""
+    """Writes one object per line; a call's `extra` becomes fields of it."""
 
     converter = staticmethod(time.gmtime)
 
@@ -92,7 +93,7 @@ class _Json(logging.Formatter):
         self._process_name = process_name
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Returns the line."""
         fields: dict[str, Any] = {
             "time": f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),

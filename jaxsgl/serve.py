@@ -1,4 +1,4 @@
-"""`python -m jaxsgl.serve`: the server. Parses flags, runs the front end, which starts the engine process."""
+"""`python -m jaxsgl.serve`: the server. Parses the flags and runs the front end, which starts the engine process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
         if args.api_key is None:
             args.api_key = os.environ.get(API_KEY_VARIABLE)
         config = from_flags(ServerConfig, args)
-        from jaxsgl.frontend.server import serve  # gRPC takes a while: bad flags needn't wait for it
+        from jaxsgl.frontend.server import serve  # importing gRPC takes a while: bad flags fail before it
 
         return asyncio.run(serve(config, engine_command))
     except StartupError as error:
@@ -39,12 +39,12 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
         else:
             print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before the loop has its own handler
+    except KeyboardInterrupt:  # it came before the loop had its own handler
         return 130
 
 
 def run(engine_command: Sequence[str] = ENGINE_COMMAND) -> NoReturn:
-    """Ends the process with the status of `main`, without joining threads: downloads can't be interrupted."""
+    """Runs `main` and ends the process with its status, without joining threads: downloads can't be interrupted."""
     status = main(engine_command=engine_command)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
-"""What the programs for a terminal share: flags of the connection and of sampling, the channel, how errors end.
+"""What the terminal programs share: the flags of connection and sampling, the channel, and how errors end a program.
 
-Knows nothing of prompts or answers. client.py and chat.py call it.
+Never knows prompts or answers. client.py and chat.py call it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHANNEL_OPTIONS = [
 
 
 class ClientError(JaxsglError):
-    """The program ends with exit status 1 and this message."""
+    """Ends the program with exit status 1 and this message."""
 
 
 def add_connection_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of one answer that `sampling_params` reads."""
+    """Adds the flags that `sampling_params` reads."""
     parser.add_argument("--max-tokens", type=int, help="tokens to generate at most (default: as many as fit)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: most likely tokens (default)")
     parser.add_argument("--top-p", type=float, help="sample from the most likely tokens of this total probability")
@@ -85,14 +85,14 @@ class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercept
         self._entry = ("authorization", f"Bearer {key}")
 
     def intercept_unary_unary(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        """Calls on, with the key."""
+        """Makes the call with the key in its metadata."""
         return continuation(details._replace(metadata=[*(details.metadata or ()), self._entry]), request)
 
     intercept_unary_stream = intercept_unary_unary
 
 
 def sampling_params(args: argparse.Namespace) -> pb.SamplingParams:
-    """Returns what the flags say. Raises `ClientError` for what a message can't hold; the server checks the rest."""
+    """Returns the flags' values. Raises `ClientError` for those no message can hold; the server checks the rest."""
     for text in args.stop or ():
         check_text("--stop", text)
     sampling = pb.SamplingParams(stop=args.stop or ())
@@ -108,7 +108,7 @@ def sampling_params(args: argparse.Namespace) -> pb.SamplingParams:
 
 
 def check_text(what: str, text: str) -> None:
-    """Raises `ClientError` for bytes of the command line that are no text: Python keeps them as surrogates."""
+    """Raises `ClientError` for bytes of the command line that are not UTF-8: Python keeps them as surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -116,9 +116,9 @@ def check_text(what: str, text: str) -> None:
 
 
 def run(program: Callable[[], int]) -> int:
-    """Calls `program` and returns its exit status, or that of the error that it ends with, told in one line."""
+    """Calls `program` and returns its exit status. An error that it raises becomes one line and a status of its own."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character still gets the others
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character still shows the others
     try:
         status = program()
         sys.stdout.flush()
@@ -130,14 +130,14 @@ def run(program: Callable[[], int]) -> int:
         print(f"error: {describe(error)}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, Python writes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest when it ends
         return 1
     except KeyboardInterrupt:
         return 130
 
 
 def describe(error: grpc.RpcError) -> str:
-    """The status and the words of a failed call."""
+    """Returns the status and the message of a failed call."""
     return f"{error.code().name}: {error.details()}"
 
 

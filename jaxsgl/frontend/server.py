@@ -93,7 +93,7 @@ class Server:
         await self.start()
         _spare_the_garbage_collector()
         death = asyncio.create_task(self.engine.death())
-        duties = [asyncio.create_task(self._watchdog.run(self._tell_health)), asyncio.create_task(self._status.run())]
+        duties = [asyncio.create_task(self._watchdog.run(self._report_health)), asyncio.create_task(self._status.run())]
         try:
             await asyncio.wait([death, *duties], return_when=asyncio.FIRST_COMPLETED)
             for duty in duties:
@@ -115,7 +115,7 @@ class Server:
         model = await self._load_model()
         self._metrics.serve(model.info)
         self._generator.serve(model)
-        await self._tell_health()
+        await self._report_health()
         seconds = time.monotonic() - self._start_s
         logger.info(
             "ready: %s on %s (gRPC) and %s (HTTP), %.1f s after start",
@@ -129,7 +129,7 @@ class Server:
         drain_s = self._config.drain_s
         logger.info("stopping: %d open calls get %.0f s to finish", self.engine.num_open, drain_s)
         self.engine.refuse(reason)
-        await self._tell_health()
+        await self._report_health()
         deadline_s = time.monotonic() + drain_s
         while self.engine.num_open and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
@@ -150,10 +150,10 @@ class Server:
 
     async def _end_calls(self, reason: str) -> None:
         self.engine.fail(reason)
-        await self._tell_health()
+        await self._report_health()
         await asyncio.sleep(GRACE_S)
 
-    async def _tell_health(self) -> None:
+    async def _report_health(self) -> None:
         await self._grpc.set_serving(self.engine.refusal is None)
 
     async def _load_model(self) -> ServedModel:

@@ -17,7 +17,7 @@ from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.messages import Ping
 
 MAX_TICK_S = 5.0
-TICKS = 4  # in `limit_s` at least
+TICKS = 4  # at least so many in `limit_s`
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class Watchdog:
         self._silent_ticks = self._stalled_ticks = 0
         self._asked = False
 
-    async def run(self, tell: Callable[[], Awaitable[None]]) -> None:
-        """Watches until it is cancelled. Sets `EngineLink.stuck`, and awaits `tell` at each change."""
+    async def run(self, report: Callable[[], Awaitable[None]]) -> None:
+        """Watches until it is cancelled. Sets `EngineLink.stuck`, and awaits `report` at each change."""
         while True:
             await asyncio.sleep(self._tick_s)
             stuck = self.tick()
@@ -46,7 +46,7 @@ class Watchdog:
                 logger.error("%s: refusing requests until it does; %d are open", stuck, self._engine.num_open)
             else:
                 logger.info("the engine works again")
-            await tell()
+            await report()
 
     def tick(self) -> str | None:
         """Looks at the engine, every `limit_s` / `TICKS` seconds. Returns why it is stuck, None if it isn't."""
@@ -58,7 +58,7 @@ class Watchdog:
         self._silent_ticks = 0 if heard else self._silent_ticks + 1
         has_work = (load.num_running > 0 or load.num_waiting > 0) and not load.paused
         self._stalled_ticks = self._stalled_ticks + 1 if has_work and not stepped else 0
-        if heard or not self._asked:  # one question at a time: nothing piles up in front of a stuck engine
+        if heard or not self._asked:  # one ping at a time: they must not pile up in front of a stuck engine
             with contextlib.suppress(EngineUnavailable):  # the link itself reports a death
                 engine.send_command(Ping)
             self._asked = True

@@ -1,6 +1,7 @@
-"""The gRPC service `jaxsgl.v1.Jaxsgl`: converts between its messages and ours, and errors to status codes.
+"""The gRPC service `jaxsgl.v1.Jaxsgl`, our own: text, token ids or chat messages in, text and ids out.
 
-Knows nothing of processes or tokens; generation.py does the work. The asyncio gRPC server calls it.
+Converts between the service's messages and ours; generation.py does the work. Never knows processes or tokenizers. The
+asyncio gRPC server calls it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class JaxsglService(pb_grpc.JaxsglServicer):
 
     def __init__(self, front_end: FrontEnd) -> None:
         self._generator = front_end.generator
-        self._client = front_end.engine
+        self._engine = front_end.engine
 
     @answers_errors
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -58,11 +59,11 @@ class JaxsglService(pb_grpc.JaxsglServicer):
     @answers_errors
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortReply:
         """Ends a running request by its id."""
-        return pb.AbortReply(found=self._client.abort(request.request_id))
+        return pb.AbortReply(found=self._engine.abort(request.request_id))
 
     @answers_errors
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
-        """Tells what is served."""
+        """Returns what is served."""
         return _model_info(self._generator.model)
 
 

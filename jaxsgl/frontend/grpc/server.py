@@ -1,4 +1,7 @@
-"""The gRPC server: its port, its services, health and reflection. server.py starts and ends it."""
+"""The gRPC server: its port, its services, health and reflection.
+
+Never handles a request itself. The server's life (frontend/server.py) starts and ends it.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from jaxsgl.frontend.listen import Certificate, address_of, take_port
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
 SERVICE_NAMES = (jaxsgl_service.SERVICE_NAME, sglang_service.SERVICE_NAME)
-# Calls that wait for the event loop to take them. By default gRPC cancels some from 1,000 on, all from 3,000 on,
-# without a word, whenever the loop is behind for a moment. To refuse is up to the engine's queue, which says why
-# (--max-queued-requests, 8,192): this lies far above it, and only bounds memory (16 to 35 KiB a call: 3 GB).
+# Calls that wait for the event loop to take them. By default, gRPC silently cancels some calls from 1,000 waiting ones
+# on and all from 3,000 on, whenever the loop is behind for a moment. Refusing is up to the engine's queue, which gives
+# a reason (--max-queued-requests, 8,192). This limit is far above it and only bounds memory: 16 to 35 KiB a call, 3 GB.
 MAX_PENDING_CALLS = 100_000
-LAST_ANSWERS_S = 1.0  # for statuses to reach their clients before the connections close
+SHUTDOWN_GRACE_S = 1.0  # for final statuses to reach their clients before the connections close
 
 
 class GrpcServer:
-    """Answers from `start` on; health says NOT_SERVING until `set_serving`. Made inside the event loop."""
+    """Answers from `start` on; health says NOT_SERVING until `set_serving`. Must be made inside the event loop."""
 
     def __init__(self, front_end: FrontEnd, certificate: Certificate | None) -> None:
         self._config = front_end.config
@@ -52,7 +55,7 @@ class GrpcServer:
     async def start(self) -> str:
         """Takes the port; returns the address. Raises `StartupError`."""
         host, port = self._config.host, self._config.grpc_port
-        take_port(host, port, "--grpc-port").close()  # gRPC opens its own socket, but explains less well why it can't
+        take_port(host, port, "--grpc-port").close()  # gRPC opens its own socket, but its error explains less
         await self.set_serving(False)
         try:
             port = self._open(address_of(host, port))
@@ -68,11 +71,11 @@ class GrpcServer:
         return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks are told from now on."""
+        """Sets what health checks answer from now on."""
         status = health_pb2.HealthCheckResponse
         for service in ("", *SERVICE_NAMES):
             await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     async def stop(self) -> None:
         """Ends all connections."""
-        await self._server.stop(LAST_ANSWERS_S)
+        await self._server.stop(SHUTDOWN_GRACE_S)

@@ -87,14 +87,14 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     async def GetModelInfo(
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
-        """Tells what is served."""
+        """Returns what is served."""
         return await asyncio.to_thread(model_info, self._generator.model, self._config)
 
     @answers_errors
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetServerInfoResponse:
-        """Tells how the server was started."""
+        """Returns how the server was started."""
         engine = self._engine
         heard_s = time.time() - (time.monotonic() - engine.heard_s)
         paused = engine.load.paused
@@ -102,7 +102,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
 
     @answers_errors
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
-        """Tells how busy the engine is."""
+        """Returns how busy the engine is."""
         check_loads_request(request)
         return loads_response(self._busy(), request.include)
 
