@@ -1,0 +1,64 @@
+"""Sampling parameters in bodies of both HTTP APIs: one set of bounds, one conversion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.http.bodies import Body, sampling_params
+from jaxsgl.frontend.http.openai.schemas import CompletionRequest, sampling_of
+from jaxsgl.frontend.http.sglang.schemas import SamplingBody
+from jaxsgl.request import BOUNDS, SamplingParams
+
+SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+SGLANG_OUTSIDE = {"logprobs", "prompt_logprobs"}  # /generate has them beside its sampling parameters
+SAME = {
+    "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "frequency_penalty": 1.0,
+    "presence_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": {"7": 2.5}, "stop": "end",
+    "stop_token_ids": [3, 4], "ignore_eos": True,
+}  # fmt: skip
+
+
+def fields_with_bounds() -> list[tuple[type[Body], str, str]]:
+    """Returns (body, its field, the field's name in `SamplingParams`) for each bounded field of both APIs."""
+    openai = [(CompletionRequest, name, name) for name in BOUNDS if name not in ("seed", "prompt_logprobs")]
+    sglang = [(SamplingBody, SGLANG_NAMES.get(name, name), name) for name in BOUNDS if name not in SGLANG_OUTSIDE]
+    return [*openai, *sglang]
+
+
+@pytest.mark.parametrize(("schema", "field", "name"), fields_with_bounds())
+def test_schemas_and_sampling_params_accept_the_same_values(schema: type[Body], field: str, name: str) -> None:
+    bounds = BOUNDS[name]
+    low, high = bounds.low, bounds.high
+    step = 1 if isinstance(low, int) else 0.001
+    prompt = {"prompt": "a"} if schema is CompletionRequest else {}
+    for value, fits in ((low - step, False), (low, not bounds.above_low), (high, True), (high + step, False)):
+        if fits:
+            schema.model_validate({**prompt, field: value})
+            SamplingParams(**{name: value})
+        else:
+            with pytest.raises(ValidationError, match=field):
+                schema.model_validate({**prompt, field: value})
+            with pytest.raises(InvalidRequest, match=name):
+                SamplingParams(**{name: value})
+
+
+def test_both_apis_ask_for_the_same_sampling() -> None:
+    openai: dict[str, Any] = {"prompt": "a", "min_tokens": 2, "seed": 9, "no_stop_trim": True}
+    ours = sampling_of(CompletionRequest.model_validate({**openai, **SAME}), max_tokens=8, logprobs=None)
+    sglang = sampling_params(
+        SamplingBody.model_validate(SAME), max_tokens=8, min_tokens=2, seed=9, include_stop_str_in_output=True
+    )
+    assert ours == sglang
+    assert ours.logit_bias == {7: 2.5}
+    assert (ours.stop, ours.stop_token_ids) == (("end",), (3, 4))
+
+
+def test_null_is_the_default_of_sampling_params() -> None:
+    nothing = CompletionRequest.model_validate({"prompt": "a", **dict.fromkeys(SAME)})
+    assert sampling_of(nothing, max_tokens=None, logprobs=None) == SamplingParams()
+    nothing_of_sglang = SamplingBody.model_validate(dict.fromkeys(SAME))
+    assert sampling_params(nothing_of_sglang, max_tokens=None) == SamplingParams()
