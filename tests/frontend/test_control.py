@@ -191,7 +191,7 @@ def test_a_refusal_ends_what_is_left_of_a_request(kind: RefusalKind, error: type
     assert len(engine.sent) == 1, "what was refused needs no abort"
 
 
-def test_a_prefix_means_the_clients_ids() -> None:
+def test_a_prefix_matches_the_clients_ids_not_the_engines() -> None:
     """In the engine each request has another id, such as `a/0`, which a client's prefix must not match by chance."""
     engine = PlayedLink()
     engine.accept()

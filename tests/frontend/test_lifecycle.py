@@ -180,7 +180,7 @@ def test_a_thread_at_work_does_not_delay_the_end(tmp_path: Path) -> None:
     assert "ended with exit status 7" in ended.stderr
 
 
-def test_a_server_of_the_tests_ends_with_them(start_server: Start) -> None:
+def test_a_server_ends_with_the_process_that_runs_the_tests(start_server: Start) -> None:
     server = start_server()
     server.wait_until_ready()
     assert server.process.stdin is not None
@@ -216,7 +216,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_server_only(start_server: Start) -> No
     assert list(reply.token_ids) == [5, 5, 5]
 
 
-def test_the_engine_follows_a_killed_server(start_server: Start) -> None:
+def test_the_engine_ends_when_its_server_is_killed(start_server: Start) -> None:
     server = start_server()
     server.wait_until_ready()
     engine_pid = server.engine_pid
@@ -259,7 +259,7 @@ def test_a_failing_start_is_one_clear_line(start_server: Start) -> None:
     assert not list(server.temporary.iterdir())
 
 
-def test_last_words_count_though_they_arrive_after_the_death(start_server: Start) -> None:
+def test_a_final_message_counts_although_it_arrives_after_the_death(start_server: Start) -> None:
     server = start_server("--random-seed", str(Script.START_SLOW_WORDS))
     assert error_of(server) == "error: --dtype is odd, but must be even"
 
@@ -297,7 +297,7 @@ def test_a_missing_model_folder_is_one_clear_line(start_server: Start) -> None:
     assert error == "error: the model folder /nowhere/at/all does not exist"
 
 
-def test_the_engines_word_on_a_bad_model_folder_comes_before_the_tokenizers(
+def test_a_bad_model_folder_is_explained_by_the_engine_not_by_the_tokenizer(
     start_server: Start, tmp_path: Path
 ) -> None:
     folder = tmp_path / "bad"

@@ -64,7 +64,7 @@ def scrape(server: ServerProcess, accept: str = "text/plain") -> tuple[str, str]
         return answer.headers["content-type"], answer.read().decode()
 
 
-def test_what_was_served_is_what_is_counted(start_server: Start) -> None:
+def test_all_that_was_served_is_counted(start_server: Start) -> None:
     server = start_server()
     server.wait_until_ready()
     first_pieces = tokens = 0
@@ -89,7 +89,7 @@ def test_what_was_served_is_what_is_counted(start_server: Start) -> None:
     assert samples["sglang:num_running_reqs"] == samples["sglang:num_aborted_requests_total"] == 0
 
 
-def test_what_was_not_served_is_counted_by_the_reason(start_server: Start) -> None:
+def test_all_that_was_not_served_is_counted_by_reason(start_server: Start) -> None:
     server = start_server()
     server.wait_until_ready()
     with server.stub() as stub:

@@ -296,7 +296,7 @@ def test_profiles_start_and_stop(sglang: Stub, tmp_path: Path) -> None:
         assert (code, next(iter(fields)) in words) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-def test_what_is_not_built_says_so(sglang: Stub) -> None:
+def test_methods_that_are_not_built_are_refused(sglang: Stub) -> None:
     for call, word in (
         (lambda: sglang.Embed(pb.EmbedRequest()), "embeddings"),
         (lambda: sglang.LoadLoRAAdapter(pb.LoadLoRAAdapterRequest(lora_name="a")), "LoRA"),

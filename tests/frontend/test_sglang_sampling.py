@@ -121,7 +121,7 @@ def test_a_refusal_of_a_request_field_names_it(of_request: dict[str, object]) ->
         options_of(ask(1, of_request=of_request))
 
 
-def test_what_changes_nothing_is_accepted() -> None:
+def test_fields_that_change_nothing_are_accepted() -> None:
     of_request = {
         "mm_inputs": pb.MultimodalInputs(),
         "disaggregated_params": pb.DisaggregatedParams(),

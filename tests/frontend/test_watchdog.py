@@ -131,7 +131,7 @@ def test_problems_are_told_and_logged_once_and_refuse_requests_meanwhile(caplog:
     assert "no sign of life" in errors[0].getMessage()
 
 
-def test_why_nothing_is_served_goes_before_why_the_engine_is_stuck() -> None:
+def test_a_shutdown_is_reported_rather_than_a_stuck_engine() -> None:
     engine = Engine()
     assert engine.link.refusal is None
     engine.link.stuck = "stuck"

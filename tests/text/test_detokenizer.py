@@ -31,7 +31,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int] | None = None)
     return [*pieces, detokenizer.finish()]
 
 
-def test_each_kind_takes_its_own_way(tokenizers: dict[str, Tokenizer]) -> None:
+def test_each_kind_of_tokenizer_has_its_own_detokenizer(tokenizers: dict[str, Tokenizer]) -> None:
     assert isinstance(tokenizers["byte_level"].detokenizer(), ByteDetokenizer)
     assert isinstance(tokenizers["byte_fallback"].detokenizer(), WindowDetokenizer)
     assert isinstance(tokenizers["metaspace"].detokenizer(), WindowDetokenizer)

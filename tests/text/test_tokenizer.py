@@ -16,7 +16,7 @@ def test_text_comes_back_from_its_ids(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_chat_ends_where_the_assistant_speaks(tokenizer: Tokenizer) -> None:
+def test_a_chat_ends_where_the_assistants_turn_begins(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_chat([ChatMessage("user", "hello")])
     assert ids == tokenizer.encode("<|start|>user\nhello<|end|>\n<|start|>assistant\n")
 
