@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsgl.batch.sampling import pack_edits, row_setup
+from jaxsgl.batch.sampling import SamplingRows, pack_edits, row_setup
 from jaxsgl.engine import edits
-from jaxsgl.engine.step import SAMPLING_FIELDS, featured_step, sample_step
+from jaxsgl.engine.step import featured_step, sample_step
 from jaxsgl.request import SamplingParams
-from jaxsgl.weights.sharding import make_mesh
 
 SHAPES = "32x1024,8x151936"
 CALLS, REPEATS = 5, 7
@@ -29,15 +28,13 @@ CALLS, REPEATS = 5, 7
 def milliseconds(rows: int, vocab_size: int, featured: bool) -> float:
     """Time of one call of the program that follows a forward program, the fastest of several repeats."""
     logits = 3 * jax.random.normal(jax.random.key(0), (rows, vocab_size))
-    ones = jnp.ones(rows, jnp.float32)
-    floats = {"temperature": ones, "top_p": 0.9 * ones, "min_p": 0.01 * ones}
-    ints = {"lengths": jnp.arange(rows), "sample_rows": jnp.arange(rows), "top_k": jnp.full(rows, 50)}
-    bits = {name: jax.lax.bitcast_convert_type(values, jnp.int32) for name, values in floats.items()}
-    fields = {**ints, **bits, "seeds": jnp.arange(rows)}
-    sampling = jnp.stack([fields[name].astype(jnp.int32) for name in SAMPLING_FIELDS])
-    arguments: list[Any] = [logits, sampling, jnp.zeros(rows + 1, jnp.int32)]
+    numbers, sampling = np.arange(rows, dtype=np.int32), SamplingRows(rows)
+    for row in range(rows):
+        sampling.set(row, SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01), seed=row)
+    packed = jnp.asarray(np.stack([numbers, numbers, *sampling.bits(numbers)]))
+    arguments: list[Any] = [logits, packed, jnp.zeros(rows + 1, jnp.int32)]
     if featured:
-        tables = edits.allocate(rows, vocab_size, make_mesh())
+        tables = jax.device_put(edits.neutral_tables(rows, vocab_size))
         setup = row_setup(0, pack_edits(SamplingParams(presence_penalty=1.0), (), 0), np.ones(vocab_size, np.int32))
         arguments += [edits.set_row(tables, jnp.asarray(setup)), jnp.arange(rows)]
     program = jax.jit(featured_step if featured else sample_step)

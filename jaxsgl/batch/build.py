@@ -1,6 +1,7 @@
 """Pads what the scheduler decided into the fixed shapes of a bucket. Sees small values, never a scheduler's request.
 
-Padding tokens read and write the dummy page, padding sequences have length 0 and sample into the dummy row.
+Padding tokens read and write the dummy page; padding sequences have length 0 and sample into the dummy row. The
+scheduler calls it once per step.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.inputs import Bucket, StepArrays, StepFeatures, StepInputs, host_views, packed_len
-from jaxsgl.batch.sampling import SamplingRows
-from jaxsgl.cache.pages import IntArray, slots_at, slots_of
+from jaxsgl.batch.inputs import Bucket, StepArrays, StepFeatures, StepInputs, field_bits, host_views, packed_len
+from jaxsgl.batch.sampling import NEUTRAL_BITS, SamplingRows
+from jaxsgl.cache.pages import IntArray, pages_for, slots_at, slots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,12 @@ class Work:
     """Part of a sequence to extend.
 
     Attributes:
-      row: its row.
+      row: row of the sequence.
       token_ids: `[n]` the tokens to compute, at positions start .. start + n - 1.
       start: tokens before them, whose KV is stored or in flight.
       sample: whether the last of them yields the sequence's next token (not so for a chunk that isn't the last).
-      targets: `[n]` the prompt token behind each, if its log-probability is wanted.
-      setup: what must be in the row's edit tables before it samples for the first time, if it edits logits.
+      targets: `[n]` the prompt token that follows each of them, if its log-probability is wanted.
+      setup: what must be in the row's edit tables before the row samples for the first time, if it edits logits.
     """
 
     row: int
@@ -49,9 +50,10 @@ class BatchBuilder:
         self._dummy_row = len(page_tables)
 
     def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepInputs:
-        """One token for each row `[S]`: the row's last sampled token, which goes to `positions [S]`.
+        """Decodes one token for each row `[S]`: the row's last sampled token, which goes to `positions [S]`.
 
-        With `steps [S]`, in the program of several steps: so many for each row, whose page table reaches as far.
+        With `steps [S]`, uses the program of several steps: each row takes that many, and its page table must reach
+        as far.
         """
         n = len(rows)
         num_steps = 1 if steps is None else self._buckets.decode_steps
@@ -72,7 +74,7 @@ class BatchBuilder:
         return self._finish(bucket, packed, arrays, rows, n if steps is None else int(steps.sum()), works=())
 
     def extend(self, works: Sequence[Work]) -> StepInputs:
-        """Several tokens for each of `works`, in their order."""
+        """Extends the sequences of `works` by their tokens, in the order of `works`."""
         rows = np.array([work.row for work in works], dtype=np.int32)
         counts = [len(work.token_ids) for work in works]
         num_tokens = sum(counts)
@@ -100,16 +102,16 @@ class BatchBuilder:
         return self._finish(bucket, packed, arrays, rows, num_tokens, works)
 
     def _pages_of(self, rows: IntArray, num_tokens: int) -> IntArray:
-        """The page tables of `rows` as far as the longest reaches; a long context's tables are empty mostly."""
-        tables: IntArray = self._page_tables[rows, : -(-num_tokens // self._page_size)]
+        """The page tables of `rows` as far as the longest sequence reaches; the rest is mostly empty."""
+        tables: IntArray = self._page_tables[rows, : pages_for(num_tokens, self._page_size)]
         return tables
 
     def _padded(self, bucket: Bucket) -> tuple[IntArray, StepArrays[Any]]:
-        """A fresh buffer (the device may still read the last one) that holds padding only."""
+        """A new buffer of padding only; the device may still be reading the last one."""
         packed = np.zeros(packed_len(bucket), dtype=np.int32)
         arrays = host_views(packed, bucket)
         arrays.sample_rows[:] = self._dummy_row
-        arrays.top_p[:] = 1.0
+        field_bits(packed, bucket, "sampling")[:] = NEUTRAL_BITS[:, None]
         return packed, arrays
 
     def _finish(
@@ -122,14 +124,13 @@ class BatchBuilder:
         works: Sequence[Work],
     ) -> StepInputs:
         if bucket.sampled:
-            for name in ("temperature", "top_p", "min_p", "top_k", "seeds"):
-                getattr(arrays, name)[: len(rows)] = getattr(self._sampling, name)[rows]
+            field_bits(packed, bucket, "sampling")[:, : len(rows)] = self._sampling.bits(rows)
         features = self._features(arrays.sample_rows, works) if bucket.featured else None
         packed.flags.writeable = False
         return StepInputs(bucket, packed, len(rows), num_tokens, features)
 
     def _features(self, sample_rows: IntArray, works: Sequence[Work]) -> StepFeatures:
-        """Rows whose token means nothing are the dummy row already, and so edit and count nothing."""
+        """A sequence whose token is dropped has the dummy row already, and so edits and counts nothing."""
         return StepFeatures(
             edit_rows=self._sampling.edit_rows(sample_rows),
             row_setups=tuple(work.setup for work in works if work.setup is not None),

@@ -1,20 +1,23 @@
-"""The inputs of one device step: fixed shapes, packed into one int32 buffer, so that one transfer carries all.
+"""The inputs of one device step: arrays of fixed shapes in one packed int32 buffer, so that one transfer carries all.
 
-`layout(bucket)` names every field with its place in the buffer; NumPy (host) and JAX (inside the jitted step) unpack
-the same layout. Knows nothing about requests; `build.py` fills it, the engine reads it. Written once, then read-only.
+`layout(bucket)` names every field with its place in the buffer; the host (NumPy) and the compiled programs (JAX) unpack
+by the same layout. Knows nothing about requests. `build.py` fills the buffer once; from then on it is read-only.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-ArrayT = TypeVar("ArrayT")
+from jaxsgl.batch.sampling import COLUMNS, Bitcast, SamplingArrays
+
+ArrayT = TypeVar("ArrayT", bound=Any)
+StepKind: TypeAlias = Literal["decode", "extend", "score"]
 
 
 @dataclass(frozen=True, order=True)
@@ -27,12 +30,12 @@ class Bucket:
       num_tokens: T, padded tokens of a step.
       num_seqs: S, padded sequences.
       num_pages: P, width of the page tables.
-      sampled: whether the sampling program follows; greedy-only batches go without.
-      featured: whether it is the one that also edits logits and yields log-probabilities; implies `sampled`.
+      sampled: whether a sampling program follows the forward program; a greedy batch needs none.
+      featured: whether that program also edits logits and yields log-probabilities; implies `sampled`.
       num_steps: steps that the program takes one after the other; more than 1 only in decode buckets, never featured.
     """
 
-    kind: Literal["decode", "extend", "score"]
+    kind: StepKind
     num_tokens: int
     num_seqs: int
     num_pages: int
@@ -53,7 +56,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class StepArrays(Generic[ArrayT]):
-    """The fields of a step; NumPy views on the host, JAX arrays inside the step. Integers are int32.
+    """The fields of a step: NumPy views on the host, JAX arrays inside a program. Integers are int32.
 
     Attributes:
       token_ids: `[T]`; an id below 0 means "the last token of row ~id", which only the device knows yet.
@@ -62,14 +65,13 @@ class StepArrays(Generic[ArrayT]):
       lengths: `[S]` KV tokens of each sequence, this step's included; 0 for padding.
       query_offsets: `[S + 1]` sequence s owns tokens query_offsets[s] .. query_offsets[s + 1] - 1, its last ones.
       page_table: `[S, P]` page ids; unused entries are 0.
-      sample_rows: `[S]` row of the last-token table that gets the sampled token; the dummy row where the token means
-        nothing (padding, or a chunk that isn't the prompt's last).
-      top_k: `[S]` 0: all.
-      seeds: `[S]` bits of a uint32.
-      temperature, top_p, min_p: `[S]` float32. Greedy buckets leave the sampling fields as they are.
-      targets: `[T]` the prompt token behind each token, where its log-probability is wanted; in "score" buckets only.
-      steps: `[S]` of a program of several steps, in how many of the first ones each sequence takes part; 0 for padding.
-        All other fields are those of the first step, and stand where a program of one step has them.
+      sample_rows: `[S]` row of the last-token table that gets the sampled token; the dummy row for padding, and for a
+        chunk that isn't the prompt's last, whose token is dropped.
+      sampling: `[S]` each; neutral in greedy buckets.
+      targets: `[T]` the prompt token that follows each token, where its log-probability is wanted; in "score" buckets
+        only.
+      steps: `[S]` in programs of several steps: in how many of them, from the first, each sequence takes part; 0 for
+        padding. All other fields are those of the first step, and lie where a program of one step has them.
     """
 
     token_ids: ArrayT
@@ -79,16 +81,9 @@ class StepArrays(Generic[ArrayT]):
     query_offsets: ArrayT
     page_table: ArrayT
     sample_rows: ArrayT
-    top_k: ArrayT
-    seeds: ArrayT
-    temperature: ArrayT
-    top_p: ArrayT
-    min_p: ArrayT
+    sampling: SamplingArrays[ArrayT]
     targets: ArrayT | None = None
     steps: ArrayT | None = None
-
-
-FLOAT_FIELDS = ("temperature", "top_p", "min_p")
 
 
 @cache
@@ -103,20 +98,16 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
         "query_offsets": (s + 1,),
         "page_table": (s, p),
         "sample_rows": (s,),
-        "top_k": (s,),
-        "seeds": (s,),
-        "temperature": (s,),
-        "top_p": (s,),
-        "min_p": (s,),
+        "sampling": (len(COLUMNS), s),
     }
     if bucket.kind == "score":
         shapes["targets"] = (t,)
     if bucket.num_steps > 1:
         shapes["steps"] = (s,)
     places, offset = {}, 0
-    for name in (spec.name for spec in fields(StepArrays) if spec.name in shapes):
-        places[name] = (offset, shapes[name])
-        offset += math.prod(shapes[name])
+    for name, shape in shapes.items():
+        places[name] = (offset, shape)
+        offset += math.prod(shape)
     return places
 
 
@@ -126,20 +117,27 @@ def packed_len(bucket: Bucket) -> int:
     return offset + math.prod(shape)
 
 
+def field_bits(packed: ArrayT, bucket: Bucket, name: str) -> ArrayT:
+    """The int32 part of `packed` that holds the field `name`, in the field's shape."""
+    offset, shape = layout(bucket)[name]
+    bits: ArrayT = packed[offset : offset + math.prod(shape)].reshape(shape)
+    return bits
+
+
+def unpack(packed: ArrayT, bucket: Bucket, bitcast: Bitcast[ArrayT]) -> StepArrays[ArrayT]:
+    """The fields of `packed`: the host gives NumPy's `bitcast`, a program JAX's."""
+    bits = {name: field_bits(packed, bucket, name) for name in layout(bucket)}
+    return StepArrays(**{**bits, "sampling": SamplingArrays.unpack(bits["sampling"], bitcast)})
+
+
 def host_views(packed: npt.NDArray[np.int32], bucket: Bucket) -> StepArrays[npt.NDArray[Any]]:
     """NumPy views of the fields inside `packed`; writing a view writes the buffer."""
-
-    def view(name: str) -> npt.NDArray[Any]:
-        offset, shape = layout(bucket)[name]
-        part = packed[offset : offset + math.prod(shape)].reshape(shape)
-        return part.view(np.float32) if name in FLOAT_FIELDS else part
-
-    return StepArrays(**{name: view(name) for name in layout(bucket)})
+    return unpack(packed, bucket, np.ndarray.view)
 
 
 @dataclass(frozen=True)
 class StepFeatures:
-    """What a featured batch brings besides `StepInputs.packed`.
+    """What the engine needs for a featured batch besides `StepInputs.packed`.
 
     Attributes:
       edit_rows: `[S]` row of the edit tables of each sequence; the dummy row where logits stay as they are.
@@ -154,14 +152,14 @@ class StepFeatures:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """One padded batch, ready for the device. Read-only: neither side may change it after it is built.
+    """One padded batch, ready for the device. Read-only: neither scheduler nor engine may change it.
 
     Attributes:
       bucket: which compiled program runs it.
-      packed: `[packed_len(bucket)]` int32, the only thing that is transferred unless the batch is featured.
+      packed: `[packed_len(bucket)]` int32, the only array that is transferred unless the batch is featured.
       num_seqs: real sequences; the rest of S is padding.
       num_tokens: real tokens; the rest of the bucket's `padded_tokens` is padding.
-      features: of featured batches only.
+      features: in featured batches only.
     """
 
     bucket: Bucket

@@ -1,21 +1,33 @@
-"""What changes a request's logits before a token is chosen, as one int32 array per row that stays on the device.
+"""Sampling parameters as arrays: what the scheduler keeps by row, what a step carries, and what the sampler reads.
 
-Penalties, bias, and stop tokens that must wait for min_tokens. Written once, when a request starts to sample, so that
-steps transfer none of it. The step that reads it is in the engine (`engine/edits.py`). Knows no batches.
+`SamplingArrays` declares each filter once. The table of rows, the packed inputs of a step and the sampler iterate over
+its fields, so that a new filter is a field here, its use in `engine/sampler.py`, and its fields in the APIs.
+
+Edits of the logits (penalties, bias, stop tokens banned until min_tokens) take too many numbers to be carried by every
+step. They are one int32 array per row that stays on the device; the host writes it once, when the request first
+samples. `engine/edits.py` applies them.
 
     edits [EDITS_LEN] = [ penalties (3) | token ids | values | until ]
                           float bits      MAX_ADDED each: adds `value` (float bits) to the logit of `id` at positions
                                           below `until`; unused entries are all 0
+
+Knows `SamplingParams`, but no scheduler's request, no batch and no device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+ArrayT = TypeVar("ArrayT", bound=Any)
+Bits: TypeAlias = type[np.int32] | type[np.float32]  # of 32 bits each, so that one int32 array holds all fields
+Bitcast: TypeAlias = Callable[[ArrayT, Bits], ArrayT]
 
 MAX_EOS_TOKEN_IDS = 20  # models have 1 to 5
 MAX_ADDED = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + MAX_EOS_TOKEN_IDS
@@ -25,6 +37,95 @@ VALUES = slice(IDS.stop, IDS.stop + MAX_ADDED)
 UNTIL = slice(VALUES.stop, VALUES.stop + MAX_ADDED)
 EDITS_LEN = UNTIL.stop
 FOR_EVER = 2**31 - 1  # the largest int32; no sequence gets as long
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a field of `SamplingArrays` is stored and filled.
+
+    Attributes:
+      dtype: of its array.
+      neutral: the value that filters nothing, for padding and for rows without a request.
+      value: a request's value, from its parameters and its seed (a uint32).
+    """
+
+    dtype: Bits
+    neutral: float
+    value: Callable[[SamplingParams, int], float]
+
+
+def _column(dtype: Bits, neutral: float, value: Callable[[SamplingParams, int], float]) -> dict[str, Column]:
+    return {"column": Column(dtype, neutral, value)}
+
+
+@dataclass(frozen=True)
+class SamplingArrays(Generic[ArrayT]):
+    """The sampling parameters of n rows or sequences: NumPy arrays on the host, JAX arrays inside a program.
+
+    Attributes:
+      top_k: `[n]` int32; 0 keeps all tokens.
+      seeds: `[n]` int32, the bits of a uint32.
+      temperature, top_p, min_p: `[n]` float32, as in `SamplingParams`.
+    """
+
+    top_k: ArrayT = field(metadata=_column(np.int32, 0, lambda params, _: max(params.top_k, 0)))
+    seeds: ArrayT = field(metadata=_column(np.int32, 0, lambda _, seed: np.uint32(seed).view(np.int32)))
+    temperature: ArrayT = field(metadata=_column(np.float32, 0.0, lambda params, _: params.temperature))
+    top_p: ArrayT = field(metadata=_column(np.float32, 1.0, lambda params, _: params.top_p))
+    min_p: ArrayT = field(metadata=_column(np.float32, 0.0, lambda params, _: params.min_p))
+
+    def __iter__(self) -> Iterator[ArrayT]:
+        """The arrays in the order of `COLUMNS`."""
+        return iter(vars(self).values())
+
+    @classmethod
+    def unpack(cls, bits: ArrayT, bitcast: Bitcast[ArrayT]) -> SamplingArrays[ArrayT]:
+        """The rows of `bits [len(COLUMNS), n]` int32, each `bitcast` to the dtype of its field."""
+        return cls(*(bitcast(bits[i], column.dtype) for i, column in enumerate(COLUMNS)))
+
+
+COLUMNS: tuple[Column, ...] = tuple(spec.metadata["column"] for spec in fields(SamplingArrays))
+NEUTRAL_BITS: IntArray = np.array([np.array(column.neutral, column.dtype).view(np.int32) for column in COLUMNS])
+
+
+class SamplingRows:
+    """The sampling parameters of every row and of the dummy row. The scheduler writes a row when a request takes it."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._bits: IntArray = np.tile(NEUTRAL_BITS[:, None], num_rows + 1)
+        self._arrays = SamplingArrays.unpack(self._bits, np.ndarray.view)
+        self._dummy_row = num_rows
+        self._sampled = np.zeros(num_rows + 1, dtype=bool)
+        self._edited = np.zeros(num_rows + 1, dtype=bool)
+        self._logprobs = np.zeros(num_rows + 1, dtype=bool)
+
+    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+        """Writes the parameters of the request that took `row`; `seed` is a uint32."""
+        for array, column in zip(self._arrays, COLUMNS, strict=True):
+            array[row] = column.value(params, seed)
+        self._sampled[row] = not params.greedy
+        self._edited[row] = params.edits_logits
+        self._logprobs[row] = params.logprobs is not None
+
+    def bits(self, rows: IntArray) -> IntArray:
+        """`[len(COLUMNS), len(rows)]`: what `SamplingArrays.unpack` reads, of `rows` in their order."""
+        return self._bits[:, rows]
+
+    def any_sampled(self, rows: IntArray) -> bool:
+        """Whether any of `rows` needs more than the most likely token."""
+        return bool(self._sampled[rows].any())
+
+    def any_featured(self, rows: IntArray) -> bool:
+        """Whether any of `rows` edits its logits or wants log-probabilities."""
+        return bool(self._edited[rows].any()) or self.any_logprobs(rows)
+
+    def any_logprobs(self, rows: IntArray) -> bool:
+        """Whether any of `rows` wants log-probabilities of its tokens."""
+        return bool(self._logprobs[rows].any())
+
+    def edit_rows(self, rows: IntArray) -> IntArray:
+        """`rows`, with the dummy row in place of those that leave their logits as they are."""
+        return np.where(self._edited[rows], rows, self._dummy_row).astype(np.int32)
 
 
 def pack_edits(params: SamplingParams, stop_ids: Collection[int], prompt_len: int) -> IntArray:
@@ -51,9 +152,9 @@ def neutral_edits() -> IntArray:
 
 
 def token_counts(prompt_ids: IntArray, output_ids: Sequence[int], vocab_size: int) -> IntArray:
-    """`[V]`: per token, twice how often it stands in the output, plus 1 if it stands in the prompt.
+    """`[V]`: per token, twice how often the output holds it, plus 1 if the prompt holds it.
 
-    From nothing but token ids, so that it can be made again for a request that starts over.
+    Computed from token ids alone, so that it can be computed again for a request that was retracted.
     """
     counts = 2 * np.bincount(np.asarray(output_ids, dtype=np.int64), minlength=vocab_size)
     counts[prompt_ids] += 1
@@ -61,47 +162,5 @@ def token_counts(prompt_ids: IntArray, output_ids: Sequence[int], vocab_size: in
 
 
 def row_setup(row: int, edits: IntArray, counts: IntArray) -> IntArray:
-    """`[1 + EDITS_LEN + V]`: one transfer that sets `row` of both tables."""
+    """`[1 + EDITS_LEN + V]`: one transfer that sets `row` of both edit tables."""
     return np.concatenate((np.array([row], dtype=np.int32), edits, counts))
-
-
-class SamplingRows:
-    """`temperature[row]` and so on, for every row and the dummy row. Written when a request takes its row."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.temperature = np.zeros(num_rows + 1, dtype=np.float32)
-        self.top_p = np.ones(num_rows + 1, dtype=np.float32)
-        self.min_p = np.zeros(num_rows + 1, dtype=np.float32)
-        self.top_k = np.zeros(num_rows + 1, dtype=np.int32)
-        self.seeds = np.zeros(num_rows + 1, dtype=np.int32)
-        self._dummy_row = num_rows
-        self._sampled = np.zeros(num_rows + 1, dtype=bool)
-        self._edited = np.zeros(num_rows + 1, dtype=bool)
-        self._logprobs = np.zeros(num_rows + 1, dtype=bool)
-
-    def set(self, row: int, params: SamplingParams, seed: int) -> None:
-        """Writes the parameters of the request that took `row`; `seed` is a uint32."""
-        self.temperature[row] = params.temperature
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.top_k[row] = max(params.top_k, 0)
-        self.seeds[row] = np.uint32(seed).view(np.int32)
-        self._sampled[row] = not params.greedy
-        self._edited[row] = params.edits_logits
-        self._logprobs[row] = params.logprobs is not None
-
-    def any_sampled(self, rows: IntArray) -> bool:
-        """Whether any of `rows` needs more than the most likely token."""
-        return bool(self._sampled[rows].any())
-
-    def any_featured(self, rows: IntArray) -> bool:
-        """Whether any of `rows` changes its logits or wants log-probabilities."""
-        return bool(self._edited[rows].any()) or self.any_logprobs(rows)
-
-    def any_logprobs(self, rows: IntArray) -> bool:
-        """Whether any of `rows` wants log-probabilities of its tokens."""
-        return bool(self._logprobs[rows].any())
-
-    def edit_rows(self, rows: IntArray) -> IntArray:
-        """`rows`, with the dummy row in place of those that leave their logits as they are."""
-        return np.where(self._edited[rows], rows, self._dummy_row).astype(np.int32)

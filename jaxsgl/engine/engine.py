@@ -1,9 +1,8 @@
-"""The engine: loads the model, sizes the KV cache, compiles every bucket, then runs steps. The only device code of a
-running server.
+"""The engine: loads the model, sizes the KV cache, compiles every bucket, then runs steps.
 
-Owns the parameters, the KV pages, the last-token table and the tables of logit edits. Knows nothing of requests, page
-owners or text: the scheduler says what to compute in `StepInputs`, and gets token ids back. Called by the serving loop,
-from one thread.
+The only code of a running server that touches the device. Owns the parameters and the `DeviceState`. Knows nothing of
+requests, page owners or text: the scheduler says what to compute in `StepInputs`, and gets token ids back. The serving
+loop calls it from one thread.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from jaxsgl.batch.buckets import BucketSet, buckets_of
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
-from jaxsgl.engine import edits
 from jaxsgl.engine.programs import Programs, ProgramSpec
 from jaxsgl.engine.sampler import Logprobs
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
@@ -32,13 +30,13 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.messages import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.weights import load_params, random_params, resolve_model_folder
-from jaxsgl.weights.sharding import make_mesh, replicated
+from jaxsgl.weights.sharding import make_mesh
 
 logger = logging.getLogger(__name__)
 
 
 class DeviceHandle:
-    """A step on its way: what the host wants of it is being computed and copied."""
+    """A step in flight: the device computes it, and copies to the host what the host will read."""
 
     def __init__(
         self, inputs: StepInputs, tokens: jax.Array, sampled: Logprobs | None = None, prompt: Logprobs | None = None
@@ -58,7 +56,7 @@ class DeviceHandle:
         return np.asarray(self._tokens)[..., : self._inputs.num_seqs]
 
     def scores(self) -> StepScores:
-        """Waits for the step; log-probabilities, as far as the batch asked for some."""
+        """Waits for the step; the log-probabilities that the batch asked for."""
         sampled, prompt = self._sampled, self._prompt
         return StepScores(
             None if sampled is None else TokenScores(*(np.asarray(x)[: self._inputs.num_seqs] for x in sampled)),
@@ -70,15 +68,15 @@ class Engine:
     """Runs steps on a model, in the order of `submit`. Implements `StepEngine`.
 
     Attributes:
-      arch: the model.
-      capacity: sizes that the scheduler works with.
+      arch: the model's shape.
+      capacity: the sizes that the scheduler works with.
       buckets: the shapes that are compiled.
-      programs: what they were compiled to.
+      programs: the compiled programs.
       info: what the front end is told.
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
-        """Everything that takes time, until the first step can run.
+        """Does everything that takes time: after it, the first step can run.
 
         Args:
           config: flags.
@@ -92,7 +90,7 @@ class Engine:
         folder = resolve_model_folder(config.model)
         self.arch = ModelArch.from_folder(folder)
         mesh = make_mesh()
-        device = mesh.devices.flat[0]
+        device = mesh.devices.flat[0]  # the devices of a mesh are alike
         platform = device.platform
         dtype, activations, kv_dtype = resolve_precision(
             config.dtype, self.arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
@@ -106,13 +104,10 @@ class Engine:
         page_shape = kv_shape(self.arch, config.page_size, kv_dtype)
         self.capacity = plan_capacity(config, self.arch, page_shape, device)
         self.buckets = buckets_of(config, self.capacity)
-        self._kv = allocate(page_shape, self.capacity.num_pages, mesh)
-        self._last_tokens = jax.device_put(np.zeros(self.capacity.num_rows + 1, np.int32), replicated(mesh))
-        self._edit_tables = edits.allocate(self.capacity.num_rows, self.arch.vocab_size, mesh)
+        self._state = allocate(page_shape, self.capacity, mesh)
         self._params = jax.tree.leaves(params)
         graphdef, _ = abstract_model(self.arch, dtype, activations)
-        backend = config.attention_backend
-        spec = ProgramSpec(graphdef, params, self._kv, self.capacity.num_rows, self.arch.vocab_size, backend, mesh)
+        spec = ProgramSpec(graphdef, params, self._state, config.attention_backend, mesh)
         _check_backend(spec, self.buckets)
         self.programs = Programs(spec, self.buckets, progress=progress)
         self._compiles = CompileCounter()
@@ -124,7 +119,7 @@ class Engine:
             eos_token_ids=self.arch.eos_token_ids,
             page_size=config.page_size,
             max_running_requests=self.capacity.num_rows,
-            attention_backend=backend,
+            attention_backend=config.attention_backend,
             platform=platform,
             kv_bytes=page_shape.page_bytes * self.capacity.num_pages,
             weight_bytes=sum(array.nbytes for array in self._params),
@@ -144,24 +139,27 @@ class Engine:
         `JaxsglError` for a bucket that wasn't compiled, and what XLA raises; after that the engine can't go on.
         """
         forward, *after = self.programs.of(inputs.bucket)
-        out = forward(self._params, self._kv, self._last_tokens, inputs.packed)
-        self._kv, self._last_tokens = out.kv, out.last_tokens
+        out = forward(self._params, self._state, inputs.packed)
+        self._state = out.state
         if inputs.bucket.num_steps > 1:
             return DeviceHandle(inputs, out.tokens)
         if inputs.features is not None:
             return self._submit_featured(after[0], out, inputs, inputs.features)
         tokens = out.tokens
         for sample in after:
-            self._last_tokens, tokens = sample(out.logits, out.sampling, self._last_tokens)
+            last_tokens, tokens = sample(out.logits, out.sampling, self._state.last_tokens)
+            self._state = self._state._replace(last_tokens=last_tokens)
         return DeviceHandle(inputs, tokens, prompt=out.prompt_scores)
 
     def _submit_featured(
         self, program: jax.stages.Compiled, forwarded: Forwarded, inputs: StepInputs, features: StepFeatures
     ) -> DeviceHandle:
+        state = self._state
+        tables = state.edit_tables
         for setup in features.row_setups:
-            self._edit_tables = self.programs.set_row(self._edit_tables, setup)
-        out = program(forwarded.logits, forwarded.sampling, self._last_tokens, self._edit_tables, features.edit_rows)
-        self._last_tokens, self._edit_tables = out.last_tokens, out.tables
+            tables = self.programs.set_row(tables, setup)
+        out = program(forwarded.logits, forwarded.sampling, state.last_tokens, tables, features.edit_rows)
+        self._state = state._replace(last_tokens=out.last_tokens, edit_tables=out.edit_tables)
         sampled = out.scores if features.logprobs else None
         return DeviceHandle(inputs, out.tokens, sampled, forwarded.prompt_scores)
 
@@ -181,14 +179,14 @@ class Engine:
         jax.profiler.stop_trace()
 
     def close(self) -> None:
-        """Stops counting compilations and lets go of the device's memory."""
+        """Stops counting compilations and frees the device's memory."""
         self._compiles.close()
-        for array in jax.tree.leaves((self._kv, self._last_tokens, self._edit_tables, self._params)):
+        for array in jax.tree.leaves((self._state, self._params)):
             array.delete()
 
 
 def _check_backend(spec: ProgramSpec, buckets: BucketSet) -> None:
-    """Raises `ConfigError` if the named kernels can't run here; without a name, what can run is chosen."""
+    """Raises `ConfigError` if the kernels of --attention-backend can't run here; "auto" chooses those that can."""
     if spec.attention_backend == "auto":
         return
     try:

@@ -1,13 +1,13 @@
 """The compiled programs of an engine, held by shape: a shape that warm-up didn't compile raises, it never compiles.
 
-Called by `engine`. Knows what the programs' arguments look like, not what is in them.
+Called by `engine`. Knows the shapes of the programs' arguments and where they lie, not what is in them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,12 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import Bucket, packed_len
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine import edits
-from jaxsgl.engine.edits import EditTables
-from jaxsgl.engine.state import KvBuffers
+from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.step import (
     FEATURED_DONATES,
     FORWARD_DONATES,
     SAMPLING_DONATES,
-    SAMPLING_FIELDS,
+    SAMPLING_ROWS,
     SET_ROW_DONATES,
     Decoded,
     DecodeSteps,
@@ -37,6 +36,7 @@ from jaxsgl.engine.step import (
 )
 from jaxsgl.engine.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
+from jaxsgl.models import Decoder
 from jaxsgl.weights.sharding import replicated
 
 
@@ -46,21 +46,22 @@ class ProgramSpec:
 
     Attributes:
       graphdef: structure of the model.
-      params: its state, of arrays or of `jax.ShapeDtypeStruct`s with shardings.
-      kv: the pages, likewise.
-      num_rows: rows of the last-token table, the dummy row left out.
-      vocab_size: V.
+      params: its parameters, as arrays or as `jax.ShapeDtypeStruct`s with shardings.
+      state: what stays on the device, likewise.
       attention_backend: for the kernels.
       mesh: where everything lies.
     """
 
-    graphdef: nnx.GraphDef
+    graphdef: nnx.GraphDef[Decoder]
     params: nnx.State
-    kv: KvBuffers
-    num_rows: int
-    vocab_size: int
+    state: DeviceState
     attention_backend: str
     mesh: Mesh
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.state.edit_tables.counts.shape[1]
 
     def trace(self, key: ProgramKey) -> jax.stages.Traced:
         """The program of `key`, traced."""
@@ -74,16 +75,16 @@ class ProgramSpec:
         """The forward program of `bucket`, traced."""
         leaves, treedef = jax.tree.flatten(self.params)
         everywhere = replicated(self.mesh)
-        kv_shardings = jax.tree.map(lambda pages: pages.sharding, self.kv)
+        state_shardings = jax.tree.map(lambda array: array.sharding, self.state)
         if bucket.num_steps > 1:
             program: Forward | DecodeSteps = make_decode_steps(self.graphdef, treedef, bucket, self.attention_backend)
-            shardings: Forwarded | Decoded = Decoded(kv_shardings, everywhere, everywhere)
+            shardings: Forwarded | Decoded = Decoded(state_shardings, everywhere)
         else:
             program = make_forward(self.graphdef, treedef, bucket, self.attention_backend)
             scores = everywhere if bucket.kind == "score" else None
-            shardings = Forwarded(kv_shardings, everywhere, everywhere, everywhere, everywhere, scores)
+            shardings = Forwarded(state_shardings, everywhere, everywhere, everywhere, scores)
         jitted = jax.jit(program, donate_argnums=FORWARD_DONATES, out_shardings=shardings)
-        return jitted.trace(leaves, self.kv, self._int32(self.num_rows + 1), self._int32(packed_len(bucket)))
+        return jitted.trace(leaves, self.state, self._int32(packed_len(bucket)))
 
     def trace_sampling(self, num_seqs: int) -> jax.stages.Traced:
         """The sampling program for `num_seqs` padded sequences, traced."""
@@ -91,29 +92,26 @@ class ProgramSpec:
         return jitted.trace(*self._sampling_arguments(num_seqs))
 
     def trace_featured(self, num_seqs: int) -> jax.stages.Traced:
-        """The program of sampling features for `num_seqs` padded sequences, traced."""
+        """The featured program for `num_seqs` padded sequences, traced."""
         jitted = jax.jit(featured_step, donate_argnums=FEATURED_DONATES, out_shardings=replicated(self.mesh))
-        return jitted.trace(*self._sampling_arguments(num_seqs), self._tables(), self._int32(num_seqs))
+        return jitted.trace(*self._sampling_arguments(num_seqs), self.state.edit_tables, self._int32(num_seqs))
 
     def trace_set_row(self) -> jax.stages.Traced:
         """The program that writes a row of the edit tables, traced."""
         jitted = jax.jit(edits.set_row, donate_argnums=SET_ROW_DONATES, out_shardings=replicated(self.mesh))
-        return jitted.trace(self._tables(), self._int32(1 + EDITS_LEN + self.vocab_size))
+        return jitted.trace(self.state.edit_tables, self._int32(1 + EDITS_LEN + self.vocab_size))
 
-    def _sampling_arguments(self, num_seqs: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def _sampling_arguments(self, num_seqs: int) -> tuple[Any, ...]:
+        """Logits, packed sampling inputs and last tokens."""
         logits = jax.ShapeDtypeStruct((num_seqs, self.vocab_size), jnp.float32, sharding=replicated(self.mesh))
-        return logits, self._int32(len(SAMPLING_FIELDS), num_seqs), self._int32(self.num_rows + 1)
-
-    def _tables(self) -> EditTables:
-        rows = self.num_rows + 1
-        return EditTables(self._int32(rows, EDITS_LEN), self._int32(rows, self.vocab_size))
+        return logits, self._int32(SAMPLING_ROWS, num_seqs), self.state.last_tokens
 
     def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(self.mesh))
 
 
 class ProgramKey(NamedTuple):
-    """Which program: "forward" by its bucket, "sampling" or "featured" by its number of sequences, "set_row"."""
+    """Names a program: "forward" by its bucket, "sampling" or "featured" by its number of sequences, or "set_row"."""
 
     kind: str
     shape: Bucket | int = 0
@@ -124,7 +122,7 @@ SET_ROW = ProgramKey("set_row")
 
 def keys_of(bucket: Bucket) -> list[ProgramKey]:
     """The programs that a step of `bucket` runs, in order."""
-    if bucket.num_steps > 1:  # they sample in between, so it is one program
+    if bucket.num_steps > 1:  # each step needs the tokens of the one before, so the program samples itself
         return [ProgramKey("forward", bucket)]
     keys = [ProgramKey("forward", replace(bucket, sampled=False, featured=False))]
     if bucket.sampled:
@@ -142,7 +140,7 @@ class Programs:
 
     Attributes:
       spec: what they were made from.
-      compilations: by key, with what each took.
+      compilations: by key, with the time that each took.
     """
 
     def __init__(self, spec: ProgramSpec, buckets: BucketSet, *, progress: bool) -> None:

@@ -1,8 +1,10 @@
-"""Choosing the next token from logits, inside the jitted step. Knows nothing about requests or buckets.
+"""Chooses the next token from logits, and scores tokens, inside jitted programs. Knows no requests and no buckets.
 
 No sort over the vocabulary: a filter keeps the tokens within some distance of the largest logit, and that distance is
 found by bisection. Distances are nonnegative floats, whose bit patterns order as integers do; bisecting the integers
 is exact after 31 halvings. A drawn token depends on the row's logits, seed and position alone, not on other rows.
+
+Log-probabilities are those of the model's own logits, before penalties and temperature, in float32.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsgl.batch.sampling import SamplingArrays
 from jaxsgl.request import MAX_TOP_LOGPROBS
 
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy: float32 has no room for the quotient
 INFINITY_BITS = 0x7F800000
 HALVINGS = 31  # of the range 0 .. INFINITY_BITS
 MIN_CHUNK, MAX_CHUNK = 32, 256  # tokens
+SLICE = 128  # tokens of a prompt whose logits exist at a time: V float32 each
+
+jax.tree_util.register_dataclass(SamplingArrays)
 
 
 def greedy(logits: jax.Array) -> jax.Array:
@@ -32,31 +38,20 @@ def greedy(logits: jax.Array) -> jax.Array:
     return (chunk * chunks.shape[-1] + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
-def sample(
-    logits: jax.Array,
-    *,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
-    seeds: jax.Array,
-    positions: jax.Array,
-) -> jax.Array:
+def sample(logits: jax.Array, sampling: SamplingArrays[jax.Array], positions: jax.Array) -> jax.Array:
     """Draws one token per row; int32 `[S]`. Rows with temperature 0 or top_k 1 take the most likely one.
 
     Args:
       logits: `[S, V]` float32.
-      temperature, top_p, min_p: `[S]` float32, as in `SamplingParams`.
-      top_k: `[S]` int32; 0 and below keep all.
-      seeds: `[S]` int32, the bits of a uint32.
-      positions: `[S]` int32, place of the drawn token in its sequence.
+      sampling: `[S]` each.
+      positions: `[S]` int32, the position of the drawn token in its sequence.
     """
     best = greedy(logits)
-    distance = distances(logits, temperature)
-    limit = keep_limit(distance, top_k, top_p, min_p)
+    distance = distances(logits, sampling.temperature)
+    limit = keep_limit(distance, sampling)
     weights = jnp.where(distance <= limit[:, None], jnp.exp(-distance), 0.0)
-    drawn = draw(weights, uniform(seeds, positions), otherwise=best)
-    return jnp.where((temperature < MIN_TEMPERATURE) | (top_k == 1), best, drawn)
+    drawn = draw(weights, uniform(sampling.seeds, positions), otherwise=best)
+    return jnp.where((sampling.temperature < MIN_TEMPERATURE) | (sampling.top_k == 1), best, drawn)
 
 
 def distances(logits: jax.Array, temperature: jax.Array) -> jax.Array:
@@ -65,21 +60,22 @@ def distances(logits: jax.Array, temperature: jax.Array) -> jax.Array:
     return (top - logits) / jnp.maximum(temperature, MIN_TEMPERATURE)[:, None]
 
 
-def keep_limit(distance: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+def keep_limit(distance: jax.Array, sampling: SamplingArrays[jax.Array]) -> jax.Array:
     """The distance `[S]` up to which a row's tokens are kept; tokens as likely as the last one kept stay too.
 
     Top-k first, then top-p over what top-k kept, then min-p (Hugging Face's and SGLang's order).
     """
     vocab_size = distance.shape[-1]
-    count = jnp.where(top_k <= 0, vocab_size, jnp.minimum(top_k, vocab_size)).astype(jnp.float32)
+    k, top_p = sampling.top_k, sampling.top_p
+    count = jnp.where(k <= 0, vocab_size, jnp.minimum(k, vocab_size)).astype(jnp.float32)
     limit = _smallest_reaching(distance, jnp.ones_like(distance), count)
 
     weights = jnp.where(distance <= limit[:, None], jnp.exp(-distance), 0.0)
     total = jnp.sum(weights, axis=-1)
     nucleus = _smallest_reaching(distance, weights, top_p * total)
-    # With top_p 1, rounding would drop the tail: its weights vanish in the sum.
+    # With top_p 1, rounding would drop the tail, whose weights vanish in the sum.
     limit = jnp.where(top_p >= 1.0, limit, jnp.minimum(limit, nucleus))
-    return jnp.minimum(limit, -jnp.log(min_p))
+    return jnp.minimum(limit, -jnp.log(sampling.min_p))
 
 
 def _smallest_reaching(distance: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
@@ -136,11 +132,8 @@ def in_chunks(x: jax.Array, fill: float) -> jax.Array:
     return x.reshape(num_rows, -1, chunk_size)
 
 
-SLICE = 128  # tokens of a prompt whose logits exist at a time: V float32 each
-
-
 class Logprobs(NamedTuple):
-    """Of n tokens; the arrays of `engine_api.TokenScores`."""
+    """Log-probabilities of n tokens on the device; the arrays of `engine_api.TokenScores`."""
 
     logprobs: jax.Array
     top_ids: jax.Array
@@ -148,7 +141,7 @@ class Logprobs(NamedTuple):
 
 
 def score(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-    """Of `tokens [n]` and of the K most likely ones, by `logits [n, V]` float32."""
+    """Log-probabilities of `tokens [n]` and of the K most likely tokens, by `logits [n, V]` float32."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     top_logits, top_ids = top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
@@ -156,7 +149,7 @@ def score(logits: jax.Array, tokens: jax.Array) -> Logprobs:
 
 
 def score_in_slices(logits_of: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array) -> Logprobs:
-    """Of `targets [T]`, by the logits that `logits_of` makes of `hidden [T, D]`, a slice of T at a time."""
+    """Like `score`, of `targets [T]`: `logits_of` makes the logits of `hidden [T, D]`, a slice of T at a time."""
     num_tokens = len(targets)
     padding = -num_tokens % SLICE
     hidden, targets = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
@@ -168,7 +161,7 @@ def score_in_slices(logits_of: Callable[[jax.Array], jax.Array], hidden: jax.Arr
 def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k largest of each row `[S, V]`, largest first, and their ids; the lowest ids among equals.
 
-    They lie in the k chunks with the largest maxima, so only these are sorted, not the vocabulary.
+    They lie in the k chunks with the largest maxima, so only those chunks are sorted, not the vocabulary.
     """
     chunks = in_chunks(logits, -jnp.inf)
     num_rows, num_chunks, chunk_size = chunks.shape

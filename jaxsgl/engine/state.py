@@ -1,7 +1,7 @@
-"""What stays on the device from step to step: the KV pages of every layer.
+"""What stays on the device from step to step: KV pages, last tokens and tables of logit edits.
 
-Layer-major, one array for K and one for V per layer, `[num_pages, K, page_size, H]`: separate donated buffers, each
-written in place by its layer. Knows nothing about which request owns a page. The engine allocates it at start-up.
+Every program that changes a part takes it donated and returns it, so that it is written in place. The engine allocates
+the state at start-up and holds it between steps. Knows nothing about which request owns a page or a row.
 """
 
 from __future__ import annotations
@@ -10,22 +10,47 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
+from jaxsgl.batch.buckets import Capacity
+from jaxsgl.engine.edits import EditTables, neutral_tables
 from jaxsgl.engine.sizing import KvShape
 from jaxsgl.errors import ConfigError
-from jaxsgl.weights.sharding import kv_sharding
+from jaxsgl.weights.sharding import kv_sharding, replicated
 
 
 class KvBuffers(NamedTuple):
-    """All pages of all layers, a pytree that the step takes and returns (donated)."""
+    """All pages: per layer one buffer for K and one for V, `[num_pages, K, page_size, H]`, written in place."""
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
 
 
-def allocate(shape: KvShape, num_pages: int, mesh: Mesh) -> KvBuffers:
-    """Zeroed buffers, made on the device. Raises `ConfigError` if the mesh can't split the kv heads."""
+class DeviceState(NamedTuple):
+    """The state of one engine, a pytree.
+
+    Attributes:
+      kv: the pages of all layers.
+      last_tokens: `[rows + 1]` int32, the newest token of each row, the dummy row last.
+      edit_tables: by row, what featured batches do to logits.
+    """
+
+    kv: KvBuffers
+    last_tokens: jax.Array
+    edit_tables: EditTables
+
+
+def allocate(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
+    """The state before the first step. Raises `ConfigError` if the mesh can't split the kv heads."""
+    tables = neutral_tables(capacity.num_rows, capacity.vocab_size)
+    last_tokens = np.zeros(capacity.num_rows + 1, np.int32)
+    kv = allocate_kv(shape, capacity.num_pages, mesh)
+    return DeviceState(kv, *jax.device_put((last_tokens, tables), replicated(mesh)))
+
+
+def allocate_kv(shape: KvShape, num_pages: int, mesh: Mesh) -> KvBuffers:
+    """Zeroed pages, made on the device. Raises `ConfigError` if the mesh can't split the kv heads."""
     if shape.num_kv_heads % mesh.size:
         raise ConfigError(
             f"{shape.num_kv_heads} kv heads can't be split over {mesh.size} devices: use a number that divides them"

@@ -68,7 +68,7 @@ class Decoder(nnx.Module):
 
 def abstract_model(
     arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype | None = None
-) -> tuple[nnx.GraphDef, nnx.State]:
+) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
     """The model's structure, and its parameters as shapes in `dtype`; allocates nothing.
 
     `activations` is the format of what lies between products (default: `dtype`).

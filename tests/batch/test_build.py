@@ -7,8 +7,8 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, doubling
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.inputs import Bucket, host_views, layout, packed_len
-from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.batch.inputs import Bucket, host_views, packed_len
+from jaxsgl.batch.sampling import COLUMNS, SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import ConfigError
 from jaxsgl.request import SamplingParams
@@ -85,7 +85,7 @@ def test_sampling_parameters_follow_their_rows() -> None:
     sampling.set(4, SamplingParams(temperature=0.0), seed=8)
     tables = np.ones((6, 6), dtype=np.int32)
     build = BatchBuilder(BucketSet.derive(SIZES), tables, sampling, page_size=4)
-    arrays = build.decode(ids(4, 2), ids(0, 0)).arrays
+    arrays = build.decode(ids(4, 2), ids(0, 0)).arrays.sampling
     assert arrays.temperature.tolist() == [0.0, 0.5]
     assert arrays.top_k.tolist() == [0, 9]
     assert arrays.top_p.tolist() == [1.0, 0.25]
@@ -94,12 +94,32 @@ def test_sampling_parameters_follow_their_rows() -> None:
     assert not build.decode(ids(4), ids(0)).bucket.sampled
 
 
-def test_fields_fill_the_buffer_without_gap_or_overlap() -> None:
-    bucket = Bucket("extend", 16, 4, 6, sampled=True)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_sampling_parameters_of_padding_are_neutral(sampled: bool) -> None:
+    sampling = SamplingRows(6)
+    sampling.set(2, SamplingParams(temperature=0.5 if sampled else 0.0, top_k=9, top_p=0.25, min_p=0.125), seed=7)
+    build = BatchBuilder(BucketSet.derive(SIZES), np.ones((6, 6), dtype=np.int32), sampling, page_size=4)
+    arrays = build.extend([Work(2, ids(11), 0, sample=True)]).arrays.sampling
+    for array, column in zip(arrays, COLUMNS, strict=True):
+        assert array.dtype == column.dtype
+        assert array[int(sampled) :].tolist() == [column.neutral] * (len(array) - sampled)
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [
+        Bucket("extend", 16, 4, 6, sampled=True),
+        Bucket("score", 16, 4, 6, sampled=True),
+        Bucket("decode", 4, 4, 6, sampled=True, num_steps=3),
+    ],
+    ids=str,
+)
+def test_fields_fill_the_buffer_without_gap_or_overlap(bucket: Bucket) -> None:
     packed = np.zeros(packed_len(bucket), dtype=np.int32)
-    arrays = host_views(packed, bucket)
-    for name in layout(bucket):
-        getattr(arrays, name).view(np.int32)[...] += 1
+    fields = dict(vars(host_views(packed, bucket)))
+    for array in (*fields.pop("sampling"), *fields.values()):
+        if array is not None:
+            array.view(np.int32)[...] += 1
     assert (packed == 1).all()
 
 

@@ -98,6 +98,6 @@ def first_logits(engine: Engine, prompt: list[int]) -> np.ndarray:
     scheduler.receive([Request("r", prompt, SamplingParams(temperature=0.0, max_tokens=1))])
     while (inputs := scheduler.launch()) is not None:
         (forward,) = engine.programs.of(inputs.bucket)
-        out = forward(engine._params, engine._kv, engine._last_tokens, inputs.packed)
-        engine._kv, engine._last_tokens = out.kv, out.last_tokens
+        out = forward(engine._params, engine._state, inputs.packed)
+        engine._state = out.state
     return np.asarray(out.logits)[0]

@@ -244,11 +244,16 @@ def test_a_row_forgets_the_request_that_had_it_before(
 
 def test_batches_without_features_touch_none_of_their_state(engine: Engine) -> None:
     run(engine, Request("a", prompt_of(9), SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=1.0)))
-    tables = engine._edit_tables
+    before = [(table.unsafe_buffer_pointer(), np.array(table)) for table in edit_tables(engine)]
     requests = [
         Request("greedy", prompt_of(9), SamplingParams(temperature=0.0, max_tokens=4)),
         Request("drawn", prompt_of(9), SamplingParams(seed=1, max_tokens=4, top_p=0.9)),
     ]
     run(engine, *requests)
-    assert engine._edit_tables is tables
-    assert not any(array.is_deleted() for array in jax.tree.leaves(tables))
+    for (place, content), table in zip(before, edit_tables(engine), strict=True):
+        assert table.unsafe_buffer_pointer() == place
+        np.testing.assert_array_equal(table, content)
+
+
+def edit_tables(engine: Engine) -> list[jax.Array]:
+    return jax.tree.leaves(engine._state.edit_tables)

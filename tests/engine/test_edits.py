@@ -14,7 +14,6 @@ from jaxsgl.engine import edits
 from jaxsgl.engine.edits import EditTables
 from jaxsgl.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from tests import numpy_sampling
-from tests.plain_model import mesh_of
 
 VOCAB, ROWS = 397, 5
 STOPS = frozenset({3, 300})
@@ -34,7 +33,7 @@ def setup(row: int, params: SamplingParams, prompt: list[int], output: list[int]
 
 
 def tables_with(params: SamplingParams, row: int = 2, output: list[int] = OUTPUT) -> EditTables:
-    return set_row(edits.allocate(ROWS, VOCAB, mesh_of()), setup(row, params, PROMPT, output))
+    return set_row(edits.neutral_tables(ROWS, VOCAB), setup(row, params, PROMPT, output))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_setting_a_row_replaces_all_of_it_and_nothing_else() -> None:
     before = tables_with(full, row=2)
     after = set_row(before, setup(3, full, [1], []))
     after = set_row(after, setup(2, NEUTRAL, [], []))
-    empty = edits.allocate(ROWS, VOCAB, mesh_of())
+    empty = edits.neutral_tables(ROWS, VOCAB)
     for table, blank in zip(after, empty, strict=True):
         np.testing.assert_array_equal(np.delete(table, 3, axis=0), np.delete(blank, 3, axis=0))
 
@@ -91,7 +90,7 @@ def test_a_row_holds_as_many_entries_as_a_request_may_have() -> None:
     params = SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), min_tokens=1)
     stops = frozenset(range(300, 300 + MAX_STOP_TOKEN_IDS + 20))
     packed = pack_edits(params, stops, prompt_len=0)
-    tables = set_row(edits.allocate(ROWS, VOCAB, mesh_of()), row_setup(0, packed, np.zeros(VOCAB, np.int32)))
+    tables = set_row(edits.neutral_tables(ROWS, VOCAB), row_setup(0, packed, np.zeros(VOCAB, np.int32)))
     done = np.asarray(apply(jnp.zeros((1, VOCAB)), tables, np.zeros(1, np.int32), np.zeros(1, np.int32)))[0]
     assert (done[:300] == 1).all()
     assert np.isneginf(done[300:384]).all()

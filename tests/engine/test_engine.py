@@ -11,7 +11,8 @@ import pytest
 
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.step import KvBuffers, Pages
+from jaxsgl.engine.state import KvBuffers
+from jaxsgl.engine.step import Pages
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.request import SamplingParams
 from pallas_kernels.native import library
@@ -48,10 +49,10 @@ def test_a_chunk_that_is_not_the_last_leaves_the_rows_last_token_alone(engine: E
 def test_padding_changes_nothing_but_the_dummy_page_and_the_dummy_row(engine: Engine) -> None:
     driver = Driver(engine)
     driver.generate({0: [5, 6, 7], 1: [8, 9]}, 2)
-    before, last_before = jax.tree.map(np.asarray, (engine._kv, engine._last_tokens))
+    before, last_before = jax.tree.map(np.asarray, engine._state[:2])
     driver.run(driver.decode({1: 3}))  # a bucket of 4 sequences: 3 are padding
     driver.run(driver.extend((1, [4], 4)))  # a bucket of 16 tokens and 4 sequences
-    after, last_after = jax.tree.map(np.asarray, (engine._kv, engine._last_tokens))
+    after, last_after = jax.tree.map(np.asarray, engine._state[:2])
     own_page = 1 + engine.capacity.max_pages_per_seq
     for pages_before, pages_after in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         changed = np.flatnonzero((pages_before != pages_after).any(axis=(1, 2, 3)))
@@ -120,15 +121,15 @@ def test_several_steps_in_one_program_yield_the_tokens_of_single_steps(engine: E
 def test_steps_in_which_a_sequence_takes_no_part_leave_its_pages_and_its_last_token_alone(four_steps: Engine) -> None:
     driver = Driver(four_steps)
     driver.generate({0: [5, 6, 7], 1: [8, 9]}, 2)
-    before = jax.tree.map(np.asarray, four_steps._kv)
+    before = jax.tree.map(np.asarray, four_steps._state.kv)
     tokens = four_steps.submit(driver.decode({0: 4, 1: 3}, [1, 4])).tokens()
-    after = jax.tree.map(np.asarray, four_steps._kv)
+    after = jax.tree.map(np.asarray, four_steps._state.kv)
     own_page = 1 + four_steps.capacity.max_pages_per_seq
     for pages_before, pages_after in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         changed = np.flatnonzero((pages_before != pages_after).any(axis=(1, 2, 3)))
         assert set(changed.tolist()) <= {0, 2, own_page, own_page + 1}
         assert (pages_before != pages_after)[2].any(axis=(0, 2)).tolist() == [True, False, False, False]
-    assert np.asarray(four_steps._last_tokens)[:2].tolist() == [tokens[0, 0], tokens[3, 1]]
+    assert np.asarray(four_steps._state.last_tokens)[:2].tolist() == [tokens[0, 0], tokens[3, 1]]
 
 
 def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
@@ -211,7 +212,7 @@ def test_info_says_what_was_started(engine: Engine) -> None:
     assert (info.architecture, info.dtype, info.platform) == ("Qwen3ForCausalLM", "float32", "cpu")
     assert info.limits.context_length == 64 and info.limits.pool_tokens == 256 and info.limits.vocab_size == 101
     assert info.eos_token_ids == (1,)
-    assert info.kv_bytes == sum(array.nbytes for array in jax.tree.leaves(engine._kv))
+    assert info.kv_bytes == sum(array.nbytes for array in jax.tree.leaves(engine._state.kv))
     assert 0 < info.warmup_s < 300
 
 
@@ -232,7 +233,7 @@ def test_where_a_backend_is_attention_alone_another_one_stores(monkeypatch: pyte
     def step(pages: jax.Array, q: jax.Array, new: jax.Array, ints: jax.Array, table: jax.Array) -> jax.Array:
         arrays = SimpleNamespace(slots=ints, lengths=ints, page_table=table)
         kv = KvBuffers((pages,), (pages,))
-        return Pages(kv, arrays, SimpleNamespace(kind="decode"), "native").attend(0, q, new, new)
+        return Pages(kv, arrays, "decode", "native").attend(0, q, new, new)
 
     shapes = (
         ((5, 2, 16, 32), "uint16"),

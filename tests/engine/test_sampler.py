@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import sampler
 
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
-DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
+DTYPES = {spec.name: column.dtype for spec, column in zip(fields(SamplingArrays), COLUMNS, strict=True)}
 
 sample = jax.jit(sampler.sample)
 draw_at = jax.jit(sampler.draw)
 
 
 @jax.jit
-def kept_mask(logits, temperature, top_k, top_p, min_p):  # type: ignore[no-untyped-def]
-    distance = sampler.distances(logits, temperature)
-    return distance <= sampler.keep_limit(distance, top_k, top_p, min_p)[:, None]
+def kept_mask(logits: jax.Array, sampling: SamplingArrays[jax.Array]) -> jax.Array:
+    distance = sampler.distances(logits, sampling.temperature)
+    return distance <= sampler.keep_limit(distance, sampling)[:, None]
 
 
 def kept(logits: np.ndarray, **params: object) -> np.ndarray:
     """Mask `[S, V]`; each parameter is one for all rows or one per row."""
-    return np.asarray(kept_mask(logits, **per_row(len(logits), params)))
+    seeds = np.zeros(len(logits), np.int32)
+    return np.asarray(kept_mask(logits, SamplingArrays(seeds=seeds, **per_row(len(logits), params))))
 
 
 def draw(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, **params: object) -> np.ndarray:
     seeds, positions = (np.broadcast_to(x, len(logits)) for x in (seeds, positions))
     bits = seeds.astype(np.uint32).view(np.int32)
-    rows = per_row(len(logits), params)
-    return np.asarray(sample(logits, seeds=bits, positions=positions.astype(np.int32), **rows))
+    arrays = SamplingArrays(seeds=bits, **per_row(len(logits), params))
+    return np.asarray(sample(logits, arrays, positions.astype(np.int32)))
 
 
 def per_row(num_rows: int, params: dict[str, object]) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsgl.engine.sizing import KvShape, choose_num_pages, free_bytes, free_host_bytes
-from jaxsgl.engine.state import allocate
+from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
 from tests.plain_model import mesh_of
 
@@ -81,7 +81,7 @@ def test_weights_beyond_the_static_fraction_are_an_error() -> None:
 
 def test_buffers_are_zeros_of_the_mesh_one_pair_per_layer() -> None:
     shape = KvShape(num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=jnp.dtype("float16"))
-    buffers = allocate(shape, 5, mesh_of())
+    buffers = allocate_kv(shape, 5, mesh_of())
     leaves = jax.tree.leaves(buffers)
     assert len(buffers.k) == len(buffers.v) == 3
     assert {(leaf.shape, leaf.dtype.name) for leaf in leaves} == {((5, 2, 4, 8), "float16")}

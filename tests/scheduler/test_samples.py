@@ -76,7 +76,7 @@ def test_seeds_of_samples_follow_one_another() -> None:
         inputs = scheduler.launch()
         assert inputs is not None
         if inputs.bucket.kind == "extend":
-            seeds += inputs.arrays.seeds[: inputs.num_seqs].astype("uint32").tolist()
+            seeds += inputs.arrays.sampling.seeds[: inputs.num_seqs].astype("uint32").tolist()
         scheduler.collect([7] * inputs.num_seqs)
     assert seeds == [2**32 - 2, 2**32 - 1, 0, 1]
 

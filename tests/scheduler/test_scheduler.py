@@ -139,7 +139,7 @@ def test_seeds_of_requests_without_one_follow_from_the_servers_seed() -> None:
         scheduler.receive([Request(str(i), [1, 2], SamplingParams(temperature=1.0)) for i in range(3)])
         inputs = scheduler.launch()
         assert inputs is not None
-        return inputs.arrays.seeds[:3].tolist()
+        return inputs.arrays.sampling.seeds[:3].tolist()
 
     assert seeds(1) == seeds(1)
     assert seeds(1) != seeds(2)
@@ -160,10 +160,10 @@ def test_greedy_batches_take_a_program_without_the_sampling_code() -> None:
     assert inputs is not None
     assert inputs.bucket.sampled
     arrays = inputs.arrays
-    assert (arrays.top_k[0], arrays.seeds[0]) == (7, -1)
-    assert arrays.temperature[0] == 0.5
-    assert arrays.top_p.tolist()[0] == pytest.approx(0.9)
-    assert arrays.min_p.tolist()[0] == pytest.approx(0.1)
+    assert (arrays.sampling.top_k[0], arrays.sampling.seeds[0]) == (7, -1)
+    assert arrays.sampling.temperature[0] == 0.5
+    assert arrays.sampling.top_p.tolist()[0] == pytest.approx(0.9)
+    assert arrays.sampling.min_p.tolist()[0] == pytest.approx(0.1)
 
 
 def test_batches_are_read_only() -> None:

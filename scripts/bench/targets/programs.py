@@ -8,13 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from bench.processes import ROOT
 from jaxsgl.batch.inputs import Bucket
+from jaxsgl.engine.edits import neutral_tables
 from jaxsgl.engine.programs import ProgramSpec
-from jaxsgl.engine.state import KvBuffers
+from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights.sharding import kv_sharding, make_mesh, param_sharding, replicated
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
@@ -67,7 +69,7 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
                 return op(*arrays, backend=backend, **options)
 
             program.__name__ = name
-            placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=replicated(mesh)) for a in args]
+            placed = [_shape(a, mesh) for a in args]
             return jax.jit(program, donate_argnums=donated).trace(*placed)
 
         on_matrix_units = op is not store_kv and spec.dtype != jnp.float32
@@ -85,7 +87,10 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
     shape = (NUM_PAGES, arch.num_kv_heads, PAGE_SIZE, arch.head_dim)
     pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=kv_sharding(mesh))
     kv = KvBuffers((pages,) * arch.num_layers, (pages,) * arch.num_layers)
-    spec = ProgramSpec(graphdef, placed, kv, 64, arch.vocab_size, backend, mesh)
+    tables = jax.tree.map(
+        lambda array: _shape(array, mesh), (np.zeros(65, np.int32), neutral_tables(64, arch.vocab_size))
+    )
+    spec = ProgramSpec(graphdef, placed, DeviceState(kv, *tables), backend, mesh)
     decode = Bucket("decode", 64, 64, 128, False)
     several = dataclasses.replace(decode, sampled=True, num_steps=4)
     for bucket in (decode, several, Bucket("extend", 1024, 8, 128, False)):
@@ -95,6 +100,10 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
 
         name = f"step_{bucket.kind}_{backend}" if bucket.num_steps == 1 else f"steps_{bucket.kind}_{backend}"
         yield Program(name, backend, trace, pages, 2 * arch.num_layers, on_matrix_units=True)
+
+
+def _shape(array: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated(mesh))
 
 
 def _placed(param: nnx.Param, mesh: Mesh) -> nnx.Param:
