@@ -19,7 +19,6 @@ lists of "suggested".
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -33,6 +32,7 @@ import jax
 from bench import bucket_times
 from bench.buckets import Costs, Steps, padding, steps_of, suggested, unpadded
 from bench.models import SHAPES, write_config
+from bench.output import command_parser, write_json
 from bench.plots import plot_buckets
 from bench.processes import num_cores
 from bench.requests import Job, Lengths, random_jobs
@@ -77,7 +77,7 @@ class BenchConfig:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints, or counts padding and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     add_flags(parser, BenchConfig)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-buckets-") as folder:
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = {"model": options.shape or options.model} | report
     print(table(report))
     if config.json:
-        Path(config.json).write_text(json.dumps(report, indent=1) + "\n")
+        write_json(config.json, report)
     if config.plot and not config.padding_only:
         plot_buckets(report, Path(config.plot))
     return 0

@@ -9,7 +9,6 @@ the machine does. Reproduce the figures of docs/performance.md with:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import operator
@@ -27,6 +26,7 @@ from typing import Any
 
 from bench.frontend.plan import MODEL, PATIENCE_S, Plan, written
 from bench.frontend.server import START, STOP
+from bench.output import command_parser, write_json
 from bench.processes import ROOT, cpu_s_of_threads, python_path
 
 PROTOCOLS = {"http": "OpenAI completions, HTTP", "grpc": "jaxsgl Generate, gRPC", "sglang": "SGLang Generate, gRPC"}
@@ -132,7 +132,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     """Runs the protocols one after another on one server, and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--streams", type=int, default=256, help="requests at the same time (default 256)")
     parser.add_argument(
         "--rate", type=float, default=20_000, help="tokens/s of the engine; 0: no pauses (default 20000)"
@@ -157,7 +157,7 @@ def main() -> None:
                 profile(plan, running, protocol)
     if args.json:
         settings = {"streams": args.streams, "rate": args.rate, "tokens": num_tokens}
-        args.json.write_text(json.dumps({"settings": settings, "figures": results}, indent=2) + "\n")
+        write_json(args.json, {"settings": settings, "figures": results})
 
 
 if __name__ == "__main__":

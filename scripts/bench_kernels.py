@@ -15,12 +15,9 @@ is written between them, and the fastest repeat counts.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
-import json
 import platform as host
-import sys
 import time
 from pathlib import Path
 
@@ -28,6 +25,7 @@ import jax
 from bench.kernels.cases import FUNCTIONS, cases_for
 from bench.kernels.contenders import backends_for
 from bench.kernels.measure import BASELINES, Row, measure_case
+from bench.output import command_line, command_parser, write_json
 from bench.plots import plot_kernels
 from bench.roofline import Roofline, measure_roofline
 
@@ -59,7 +57,7 @@ def roofline_line(roofline: Roofline) -> str:
 
 def main() -> None:
     """Measures, prints lines as they come, and keeps the JSON file up to date after each case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few cases at page size 16")
     parser.add_argument("--cases", metavar="TEXT", default="", help="only cases whose name contains this")
     parser.add_argument("--page-sizes", type=int, nargs="+", metavar="N", help="only cases of these page sizes")
@@ -78,7 +76,7 @@ def main() -> None:
         "jax": jax.__version__,
         "python": host.python_version(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "roofline": dataclasses.asdict(roofline),
         "preferred": {op: tuning.preferred_backends(op) for op in FUNCTIONS},
     }
@@ -98,7 +96,7 @@ def main() -> None:
             print(line(row), flush=True)
         if options.json:
             result = {**environment, "rows": [row.as_json() for row in rows]}
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(options.json, result)
     if left_out:
         print(f"no time left for: {'; '.join(left_out)}")
     if options.plot:

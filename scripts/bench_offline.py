@@ -12,8 +12,6 @@ waste, the share of the roofline measured before and after, and step times by bu
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -24,8 +22,9 @@ from typing import Any
 import msgspec
 from bench.models import SHAPES, write_config
 from bench.offline.figures import ModelWork, figures
-from bench.offline.run import record_run, requests_of, seen_late
-from bench.requests import Lengths, random_jobs
+from bench.offline.run import record_run, seen_late
+from bench.output import command_parser, write_json
+from bench.requests import Lengths, greedy_requests, random_jobs
 from bench.roofline import best, ceilings
 
 from jaxsgl.config import EngineConfig, add_flags, flag, from_flags
@@ -60,7 +59,7 @@ class OfflineConfig:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs once, prints, writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     add_flags(parser, OfflineConfig)
     try:
         config = from_flags(OfflineConfig, parser.parse_args(arguments))
@@ -71,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     print(table(report))
     if config.json:
-        Path(config.json).write_text(json.dumps(report, indent=1) + "\n")
+        write_json(config.json, report)
     return 0
 
 
@@ -90,12 +89,12 @@ def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
             f"--input and --output reach {inputs.most} + {outputs.most} tokens, but the context holds "
             f"{limits.context_length}: lower them"
         )
-    requests = requests_of(random_jobs(config.num, inputs, outputs, vocab_size, config.seed))
+    requests = greedy_requests(random_jobs(config.num, inputs, outputs, vocab_size, config.seed))
     for request in requests:
         check_request(request, limits)
     overlap = not config.engine.disable_overlap_schedule
     warm_up = random_jobs(*WARM_UP, vocab_size, config.seed + 1)
-    record_run(scheduler, engine, requests_of(warm_up), overlap)
+    record_run(scheduler, engine, greedy_requests(warm_up), overlap)
     scheduler = build_scheduler(config.engine, engine, limited=False)
     recording, replies = record_run(scheduler, engine, requests, overlap, config.profile)
     engine.close()

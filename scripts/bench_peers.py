@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.models import SHAPES, write_checkpoint
+from bench.output import command_line, command_parser, write_json
 from bench.peers.contender import KINDS, Kind, Setup
 from bench.peers.endpoint import FLUSHED_BY, NOTHING
 from bench.peers.rounds import OURS, Match, WrongOutput
@@ -54,8 +55,8 @@ def main() -> int:
     print(table(figures))
     if args.json:
         settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot")}
-        told = {"command": " ".join(["python", *sys.argv]), "settings": settings, "machine": machine(), **figures}
-        args.json.write_text(json.dumps(told, indent=1, default=vars) + "\n")
+        told = {"command": command_line(), "settings": settings, "machine": machine(), **figures}
+        write_json(args.json, told, default=vars)
     if args.plot:
         shared = ", shared prefixes" if args.shared_prefix else ""
         plot_peers(figures, OURS, f"{args.model}, {args.num} requests{shared}", args.plot)
@@ -64,7 +65,7 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument(
         "--model", default="mid", metavar="SHAPE|FOLDER", help=f"{', '.join(SHAPES)} with random weights; or a folder"
     )

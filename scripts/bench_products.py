@@ -12,10 +12,7 @@ other memory is written between them, and the fastest repeat counts.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from bench.kernels.runners import JaxRunner, Prepared, time_in_turns
+from bench.output import command_line, command_parser, write_json
 
 from jaxsgl.models.precision import weights_first
 from pallas_kernels.native import product as native
@@ -35,7 +33,7 @@ HEAD = f"{'rows':>5}{'weights':>14}  {'form':<28}{'ms':>9}{'GFLOP/s':>9}{'GB/s':
 
 def main() -> None:
     """Measures and prints line by line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 32, 128, 256], help="rows of x")
     parser.add_argument(
         "--weights", type=size, nargs="+", metavar="OUTxIN", default=[(6144, 1024), (1024, 3072), (32000, 1024)],
@@ -52,8 +50,8 @@ def main() -> None:
                 rows.append(found)
                 print(line(found), flush=True)
     if options.json:
-        told = {"command": " ".join(["python", *sys.argv]), "jax": jax.__version__, "rows": rows}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        told = {"command": command_line(), "jax": jax.__version__, "rows": rows}
+        write_json(options.json, told)
 
 
 def size(text: str) -> tuple[int, int]:

@@ -6,8 +6,6 @@ python scripts/bench_sampler.py
 
 from __future__ import annotations
 
-import argparse
-import json
 import timeit
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench.output import command_parser, write_json
 
 from jaxsgl.batch.sampling import SamplingRows, pack_edits, row_setup
 from jaxsgl.engine import edits
@@ -48,7 +47,7 @@ def milliseconds(rows: int, vocab_size: int, featured: bool) -> float:
 
 def main() -> None:
     """Measures every shape and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--shapes", default=SHAPES, help=f"rows x vocabulary, with commas between them ({SHAPES})")
     args = parser.parse_args()
@@ -61,7 +60,7 @@ def main() -> None:
     for shape, time_ms in figures.items():
         print(f"{shape:>20}  {time_ms:8.2f} ms")
     if args.json:
-        args.json.write_text(json.dumps({"platform": jax.default_backend(), "ms": figures}, indent=2) + "\n")
+        write_json(args.json, {"platform": jax.default_backend(), "ms": figures})
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ figures of docs/performance.md with:
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
+from bench.output import command_parser, write_json
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.pages import as_pages, pages_for
@@ -157,7 +156,7 @@ def radix_rates(num_prefixes: int, tokens: int, page_size: int) -> dict[str, flo
 
 def main() -> None:
     """Runs both parts and prints them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--running", type=int, default=256, help="running requests (default 256)")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each request (default 1024)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens per page (default 16)")
@@ -175,7 +174,7 @@ def main() -> None:
         print(f"  {name:28} {value:14,.1f}")
     if args.json:
         settings = {"running": args.running, "context": args.context, "page_size": args.page_size, "steps": args.steps}
-        args.json.write_text(json.dumps({"settings": settings, "figures": figures}, indent=2) + "\n")
+        write_json(args.json, {"settings": settings, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Exit status 1 if a request failed. docs/benchmarking.md has the definitions.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.output import command_parser
 from bench.requests import Ask
 from bench.serving.backend import Backend, BackendError
 from bench.serving.datasets import DatasetConfig
@@ -77,7 +77,7 @@ class ServingConfig:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs, prints, writes; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     add_flags(parser, ServingConfig)
     try:
         config = from_flags(ServingConfig, parser.parse_args(arguments))

@@ -18,7 +18,6 @@ many times as long as the first variant's a step takes: medians, least and most 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -34,6 +33,7 @@ from typing import Any
 
 import jax
 from bench.models import SHAPES, write_config
+from bench.output import command_line, command_parser, write_json
 from bench.processes import SCRIPTS, LineChild
 from bench.steps import STEPS
 
@@ -92,7 +92,7 @@ class Variant:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument(
         "--shape", choices=SHAPES, help="random weights of this shape; else --model, a flag of the engine"
     )
@@ -121,8 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     print("\n".join([HEAD, *map(line, rows)]))
     if options.json:
-        told = {"command": " ".join(["python", *sys.argv]), "jax": jax.__version__, "rows": rows}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        told = {"command": command_line(), "jax": jax.__version__, "rows": rows}
+        write_json(options.json, told)
     return 0
 
 

@@ -9,14 +9,13 @@ Needs msgspec besides what the kernels need, and says so where it is missing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.kernels.contenders import backends_for
+from bench.output import command_parser, write_json
 
 from pallas_kernels.target import target_device
 
@@ -60,7 +59,7 @@ def common_prefix(left: list[int], right: list[int]) -> int:
 def main() -> int:
     """Runs XLA first, then the others; a backend that can't run is reported and passed over."""
     platform = target_device().platform
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     others = [name for name in backends_for(platform) if name != "xla"]
     parser.add_argument("--backends", nargs="+", metavar="NAME", default=["auto", *others], help="compared with xla")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no backend after so many seconds")
@@ -72,7 +71,7 @@ def main() -> int:
         note = f"skipped: {error}; install it, or put its wheel on PYTHONPATH"
         print(note)
         if options.json:
-            options.json.write_text(json.dumps({"engine": {"note": note}}) + "\n")
+            write_json(options.json, {"engine": {"note": note}})
         return 0
     from jaxsgl.errors import ConfigError
 
@@ -97,7 +96,7 @@ def main() -> int:
         told = {name: value for name, value in results[backend].items() if name != "token_ids"}
         print(f"{backend}: {told}", flush=True)
         if options.json:
-            options.json.write_text(json.dumps(results) + "\n")
+            write_json(options.json, results)
     return int(any_failed)
 
 

@@ -10,16 +10,15 @@ with the XLA backend, and with itself over many runs. Leaves with status 1 if an
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
 
 from bench.kernels.check import CRASHED, FAILED, Check, check_spec
 from bench.kernels.contenders import backends_for
+from bench.output import command_parser, write_json
 
 from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS
 from pallas_kernels.target import target_device
@@ -28,7 +27,7 @@ from pallas_kernels.target import target_device
 def main() -> int:
     """Checks spec by spec until all are done or the budget is spent."""
     platform = target_device().platform
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--backends", nargs="+", metavar="NAME", default=backends_for(platform), help="only these")
     parser.add_argument("--specs", metavar="TEXT", default="", help="only specs whose name contains this")
     parser.add_argument("--small", action="store_true", help="the interpreters' small specs; Pallas is interpreted")
@@ -53,7 +52,7 @@ def main() -> int:
                 print(f"{check.op:<24}{backend:<12}{spec.name:<28}{check.verdict} {check.note}", flush=True)
         if options.json:
             result = {"checks": [dataclasses.asdict(check) for check in checks], "left_out": left_out}
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(options.json, result)
     counts = collections.Counter(check.verdict for check in checks)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     if left_out:

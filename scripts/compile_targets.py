@@ -11,13 +11,12 @@ A target whose environment can't be made (disk, Python) is named and left out; -
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from bench.output import command_parser, write_json
 from bench.targets.targets import JAX_VERSION, TARGETS, compile_in, make_environment, missing_for
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +39,7 @@ def describe(result: dict[str, Any]) -> str:
 
 def main() -> int:
     """Compile, print, write; 0 if nothing is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default all")
     parser.add_argument("--grid", choices=("common", "full"), default="full", help="which shapes")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv-targets", help="where to make them")
@@ -72,7 +71,7 @@ def main() -> int:
     refused = sum("refused" in result for result in results)
     print(f"{len(results)} programs, {refused} refused, {wrong} with problems, {left_out} targets left out")
     if options.json:
-        options.json.write_text(json.dumps({"jax": JAX_VERSION, "results": results}, indent=1) + "\n")
+        write_json(options.json, {"jax": JAX_VERSION, "results": results})
     return int(wrong > 0 or (options.require and left_out > 0))
 
 

@@ -7,11 +7,11 @@ pyproject.toml's oldest grpcio and protobuf stay usable, run this in an environm
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from importlib import metadata
 from pathlib import Path
+
+from bench.output import command_parser, write_json
 
 OLDEST_GRPCIO = "1.70.0"
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +20,7 @@ PROTO_FOLDER = Path("jaxsgl/frontend/proto")
 
 def main() -> int:
     """Runs protoc on every .proto file of the package; returns its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--json", metavar="FILE", help="write what was generated, and by which version, to FILE")
     args = parser.parse_args()
     from grpc_tools import protoc
@@ -37,7 +37,7 @@ def main() -> int:
     outputs = [f"--{kind}_out={ROOT}" for kind in ("python", "pyi", "grpc_python")]
     status = int(protoc.main(["protoc", f"-I{ROOT}", *outputs, *sources]))
     if args.json:
-        Path(args.json).write_text(json.dumps({"grpcio_tools": version, "sources": sources, "status": status}))
+        write_json(args.json, {"grpcio_tools": version, "sources": sources, "status": status})
     return status
 
 

@@ -25,11 +25,12 @@ import tempfile
 from pathlib import Path
 
 from bench.gpu_report import PARTS, Report, describe_machine, phases
+from bench.output import command_parser
 
 
 def main() -> int:
     """Runs phase by phase, and writes the folder after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where the results go")
     parser.add_argument("--budget-s", type=float, default=520, help="seconds for everything (520)")
     parser.add_argument("--tune", action="store_true", help="search for block sizes too")

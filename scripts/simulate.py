@@ -15,7 +15,6 @@ if left out), --fit FILE fits the model of the device to such lines: {"kind": "d
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.output import command_parser, write_json
 from bench.plots import plot_simulation
 from bench.requests import Ask
 from bench.simulation.cost import HARDWARE, Costs, arch_of, data_sheet_costs, read_steps
@@ -55,7 +55,7 @@ class SimulationConfig:
 
 def main(arguments: list[str] | None = None) -> int:
     """Records, or simulates and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     add_flags(parser, SimulationConfig)
     parser.set_defaults(model=None)
     options = parser.parse_args(arguments)
@@ -83,7 +83,7 @@ def run(config: SimulationConfig) -> int:
     print(table(summary))
     if config.json:
         report = {"flags": asdict(config), "costs": {kind: asdict(c) for kind, c in costs.items()}, "figures": summary}
-        Path(config.json).write_text(json.dumps(report, indent=2) + "\n")
+        write_json(config.json, report)
     if config.plot:
         plot_simulation(figures, f"{config.trace.trace}, {config.engine.model}", Path(config.plot))
     return 0

@@ -15,9 +15,7 @@ operators' orders, preemption and retraction are listed if they took part: this 
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import re
 import sys
 from collections import Counter
@@ -28,6 +26,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from bench.output import command_parser, write_json
 
 import jaxsgl
 from jaxsgl import testing
@@ -184,7 +183,7 @@ def table(figures: dict[str, Any]) -> str:
 
 def main() -> None:
     """Traces one call, prints the counts and writes them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--prompt-len", type=int, default=30, help="tokens of the prompt (default 30)")
     parser.add_argument("--output-len", type=int, default=5, help="tokens to generate (default 5)")
     parser.add_argument("--real-engine", action="store_true", help="run the bundled model instead of FakeEngine")
@@ -193,7 +192,7 @@ def main() -> None:
     figures = traced_call(args.prompt_len, args.output_len, args.real_engine).figures()
     print(table(figures))
     if args.json:
-        args.json.write_text(json.dumps({"tree": str(PACKAGE.parent), **figures}, indent=1) + "\n")
+        write_json(args.json, {"tree": str(PACKAGE.parent), **figures})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ document. The rates start once more at the end, with more long rows. Needs optax
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from bench.output import command_parser, write_json
 from optax.contrib import MuonDimensionNumbers, muon
 from safetensors.numpy import load_file, save_file
 from tiny import documents, model
@@ -270,7 +269,7 @@ def evaluate(folder: Path, samples: int) -> dict[str, float]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="model folder to write or measure")
     parser.add_argument("--steps", type=int, default=STEPS, help="stop after this many (default: all %(default)s)")
     parser.add_argument("--seed", type=int, default=SEED, help="default %(default)s")
@@ -286,7 +285,7 @@ def main() -> None:
     else:
         figures = train(args.out, args.steps, args.seed, args.state)
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(args.json, figures)
 
 
 if __name__ == "__main__":

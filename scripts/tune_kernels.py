@@ -11,10 +11,8 @@ case, so that what ends early keeps what it found. Each entry says by which comm
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from bench.kernels.cases import FUNCTIONS, KernelCase, cases_for
 from bench.kernels.contenders import Unsupported, backends_for
 from bench.kernels.inputs import layers_for, make_inputs
 from bench.kernels.search import Found, search, shape_asked, table_path, updated_table, write_table
+from bench.output import command_line, command_parser
 
 import pallas_kernels
 from pallas_kernels import tuning
@@ -34,7 +33,7 @@ TABLES = Path(pallas_kernels.__file__).parent / "tables"
 def main() -> None:
     """Searches case by case until the budget is spent."""
     device = target_device()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument(
         "--backends", nargs="+", metavar="NAME", default=backends_for(device.platform), help="only these"
     )
@@ -50,7 +49,7 @@ def main() -> None:
     path = options.out or table_path(TABLES, device)
     old = json.loads(path.read_text()) if path.exists() else {}
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    command = " ".join(["python", *sys.argv])
+    command = command_line()
     source = f"measured {date} on {device.kind}, JAX {jax.__version__}, by {command}"
     deadline = time.monotonic() + options.budget_s
     quick = cases_for(device.platform, quick=True)

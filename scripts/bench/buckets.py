@@ -18,14 +18,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from bench.requests import Job
+from bench.requests import Job, greedy_requests
 from bench.simulation.engine import SizesBuilder
 from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.programs import all_keys
-from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import ScriptedMailbox
@@ -162,10 +161,7 @@ def steps_of(jobs: Sequence[Job], config: EngineConfig, capacity: Capacity, buck
         make_builder=SizesBuilder,
     )
     engine = CountingEngine()
-    requests = [
-        Request(str(i), job.prompt_ids, SamplingParams(temperature=0.0, max_tokens=job.output_len, ignore_eos=True))
-        for i, job in enumerate(jobs)
-    ]
+    requests = greedy_requests(jobs)
     run_loop(scheduler, engine, ScriptedMailbox([requests]), overlap=not config.disable_overlap_schedule)
     return engine.steps
 

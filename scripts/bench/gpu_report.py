@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_summary import best_roofline, summary
+from bench.output import write_json
 from bench.plots import plot_kernels
 from bench.processes import ROOT, SCRIPTS, python_path
 
@@ -126,7 +127,7 @@ class Report:
         text, self.found_wrong = summary(self.machine, self._results)
         (self._out / "summary.md").write_text(text)
         everything = {"machine": self.machine, **self._results}
-        (self._out / "report.json").write_text(json.dumps(everything, indent=1) + "\n")
+        write_json(self._out / "report.json", everything)
         if self._results["bench"]:
             title = f"{self.machine.get('kind')}, JAX {self.machine.get('packages', {}).get('jax')}"
             with contextlib.suppress(ImportError):  # no matplotlib: no picture

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+
+from bench.output import write_json
 
 
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, head_dim: int, vocab: int, tied: bool) -> dict[str, Any]:
@@ -45,7 +46,7 @@ SHAPES = {
 def write_config(shape: str, folder: Path) -> Path:
     """A folder with the config.json of `shape` alone, for engines that draw random weights; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2))
+    write_json(folder / "config.json", SHAPES[shape])
     return folder
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from jaxsgl.request import Request, SamplingParams
+
 OUTPUT = -1  # seed of what an earlier turn was answered
 OUTPUT_TOKEN = 0  # stands for it where nobody knows it; prompts have other ids
 
@@ -98,6 +100,14 @@ class Lengths:
     def draw(self, rng: np.random.Generator) -> int:
         """A length."""
         return int(rng.integers(self.least, self.most, endpoint=True))
+
+
+def greedy_requests(jobs: Sequence[Job]) -> list[Request]:
+    """The jobs as requests to an engine: greedy, and EOS does not end them. Ids are "0", "1" and so on."""
+    return [
+        Request(str(i), job.prompt_ids, SamplingParams(temperature=0.0, max_tokens=job.output_len, ignore_eos=True))
+        for i, job in enumerate(jobs)
+    ]
 
 
 def random_jobs(count: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int = 0) -> list[Job]:

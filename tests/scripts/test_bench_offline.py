@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from bench.offline.figures import ModelWork, TimeSplit, busy_intervals, host, split, waste
 from bench.offline.recording import Recording, RecordingEngine, Step, Turn
-from bench.offline.run import record_run, requests_of, seen_late
-from bench.requests import Lengths, random_jobs
+from bench.offline.run import record_run, seen_late
+from bench.requests import Lengths, greedy_requests, random_jobs
 from bench.roofline import Roofline
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
@@ -125,7 +125,7 @@ def test_a_recorded_run_serves_every_request_and_stamps_every_step(overlap: bool
     buckets = BucketSet.derive(CAPACITY)
     scheduler = Scheduler(CAPACITY, buckets, {0})
     jobs = random_jobs(6, Lengths(3, 20), Lengths(2, 9), CAPACITY.vocab_size)
-    recording, news = record_run(scheduler, OneAtATime(), requests_of(jobs), overlap)
+    recording, news = record_run(scheduler, OneAtATime(), greedy_requests(jobs), overlap)
     replies = [reply for message in news if isinstance(message, Replies) for reply in message.replies]
     assert sum(len(reply.token_ids) for reply in replies) == sum(job.output_len for job in jobs)
     load = news[-1].load
@@ -157,7 +157,7 @@ class ComputingEngine:
 
 def test_a_step_that_gets_ready_while_the_host_computes_is_seen_before_it_is_read() -> None:
     scheduler = Scheduler(CAPACITY, BucketSet.derive(CAPACITY), {0})
-    scheduler.receive(requests_of(random_jobs(1, Lengths(3, 3), Lengths(2, 2), CAPACITY.vocab_size)))
+    scheduler.receive(greedy_requests(random_jobs(1, Lengths(3, 3), Lengths(2, 2), CAPACITY.vocab_size)))
     inputs = scheduler.launch()
     recording = Recording()
     engine = RecordingEngine(ComputingEngine(), recording)

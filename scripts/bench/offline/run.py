@@ -16,24 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.offline.recording import Recording, RecordingEngine
-from bench.requests import Job
 from jaxsgl.batch.engine_api import StepEngine, StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs, packed_len
 from jaxsgl.messages import FromEngine, News, Replies, Shutdown, StartProfile, ToEngine
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 
 _TRIED_STEPS = 200
 _WORK_S = 0.5e-3  # of Python, while a step gets ready
-
-
-def requests_of(jobs: Sequence[Job]) -> list[Request]:
-    """Greedy, EOS ignored."""
-    return [
-        Request(str(i), job.prompt_ids, SamplingParams(temperature=0.0, max_tokens=job.output_len, ignore_eos=True))
-        for i, job in enumerate(jobs)
-    ]
 
 
 def record_run(

@@ -7,7 +7,6 @@ All processes share the machine, so it counts the generator's processor time for
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import bench_serving
 from bench_frontend import server
 
 from bench.frontend.plan import Plan
+from bench.output import command_parser
 
 
 def measure(backend: str, streams: int, rate: float, tokens: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def measure(backend: str, streams: int, rate: float, tokens: int) -> dict[str, A
 
 def main() -> None:
     """One run for each protocol; prints a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--streams", type=int, default=256, help="open at once (default 256)")
     parser.add_argument("--rate", type=float, default=20_000, help="tokens/s of the engine (default 20000)")
     parser.add_argument("--seconds", type=float, default=10, help="length of a run (default 10)")
