@@ -1,6 +1,6 @@
-"""Times and sizes of an engine's programs, and of the steps that run them.
+"""Times and sizes of an engine's programs, and times of the steps that run them.
 
-Steps have sequences of the lengths that the workload has while it runs.
+The sequences of a step are as long as those of the workload are while it runs. Called by `bench_buckets.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ MEMORY = ("argument", "output", "temp", "alias", "generated_code")
 
 
 def programs(cold: Programs, cached: Programs) -> list[dict[str, Any]]:
-    """Of each program: seconds to lower and to compile at the first start, and to take it from the persistent cache at
-    the second, all while other threads compile; and bytes."""
+    """A row for each program: its sizes in bytes, and seconds to lower, to compile and to take it from the cache.
+
+    Lowering and compiling are those of the first start, with an empty compilation cache; taking the program from the
+    cache is that of the second start. Other threads compile meanwhile.
+    """
     rows = []
     for key, made in cold.compilations.items():
         seconds = {"lower_s": made.lower_s, "compile_s": made.compile_s, "cached_s": cached.compilations[key].compile_s}
@@ -41,15 +44,18 @@ def programs(cold: Programs, cached: Programs) -> list[dict[str, Any]]:
 
 
 def named(key: ProgramKey) -> dict[str, Any]:
-    """kind, tokens and seqs of a program."""
+    """The kind, tokens and seqs of a program."""
     if isinstance(key.shape, Bucket):
         return {"kind": key.shape.kind, "tokens": key.shape.num_tokens, "seqs": key.shape.num_seqs}
     return {"kind": key.kind, "tokens": key.shape, "seqs": key.shape}
 
 
 def steps(engine: Engine, jobs: Sequence[Job], repeats: int, seed: int) -> Iterator[dict[str, Any]]:
-    """One step of every forward program, full; and of every sampling program, behind a decode step where one has its
-    size: milliseconds from submission to tokens, and microseconds until `submit` returns."""
+    """Yields the times of one full step of every program.
+
+    A sampling program runs behind a decode step, if there is one of its size. Times are milliseconds from submission to
+    tokens, and microseconds until `submit` returns.
+    """
     maker, timed = StepMaker(engine, jobs, seed), set[ProgramKey]()
     for bucket in sorted(engine.buckets.all(), key=lambda bucket: (bucket.kind, bucket)):
         keys = keys_of(bucket)
@@ -67,7 +73,7 @@ def steps(engine: Engine, jobs: Sequence[Job], repeats: int, seed: int) -> Itera
 
 
 def timings(engine: Engine, inputs: StepInputs, repeats: int) -> dict[str, float]:
-    """Of one step again and again, each on an idle device; a first run warms up."""
+    """Runs one step again and again, each time on an idle device; the first run is a warm-up and does not count."""
     step_s, launch_s = [], []
     for _ in range(1 + repeats):
         start_s = time.perf_counter()
@@ -90,7 +96,7 @@ class StepMaker:
         self._rng = np.random.default_rng(seed)
 
     def step(self, bucket: Bucket, variant: str) -> StepInputs:
-        """A decode of all its rows; an extend of one sequence in the programs for few, else of as many as it holds."""
+        """A decode step of all rows, or an extend step: of one sequence in programs for few, else of as many as fit."""
         seqs, decode = min(bucket.num_seqs, self._engine.capacity.num_rows), bucket.kind == "decode"
         if not decode and bucket.num_seqs == self._engine.buckets.extend_seqs[0]:
             seqs = 1
@@ -101,7 +107,7 @@ class StepMaker:
         return build_step(self._engine, step, SAMPLING[variant], self._rng, decode=decode)
 
     def _lengths(self, seqs: int) -> IntArray:
-        """Of sequences somewhere between their prompts and their ends."""
+        """Lengths of `seqs` sequences somewhere between the end of their prompt and the end of their output."""
         capacity = self._engine.capacity
         most = min(capacity.context_length, tokens_in((capacity.num_pages - 1) // seqs, capacity.page_size))
         jobs = [self._jobs[i] for i in self._rng.integers(len(self._jobs), size=seqs)]

@@ -31,13 +31,13 @@ from jaxsgl.testing import ScriptedMailbox
 
 
 class Choice(NamedTuple):
-    """A list of sizes, ascending, and what it costs in seconds: of steps, and of compiling as it was weighed."""
+    """A list of ascending sizes, and its cost: seconds of steps plus weighed seconds of compiling."""
 
     cost_s: float
     sizes: tuple[int, ...]
 
 
-StepTime = Callable[[int, str], float]  # seconds of a step of this size, by size and class of the step
+StepTime = Callable[[int, str], float]  # seconds of a step by its size and class
 
 
 def best_lists(
@@ -50,22 +50,22 @@ def best_lists(
     """The best list of 1, 2, ... `most` sizes (fewer lists if there are fewer candidates).
 
     Args:
-      demand: how many steps, by tokens and class.
-      candidates: sizes to choose from, ascending; the last is in every list, so it must hold every step.
-      step_s: time of a step.
-      size_s: what it costs to have a size.
-      most: sizes.
+      demand: the number of steps, by tokens and class.
+      candidates: ascending sizes to choose from; the last one is in every list, so it must hold every step.
+      step_s: seconds of a step.
+      size_s: seconds that a size costs, weighed.
+      most: largest number of sizes.
     """
     if demand and max(tokens for tokens, _ in demand) > candidates[-1]:
         raise ValueError(f"a step has {max(demand)[0]} tokens, but the largest candidate is {candidates[-1]}")
     num = len(candidates)
     classes = sorted({name for _, name in demand})
-    # counts[c][i]: steps of class c that need candidate i or a larger one than the one before it
+    # counts[c][i]: steps of class c for which candidate i - 1 is the smallest that holds them
     counts = {name: np.zeros(num + 1) for name in classes}
     for (tokens, name), count in demand.items():
         counts[name][bisect_left(candidates, tokens) + 1] += count
     sums = {name: np.cumsum(counts[name]) for name in classes}
-    # between[i, j]: size j - 1 serves all steps beyond size i - 1; i = 0: all up to it
+    # between[i, j]: cost if size j - 1 serves all steps that size i - 1 does not hold; for i = 0, all steps up to it
     between = np.full((num + 1, num + 1), np.inf)
     for j, size in enumerate(candidates, start=1):
         served = sum((step_s(size, name) * (sums[name][j] - sums[name][:j]) for name in classes), np.zeros(j))
@@ -91,7 +91,7 @@ def best_pair(
     num_programs: Callable[[Sequence[int], Sequence[int]], int],
     max_programs: int | None,
 ) -> tuple[Choice, Choice]:
-    """The cheapest of both kinds together. Raises `ValueError` if even the shortest lists take too many programs."""
+    """The cheapest pair of lists. Raises `ValueError` if even the shortest lists take too many programs."""
     pairs = [
         (first, second)
         for first in decode
@@ -105,7 +105,7 @@ def best_pair(
 
 
 def candidate_sizes(least: int, unit: int, largest: int) -> list[int]:
-    """`least` and its doubles below `unit`, multiples of `unit`, in larger steps from 32 of them on, and `largest`."""
+    """`least` doubled up to `unit`, then multiples of `unit`, from 32 of them on every fourth one, and `largest`."""
     sizes = [size for size in (least << i for i in range(unit.bit_length())) if size < unit]
     sizes += [*range(unit, 32 * unit, unit), *range(32 * unit, largest, 4 * unit)]
     return [size for size in sizes if size < largest] + [largest]
@@ -113,45 +113,45 @@ def candidate_sizes(least: int, unit: int, largest: int) -> list[int]:
 
 FINE_TOKENS = 16
 
-Steps: TypeAlias = Counter[tuple[str, int, int]]  # (kind, tokens, sequences), none of them padding -> how often
+Steps: TypeAlias = Counter[tuple[str, int, int]]  # number of steps by (kind, tokens, sequences), without padding
 
 
 @dataclass(frozen=True)
 class _Done:
-    """A step that was counted."""
+    """Handle of a step that was counted."""
 
     num_seqs: int
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Any."""
+        """Zeros: the counting needs no tokens."""
         return np.zeros(self.num_seqs, np.int32)
 
     def scores(self) -> StepScores:
-        """None."""
+        """No scores."""
         return StepScores()
 
 
 @dataclass
 class CountingEngine:
-    """A `StepEngine` that counts what it is asked for."""
+    """A `StepEngine` that counts the steps it is asked for."""
 
     steps: Steps = field(default_factory=Counter)
     recompiles: int = 0
 
     def submit(self, inputs: StepInputs) -> _Done:
-        """Counts."""
+        """Counts a step."""
         self.steps[inputs.bucket.kind, inputs.num_tokens, inputs.num_seqs] += 1
         return _Done(inputs.num_seqs)
 
     def start_profile(self, folder: str) -> None:
-        """Nobody asks for one."""
+        """Does nothing: no request of a benchmark asks for a profile."""
 
     def stop_profile(self) -> None:
-        """Nor for its end."""
+        """Does nothing, see `start_profile`."""
 
 
 def steps_of(jobs: Sequence[Job], config: EngineConfig, capacity: Capacity, buckets: BucketSet) -> Steps:
-    """All steps of serving `jobs` with programs of `buckets`."""
+    """The steps that serving `jobs` takes with programs of `buckets`."""
     scheduler = Scheduler(
         capacity,
         buckets,
@@ -167,13 +167,13 @@ def steps_of(jobs: Sequence[Job], config: EngineConfig, capacity: Capacity, buck
 
 
 def unpadded(capacity: Capacity) -> BucketSet:
-    """So many extend sizes that the scheduler never makes a chunk shorter for the sake of padding."""
+    """Buckets with so many extend sizes that the scheduler never shortens a chunk to avoid padding."""
     sizes = tuple(range(FINE_TOKENS, capacity.max_extend_tokens, FINE_TOKENS))
     return BucketSet.derive(capacity, extend_sizes=(*sizes, capacity.max_extend_tokens))
 
 
 def padding(steps: Steps, buckets: BucketSet) -> dict[str, dict[str, float]]:
-    """By kind: steps, real and padded tokens (of decode: rows), and waste, (padded - real) / real."""
+    """By kind of step: steps, real and padded tokens (rows for decode), and waste, which is (padded - real) / real."""
     found: dict[str, dict[str, float]] = {}
     for (kind, tokens, seqs), count in steps.items():
         of = found.setdefault(kind, {"steps": 0, "real": 0, "padded": 0})
@@ -193,13 +193,13 @@ Rows: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class Costs:
-    """Interpolates between measured sizes; below the smallest and beyond the largest, theirs.
+    """Interpolates between measured sizes; outside their range, the nearest measured size counts.
 
     Args:
-      step_rows: as `bucket_times.steps` yields them.
-      program_rows: as `bucket_times.programs` returns them.
-      buckets: of the engine that was measured.
-      threads: that compile at the same time.
+      step_rows: rows of `bucket_times.steps`.
+      program_rows: rows of `bucket_times.programs`.
+      buckets: buckets of the engine that was measured.
+      threads: number of threads that compile at the same time.
     """
 
     def __init__(self, step_rows: Rows, program_rows: Rows, buckets: BucketSet, threads: int) -> None:
@@ -222,19 +222,19 @@ class Costs:
         return name == "decode" or row["seqs"] == min(seqs, row["tokens"])
 
     def step_s(self, tokens: int, name: str) -> float:
-        """Seconds of a greedy step of this padded size and class."""
+        """Seconds of a greedy step of `tokens` padded tokens, by the name of its class."""
         return self._steps[name](tokens)
 
     def class_of(self, kind: str, seqs: int) -> str:
-        """Of a step."""
+        """The class of a step."""
         return "decode" if kind == "decode" else "few" if seqs <= self._buckets.extend_seqs[0] else "many"
 
     def compile_s(self, tokens: int, kind: str) -> float:
-        """Seconds that a size adds to a start: of decode its sampling programs included."""
+        """Seconds that a size adds to the start; for decode, its sampling programs are included."""
         return self._compiling[kind](tokens)
 
     def seconds(self, steps: Steps, buckets: BucketSet) -> float:
-        """Of all `steps` with programs of `buckets`."""
+        """Seconds of all `steps` with programs of `buckets`."""
         total = 0.0
         for (kind, tokens, seqs), count in steps.items():
             bucket: Bucket
@@ -243,7 +243,7 @@ class Costs:
         return total
 
     def start_s(self, buckets: BucketSet) -> float:
-        """Compiling every size of `buckets`."""
+        """Seconds to compile every size of `buckets`."""
         sizes = (("decode", buckets.decode_sizes), ("extend", buckets.extend_sizes))
         return sum(self.compile_s(size, kind) for kind, many in sizes for size in many)
 
@@ -251,7 +251,7 @@ class Costs:
 def suggested(
     steps: Steps, costs: Costs, capacity: Capacity, compile_weight: float, max_programs: int | None
 ) -> BucketSet:
-    """The lists that cost least for `steps`, of which extend steps have sizes as if there were no padding."""
+    """The lists that cost least for `steps`, which must come from buckets without padding (`unpadded`)."""
 
     def choices(kind: str, candidates: Sequence[int]) -> list[Choice]:
         demand = Counter[tuple[int, str]]()

@@ -1,4 +1,7 @@
-"""Shapes of models by name, and folders of random weights in Hugging Face's layout, which every engine can load."""
+"""Shapes of models by name, and folders of random weights in Hugging Face's layout, which every engine can load.
+
+Knows no engine. Called by the benchmarks that take `--shape`, and by `bench_peers.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from bench.output import write_json
 
 
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int, *, head_dim: int, vocab: int, tied: bool) -> dict[str, Any]:
-    """A config.json of the Qwen3 family, with 8 kv heads."""
+    """The config.json of a model of the Qwen3 family with 8 kv heads."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -44,14 +47,17 @@ SHAPES = {
 
 
 def write_config(shape: str, folder: Path) -> Path:
-    """A folder with the config.json of `shape` alone, for engines that draw random weights; returns `folder`."""
+    """Writes the config.json of `shape`, for engines that draw random weights themselves; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", SHAPES[shape])
     return folder
 
 
 def write_checkpoint(shape: str, folder: Path, dtype: str = "bfloat16", seed: int = 0) -> Path:
-    """As `write_config`, with random weights in one model.safetensors; needs twice the model's size of memory."""
+    """Writes config.json and random weights in one model.safetensors; returns `folder`.
+
+    Needs twice the size of the model in memory.
+    """
     config = SHAPES[shape]
     rng = np.random.default_rng(seed)
     tensors = {}
@@ -67,7 +73,7 @@ def write_checkpoint(shape: str, folder: Path, dtype: str = "bfloat16", seed: in
 
 
 def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> `[out, in]`, or the length of a norm's scale."""
+    """Shapes by name of the tensor: `[out, in]` for a matrix, the length for the scale of a norm."""
     d, f, h = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * h, config["num_key_value_heads"] * h
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], d)}

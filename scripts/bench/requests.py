@@ -16,17 +16,17 @@ import numpy.typing as npt
 
 from jaxsgl.request import Request, SamplingParams
 
-OUTPUT = -1  # seed of what an earlier turn was answered
-OUTPUT_TOKEN = 0  # stands for it where nobody knows it; prompts have other ids
+OUTPUT = -1  # seed of a piece that is the output of an earlier turn
+OUTPUT_TOKEN = 0  # stands for tokens of an output whose ids are not known; prompts have other ids
 
 
 @dataclass(slots=True)
 class Ask:
-    """One request.
+    """A request of a trace.
 
     Attributes:
-      at_s: seconds after the start; of a later turn: after the end of the turn before.
-      seeds, lengths: of the pieces of its prompt.
+      at_s: when it arrives, in seconds after the start; for a later turn, after the end of the turn before.
+      seeds, lengths: seed and number of tokens of each piece of its prompt.
       output_len: tokens to generate.
       then: the next turn of the conversation.
     """
@@ -39,12 +39,15 @@ class Ask:
 
 
 def prompt_ids(ask: Ask, vocab_size: int) -> list[int]:
-    """Ids of 1 to `vocab_size` - 1 (`OUTPUT_TOKEN` for answers): a hash of a piece's seed and the place in it."""
+    """The prompt's ids, from 1 to `vocab_size` - 1: a hash of the piece's seed and the place in the piece.
+
+    Outputs of earlier turns stand as `OUTPUT_TOKEN`.
+    """
     return _prompt_ids(ask, vocab_size).tolist()
 
 
 def prompt_pieces(ask: Ask, vocab_size: int, salt: int) -> list[list[int] | None]:
-    """Such ids, cut where answers of earlier turns stand, each of which is None. Another `salt` gives other ids."""
+    """The prompt's ids, cut at the outputs of earlier turns; None stands for each output. `salt` changes all ids."""
     ids, pieces, end = _prompt_ids(ask, vocab_size, salt), list[list[int] | None](), 0
     described = zip(ask.seeds, ask.lengths, strict=True)
     for is_output, group in itertools.groupby(described, lambda piece: piece[0] == OUTPUT):
@@ -64,7 +67,7 @@ def _prompt_ids(ask: Ask, vocab_size: int, salt: int = 0) -> npt.NDArray[np.uint
 
 
 def _mixed(seeds: npt.NDArray[np.int64], places: npt.NDArray[np.int64], salt: int) -> npt.NDArray[np.uint64]:
-    """Well spread 64 bits (the finalizer of SplitMix64, Steele et al. 2014)."""
+    """Hashes to 64 well-mixed bits (the finalizer of SplitMix64, Steele et al. 2014)."""
     x = seeds.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + places.astype(np.uint64) * np.uint64(
         0xD1B54A32D192ED03
     )
@@ -79,11 +82,11 @@ FIRST_ID = 2  # ids below are BOS and EOS in the shapes of `models`
 
 @dataclass(frozen=True)
 class Job:
-    """One request.
+    """A request that is there from the start.
 
     Attributes:
-      prompt_ids: its prompt.
-      output_len: tokens to generate, EOS ignored.
+      prompt_ids: ids of its prompt.
+      output_len: tokens to generate; EOS does not end the output.
     """
 
     prompt_ids: list[int]
@@ -92,13 +95,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens, uniform from `least` to `most`, both included."""
+    """A uniform distribution of lengths in tokens, from `least` to `most`, both included."""
 
     least: int
     most: int
 
     def draw(self, rng: np.random.Generator) -> int:
-        """A length."""
+        """Draws a length."""
         return int(rng.integers(self.least, self.most, endpoint=True))
 
 
@@ -111,7 +114,7 @@ def greedy_requests(jobs: Sequence[Job]) -> list[Request]:
 
 
 def random_jobs(count: int, inputs: Lengths, outputs: Lengths, vocab_size: int, seed: int = 0) -> list[Job]:
-    """Prompts that share nothing."""
+    """Jobs whose prompts are random and share no prefix."""
     rng = np.random.default_rng(seed)
     return [Job(_ids(rng, inputs.draw(rng), vocab_size), outputs.draw(rng)) for _ in range(count)]
 
@@ -119,7 +122,7 @@ def random_jobs(count: int, inputs: Lengths, outputs: Lengths, vocab_size: int, 
 def shared_prefix_jobs(
     groups: int, per_group: int, prefix_len: int, questions: Lengths, outputs: Lengths, vocab_size: int, seed: int = 0
 ) -> list[Job]:
-    """Groups of prompts that begin with the same `prefix_len` tokens, shuffled."""
+    """Jobs in random order, in groups whose prompts begin with the same `prefix_len` tokens."""
     rng = np.random.default_rng(seed)
     prefixes = [_ids(rng, prefix_len, vocab_size) for _ in range(groups)]
     jobs = [

@@ -25,7 +25,7 @@ from bench.processes import num_cores
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Bytes through device memory and floating-point operations of one call."""
+    """Bytes through device memory and floating-point operations of one call or step."""
 
     num_bytes: int
     flops: int
@@ -33,17 +33,18 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """What this device was seen to do: a copy's bytes per second, read plus written, and a matrix product's FLOP/s."""
+    """Measured ceilings of this device: bytes per second of a copy, read plus written, and FLOP/s of a matrix
+    product."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def floor_s(self, work: Work) -> float:
-        """No version of the work runs faster than this."""
+        """Seconds that the work takes at least, at these ceilings."""
         return max(work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
     def bound(self, work: Work) -> str:
-        """Which of the two the floor comes from."""
+        """Which ceiling the floor comes from: "memory" or "compute"."""
         return "memory" if work.num_bytes / self.bytes_per_s >= work.flops / self.flops_per_s else "compute"
 
 
@@ -53,8 +54,11 @@ _SIDE, _SIDE_CPU = 8192, 1536
 
 
 def measure_roofline(platform: str) -> Roofline:
-    """Copy bandwidth, read plus written, the better of a copy and a negation; bf16 product, on a CPU the better of that
-    and a float32 one, both into float32."""
+    """Measures copy bandwidth, read plus written, and a bfloat16 matrix product.
+
+    The bandwidth is the better of a copy and a negation. On a CPU the product is the better of bfloat16 and float32,
+    both into float32.
+    """
     on_cpu = platform == "cpu"
     dtypes = (jnp.float32, jnp.bfloat16) if on_cpu else (jnp.bfloat16,)
     size, side = (_COPIED_CPU, _SIDE_CPU) if on_cpu else (_COPIED, _SIDE)
@@ -82,19 +86,19 @@ _REPEATS = 3
 
 
 def ceilings(platform: str) -> Roofline:
-    """Measures; a few seconds."""
+    """Measures the ceilings for whole runs; takes a few seconds."""
     if platform != "cpu":
         return measure_roofline(platform)
     return Roofline(_bytes_per_s(num_cores()), max(map(_flops_per_s, ("float32", "bfloat16"))))
 
 
 def best(one: Roofline, other: Roofline) -> Roofline:
-    """The higher ceilings: what other programs took from one measurement, they may have left to the other."""
+    """The higher ceilings of two measurements: other programs of the machine may have slowed down one of them."""
     return Roofline(max(one.bytes_per_s, other.bytes_per_s), max(one.flops_per_s, other.flops_per_s))
 
 
 def _bytes_per_s(num_cores: int) -> float:
-    """Bytes that all cores read, each a part of one array."""
+    """Bytes per second that all cores read together, each from its own part of an array."""
     parts = np.split(np.ones(_READ_FLOATS, np.float32), num_cores)
     with ThreadPoolExecutor(num_cores) as pool:
         seconds = _fastest(lambda: list(pool.map(lambda part: np.dot(part, part), parts)))

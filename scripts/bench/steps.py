@@ -1,6 +1,6 @@
-"""Full steps for an engine, built as the scheduler builds them: lengths are given, what the tokens are doesn't matter.
+"""Full steps for an engine, built as the scheduler builds them. Lengths are given; the token ids don't matter.
 
-Called by the benchmarks that time single steps. Pages come from all over the pool, in no order.
+Called by the benchmarks that time single steps. Pages come from all over the pool, in random order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Seq:
 
     Attributes:
       new: tokens that the step computes.
-      cached: tokens before them.
-      shared: so many of these lie in the pages of the sequence `leader`.
-      leader: its place in the step.
+      cached: tokens before them, whose KV is in the cache.
+      shared: how many of the cached tokens lie in pages of the sequence `leader`.
+      leader: place in the step of the sequence that owns the shared pages.
     """
 
     new: int
@@ -47,11 +47,12 @@ class Seq:
 
 
 def parse_step(text: str) -> list[Seq]:
-    """COUNTxNEW+CACHED@SHARED:GROUP: 32x1+499@384:4 is 32 sequences with 1 new token behind 499, each four of which
-    share the first 384. A comma joins several such parts; + and @ may be missing.
+    """Reads COUNTxNEW+CACHED@SHARED:GROUP; + and @ may be missing, and a comma joins several such parts.
+
+    32x1+499@384:4 is 32 sequences with 1 new token behind 499 cached ones; each four of them share the first 384.
 
     Raises:
-      ConfigError: the text is something else, or shares more tokens than are cached.
+      ConfigError: the text is no such step, or shares more tokens than are cached.
     """
     seqs: list[Seq] = []
     for part in text.split(","):
@@ -69,7 +70,7 @@ def parse_step(text: str) -> list[Seq]:
 def build_step(
     engine: Engine, seqs: Sequence[Seq], params: SamplingParams, rng: np.random.Generator, *, decode: bool
 ) -> StepInputs:
-    """A step of all `seqs`, sequence i in row i; a `decode` has one new token for each."""
+    """A step of all `seqs`, sequence i in row i. With `decode`, each sequence has one new token."""
     capacity = engine.capacity
     sampling = SamplingRows(capacity.num_rows)
     for row in range(len(seqs)):
@@ -83,7 +84,7 @@ def build_step(
 
 
 def page_tables(capacity: Capacity, seqs: Sequence[Seq], rng: np.random.Generator) -> IntArray:
-    """`[rows, P]`. A pool too small for the step has some pages twice, which takes as long."""
+    """Page tables `[rows, P]`. If the pool is too small, some pages stand twice; the step takes as long with them."""
     needed = [pages_for(seq.length, capacity.page_size) for seq in seqs]
     pages = rng.permutation(np.arange(1, capacity.num_pages, dtype=np.int32))
     pages = np.resize(pages, sum(needed))

@@ -23,12 +23,12 @@ from bench.requests import OUTPUT, Ask
 from jaxsgl.config import flag
 from jaxsgl.errors import ConfigError
 
-UNIQUE = 1 << 62  # seeds from here on belong to one request; those below are shared
+UNIQUE = 1 << 62  # seeds from here on belong to one request; smaller ones may be shared
 
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """A trace. Flags that are left out take the trace's own default, see `DEFAULTS`."""
+    """Settings of a trace. A flag that is left out takes the default of its trace, see `DEFAULTS`."""
 
     trace: str = flag(
         "random",
@@ -66,7 +66,7 @@ class TraceConfig:
             raise ConfigError(f"--think-s is {self.think_s}, but must be 0 and more")
 
 
-DEFAULTS: dict[str, dict[str, float]] = {  # the first two as SGLang's bench_serving has them
+DEFAULTS: dict[str, dict[str, float]] = {  # the first two are those of SGLang's bench_serving
     "random": {"input_len": 1024, "output_len": 1024},
     "shared-prefix": {"input_len": 128, "output_len": 256, "range_ratio": 1.0, "system_len": 2048},
     "chat": {"input_len": 256, "output_len": 256, "system_len": 512, "request_rate": 1.0},
@@ -76,7 +76,7 @@ COMMON_DEFAULTS: dict[str, float] = {"range_ratio": 0.0, "request_rate": float("
 
 
 def made_up(config: TraceConfig, seed: int) -> Iterator[Ask]:
-    """The trace that `config` names, `num_prompts` requests long."""
+    """Yields the trace that `config` names, with `num_prompts` requests."""
     defaults: dict[str, Any] = COMMON_DEFAULTS | DEFAULTS[config.trace]
     left_out = {name: value for name, value in defaults.items() if getattr(config, name) is None}
     full = replace(config, **left_out)
@@ -84,7 +84,7 @@ def made_up(config: TraceConfig, seed: int) -> Iterator[Ask]:
 
 
 class _Dice:
-    """All that is drawn: arrivals, lengths, and seeds of pieces that nobody else has."""
+    """Draws arrivals and lengths, and gives out seeds for pieces that no other request has."""
 
     def __init__(self, config: TraceConfig, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -133,7 +133,7 @@ def _chat(dice: _Dice, config: TraceConfig) -> Iterator[Ask]:
 
 
 def _conversation(dice: _Dice, config: TraceConfig, at_s: float, num_turns: int) -> Ask:
-    """The first turn, linked to the others; each prompt holds all that was said before."""
+    """The first turn, linked to the later ones; each prompt holds all earlier prompts and outputs."""
     seeds: tuple[int, ...] = (0,)
     lengths: tuple[int, ...] = (config.system_len,)
     first = last = Ask(at_s, (), (), 0)
@@ -147,7 +147,10 @@ def _conversation(dice: _Dice, config: TraceConfig, at_s: float, num_turns: int)
 
 
 def _bursts(dice: _Dice, config: TraceConfig) -> Iterator[Ask]:
-    """The bursts are part of `num_prompts`; the first comes after one interval."""
+    """Short requests mixed with bursts of long ones; both count in `num_prompts`.
+
+    The first burst comes after one interval.
+    """
     short = (Ask(at_s, (dice.seed(),), (dice.input_len(),), dice.output_len()) for at_s in dice.arrivals())
     long = (
         Ask(number * config.burst_every_s, (dice.seed(),), (config.long_len,), dice.output_len())
@@ -160,14 +163,14 @@ def _bursts(dice: _Dice, config: TraceConfig) -> Iterator[Ask]:
 MAKERS = {"random": _random, "shared-prefix": _shared_prefix, "chat": _chat, "bursts": _bursts}
 
 
-FORMATS = {"mooncake": (512, 1e-3), "bailian": (16, 1.0)}  # tokens of a block, seconds of a timestamp's unit
+FORMATS = {"mooncake": (512, 1e-3), "bailian": (16, 1.0)}  # tokens per block, seconds per unit of a timestamp
 
 
 def replayed(path: Path, form: str, num_prompts: int, slowdown: float = 1.0) -> list[Ask]:
-    """The first `num_prompts` requests in order of time; the first one comes at 0.
+    """The first `num_prompts` requests of a recorded trace in order of time; the first one arrives at 0.
 
     Raises:
-      ValueError: a line that isn't such a request; the message names it.
+      ValueError: a line is not such a request; the message names it.
     """
     block, unit_s = FORMATS[form]
     asks = []
@@ -197,7 +200,7 @@ def _ask(fields: dict[str, Any], number: int, block: int, unit_s: float) -> Ask:
         seeds.append(int(hash_id) % UNIQUE)  # ids may have 64 bits
         lengths.append(min(block, left))
         left -= lengths[-1]
-    if left:  # a tail without an id: shared with nobody
+    if left:  # a tail without an id is shared with no other request
         seeds.append(UNIQUE + number)
         lengths.append(left)
     return Ask(float(fields["timestamp"]) * unit_s, seeds, lengths, max(1, int(fields["output_length"])))
