@@ -1,1 +1,1 @@
-"""Everything that the commands in scripts/ share: workloads, load generators, kernel measurements, the simulator."""
+"""What the commands of scripts/ share: workloads, load generators, kernel measurements, the simulator, output."""

@@ -1,1 +1,1 @@
-"""The parts of bench_frontend.py: a fake engine, the server around it, and what loads it."""
+"""The parts of bench_frontend.py: a fake engine, the server around it, and the load."""

@@ -1,7 +1,7 @@
-"""The fake engine process: waits until all streams are there, then gives each a token per step, at an even pace.
+"""The fake engine process: waits until all streams have arrived, then gives each one token per step, at an even pace.
 
-Speaks to the front end as the real one does, one message per step. The prompt's first id is the stream's number. It
-never waits for the front end: when it comes late to a step, it makes up for it.
+It talks to the front end as the real engine does, with one message per step. The first id of a prompt is the number of
+the stream. The engine never waits for the front end; when it is late for a step, it sends the next ones sooner.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT_ROOM = 64
 
 
 class FakeEngine:
-    """Runs the plan again and again, until it is told to end."""
+    """Runs the plan again and again until a `Shutdown` arrives."""
 
     def __init__(self, plan: Plan, mailbox: EngineMailbox) -> None:
         self._plan = plan
@@ -31,15 +31,15 @@ class FakeEngine:
         self._ended = False
 
     def run(self) -> None:
-        """One round after the other."""
+        """Runs rounds until the end. A round begins when all streams have arrived."""
         while not self._ended:
-            self._hear(block=True)
+            self._take_messages(block=True)
             if len(self._streams) == self._plan.num_streams:
                 write_whole(self._plan.steps_path, self._round())
                 self._streams.clear()
 
     def _round(self) -> list[float]:
-        """Sends all tokens of the streams; returns when each step was sent."""
+        """Sends all tokens of all streams; returns the time of each step."""
         times: list[float] = []
         start_s = time.monotonic()
         for step in range(self._plan.num_tokens):
@@ -48,7 +48,7 @@ class FakeEngine:
                 time.sleep(pause_s)
             times.append(time.monotonic())
             self._step(step)
-            self._hear(block=False)
+            self._take_messages(block=False)
         return times
 
     def _step(self, step: int) -> None:
@@ -57,7 +57,7 @@ class FakeEngine:
         self._num_tokens += len(replies)
         self._mailbox.send(Replies(replies, Load(len(replies), output_tokens_total=self._num_tokens, steps_total=step)))
 
-    def _hear(self, block: bool) -> None:
+    def _take_messages(self, block: bool) -> None:
         for message in self._mailbox.receive(block):
             match message:
                 case Request():
@@ -73,7 +73,7 @@ class FakeEngine:
 
 
 def engine_info(plan: Plan) -> EngineInfo:
-    """What the front end is told about this engine."""
+    """What this engine announces to the front end."""
     context = plan.num_tokens + PROMPT_ROOM
     return EngineInfo(
         model_path=BUNDLED_MODEL,
@@ -92,7 +92,7 @@ def engine_info(plan: Plan) -> EngineInfo:
 
 
 def main() -> None:
-    """The engine process, started by the server with the plan's path."""
+    """Runs the engine process; the server starts it with the path of the plan."""
     ignore_terminal_signals()
     launch = read_launch(sys.stdin.buffer)
     follow_parent(sys.stdin.buffer, launch.endpoints)

@@ -26,7 +26,7 @@ from bench.frontend.plan import MODEL, Chunk, Expected, Plan, Received, WrongStr
 from bench.processes import children, cpu_s
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 
-END = b"0\r\n\r\n"  # of a chunked body
+END = b"0\r\n\r\n"  # the end of a chunked body
 
 
 class _Stream(asyncio.Protocol):
@@ -54,7 +54,7 @@ class _Stream(asyncio.Protocol):
 
 
 async def run_http(plan: Plan, address: str, received: list[Received], on_token: Callable[[], None]) -> None:
-    """Fills `received`, one per stream; `on_token` is called when there are tokens, again and again."""
+    """Sends all requests and fills `received`, one per stream; calls `on_token` for every message with tokens."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
 
@@ -75,7 +75,7 @@ async def run_http(plan: Plan, address: str, received: list[Received], on_token:
 
 
 def parse_http(received: Received) -> list[Chunk]:
-    """The events with text. Raises `WrongStream` for an answer that is no complete stream."""
+    """The events of a stream. Raises `WrongStream` if the answer is not a complete stream."""
     data = b"".join(part for _, part in received.parts)
     head, _, _ = data.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200") or not data.endswith(END):
@@ -93,7 +93,7 @@ def parse_http(received: Received) -> list[Chunk]:
 
 
 def _events(received: Received, head: int) -> list[tuple[float, str]]:
-    """(seconds, data) of the server-sent events. Takes the chunked coding off, however the network cut it."""
+    """(seconds, data) of the server-sent events. Removes the chunked coding, wherever the network cut the bytes."""
     events: list[tuple[float, str]] = []
     wire = bytearray()
     body = bytearray()
@@ -136,7 +136,7 @@ NUM_CONNECTIONS = 8
 async def run_grpc(
     method: str, plan: Plan, address: str, received: list[Received], on_token: Callable[[], None]
 ) -> None:
-    """Fills `received`, one per stream; `on_token` is called when there are tokens, again and again."""
+    """Sends all requests and fills `received`, one per stream; calls `on_token` for every message with tokens."""
     own_connection = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, own_connection) for _ in range(NUM_CONNECTIONS)]
     calls = [channel.unary_stream(method) for channel in channels]
@@ -155,13 +155,13 @@ async def run_grpc(
 
 
 def own_request(plan: Plan, number: int) -> Any:
-    """A request of our service; the prompt's first id is the stream's number."""
+    """A request to our service; the first id of the prompt is the number of the stream."""
     sampling = pb.SamplingParams(max_tokens=plan.num_tokens, temperature=0, ignore_eos=True)
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[number, 1, 2, 3]), sampling=sampling, stream=True)
 
 
 def sglang_request(plan: Plan, number: int) -> Any:
-    """The same for SGLang's service, as a gateway sends it."""
+    """The same request to SGLang's service, as a gateway sends it."""
     return sglang_pb.GenerateRequest(
         request_id=f"bench-{number}",
         tokenized=sglang_pb.TokenizedInput(input_ids=[number, 1, 2, 3]),
@@ -174,7 +174,7 @@ def sglang_request(plan: Plan, number: int) -> Any:
 
 
 def parse_own(received: Received) -> list[Chunk]:
-    """The replies of our service. Raises `WrongStream` if the last one doesn't end the stream."""
+    """The replies of our service. Raises `WrongStream` if the last one does not end the stream."""
     replies = [(time_s, pb.GenerateReply.FromString(data)) for time_s, data in received.parts]
     if not replies or replies[-1][1].finish_reason != pb.FINISH_REASON_LENGTH:
         raise WrongStream(f"no end after {len(replies)} replies")
@@ -197,7 +197,7 @@ PROTOCOLS = {
 
 
 class CpuWatch:
-    """Processor seconds of the server, the engine and this process from the first token on."""
+    """Measures the processor time of the server, the engine and this process from the first token on."""
 
     def __init__(self, server_pid: int) -> None:
         (engine_pid,) = children(server_pid)
@@ -205,12 +205,12 @@ class CpuWatch:
         self._start: dict[str, float] = {}
 
     def start(self) -> None:
-        """The first call counts."""
+        """Starts the measurement; later calls do nothing."""
         if not self._start:
             self._start = self._now()
 
     def used(self) -> dict[str, float]:
-        """Seconds by process, none if no token came."""
+        """Seconds by process; empty if no token arrived."""
         return {name: seconds - self._start[name] for name, seconds in self._now().items() if self._start}
 
     def _now(self) -> dict[str, float]:
@@ -222,7 +222,7 @@ def measure(plan: Plan, protocol: str, address: str, server_pid: int) -> dict[st
     run, parse = PROTOCOLS[protocol]
     received = [Received() for _ in range(plan.num_streams)]
     cpu = CpuWatch(server_pid)
-    gc.disable()  # it would walk through all that was kept, again and again
+    gc.disable()  # it would walk through all messages kept so far, again and again
     asyncio.run(run(plan, address, received, cpu.start))
     used = cpu.used()
     gc.enable()
@@ -232,7 +232,7 @@ def measure(plan: Plan, protocol: str, address: str, server_pid: int) -> dict[st
 
 
 def figures(plan: Plan, streams: Sequence[Sequence[tuple[float, int]]]) -> dict[str, Any]:
-    """From (seconds, tokens until then) of each chunk of each stream."""
+    """The figures of a run, from (seconds, tokens so far) for each chunk of each stream."""
     sent_s: list[float] = json.loads(written(plan.steps_path).read_text())
     end_s = max(stream[-1][0] for stream in streams)
     delays_ms, gaps_ms = [], []
@@ -258,7 +258,7 @@ def figures(plan: Plan, streams: Sequence[Sequence[tuple[float, int]]]) -> dict[
 
 
 def main() -> None:
-    """The load process."""
+    """Runs the load process."""
     plan_path, protocol, address, server_pid = sys.argv[1:]
     print(json.dumps(measure(Plan.load(plan_path), protocol, address, int(server_pid))))
 

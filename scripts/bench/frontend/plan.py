@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from jaxsgl.config import BUNDLED_MODEL
 from jaxsgl.text.detokenizer import ByteDetokenizer, TokenBytes
 
-MODEL = "bench"  # its name in the APIs
+MODEL = "bench"  # name of the model in the APIs
 PATIENCE_S = 60.0
-STRIDE = 7  # tokens by which a stream starts behind the one before, so that all differ
+STRIDE = 7  # each stream starts so many tokens after the one before it, so that all differ
 TEXT = """The server reads every step of the engine once, and each of its streams gets its own tokens: in order, none
 of them twice. 12 + 30 = 42; {"name": "Anna", "age": 31, "city": "Paris"}. Once upon a time a fox lived in a forest
 near the old mill. "Who are you?" asked the owl. "I am a very small model that lives inside an inference server."
@@ -31,14 +31,14 @@ Monday, Tuesday, Wednesday... こんにちは! 👋 Grüße aus Köln, ça va? �
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A run.
+    """What a run does.
 
     Attributes:
       num_streams: requests at the same time.
-      num_tokens: of each.
-      step_s: seconds from one step of the engine to the next; each gives one token to every stream.
-      ids: the tokens, over and over again; stream s starts at s x STRIDE.
-      folder: for files that the processes leave for each other.
+      num_tokens: tokens of each stream.
+      step_s: seconds from one step of the engine to the next; a step gives one token to every stream.
+      ids: the tokens, repeated as often as needed; stream s starts at s x STRIDE.
+      folder: where the processes leave files for each other.
     """
 
     num_streams: int
@@ -49,29 +49,29 @@ class Plan(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls, num_streams: int, num_tokens: int, rate: float, folder: Path) -> Plan:
-        """A plan with the tokens of `TEXT`; `rate` in tokens a second over all streams, 0 for no pauses."""
+        """A plan with the tokens of `TEXT`; `rate` is tokens per second of all streams together, 0 for no pauses."""
         ids = tokenizer().encode(TEXT).ids
         return cls(num_streams, num_tokens, num_streams / rate if rate else 0.0, ids, str(folder))
 
     @classmethod
     def load(cls, path: str) -> Plan:
-        """The plan in a file."""
+        """Reads the plan from a file."""
         return msgspec.json.decode(Path(path).read_bytes(), type=cls)
 
     def save(self) -> Path:
-        """Writes it into its folder."""
+        """Writes the plan into its folder; returns the path."""
         path = Path(self.folder) / "plan.json"
         write_whole(path, self)
         return path
 
     @property
     def steps_path(self) -> Path:
-        """Where the engine leaves the times of its steps, in seconds by the monotonic clock."""
+        """Where the engine writes the times of its steps, in seconds by the monotonic clock."""
         return Path(self.folder) / "steps.json"
 
     @property
     def profile_path(self) -> Path:
-        """Where the server leaves its profile."""
+        """Where the server writes its profile."""
         return Path(self.folder) / "profile.json"
 
     def token(self, stream: int, step: int) -> int:
@@ -84,7 +84,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def written(path: Path) -> Path:
-    """Waits until another process has written `path`, as a whole."""
+    """Waits until another process has written `path`, and returns it."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not path.exists():
         if time.monotonic() > deadline_s:
@@ -94,7 +94,7 @@ def written(path: Path) -> Path:
 
 
 def write_whole(path: Path, value: object) -> None:
-    """Writes JSON for another process, which sees all of it or nothing."""
+    """Writes JSON for another process, which sees the whole file or none."""
     partial = path.with_suffix(".part")
     partial.write_bytes(msgspec.json.encode(value))
     partial.rename(path)
@@ -107,18 +107,18 @@ def tokenizer() -> Tokenizer:
 
 @dataclass
 class Received:
-    """Bytes of one stream, as they came: (seconds by the monotonic clock, bytes)."""
+    """What one stream received: (seconds by the monotonic clock, bytes), in order."""
 
     parts: list[tuple[float, bytes]] = field(default_factory=list)
 
     def add(self, data: bytes) -> None:
-        """Keeps `data`."""
+        """Keeps `data` with the time."""
         self.parts.append((time.monotonic(), data))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A message of the protocol. Its text or its ids are None if the protocol has none."""
+    """A message of the protocol. Text or ids are None if the protocol has none."""
 
     time_s: float
     text: str | None
@@ -130,7 +130,7 @@ class WrongStream(Exception):
 
 
 class Expected:
-    """What the streams of a plan should have received."""
+    """What the streams of a plan must receive."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -138,7 +138,7 @@ class Expected:
         self._bytes = TokenBytes(self._tokenizer.id_to_token, ())
 
     def check(self, stream: int, chunks: Sequence[Chunk]) -> list[tuple[float, int]]:
-        """Returns (seconds, tokens until then) for each chunk. Raises `WrongStream`."""
+        """Returns (seconds, tokens so far) for each chunk. Raises `WrongStream` if text or ids differ from the plan."""
         ids = self._plan.tokens(stream)
         if all(chunk.ids is not None for chunk in chunks):
             got = [id for chunk in chunks for id in chunk.ids or ()]
@@ -154,7 +154,7 @@ class Expected:
         return [(chunk.time_s, count) for chunk, count in zip(chunks, counts, strict=True)]
 
     def _num_tokens(self, stream: int, chunks: Sequence[Chunk]) -> list[int]:
-        """Tokens that each chunk completed. One without text counts as come with the next that has some."""
+        """The number of tokens in each chunk. A token without text counts with the next token that has some."""
         if all(chunk.ids is not None for chunk in chunks):
             return [len(chunk.ids or ()) for chunk in chunks]
         detokenizer = ByteDetokenizer(self._bytes)

@@ -26,7 +26,7 @@ STOP = signal.SIGUSR2
 
 
 class SamplingProfile:
-    """Samples from START to STOP, then writes {"samples", "own", "total", "lines"}: counts by place."""
+    """Samples between the signals START and STOP, then writes {"samples", "own", "total", "lines"}: counts by place."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -36,7 +36,7 @@ class SamplingProfile:
         self._lines: Counter[str] = Counter()
 
     def install(self) -> None:
-        """Takes over the signals. Call it in the main thread."""
+        """Sets the signal handlers. Must be called in the main thread."""
         signal.signal(signal.SIGPROF, self._sample)
         signal.signal(START, self._start)
         signal.signal(STOP, self._stop)
@@ -74,7 +74,7 @@ def _name(code: CodeType) -> str:
 
 
 def main() -> None:
-    """The server process."""
+    """Runs the server process."""
     plan_path = sys.argv.pop(1)
     SamplingProfile(Plan.load(plan_path).profile_path).install()
     run([sys.executable, "-m", "bench.frontend.engine", plan_path])

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-FLUSH_WAIT_S = 30  # for the warm-up request to be gone
+FLUSH_WAIT_S = 30  # how long a flush may wait for the warm-up request to end
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says of itself; None: it doesn't.
+    """What a server says about itself; None where it says nothing.
 
     Attributes:
-      words: prompts go out as words, since the server takes no token ids.
+      words: prompts are sent as words, since the server takes no token ids.
     """
 
     model: str | None
@@ -26,37 +26,37 @@ class Served:
 
 
 class BackendError(Exception):
-    """A server that can't do what the run needs; the message says what."""
+    """The server can't do what the run needs; the message says what."""
 
 
 class Backend(Protocol):
-    """A protocol, spoken to one server."""
+    """A connection to one server by one protocol."""
 
     async def describe(self) -> Served:
-        """Asks the server. Raises `BackendError` if there is none."""
+        """Asks the server about itself. Raises `BackendError` if it doesn't answer."""
 
     async def generate(self, turn: Turn, answer: Answer) -> None:
-        """Sends `turn`, streams into `answer`, and finishes it; errors of the server or the network go into it too."""
+        """Sends `turn` and fills `answer` until its end; errors of the server or the network are noted in it too."""
 
     async def flush_cache(self) -> None:
         """Empties the prefix cache. Raises `BackendError` if the server can't."""
 
     async def close(self) -> None:
-        """Leaves the server."""
+        """Closes the connection."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One request's answer. Times are seconds by the monotonic clock.
+    """The answer to one request. Times are seconds by the monotonic clock.
 
     Attributes:
       asked_len: tokens to generate.
       input_len, cached_len, output_len: tokens as the server counts them.
-      chunks: (time, output tokens until then; 0 where the protocol doesn't tell) of each event that brought text.
-      texts: of the chunks.
-      output_ids: where the protocol has them.
-      ended: whether the server gave a reason for its end. Not all that do send [DONE] after it.
-      error: why it failed; empty: it didn't.
+      chunks: (time, output tokens so far) of each event with text; 0 tokens where the protocol doesn't say.
+      texts: texts of the chunks.
+      output_ids: ids of the output, where the protocol has them.
+      ended: whether the server gave a finish reason. Some servers send no [DONE] after it.
+      error: why the request failed; empty if it didn't.
     """
 
     sent_s: float = 0.0
@@ -70,15 +70,17 @@ class Answer:
     output_ids: list[int] = field(default_factory=list)
     ended: bool = False
     error: str = ""
-    _silent: list[tuple[float, int]] = field(default_factory=list)  # events with tokens, while no text has come
+    _silent: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # events with tokens but without text, before the first text
 
     def add(self, now_s: float, text: str, num_tokens: int = 0) -> None:
-        """An event. Tokens without text (half a character) count as come with the next text.
+        """Notes an event. Tokens without text (half a character) count with the next text.
 
         Args:
-          now_s: when it came.
-          text: what it adds.
-          num_tokens: output tokens until now; 0: not told.
+          now_s: when the event arrived.
+          text: text that it adds.
+          num_tokens: output tokens so far; 0 if the server doesn't say.
         """
         self.end_s = now_s
         if text:
@@ -89,11 +91,14 @@ class Answer:
             self._silent.append((now_s, num_tokens))
 
     def count(self, input_len: int, output_len: int, cached_len: int) -> None:
-        """What the server counted so far."""
+        """Notes the token counts that the server reported last."""
         self.input_len, self.output_len, self.cached_len = input_len, output_len, cached_len
 
     def finish(self, complete: bool) -> None:
-        """No more will come. A stream without any text (all special tokens, no tokenizer) is timed by its tokens."""
+        """Notes the end of the stream.
+
+        One without any text (only special tokens, or no tokenizer) is timed by tokens.
+        """
         if not self.error and not complete and not self.ended:
             self.error = "the answer broke off"
         if not self.error and not self.input_len:
@@ -102,29 +107,29 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self.texts)
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first text."""
+        """Seconds from sending to the first text."""
         return self.chunks[0][0] - self.sent_s
 
     @property
     def e2e_s(self) -> float:
-        """Seconds to the end."""
+        """Seconds from sending to the end."""
         return self.end_s - self.sent_s
 
     @property
     def tpot_s(self) -> float:
-        """Seconds for each token but the first; 0 if there is but one."""
+        """Seconds per output token after the first; 0 if there is only one."""
         return (self.e2e_s - self.ttft_s) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
     @property
     def itls_s(self) -> list[float]:
         """Seconds from chunk to chunk, for each token: a chunk of k tokens counts as k equal gaps.
 
-        After a chunk whose tokens weren't told, nobody knows k: it's one gap.
+        After a chunk whose number of tokens is not known, k is not known either, and counts as 1.
         """
         gaps: list[float] = []
         for (before_s, before), (now_s, until) in zip(self.chunks, self.chunks[1:], strict=False):
@@ -138,8 +143,8 @@ class Turn:
     """A request to send.
 
     Attributes:
-      pieces: of its prompt, as token ids; None stands for what an earlier turn was answered.
-      answers: of the earlier turns, one per None.
+      pieces: the prompt in pieces of token ids; None stands for the output of an earlier turn.
+      answers: answers to the earlier turns, one per None.
       output_len: tokens to generate.
     """
 
@@ -148,6 +153,6 @@ class Turn:
     output_len: int
 
     def prompt_ids(self) -> list[int]:
-        """The prompt, with the ids of earlier answers in their places."""
+        """The ids of the prompt, with the outputs of earlier turns in their places."""
         answers = iter(self.answers)
         return [id for piece in self.pieces for id in (next(answers).output_ids if piece is None else piece)]

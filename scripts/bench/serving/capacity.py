@@ -1,8 +1,9 @@
-"""What one process of the load generator takes: streams of tokens from the real front end around a fake engine.
+"""How many chunks per second one process of the load generator can receive.
 
     cd scripts && python -m bench.serving.capacity
 
-All processes share the machine, so it counts the generator's processor time for each chunk that it receives.
+The generator reads streams of tokens from the real front end around a fake engine. All processes share the machine, so
+the figure comes from the generator's processor time per chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bench.output import command_parser
 
 
 def measure(backend: str, streams: int, rate: float, tokens: int) -> dict[str, Any]:
-    """Figures of one run: `streams` of `tokens` each, `rate` tokens a second in all."""
+    """Figures of one run of `streams` streams of `tokens` tokens each, at `rate` tokens per second in all."""
     with tempfile.TemporaryDirectory(prefix="capacity-") as folder:
         out = Path(folder) / "out.jsonl"
         with server(Plan.make(streams, tokens, rate, Path(folder))) as running:
@@ -37,7 +38,7 @@ def measure(backend: str, streams: int, rate: float, tokens: int) -> dict[str, A
 
 
 def main() -> None:
-    """One run for each protocol; prints a line for each."""
+    """Runs each protocol once and prints a line for it."""
     parser = command_parser(__doc__)
     parser.add_argument("--streams", type=int, default=256, help="open at once (default 256)")
     parser.add_argument("--rate", type=float, default=20_000, help="tokens/s of the engine (default 20000)")

@@ -1,4 +1,4 @@
-"""Datasets by SGLang's names and flags, as traces of `workloads`."""
+"""Datasets under SGLang's names and flags, as traces of `bench.traces`. Called by `bench_serving.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("random", "random-ids", "generated-shared-prefix", "multi-turn", *FORMA
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """What is asked, and when."""
+    """Which requests are sent, and when."""
 
     dataset_name: str = flag(
         "random",
@@ -62,11 +62,14 @@ class DatasetConfig:
 
     @property
     def replays(self) -> bool:
-        """Whether arrivals are those of a file."""
+        """Whether requests arrive as in a recorded file."""
         return self.dataset_name in FORMATS
 
     def asks(self) -> list[Ask]:
-        """The requests, by time. Raises `ConfigError` or `ValueError` for what is out of range or no trace."""
+        """The requests in order of arrival.
+
+        Raises `ConfigError` or `ValueError` if a value is out of range or no trace.
+        """
         if not self.replays:
             return list(made_up(self._trace(), self.seed))
         if self.dataset_path is None:

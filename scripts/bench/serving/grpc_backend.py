@@ -1,4 +1,7 @@
-"""jaxsgl's own `Generate` over gRPC: token ids in, text and ids out. SGLang's service on the same port flushes."""
+"""The backend for jaxsgl's own `Generate` over gRPC: token ids in, text and ids out.
+
+The prefix cache is flushed through SGLang's service, which runs on the same port.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ ENDS = (pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
 
 
 class GrpcBackend:
-    """A `Backend`; make it inside the event loop.
+    """A `Backend`; must be made inside the event loop.
 
     Args:
       address: host:port.
       api_key: sent as a bearer token.
-      ignore_eos: go on after EOS tokens.
+      ignore_eos: whether outputs go on after EOS tokens.
     """
 
     def __init__(self, address: str, api_key: str | None, ignore_eos: bool) -> None:
@@ -39,7 +42,7 @@ class GrpcBackend:
         self._ignore_eos = ignore_eos
 
     async def describe(self) -> Served:
-        """From GetModelInfo."""
+        """Asks GetModelInfo."""
         stub: Any = next(self._stubs)
         try:
             info = await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=self._metadata)

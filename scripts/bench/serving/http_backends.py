@@ -1,7 +1,7 @@
-"""OpenAI's completions and chat, and SGLang's /generate: bodies to send, and how their events are read.
+"""The backend for HTTP: OpenAI's completions and chat, and SGLang's /generate. Request bodies, and how events are read.
 
-Prompts are token ids where the protocol and the server take them. Others get words: short and common ones, each a token
-or so in most vocabularies; what they come to is what the server's usage says.
+Prompts are token ids where the protocol and the server take them. Other servers get words: short and common ones, each
+about one token in most vocabularies. The server's usage says how many tokens they are.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _read_native = msgspec.json.Decoder(_Native).decode
 
 
 def read_openai(answer: Answer, now_s: float, data: bytes) -> None:
-    """An event of completions or chat. Only servers that put the usage into each chunk tell how many tokens it has."""
+    """Reads an event of completions or chat. Its number of tokens is known only if the server reports usage in it."""
     chunk = _read_chunk(data)
     if chunk.error is not None:
         answer.error = str(chunk.error)
@@ -111,7 +111,7 @@ def read_openai(answer: Answer, now_s: float, data: bytes) -> None:
 
 
 def read_native(answer: Answer, now_s: float, data: bytes) -> None:
-    """An event of /generate, which holds all text so far."""
+    """Reads an event of /generate, which holds the whole text so far."""
     event = _read_native(data)
     if event.error is not None:
         answer.error = str(event.error)
@@ -128,29 +128,29 @@ def read_native(answer: Answer, now_s: float, data: bytes) -> None:
 
 
 def completions_body(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
-    """For /v1/completions."""
+    """The request body for /v1/completions."""
     return {"prompt": turn.prompt_ids(), **_common(turn, model, ignore_eos)}
 
 
 def words_body(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
-    """For /v1/completions of a server that takes no ids."""
+    """The request body for /v1/completions of a server that takes no token ids."""
     return {"prompt": " ".join(text for _, text in _texts(turn)), **_common(turn, model, ignore_eos)}
 
 
 def chat_body(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
-    """For /v1/chat/completions: what was answered is the assistant's, all else the user's."""
+    """The request body for /v1/chat/completions: outputs are the assistant's messages, prompts are the user's."""
     messages = [{"role": role, "content": text} for role, text in _texts(turn)]
     return {"messages": messages, **_common(turn, model, ignore_eos)}
 
 
 def native_body(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
-    """For /generate."""
+    """The request body for /generate."""
     sampling = {"temperature": 0.0, "max_new_tokens": turn.output_len, "ignore_eos": ignore_eos}
     return {"input_ids": turn.prompt_ids(), "sampling_params": sampling, "stream": True}
 
 
 def _texts(turn: Turn) -> Iterator[tuple[str, str]]:
-    """The pieces of the prompt as words, each with the role of who speaks."""
+    """The pieces of the prompt as (role, words)."""
     answers, words = iter(turn.answers), WORDS.split()
     for piece in turn.pieces:
         if piece is None:
@@ -175,8 +175,11 @@ class Dialect:
     """What differs between the protocols.
 
     Attributes:
-      needs_ids: of earlier answers.
-      words_body: for servers that take no token ids; None: all take what `body` makes.
+      path: of the request.
+      body: makes the request body from turn, model and ignore_eos.
+      read: reads an event into an answer, with the time it arrived.
+      needs_ids: whether prompts need the token ids of earlier outputs.
+      words_body: like `body`, for servers that take no token ids; None if all servers take what `body` makes.
     """
 
     path: str
@@ -197,10 +200,10 @@ class HttpBackend:
     """A `Backend` over HTTP.
 
     Args:
-      server: where.
-      dialect: which protocol.
-      model: its name for the server; None: the first that /v1/models lists.
-      ignore_eos: go on after EOS tokens.
+      server: address of the server.
+      dialect: the protocol.
+      model: name of the model for the server; None for the first one that /v1/models lists.
+      ignore_eos: whether outputs go on after EOS tokens.
     """
 
     def __init__(self, server: HttpServer, dialect: Dialect, model: str | None, ignore_eos: bool) -> None:
@@ -210,7 +213,7 @@ class HttpBackend:
         self._ignore_eos = ignore_eos
 
     async def describe(self) -> Served:
-        """From /v1/models, /get_model_info where that is, and a token or two that are asked for to see what works."""
+        """Asks /v1/models, /get_model_info if there is one, and for a completion of one token, to see what works."""
         try:
             if self._model is None:
                 models = msgspec.json.decode(await self._server.call("GET", "/v1/models"), type=_Models)
@@ -253,10 +256,10 @@ class HttpBackend:
                 raise BackendError(f"the cache was not flushed: {error}") from None
 
     async def close(self) -> None:
-        """Nothing stays open."""
+        """Does nothing: each request has its own connection."""
 
     async def _takes_ids(self) -> bool:
-        """Whether prompts may be token ids. Raises `BackendError` where words fail too: then ids aren't to blame."""
+        """Whether prompts may be token ids. Raises `BackendError` if a prompt of words fails too."""
         if not await self._refusal([1]):
             return True
         told = await self._refusal(WORDS.split()[0])
@@ -265,7 +268,7 @@ class HttpBackend:
         return False
 
     async def _refusal(self, prompt: list[int] | str) -> str:
-        """What the server has against a token after `prompt`; empty: nothing."""
+        """The error of a completion of one token after `prompt`; empty if it worked."""
         try:
             fields = {"model": self._model, "prompt": prompt, "max_tokens": 1}
             await self._server.call("POST", self._dialect.path, fields)
@@ -274,7 +277,10 @@ class HttpBackend:
         return ""
 
     async def _reset_prefix_cache(self) -> bool:
-        """The way of vLLM in its development mode: it can fail with status 200; older ones have no body."""
+        """Flushes as vLLM in its development mode does:
+
+        it may fail with status 200, and older versions send no body.
+        """
         try:
             told = await self._server.call("POST", "/reset_prefix_cache")
             return msgspec.json.decode(told or b"{}", type=_Reset).success
@@ -282,7 +288,7 @@ class HttpBackend:
             return False
 
     async def _tokenize(self, earlier: Answer) -> None:
-        """Completions say no ids; the next turn's prompt needs them."""
+        """Asks the server for the ids of an output: completions don't report them, and the next prompt needs them."""
         if not earlier.output_ids and earlier.text:
             text = earlier.text  # `content`: llama.cpp's server, which says that anything else has no tokens
             fields = {"model": self._model, "prompt": text, "content": text, "add_special_tokens": False}

@@ -1,5 +1,6 @@
-"""HTTP as cheap as Python has it: a connection per request, read by httptools, since a client library would cost more
-than the server. Knows no API; http_backends.py calls it.
+"""An HTTP client that costs little: one connection per request, parsed by httptools.
+
+A client library would cost more than the server under test. Knows no API. Called by http_backends.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DONE = b"[DONE]"
 
 
 class _Exchange(asyncio.Protocol):
-    """Sends `request` and hands over what comes of the body, with its time; errors' bodies are kept in `rest`."""
+    """Sends `request` and passes each part of the body on, with its time. The body of an error is kept in `rest`."""
 
     def __init__(self, request: bytes, on_body: Callable[[float, bytes], None]) -> None:
         self._request = request
@@ -34,46 +35,46 @@ class _Exchange(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """From asyncio."""
+        """Called by asyncio."""
         self._transport = transport
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """From asyncio."""
+        """Called by asyncio."""
         self._now_s = time.monotonic()
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:  # no HTTP, or what `on_body` couldn't read
+        except httptools.HttpParserError as error:  # not HTTP, or `on_body` could not read it
             self.broken = repr(error.__context__ or error)
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """From asyncio."""
+        """Called by asyncio."""
         if not self.ended.done():
             self.ended.set_result(None)
 
     def on_headers_complete(self) -> None:
-        """From httptools."""
+        """Called by httptools."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, data: bytes) -> None:
-        """From httptools."""
+        """Called by httptools."""
         if self.status == OK:
             self._on_body(self._now_s, data)
         else:
             self.rest += data
 
     def on_message_complete(self) -> None:
-        """From httptools."""
+        """Called by httptools."""
         self._transport.close()
 
 
 class HttpServer:
-    """Where a server is.
+    """The address of a server.
 
     Args:
-      base_url: http or https, with or without a path; /v1 at its end is taken off.
-      api_key: sent as a bearer token.
+      base_url: http or https, with or without a path; /v1 at its end is removed.
+      api_key: sent as a bearer token; None for no token.
     """
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
@@ -93,7 +94,7 @@ class HttpServer:
           Whether the stream ended with [DONE].
 
         Raises:
-          OSError: no connection, an error, or what `on_event` can't read.
+          OSError: there is no connection, the server reports an error, or `on_event` can't read the event.
         """
         tail, done = b"", False
 
@@ -112,14 +113,14 @@ class HttpServer:
 
     @staticmethod
     def _hand_over(on_event: Callable[[float, bytes], None], now_s: float, event: bytes) -> None:
-        """Raises `ValueError`, which says what was read."""
+        """Calls `on_event`. Raises `ValueError` with the event if it can't be read."""
         try:
             on_event(now_s, event)
         except msgspec.DecodeError as error:
             raise ValueError(f"{error}: {event[:MAX_ERROR].decode(errors='replace')}") from None
 
     async def call(self, method: str, path: str, fields: dict[str, Any] | None = None) -> bytes:
-        """Sends `fields` as JSON; returns the body. Raises `OSError` for errors."""
+        """Sends `fields` as JSON; returns the body. Raises `OSError` for an error of the server or the network."""
         parts: list[bytes] = []
         body = b"" if fields is None else msgspec.json.encode(fields)
         await self._exchange(method, path, body, lambda _, data: parts.append(data))

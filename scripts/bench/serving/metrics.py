@@ -18,7 +18,7 @@ from bench.serving.backend import Answer
 from bench.serving.run import Outcome
 
 PERCENTILES = (90, 95, 99)
-LIMITS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "e2e_s"}  # what goodput may ask for
+LIMITS = {"ttft": "ttft_s", "tpot": "tpot_s", "e2el": "e2e_s"}  # what goodput may limit
 
 
 def parse_goodput(text: str) -> dict[str, float]:
@@ -33,7 +33,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def summary(outcome: Outcome, goodput: Mapping[str, float]) -> dict[str, Any]:
-    """Totals, rates and latencies; `goodput` is limits in milliseconds, as `parse_goodput` returns them."""
+    """Totals, rates and latencies of a run; `goodput` are the limits in milliseconds that `parse_goodput` returns."""
     answers, duration_s = outcome.answers, outcome.duration_s
     good = [answer for answer in answers if not answer.error]
     per_s = 1 / duration_s if duration_s else 0.0
@@ -61,12 +61,12 @@ def summary(outcome: Outcome, goodput: Mapping[str, float]) -> dict[str, Any]:
         "tokens_per_chunk": outputs / max(sum(len(answer.chunks) for answer in good), 1),
         "concurrency": sum(answer.e2e_s for answer in good) * per_s,
         "load_cpu": outcome.cpu_s * per_s,
-        "accept_length": None,  # of speculative decoding, which servers don't tell in their answers
+        "accept_length": None,  # of speculative decoding; servers don't report it in their answers
     }
 
 
 def details(answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """By request, in the order of sending; zeros for those that failed."""
+    """Figures of each request in the order of sending; zeros for failed requests."""
     return {
         "input_lens": [answer.input_len for answer in answers],
         "output_lens": [0 if answer.error else answer.output_len for answer in answers],
@@ -78,12 +78,12 @@ def details(answers: Sequence[Answer]) -> dict[str, list[Any]]:
 
 
 def keeps(answer: Answer, limits: Mapping[str, float]) -> bool:
-    """Whether an answer keeps all limits (milliseconds)."""
+    """Whether an answer is within all limits (milliseconds)."""
     return all(1e3 * getattr(answer, LIMITS[name]) <= limit_ms for name, limit_ms in limits.items())
 
 
 def spread(name: str, seconds: Iterable[float]) -> dict[str, float]:
-    """Mean, median, std and percentiles in milliseconds, as numpy has them; all 0 without values."""
+    """Mean, median, std and percentiles in milliseconds, as numpy defines them; all 0 without values."""
     ms = 1e3 * np.array(list(seconds) or [0.0])
     percentiles = zip(PERCENTILES, np.percentile(ms, PERCENTILES).tolist(), strict=True)
     return {
@@ -122,11 +122,11 @@ LATENCIES = (
     ("Inter-Token Latency", "ITL", "itl"),
 )
 STATISTICS = ("mean", "median", "std", "p90", "p95", "p99", "max")
-MAX_ERRORS = 5  # kinds that are listed
+MAX_ERRORS = 5  # different errors that are listed
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures."""
+    """The figures as text, in the form that users of SGLang's bench_serving know."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
     lines += [
         _line(title, result[name]) for title, name in HEAD if name != "request_goodput" or result[name] is not None
@@ -139,7 +139,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def failures(answers: Sequence[Answer]) -> str:
-    """Errors, the most frequent first; empty if there is none."""
+    """The errors of failed requests, the most frequent first; empty if there is none."""
     counts = Counter(answer.error for answer in answers if answer.error)
     lines = [f"{count:,} x {error}" for error, count in counts.most_common(MAX_ERRORS)]
     left = len(counts) - len(lines)

@@ -1,4 +1,4 @@
-"""Sends requests when their time has come, and turns of a conversation when the turn before is answered."""
+"""Sends each request when it is due, and each later turn of a conversation when the turn before has been answered."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from bench.requests import Ask, prompt_pieces
 from bench.serving.backend import Answer, Backend, BackendError, Turn
 
-WARM_UP_SEED = (1 << 62) - 1  # of a prompt that shares nothing with those of the run
+WARM_UP_SEED = (1 << 62) - 1  # of a prompt that shares nothing with the prompts of the run
 WARM_UP_OUTPUT_LEN = 32  # at most
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
       answers: in the order in which requests were sent.
-      duration_s: from the start to the end of the last answer.
-      cpu_s: of this process, meanwhile. Near `duration_s`, the figures are those of this process.
+      duration_s: seconds from the start to the end of the last answer.
+      cpu_s: processor time of this process meanwhile. If it is near `duration_s`, this process limits the figures.
     """
 
     answers: list[Answer]
@@ -35,10 +35,9 @@ class Run:
     """One run against one server.
 
     Args:
-      backend: the server.
-      vocab_size: ids of prompts are below this.
-      salt: what makes the prompts differ from another run's.
-      max_concurrency: requests that may be open; the others wait here, where no time counts. None: no bound.
+      backend: the server. vocab_size: ids of prompts are below this. salt: makes the prompts differ from those of
+      another run. max_concurrency: largest number of open requests; further ones wait here, which counts in no latency.
+      None: no limit.
     """
 
     def __init__(self, backend: Backend, vocab_size: int, salt: int, max_concurrency: int | None = None) -> None:
@@ -57,19 +56,21 @@ class Run:
             raise BackendError(f"the warm-up failed: {answers[0].error}")
 
     async def send(self, asks: Sequence[Ask], on_end: Callable[[int], object]) -> Outcome:
-        """All of `asks`, in order of time; the first goes out at once.
+        """Sends all of `asks` in order of time, the first one at once.
 
         Args:
-          asks: the requests, at least one, each with its later turns; those that follow a failed turn aren't sent.
+          asks: the requests, at least one, each with its later turns. Turns after a failed one are not sent.
           on_end: called with 1 whenever a request has ended.
         """
         tasks = []
         start_s, start_cpu_s = time.monotonic(), time.process_time()
-        gc.disable()  # it would walk through all that was kept, again and again
+        gc.disable()  # it would walk through all answers kept so far, again and again
         try:
             for ask in asks:
                 wait_s = start_s + ask.at_s - asks[0].at_s - time.monotonic()
-                await asyncio.sleep(max(wait_s, 0.0))  # even for none: what is being made must not delay what comes
+                await asyncio.sleep(
+                    max(wait_s, 0.0)
+                )  # even for 0 s, so that making prompts does not delay arriving events
                 tasks.append(asyncio.create_task(self._converse(ask, on_end)))
             await asyncio.gather(*tasks)
         finally:
@@ -78,7 +79,7 @@ class Run:
         return Outcome(self._answers, end_s - start_s, time.process_time() - start_cpu_s)
 
     async def _converse(self, ask: Ask, on_end: Callable[[int], object]) -> None:
-        """A request, and what follows it."""
+        """Sends a request and its later turns."""
         answers: list[Answer] = []
         turn: Ask | None = ask
         while turn is not None:
