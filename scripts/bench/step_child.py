@@ -27,7 +27,7 @@ from jaxsgl.errors import ConfigError, JaxsglError
 
 
 def main() -> None:
-    """Starts an engine, and measures until the commands end. What libraries print goes to standard error."""
+    """Starts an engine and measures until the commands end. What libraries print goes to standard error."""
     answers = answers_only()
     try:
         steps = [parse_step(text) for text in json.loads(os.environ[STEPS])]
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _config(flags: list[str], steps: list[list[Seq]]) -> EngineConfig:
-    """The flags', with programs and a pool for these steps and no more."""
+    """The config of the flags, with programs and a pool for these steps only."""
     parser = argparse.ArgumentParser()
     add_flags(parser, EngineConfig)
     config = from_flags(EngineConfig, parser.parse_args(flags))
@@ -75,9 +75,10 @@ def _decodes(seqs: Sequence[Seq]) -> bool:
 
 
 def _timed(engine: Engine, inputs: StepInputs, runs: int) -> dict[str, float]:
-    """The fields of `Timing` in bench_step.py: medians of `runs`, each on an idle device, after one to warm up, since
-    another
-    process had the caches."""
+    """The fields of `Timing` in bench_step.py: medians of `runs` runs on an idle device.
+
+    One run before them warms up, since another process used the caches of the processor.
+    """
     walls, cpus = [], []
     for _ in range(1 + runs):
         wall, cpu = time.perf_counter(), time.process_time()

@@ -147,16 +147,16 @@ def test_sizes_are_those_of_whole_batches() -> None:
     tables = np.arange(SMALL.num_rows * SMALL.max_pages_per_seq, dtype=np.int32).reshape(SMALL.num_rows, -1)
     whole, sizes = (kind(buckets, tables, sampling, SMALL.page_size) for kind in (BatchBuilder, SizesBuilder))
     ids = np.ones(40, dtype=np.int32)
-    rider = Work(7, np.array([~7], dtype=np.int32), 99, True)
-    works = [Work(0, ids, 16, True), Work(3, ids[:5], 0, False), rider]
+    decode = Work(7, np.array([~7], dtype=np.int32), 99, True)
+    works = [Work(0, ids, 16, True), Work(3, ids[:5], 0, False), decode]
     rows, positions = np.array([1, 2, 5], dtype=np.int32), np.array([7, 100, 31], dtype=np.int32)
     for batch, small in ((whole.extend(works), sizes.extend(works)),
                          (whole.decode(rows, positions), sizes.decode(rows, positions))):  # fmt: skip
         arrays = batch.arrays
         assert (small.bucket, small.num_seqs, small.num_tokens) == (batch.bucket, batch.num_seqs, batch.num_tokens)
-        assert small.kv_tokens + small.rider_kv_tokens == arrays.lengths.sum()
-        assert small.pairs + small.rider_kv_tokens == (arrays.positions[: batch.num_tokens] + 1).sum()
-    assert sizes.extend(works).rider_kv_tokens == 100
+        assert small.kv_tokens + small.decode_kv_tokens == arrays.lengths.sum()
+        assert small.pairs + small.decode_kv_tokens == (arrays.positions[: batch.num_tokens] + 1).sum()
+    assert sizes.extend(works).decode_kv_tokens == 100
 
 
 def test_several_decode_steps_in_one_program_pay_for_one_launch() -> None:

@@ -1,1 +1,1 @@
-"""What `bench_kernels.py`, `tune_kernels.py` and `gpu_report.py` are made of: cases, their work, contenders, timing."""
+"""The parts of bench_kernels.py, check_kernels.py and tune_kernels.py: cases, contenders, timing and checks."""

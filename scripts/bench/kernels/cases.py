@@ -36,7 +36,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class KernelCase:
-    """One call of one op: sequence s has `cached[s]` tokens in the cache and brings `new[s]`; 0 and 0 is padding."""
+    """One call of one op: sequence s has `cached[s]` tokens in the cache and `new[s]` new ones; 0 and 0 is padding."""
 
     name: str
     op: str
@@ -52,11 +52,11 @@ class KernelCase:
     sliding_window: int | None = None
     logit_soft_cap: float | None = None
     padding_tokens: int = 0
-    """Tokens of an extend or a store behind the last sequence's."""
+    """Padding tokens of an extend or a store, behind those of the last sequence."""
 
     @property
     def label(self) -> str:
-        """The name with the page size: unique within a list."""
+        """The name with the page size; unique within a list of cases."""
         return f"{self.name}, page {self.page_size}"
 
     @property
@@ -66,12 +66,12 @@ class KernelCase:
 
     @property
     def num_tokens(self) -> int:
-        """T of the call; a decode has one for each sequence, padding or not."""
+        """T of the call; a decode has one token for each sequence, padding included."""
         return len(self.new) if self.op == DECODE else sum(self.new) + self.padding_tokens
 
     @property
     def spec(self) -> ArgSpec:
-        """The same as static shapes: dtypes, scales and options are there."""
+        """The call as static shapes, with dtypes, scales and options."""
         return ArgSpec(
             name=self.label,
             num_seqs=len(self.new),
@@ -95,18 +95,18 @@ class KernelCase:
 
 
 def decode(name: str, lengths: list[int], **fields: Any) -> KernelCase:
-    """One new token for each of the lengths, which include it; length 0 is a padding row."""
+    """A decode with one new token per sequence, which `lengths` include; length 0 is a padding row."""
     cached, new = zip(*((max(n - 1, 0), min(n, 1)) for n in lengths), strict=True)
     return KernelCase(name, DECODE, cached, new, **fields)
 
 
 def extend(name: str, cached: list[int], new: list[int], **fields: Any) -> KernelCase:
-    """`new[s]` tokens behind `cached[s]`."""
+    """An extend of `new[s]` tokens behind `cached[s]` tokens."""
     return KernelCase(name, EXTEND, tuple(cached), tuple(new), **fields)
 
 
 def store(num_tokens: int, **fields: Any) -> KernelCase:
-    """New tokens of sequences of up to 1024, as a prefill stores them."""
+    """A store of new tokens of sequences of up to 1024 tokens, as a prefill stores them."""
     new = (1024,) * (num_tokens // 1024) + ((num_tokens % 1024,) if num_tokens % 1024 else ())
     name = f"store {num_tokens}{' float8' if fields.get('float8_cache') else ''}"
     return KernelCase(name, STORE, (0,) * len(new), new, **fields)
@@ -157,7 +157,7 @@ def _extends(page: int) -> list[KernelCase]:
 
 
 def _accelerator_cases() -> tuple[KernelCase, ...]:
-    """Those with a goal first: where the time is short, the rest is left out."""
+    """Cases with a goal come first: when time is short, the last cases are left out."""
     return (
         *_decodes(64, 16, 64),
         *_decodes(8, 16, 64),
@@ -183,7 +183,7 @@ def _accelerator_cases() -> tuple[KernelCase, ...]:
 
 
 def _cpu_cases() -> tuple[KernelCase, ...]:
-    """float32 in all page sizes, and what the engine has for bfloat16 weights: float32 queries and a cache of bits."""
+    """float32 in all page sizes, and what the engine uses for bfloat16 weights: float32 queries and a cache of bits."""
     formats = [("", {"page_size": page}) for page in (1, 16, 64)] + [(", bits", {"page_size": 16, "bits_cache": True})]
     cases = []
     for suffix, extra in formats:
@@ -211,7 +211,7 @@ _QUICK_CPU = ("decode 32 x 512", "extend 64 on 700", "store 1024")
 
 
 def cases_for(platform: str, *, quick: bool = False) -> tuple[KernelCase, ...]:
-    """The list for "cpu", or for accelerators; `quick` keeps the ones that say most, at page size 16."""
+    """The cases for "cpu" or for accelerators; `quick` keeps the most telling ones, at page size 16."""
     cases = CPU_CASES if platform == "cpu" else ACCELERATOR_CASES
     if not quick:
         return cases

@@ -1,8 +1,8 @@
-"""One op on one backend with one spec: right everywhere, everything written, and the same every time.
+"""Checks one op on one backend with one spec: the result is right, complete, and the same in every run.
 
-Owns what "correct on this device" means: the error of sampled tokens against float64; agreement of all elements with
-the XLA backend at full precision; NaN-poisoned outputs and caches; and equal results over many runs, since a race
-shows as a result that moves.
+Owns what "correct on this device" means: a small error of sampled tokens against float64, agreement of all elements
+with the XLA backend at full precision, outputs and caches filled with NaN before, and equal results over many runs,
+since a race shows in results that differ. Called by `check_kernels.py`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from bench.kernels.measure import check_error
 from bench.kernels.runners import JaxRunner, Runner
 from pallas_kernels.arg_specs import ArgSpec
 
-# Relative to the norm (float64), or to the largest element (XLA, and runs among themselves).
+# Relative to the norm (float64), or to the largest element (against XLA, and between runs).
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 PASSED, FAILED, REFUSED, CRASHED = "passed", "failed", "refused", "crashed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The outcome; figures are None where there are none."""
+    """The outcome of a check. Figures are None where they were not measured."""
 
     op: str
     backend: str
     spec: str
     verdict: str
     error: float | None = None
-    """Against float64."""
+    """Error against float64."""
     disagreement: float | None = None
-    """With the XLA backend, largest of all elements."""
+    """Largest difference of an element to the XLA backend."""
     moved: float | None = None
-    """Between runs, largest of all elements; 0 for equal bits."""
+    """Largest difference of an element between runs; 0 for equal bits."""
     note: str = ""
 
 
 def ragged_case(op: str, spec: ArgSpec, seed: int) -> KernelCase:
-    """A batch of every kind of sequence that the spec's shapes admit: padding, one token, full pages, the longest."""
+    """A batch with every kind of sequence that the spec allows: padding, one token, full pages, the longest."""
     rng = np.random.default_rng(seed)
     longest = spec.pages_per_seq * spec.page_size
     lengths = rng.integers(0, longest + 1, spec.num_seqs)
@@ -55,7 +55,7 @@ def ragged_case(op: str, spec: ArgSpec, seed: int) -> KernelCase:
         room = spec.num_tokens - spec.num_tokens // 16 - int(new.sum())  # the rest is padding
         for s in rng.permutation(spec.num_seqs):
             more = int(rng.integers(0, max(1, min(int(lengths[s]), max(room, 1)))))
-            new[s] += more if s else max(0, min(longest - 1, room // 2))  # sequence 0 brings many
+            new[s] += more if s else max(0, min(longest - 1, room // 2))  # sequence 0 has many new tokens
             room = spec.num_tokens - spec.num_tokens // 16 - int(new.sum())
     return KernelCase(
         name=spec.name,
@@ -75,7 +75,7 @@ def ragged_case(op: str, spec: ArgSpec, seed: int) -> KernelCase:
 
 
 def check_spec(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = False) -> list[Check]:
-    """All three ops with one spec, compiled in parallel."""
+    """Checks all three ops with one spec; they are compiled in parallel."""
     ops = (STORE, DECODE, EXTEND)
     batches = {op: make_inputs(ragged_case(op, spec, seed=1), seed=2, adverse=True) for op in ops}
     checks, runners = [], {}
@@ -92,7 +92,7 @@ def check_spec(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = Fals
             others = {op: JaxRunner(prepare_backend("xla", batches[op])) for op in runners if op != STORE}
     with ThreadPoolExecutor(max_workers=6) as pool:
         for future in [pool.submit(getattr, runner, "program") for runner in (*runners.values(), *others.values())]:
-            future.exception()  # shows again where the program is used
+            future.exception()  # an error is raised again where the program is used
     for op, runner in runners.items():
         try:
             checks.append(judge_runs(batches[op], backend, runner, others.get(op), runs))
@@ -102,7 +102,7 @@ def check_spec(spec: ArgSpec, backend: str, *, runs: int, interpret: bool = Fals
 
 
 def judge_runs(inputs: Inputs, backend: str, runner: Runner, other: Runner | None, runs: int) -> Check:
-    """Judges the results of so many runs; `other` is XLA's runner on the same inputs, for attention."""
+    """Compares the results of `runs` runs; `other` is the XLA backend's runner on the same inputs, for attention."""
     case = inputs.case
     tolerance = TOLERANCE[case.dtype]
     error = check_error(inputs, runner)
@@ -120,7 +120,7 @@ def judge_runs(inputs: Inputs, backend: str, runner: Runner, other: Runner | Non
 
 
 def _distance(first: jax.Array, second: jax.Array) -> float:
-    """Largest difference over the largest element of all arrays but the dummy page; NaN equals NaN."""
+    """Largest difference over the largest element, without the dummy page; NaN equals NaN."""
     return max(float(each) for each in jax.tree.leaves(jax.tree.map(_array_distance, first, second)))
 
 

@@ -26,17 +26,17 @@ _NEEDS = {"native": "cpu", "triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "
 
 
 class Unsupported(Exception):
-    """A contender can't take a case; says why."""
+    """A contender can't run a case; the message says why."""
 
 
 def backends_for(platform: str) -> list[str]:
-    """The backends that a platform ("cpu", "gpu", "tpu") can run, slow "reference" left out."""
+    """The backends that a platform ("cpu", "gpu", "tpu") can run, without the slow "reference"."""
     real = [name for name in BACKENDS if name not in ("auto", "reference")]
     return [name for name in real if _NEEDS.get(name, platform) == platform]
 
 
 def prepare_backend(backend: str, inputs: Inputs, *, interpret: bool = False) -> Prepared:
-    """The op of the case on one backend.
+    """Prepares the op of the case on one backend.
 
     Raises:
         Unsupported: the backend refuses the shapes.
@@ -66,7 +66,7 @@ Prepare = Callable[[Inputs], Prepared]
 
 
 def gather_and_einsum(inputs: Inputs) -> Prepared:
-    """The obvious way: every sequence padded to the longest, scores of all pairs in memory."""
+    """The simplest way: sequences are padded to the longest one, and the scores of all pairs are in memory."""
     _only_plain_attention(inputs)
     case = inputs.case
     longest = 1 if case.op == DECODE else max(case.new)
@@ -93,7 +93,7 @@ def gather_and_einsum(inputs: Inputs) -> Prepared:
 
 
 def jax_paged_attention(inputs: Inputs, k_splits: int, tile_tokens: int, *, interpret: bool = False) -> Prepared:
-    """JAX's own Pallas op for decode on GPUs: its cache is `[K, num_pages, page_size, H]`, queries scaled before."""
+    """JAX's own Pallas op for decode on GPU. Its cache is `[K, num_pages, page_size, H]`; queries are scaled before."""
     _only_plain_attention(inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -116,13 +116,13 @@ def jax_paged_attention(inputs: Inputs, k_splits: int, tile_tokens: int, *, inte
 
 
 def cudnn(inputs: Inputs) -> Prepared:
-    """cuDNN through `jax.nn.dot_product_attention` on dense K and V; equal numbers of new tokens only."""
+    """cuDNN through `jax.nn.dot_product_attention` on dense K and V, for equal numbers of new tokens only."""
     _only_plain_attention(inputs)
     case = inputs.case
     num_new, length = equal_shape(inputs, ragged_lengths=case.op == DECODE)
     lengths = jnp.asarray(inputs.lengths)
     causal = num_new > 1 and num_new == length
-    # cuDNN's causal mask starts at the upper left corner; new tokens behind cached ones need one of their own.
+    # cuDNN's causal mask starts at the upper left corner; new tokens behind cached ones need another mask.
     mask = None
     if num_new > 1 and not causal:
         mask = jnp.tril(jnp.ones((num_new, length), bool), length - num_new)[None, None]
@@ -139,7 +139,7 @@ def cudnn(inputs: Inputs) -> Prepared:
 
 
 def cudnn_paged(inputs: Inputs) -> Prepared:
-    """cuDNN over pages, which JAX has but doesn't make public: decode, and every page of the cache named once."""
+    """cuDNN over pages, a private function of JAX: for decode, with every page of the cache in the table once."""
     _only_plain_attention(inputs)
     case = inputs.case
     equal_shape(inputs)
@@ -159,7 +159,7 @@ def cudnn_paged(inputs: Inputs) -> Prepared:
 
 
 def slot_major_scatter(inputs: Inputs) -> Prepared:
-    """XLA's scatter into `[slots, K, H]`, the layout that suits a scatter best."""
+    """XLA's scatter into `[slots, K, H]`, the best layout for a scatter."""
     case = inputs.case
     if case.float8_cache or case.bits_cache:
         raise Unsupported("no float8 cache, no bits")
@@ -189,17 +189,17 @@ def dense(pages: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def dense_cache(inputs: Inputs, layer: Layer) -> tuple[jax.Array, jax.Array]:
-    """K and V of a layer as `[S, L, K, H]`, L the longest length."""
+    """K and V of a layer as `[S, L, K, H]`, where L is the longest length."""
     longest = int(inputs.lengths.max())
     k, v = (dense(pages, jnp.asarray(inputs.page_table))[:, :longest] for pages in layer.cache_numbers())
     return k, v
 
 
 def equal_shape(inputs: Inputs, *, ragged_lengths: bool = False) -> tuple[int, int]:
-    """New tokens and length of every sequence.
+    """The new tokens and the length that all sequences have.
 
     Raises:
-        Unsupported: they differ between sequences.
+        Unsupported: sequences differ in them.
     """
     case = inputs.case
     if len(set(case.new)) > 1 or case.padding_tokens or (len(set(case.lengths)) > 1 and not ragged_lengths):
@@ -232,5 +232,5 @@ _ON_GPU: dict[str, dict[str, Prepare]] = {
 
 
 def baselines_for(op: str, platform: str) -> dict[str, Prepare]:
-    """All of this module that do what the op does and can run on "cpu", "gpu" or "tpu"."""
+    """The baselines of this module that do the work of the op and can run on "cpu", "gpu" or "tpu"."""
     return {**_ANYWHERE[op], **(_ON_GPU[op] if platform == "gpu" else {})}

@@ -1,7 +1,7 @@
 """Arrays for a case: random contents, pages in random order, several layers of cache.
 
-Owns how a case becomes arrays. The layers stand for those of a model: each has queries and a cache of its own, and
-all share lengths, page table and slots; with enough of them no cache on the chip holds what a call reads.
+Owns how a case becomes arrays. The layers stand for those of a model: each has its own queries and KV cache, and all
+share lengths, page table and slots. With enough layers, no cache on the chip holds what a call reads.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Layer:
     v: jax.Array
 
     def cache_numbers(self) -> tuple[jax.Array, jax.Array]:
-        """K and V pages; what is kept as bits, as the numbers it means."""
+        """K and V pages as numbers, also where they are kept as bits."""
         k, v = (to_numbers(a) if a.dtype == bfloat16_bits.DTYPE else a for a in (self.k_pages, self.v_pages))
         return k, v
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
-    """A case with numbers. The integer arrays are on the host: `[S, P]`, `[S]`, `[S + 1]` and `[T]` int32."""
+    """A case with its arrays. The integer arrays are on the host: `[S, P]`, `[S]`, `[S + 1]` and `[T]` int32."""
 
     case: KernelCase
     page_table: np.ndarray
@@ -52,15 +52,17 @@ class Inputs:
 
 
 def layers_for(case: KernelCase, platform: str) -> int:
-    """So many that their memory exceeds every cache; one on a CPU, where the timing overwrites other memory."""
+    """So many layers that their memory exceeds every cache; one on a CPU, where the timing overwrites other memory."""
     if platform == "cpu":
         return 1
     return min(_MAX_LAYERS, max(_MIN_LAYERS, -(-_ROTATED_BYTES // work_of(case).num_bytes)))
 
 
 def make_inputs(case: KernelCase, num_layers: int = 1, seed: int = 0, *, adverse: bool = False) -> Inputs:
-    """Random inputs. `adverse` is for checks: every place that no sequence owns holds NaN, table entries behind a
-    sequence's pages name any page, and sequences 0 and 1 share their full pages as far as both have them.
+    """Makes random inputs.
+
+    `adverse` is for checks: every place that no sequence owns holds NaN, table entries behind a sequence's pages name
+    random pages, and sequences 0 and 1 share the pages that both fill.
     """
     rng = np.random.default_rng(seed)
     spec, lengths = case.spec, case.lengths
@@ -112,7 +114,7 @@ def _normal(key: jax.Array, scale: jax.Array | float, shape: tuple[int, ...], dt
 
 
 def _used_places(case: KernelCase, page_table: np.ndarray) -> np.ndarray:
-    """`[num_pages, page_size]`: places that hold a token of some sequence."""
+    """`[num_pages, page_size]`: true where a place holds a token of some sequence."""
     used = np.zeros((case.spec.num_pages, case.page_size), bool)
     for row, length in zip(page_table, case.lengths, strict=True):
         position = np.arange(length)
@@ -121,7 +123,7 @@ def _used_places(case: KernelCase, page_table: np.ndarray) -> np.ndarray:
 
 
 def _slots(case: KernelCase, page_table: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Where the new tokens go; padding goes to the dummy page."""
+    """`[T]`: slots of the new tokens; padding goes to the dummy page."""
     slots = []
     for row, cached, new in zip(page_table, case.cached, case.new, strict=True):
         position = np.arange(cached, cached + new)

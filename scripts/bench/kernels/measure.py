@@ -1,7 +1,7 @@
-"""One case through all contenders: correct first, then timed, as rows of a table.
+"""Measures one case with all contenders: each is checked, then timed, and becomes a row of a table.
 
-Owns what a row holds. A contender that can't run is a row with a note; one that fails is too, so that a table never
-ends early.
+Owns what a row holds. A contender that can't run, or that fails, becomes a row with a note, so that a table never ends
+early.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bench.kernels.torch_baselines import torch_baselines
 from bench.roofline import Roofline
 
 BASELINES = "baselines"
-# How the names of contenders end that need no pages.
+# The names of contenders that need no pages end so.
 UNPAGED = "(unpaged)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A contender on a case. Times in seconds per call; None where it could not run, and `note` says why."""
+    """A contender on a case. Times are seconds per call; None if it could not run, and `note` says why."""
 
     case: str
     op: str
@@ -45,36 +45,37 @@ class Row:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Useful bytes over time."""
+        """Useful bytes per second."""
         return self.num_bytes / self.seconds if self.seconds else None
 
     @property
     def flops_per_s(self) -> float | None:
-        """Useful FLOPs over time."""
+        """Useful FLOPs per second."""
         return self.flops / self.seconds if self.seconds else None
 
     @property
     def fraction(self) -> float | None:
-        """Of the measured roofline: 1 is the floor."""
+        """Share of the measured roofline; 1 is the floor."""
         return self.floor_s / self.seconds if self.seconds else None
 
     @property
     def is_right(self) -> bool:
-        """The error is what rounding explains. NaN isn't."""
+        """Whether rounding explains the error; false for NaN."""
         return self.error is not None and self.error < MAX_ERROR
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, what is computed included."""
+        """All fields and properties as JSON."""
         computed = ("bytes_per_s", "flops_per_s", "fraction", "is_right")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in computed}
 
 
-# Relative to the output's norm. bfloat16 inputs give 1e-3 to 1e-2, float8 caches no more, since both sides read them.
+# Relative to the norm of the output. bfloat16 inputs give 1e-3 to 1e-2; float8 caches give no more, since the reference
+# reads the same cache.
 MAX_ERROR = 2e-2
 
 
 def contenders_for(case: KernelCase, platform: str, wanted: list[str]) -> dict[str, Callable[[Inputs], Runner]]:
-    """Those among `wanted` (names of our backends, "baselines" for all others) that do what the case's op does."""
+    """The contenders for the op of the case, among `wanted`: names of backends, or "baselines" for all baselines."""
     chosen: dict[str, Callable[[Inputs], Runner]] = {}
     for backend in backends_for(platform):
         if backend in wanted:
@@ -89,7 +90,7 @@ def contenders_for(case: KernelCase, platform: str, wanted: list[str]) -> dict[s
 def measure_case(
     case: KernelCase, platform: str, wanted: list[str], roofline: Roofline, repeats: int, known: Mapping[str, Row]
 ) -> Iterator[Row]:
-    """A row for each contender. On a CPU they take turns; elsewhere one is freed before the next is made.
+    """Yields a row for each contender. On a CPU they take turns; elsewhere one is freed before the next is made.
 
     `known` holds rows of the same batch at another page size: unpaged contenders are not measured again.
     """
@@ -114,7 +115,7 @@ def measure_case(
 def _measure(
     inputs: Inputs, contenders: Mapping[str, Callable[[Inputs], Runner]], platform: str, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """What is found out about each contender, by the names of `Row`'s fields."""
+    """The measured fields of `Row` for each contender."""
     found: dict[str, dict[str, Any]] = {}
     runners: dict[str, Runner] = {}
     for name, make in contenders.items():
@@ -124,12 +125,14 @@ def _measure(
             runners[name] = runner
         except Unsupported as error:
             found[name] = {"note": str(error)}
-        except Exception as error:  # a baseline's own limits, a kernel that doesn't compile: the others still count
+        except (
+            Exception
+        ) as error:  # limits of a baseline, or a kernel that doesn't compile: the other contenders still count
             found[name] = {"note": first_line(error)}
     try:
         for name, timing in time_all(runners, platform, repeats).items():
             found[name] |= dataclasses.asdict(timing)
-    except Exception as error:  # the device is lost: what was checked before is told with that
+    except Exception as error:  # the device is lost: keep the errors that were measured before
         for name in runners:
             found[name]["note"] = first_line(error)
     return found
@@ -144,12 +147,12 @@ def _run_prepared(prepare: Prepare, inputs: Inputs) -> Runner:
 
 
 def check_error(inputs: Inputs, runner: Runner) -> float:
-    """The error of the first layer's output, or of its cache for a store."""
+    """The error of the first layer's output; for a store, of its cache."""
     check = store_error if inputs.case.op == STORE else attention_error
     return check(inputs, inputs.layers[0], runner.check())
 
 
 def first_line(error: Exception) -> str:
-    """Kind and first words of an error."""
+    """The class of an error and the beginning of its message."""
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0][:200]}"

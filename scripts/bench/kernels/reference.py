@@ -1,4 +1,4 @@
-"""How far an output is from the right one: attention in float64 by NumPy on the same inputs, for a sample of tokens.
+"""The error of an output, against attention in float64 by NumPy on the same inputs, for a sample of tokens.
 
 Owns the definition of the error in every table: ||output - right|| / ||right||, over sampled tokens and all heads.
 Shares no code with pallas_kernels.
@@ -17,12 +17,12 @@ from bench.kernels.inputs import Inputs, Layer
 from pallas_kernels import bfloat16_bits
 from pallas_kernels.options import FLOAT8
 
-# About a second on one core: pairs of a query and a KV token, before heads.
+# Pairs of a query and a KV token, for one head: about a second on one core.
 _MAX_PAIRS = 1 << 17
 
 
 def attention_error(inputs: Inputs, layer: Layer, out: jax.Array) -> float:
-    """Relative error of out `[T, N, H]`; NaN if any element of it isn't finite, infinite if padding isn't zero."""
+    """Relative error of `out` `[T, N, H]`; NaN if an element is not finite, infinite if padding is not zero."""
     case = inputs.case
     actual = np.asarray(out).astype(np.float32)
     if not np.isfinite(actual).all():
@@ -41,7 +41,7 @@ def attention_error(inputs: Inputs, layer: Layer, out: jax.Array) -> float:
 def store_error(inputs: Inputs, layer: Layer, stored: tuple[jax.Array, jax.Array]) -> float:
     """Relative error of the two cache arrays after a store, over all pages but the dummy page.
 
-    Infinite if a place changed that no token went to.
+    Infinite if a place changed that no token was written to.
     """
     case = inputs.case
     num_real = sum(case.new)
@@ -69,14 +69,14 @@ def store_error(inputs: Inputs, layer: Layer, stored: tuple[jax.Array, jax.Array
 
 
 def _real_tokens(case: KernelCase) -> tuple[np.ndarray, np.ndarray]:
-    """The sequence of each real token, and its place in q."""
+    """The sequence of each real token, and the token's place in q."""
     owners = np.repeat(np.arange(len(case.new)), case.new)
     return owners, owners if case.op == DECODE else np.arange(len(owners))
 
 
-@functools.lru_cache(maxsize=1)  # all contenders of a case are judged by the same
+@functools.lru_cache(maxsize=1)  # all contenders of a case are compared with the same samples
 def _right_samples(inputs: Inputs, layer: Layer) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Sampled tokens, a sequence at a time, with their right outputs `[t, N, H]`."""
+    """Sampled tokens by sequence, with their right outputs `[t, N, H]`."""
     owners, tokens = _real_tokens(inputs.case)
     samples = _sample(inputs.case, owners, tokens, np.random.default_rng(0))
     return [(sampled, _attend(inputs, layer, s, sampled)) for s, sampled in samples]
@@ -85,7 +85,7 @@ def _right_samples(inputs: Inputs, layer: Layer) -> list[tuple[np.ndarray, np.nd
 def _sample(
     case: KernelCase, owners: np.ndarray, tokens: np.ndarray, rng: np.random.Generator
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Sequences in random order with some of their tokens, the first and the last always, until it is enough work."""
+    """Yields sequences in random order with some of their tokens, always the first and the last, up to `_MAX_PAIRS`."""
     pairs = 0
     for s in rng.permutation(np.unique(owners)):
         mine = tokens[owners == s]
@@ -130,7 +130,7 @@ def _numbers(pages: jax.Array) -> np.ndarray:
 
 
 def _flat(pages: jax.Array, length: int) -> np.ndarray:
-    """`[P, K, page_size, H]` to float64 `[K, length, H]`; tokens behind the length are cut off, NaN or not."""
+    """Turns `[P, K, page_size, H]` into float64 `[K, length, H]`, without the places behind the length."""
     array = _numbers(pages).astype(np.float64)
     _, num_kv_heads, _, head_dim = array.shape
     flat: np.ndarray = array.swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)

@@ -1,7 +1,7 @@
-"""Running and timing: programs that make one call for each layer of a case, enqueued many times and awaited once.
+"""Runs and times contenders: programs with one call for each layer of a case, enqueued many times and awaited once.
 
 A program calls its contender once per layer, so that the gaps between launches are those of a model's step and not
-those of Python. Never knows what it runs: a contender hands in a `Prepared`.
+those of Python. Never knows what it runs: a contender is a `Prepared`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Runner(Protocol):
     """A contender that is ready to run on a case."""
 
     calls: int
-    """Calls of the op in one pass."""
+    """Number of calls of the op in one pass."""
 
     def check(self) -> Any:
-        """The output of one call for the first layer, as JAX arrays; what the call doesn't write is NaN in it."""
+        """The output of one call for the first layer, as JAX arrays; elements that the call doesn't write are NaN."""
 
     def run(self, passes: int) -> None:
-        """Makes so many passes and waits for the last."""
+        """Runs `passes` passes and waits for the last one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """`call(state, *own, *shared) -> (state, out)`, with a state and own arrays for each layer.
+    """A contender as a function: `call(state, *own, *shared) -> (state, out)`, with a state and arrays for each layer.
 
-    The state is donated: the cache of a store, nothing for attention. `shared` are the arrays that all layers use.
+    The state is donated: the KV cache for a store, None for attention. `shared` are the arrays that all layers use.
     """
 
     call: Callable[..., tuple[Any, Any]]
@@ -46,21 +46,21 @@ class Prepared:
     own: Sequence[tuple[jax.Array, ...]]
     shared: tuple[jax.Array, ...] = ()
     finish: Callable[[Any], Any] = lambda result: result
-    """Turns the out, or the state where there is no out, into what the op returns. Not timed."""
+    """Turns the out, or the state if there is no out, into what the op returns. Not timed."""
 
 
 class JaxRunner:
     """A `Prepared` as one compiled program over all layers; states and outputs live in donated buffers."""
 
     def __init__(self, prepared: Prepared) -> None:
-        """Traces; raises whatever tracing raises."""
-        # Stores chain through their state; attention would be found to be the same call again.
+        """Traces the program; errors of tracing are passed on."""
+        # Stores depend on each other through their state; repeated calls of attention would be compiled into one.
         self._rounds = 1 if prepared.states[0] is None else _STORE_ROUNDS
         self.calls = self._rounds * len(prepared.own)
         self.compile_s = 0.0
         self._call, self._finish = prepared.call, prepared.finish
         self._inputs = (list(prepared.own), prepared.shared)
-        # Copies: what a program donates must not be the inputs, which others read too.
+        # Copies: the program donates its states, but the inputs belong to all contenders.
         self._states = jax.tree.map(jnp.copy, list(prepared.states))
         _, shapes = jax.eval_shape(self._all_layers, self._states, None, *self._inputs)
         self._outs = jax.tree.map(lambda shape: jnp.full(shape.shape, jnp.nan, shape.dtype), shapes)
@@ -69,7 +69,7 @@ class JaxRunner:
 
     @functools.cached_property
     def program(self) -> Any:
-        """Compiled at its first use, which may be in another thread."""
+        """The compiled program; compiles at the first use, which may be in another thread."""
         begin = time.perf_counter()
         program = self._lowered.compile()
         self.compile_s = time.perf_counter() - begin
@@ -85,7 +85,7 @@ class JaxRunner:
         return states, outs
 
     def check(self) -> Any:
-        """See `Runner`. JAX puts outputs into donated buffers of their shape, and those are full of NaN."""
+        """See `Runner`. JAX writes outputs into donated buffers of their shape, which are filled with NaN before."""
         self._outs = jax.tree.map(lambda out: jnp.full(out.shape, jnp.nan, out.dtype), self._outs)
         self.run(1)
         return self._finish(jax.tree.map(jnp.copy, self._states[0] if self._outs[0] is None else self._outs[0]))
@@ -99,7 +99,7 @@ class JaxRunner:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the figure that counts, and the range over the repeats."""
+    """Seconds of one call: the figure that counts, and the fastest and slowest of the repeats."""
 
     seconds: float
     fastest: float
@@ -107,7 +107,7 @@ class Timing:
 
 
 def time_alone(runner: Runner, repeats: int = 7, target_s: float = 0.03) -> Timing:
-    """For accelerators: each repeat enqueues passes for about `target_s`; the median counts."""
+    """Times a runner on an accelerator: each repeat enqueues passes for about `target_s`; the median counts."""
     runner.run(2)
     begin = time.perf_counter()
     runner.run(1)
@@ -121,9 +121,10 @@ def time_alone(runner: Runner, repeats: int = 7, target_s: float = 0.03) -> Timi
 
 
 def time_in_turns(runners: Mapping[str, Runner], repeats: int = 10) -> dict[str, Timing]:
-    """For CPUs: the runners alternate, before each other memory is written, and the fastest repeat counts.
+    """Times runners on a CPU: they take turns, other memory is written before each, and the fastest repeat counts.
 
-    The KV is then as cold as between the layers of a model, and another process' load hits all alike.
+    The KV is then as cold as between the layers of a model, and the load of other processes slows down all runners
+    equally.
     """
     other_memory = np.zeros(1 << 24)
     seconds: dict[str, list[float]] = {name: [] for name in runners}
@@ -138,7 +139,7 @@ def time_in_turns(runners: Mapping[str, Runner], repeats: int = 10) -> dict[str,
 
 
 def time_all(runners: Mapping[str, Runner], platform: str, repeats: int) -> dict[str, Timing]:
-    """The method that suits the platform."""
+    """Times all runners by the method for the platform."""
     if platform == "cpu":
         return time_in_turns(runners, repeats)
     return {name: time_alone(runner, repeats) for name, runner in runners.items()}

@@ -33,20 +33,20 @@ from pallas_kernels.tuning import ShapeClass
 Sizes = dict[str, int]
 T = TypeVar("T")
 
-# A neighbour has to be that much faster, or else noise would choose.
+# A neighbour must be faster by so much, or else noise would decide.
 _GAIN = 0.98
 _BY_ONE = ("num_stages", "programs_per_core")
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search ended with; `usual` is what the tables said before."""
+    """The result of a search. `usual` are the sizes of the table, `best` those that were found."""
 
     op: str
     backend: str
     case: str
     shape: tuning.ShapeClass | None
-    """None where the backend looks no sizes up."""
+    """None if the backend looks up no sizes."""
     usual: Sizes
     usual_s: float
     best: Sizes
@@ -54,14 +54,14 @@ class Found:
 
 
 def neighbours(sizes: Sizes) -> Iterator[Sizes]:
-    """The same sizes with one integer halved or doubled; one more or less where it is a small count."""
+    """Yields the sizes with one integer halved or doubled; small counts change by one."""
     for name, value in sizes.items():
         steps = (value - 1, value + 1) if name in _BY_ONE else (value // 2, value * 2)
         yield from ({**sizes, name: step} for step in steps if step >= 1 and step != value)
 
 
 def shape_asked(backend: str, inputs: Inputs) -> tuning.ShapeClass | None:
-    """The shape class that the backend looks its sizes up with, or None.
+    """The shape class by which the backend looks up its sizes; None if it looks up none.
 
     Raises:
         Unsupported: the backend refuses the shapes.
@@ -81,9 +81,9 @@ def search(
     known: Sizes | None = None,
     repeats: int = 5,
 ) -> Found | None:
-    """Climbs until no neighbour is faster, or until `deadline` (of `time.monotonic`).
+    """Moves to faster neighbours until there is none, or until `deadline` (of `time.monotonic`).
 
-    With `known` sizes, or none to look up, it only takes the time. Returns None if the first sizes fail.
+    With `known` sizes, or if the backend looks up none, it only measures. Returns None if the first sizes fail.
 
     Raises:
         Unsupported: the backend refuses the shapes.
@@ -102,11 +102,11 @@ def search(
         timings = {int(i): timing for i, timing in time_all(runners, platform, repeats).items()}
         for i, timing in timings.items():
             report(f"    {candidates[i]} {timing.seconds * 1e6:.1f} us")
-        if 0 not in timings:  # the best so far fails now: the device is lost, or the table is wrong
+        if 0 not in timings:  # the best sizes so far fail now: the device is lost, or the table is wrong
             return found
         fastest = min(timings, key=lambda i: timings[i].seconds)
         improved = timings[fastest].seconds < _GAIN * timings[0].seconds
-        if improved:  # the fastest of many is often the luckiest: once more, the two alone
+        if improved:  # the fastest of many may be luck: measure the two again, alone
             again = time_all({i: runners[i] for i in ("0", str(fastest))}, platform, repeats)
             timings |= {0: again["0"], fastest: again[str(fastest)]}
             improved = timings[fastest].seconds < _GAIN * timings[0].seconds
@@ -119,7 +119,7 @@ def search(
 
 
 def _right_runners(backend: str, inputs: Inputs, candidates: list[Sizes]) -> dict[str, Runner]:
-    """The candidates that give the right result, by their place in the list."""
+    """Runners of the candidates that give the right result, by place in the list."""
     runners: dict[str, JaxRunner] = {}
     for i, sizes in enumerate(candidates):
         with tuning.override(inputs.case.op, backend, sizes):
@@ -139,7 +139,7 @@ def _right_runners(backend: str, inputs: Inputs, candidates: list[Sizes]) -> dic
 def _or_none(attempt: Callable[[], T]) -> T | None:
     try:
         return attempt()
-    except Exception:  # whatever a kernel or a compiler says to sizes that it can't use
+    except Exception:  # kernels and compilers refuse sizes with errors of any class
         return None
 
 
@@ -149,12 +149,12 @@ _POWERS = [1 << i for i in range(17)]
 
 
 def table_path(folder: Path, device: TargetDevice) -> Path:
-    """The file of a device: "NVIDIA H200" has nvidia_h200.json."""
+    """The table of a device: nvidia_h200.json for "NVIDIA H200"."""
     return folder / (re.sub(r"\W+", "_", device.kind.lower()).strip("_") + ".json")
 
 
 def updated_table(old: dict[str, Any], found: Sequence[Found], device: TargetDevice, source: str) -> dict[str, Any]:
-    """The table with what was found; `source` says how, and each entry adds its time."""
+    """The table with the results; `source` says how they were found, and each entry adds its time."""
     entries = list(_entries(found, source))
     replaced = {(entry["op"], entry["backend"]) for entry in entries}
     kept = [entry for entry in old.get("blocks", []) if (entry["op"], entry["backend"]) not in replaced]
@@ -163,10 +163,9 @@ def updated_table(old: dict[str, Any], found: Sequence[Found], device: TargetDev
 
 
 def backend_order(found: Sequence[Found]) -> dict[str, list[str]]:
-    """The backends of each op, best first: by the geometric mean of their times over the fastest one's of each case.
+    """The backends of each op, best first, by the geometric mean of their times over the fastest time of each case.
 
-    A backend that some cases were too much for is judged by the others. Behind "xla", which takes everything,
-    nothing is listed.
+    A backend that refused some cases is judged by the rest. The list ends with "xla", which takes every case.
     """
     fastest: dict[tuple[str, str], float] = {}
     for one in found:
@@ -183,7 +182,7 @@ def backend_order(found: Sequence[Found]) -> dict[str, list[str]]:
 
 
 def write_table(path: Path, table: dict[str, Any]) -> None:
-    """One entry a line, as the default table has it."""
+    """Writes the table with one entry per line, like the default table."""
     blocks = ",\n  ".join(json.dumps(entry) for entry in table["blocks"])
     head = f' "devices": {json.dumps(table["devices"])},\n "backends": {json.dumps(table["backends"])},\n'
     path.write_text(f'{{\n{head} "blocks": [\n  {blocks}\n ]\n}}\n')
@@ -211,7 +210,7 @@ def _entries(found: Iterable[Found], source: str) -> Iterable[dict[str, Any]]:
 
 
 def _nearest(field: str, value: int, measured: set[int]) -> dict[str, list[int]]:
-    """The powers of two that are nearer to `value` than to another measured one; no condition if it is the only one."""
+    """The powers of two nearer to `value` than to any other measured one; no condition if there is no other."""
     if len(measured) == 1:
         return {}
 

@@ -1,6 +1,7 @@
-"""PyTorch on the same unpaged shapes, where it is installed: SDPA's flash and cuDNN kernels, and `index_copy_`.
+"""Baselines in PyTorch on the same unpaged shapes: SDPA's flash and cuDNN kernels, and `index_copy_`.
 
-On a GPU the calls of all layers are one CUDA graph, replayed; so launch gaps don't count here either.
+On a GPU the calls of all layers are one CUDA graph that is replayed, so launch gaps don't count here either. Without
+torch there are no such baselines.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from bench.kernels.inputs import Inputs, Layer
 
 
 class TorchRunner:
-    """Calls of torch, one for each layer, each writing its output to the same place every time."""
+    """Calls of torch, one for each layer; each writes its output to the same memory every time."""
 
     def __init__(self, calls: list[Callable[[], Any]], finish: Callable[[Any], jax.Array], on_gpu: bool) -> None:
-        """Runs each call once, and records them where there are graphs."""
+        """Runs each call once, and on a GPU records them as a graph."""
         import torch
 
         self.calls = len(calls)
@@ -60,7 +61,7 @@ class TorchRunner:
 
 
 def torch_baselines(op: str, platform: str) -> dict[str, Callable[[Inputs], TorchRunner]]:
-    """By name; none without torch, on a TPU, or where torch has no GPU while JAX has one."""
+    """Baselines by name; none without torch, on a TPU, or if JAX has a GPU and torch has none."""
     if importlib.util.find_spec("torch") is None or platform == "tpu":
         return {}
     import torch
@@ -128,16 +129,16 @@ def _index_copy(on_gpu: bool, inputs: Inputs) -> TorchRunner:
 
 
 def to_torch(array: jax.Array) -> Any:
-    """A copy that is torch's own, on the same device."""
+    """A copy on the same device, in torch's own memory."""
     import torch
 
     copy = torch.from_dlpack(jax.block_until_ready(array)).clone()
-    _wait(copy)  # else JAX may use the original's memory again before it is read
+    _wait(copy)  # else JAX may reuse the original's memory before it is read
     return copy
 
 
 def from_torch(tensor: Any) -> jax.Array:
-    """The same memory as a JAX array."""
+    """The memory of the tensor as a JAX array, without a copy."""
     _wait(tensor)
     return jnp.from_dlpack(tensor)
 

@@ -1,1 +1,1 @@
-"""What `bench_offline.py` is made of: recording a run of the serving loop, and the figures of what was recorded."""
+"""The parts of `bench_offline.py`: a recorded run of the serving loop, and its figures."""

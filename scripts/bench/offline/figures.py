@@ -43,12 +43,12 @@ def figures(
     """All figures of one run.
 
     Args:
-      recording: of the run.
-      work: the model's.
-      roofline: measured on this machine.
-      requests: that were served.
-      news: what the front end would have got.
-      at_running: the host's time is that of decode steps of so many rows; None: of all decode steps.
+      recording: stamps of the run.
+      work: work of the model.
+      roofline: ceilings measured on this machine.
+      requests: the requests that were served.
+      news: messages that a front end would have received.
+      at_running: the host's time is that of decode steps with so many rows; None for all decode steps.
     """
     steps, turns = recording.steps, recording.turns
     begin_s, end_s = turns[0].begin_s, turns[-1].sent_s
@@ -94,7 +94,7 @@ def figures(
 
 
 def waste(steps: Iterable[Step]) -> dict[str, float | None]:
-    """Padded over real, less 1: rows of decode steps, tokens of all others; None where there was no such step."""
+    """Padded over real, less 1: rows of decode steps, tokens of all other steps; None if there was no such step."""
     sizes = {"decode_rows": (0, 0), "extend_tokens": (0, 0)}
     for step in steps:
         name = "decode_rows" if step.kind == "decode" else "extend_tokens"
@@ -104,9 +104,9 @@ def waste(steps: Iterable[Step]) -> dict[str, float | None]:
 
 
 def host(turns: Iterable[Turn], at_running: int | None = None) -> dict[str, Any]:
-    """The host's time in turns that launch a decode step and read another: everything but waiting for the device.
+    """The host's time in turns that launch a decode step and read another one, without the waiting for the device.
 
-    Milliseconds: wall time, CPU time of the loop's thread, and wall time by phases (recording's own is left out).
+    In milliseconds: wall time, CPU time of the loop's thread, and wall time by phases, without that of recording.
     """
     mine = [turn for turn in turns if _decodes(turn, at_running)]
     phases = [_phases(turn) for turn in mine]
@@ -127,8 +127,8 @@ def _decodes(turn: Turn, rows: int | None) -> bool:
 def _phases(turn: Turn) -> dict[str, float]:
     """Seconds of a turn that launched a step and read one, by what the host did.
 
-    launch: schedule and build the batch. submit: hand it to the device. collect: take tokens, make replies and the
-    load. rest: checks between turns.
+    launch: schedule, and build the batch. submit: hand it to the device. collect: take the tokens, make the replies and
+    the load. rest: checks between turns.
     """
     assert turn.submit_s is not None and turn.submitted_s is not None
     collect_s = turn.send_s - turn.submitted_s - turn.recording_s - sum(step.waited_s for step in turn.read)
@@ -143,12 +143,12 @@ def _phases(turn: Turn) -> dict[str, float]:
 
 
 def _between_s(turns: Sequence[Turn]) -> float:
-    """What recording took between turns. (Turns that did nothing are left out of both.)"""
+    """Seconds that recording took between turns. (Neither counts turns that did nothing.)"""
     return sum(max(0.0, next_.begin_s - turn.end_s) for turn, next_ in itertools.pairwise(turns))
 
 
 def _host_by_rows(turns: Sequence[Turn]) -> dict[str, Any]:
-    """The median of `host` for each decode bucket."""
+    """The medians of `host` for each decode bucket."""
     by_size: dict[int, list[Turn]] = {}
     for turn in turns:
         if _decodes(turn, None) and turn.submitted:
@@ -172,7 +172,7 @@ def _by_kind(steps: Sequence[Step], busy: Sequence[Interval]) -> dict[str, Any]:
 
 
 def _by_bucket(steps: Sequence[Step], busy: Sequence[Interval]) -> dict[str, Any]:
-    """Milliseconds of the device for a step, and its real tokens on average, by bucket."""
+    """By bucket: the number of steps, their real tokens on average, and milliseconds of the device."""
     found: dict[str, list[tuple[float, int]]] = {}
     for step, (begin_s, end_s) in zip(steps, busy, strict=True):
         found.setdefault(str(step.bucket), []).append((end_s - begin_s, step.num_tokens))
@@ -185,7 +185,7 @@ def _by_bucket(steps: Sequence[Step], busy: Sequence[Interval]) -> dict[str, Any
 def _roofline(
     steps: Sequence[Step], busy: Sequence[Interval], work: ModelWork, roofline: Roofline, duration_s: float
 ) -> dict[str, Any]:
-    """Ideal over real: of all time, of the time that the device was busy, and of that by kind of step."""
+    """Ideal over real time: of the whole run, of the time that the device was busy, and by kind of step."""
     by_kind: dict[str, dict[str, float]] = {}
     for step, (begin_s, end_s) in zip(steps, busy, strict=True):
         least = work.of_step(step)
@@ -207,7 +207,7 @@ def _roofline(
 
 
 def _shares(told: Mapping[str, float], roofline: Roofline) -> dict[str, float]:
-    """Of one kind of steps: of the ideal time, and of each ceiling alone."""
+    """Shares for one kind of step: of the ideal time, and of each ceiling alone."""
     device_s = told["device_s"]
     return {
         "fraction": told["ideal_s"] / device_s,
@@ -217,7 +217,7 @@ def _shares(told: Mapping[str, float], roofline: Roofline) -> dict[str, float]:
 
 
 def _summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds; empty without values."""
+    """Mean and percentiles in milliseconds; empty without values."""
     if not seconds:
         return {}
     values = np.percentile(1e3 * np.array(seconds), list(_PERCENTILES.values()))
@@ -229,7 +229,7 @@ Interval: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Seconds of a run. `busy_s + idle_s` is all of it, and `host_exposed_s` a part of `idle_s`."""
+    """Seconds of a run. `busy_s + idle_s` is the whole run; `host_exposed_s` is a part of `idle_s`."""
 
     busy_s: float
     idle_s: float
@@ -237,7 +237,7 @@ class TimeSplit:
 
 
 def busy_intervals(submitted_and_ready: Iterable[Interval]) -> list[Interval]:
-    """When the device worked on each step: it runs them one after the other, in the order given."""
+    """When the device worked on each step. It runs steps one after the other, in the order given."""
     busy: list[Interval] = []
     last_ready_s = float("-inf")
     for submitted_s, ready_s in submitted_and_ready:
@@ -248,14 +248,14 @@ def busy_intervals(submitted_and_ready: Iterable[Interval]) -> list[Interval]:
 
 
 def split(run: Interval, busy: Sequence[Interval], waits: Sequence[Interval]) -> TimeSplit:
-    """Splits `run`. `busy` and `waits` (the host waits for a step) are in order and each free of overlaps."""
+    """Splits `run`. `busy` and `waits` (the host waits for a step) are each in order and free of overlaps."""
     gaps = list(zip([run[0], *(end for _, end in busy)], [*(begin for begin, _ in busy), run[1]], strict=True))
     idle_s = sum(end - begin for begin, end in gaps)
     return TimeSplit(run[1] - run[0] - idle_s, idle_s, idle_s - _overlap_s(gaps, waits))
 
 
 def _overlap_s(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
-    """Seconds that lie in both; each in order."""
+    """Seconds that lie in both lists; each list is in order."""
     total_s, i, k = 0.0, 0, 0
     while i < len(ones) and k < len(others):
         total_s += max(0.0, min(ones[i][1], others[k][1]) - max(ones[i][0], others[k][0]))
@@ -268,13 +268,13 @@ def _overlap_s(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """A model in numbers.
+    """What the work of a step follows from.
 
     Attributes:
-      layer_params, head_params: weights of all layers, and of the output head.
-      weight_bytes: of one weight.
-      kv_token_bytes: K and V of one token in all layers.
-      pair_flops: of a token that sees another, in all heads and layers.
+      layer_params, head_params: numbers of weights in all layers, and in the output head.
+      weight_bytes: bytes of one weight.
+      kv_token_bytes: bytes of K and V of one token in all layers.
+      pair_flops: FLOPs for a token that sees another one, in all heads and layers.
     """
 
     layer_params: int
@@ -285,7 +285,7 @@ class ModelWork:
 
     @classmethod
     def of(cls, engine: Engine) -> ModelWork:
-        """As `engine` holds it."""
+        """The numbers of the model that `engine` holds."""
         arch, capacity = engine.arch, engine.capacity
         kv_tokens = capacity.pool_tokens + capacity.page_size  # the dummy page too
         pair_flops = 4 * arch.num_layers * arch.num_heads * arch.head_dim
@@ -293,7 +293,7 @@ class ModelWork:
         return cls(*num_params(arch), width, engine.info.kv_bytes // kv_tokens, pair_flops)
 
     def of_step(self, step: Step) -> Work:
-        """The least that `step` could do."""
+        """The least work that `step` can do."""
         lengths, new = step.lengths.astype(np.int64), step.new.astype(np.int64)
         pairs = (new * lengths - new * (new - 1) // 2).sum()
         weights = step.bucket.num_steps * (self.layer_params + self.head_params)

@@ -1,10 +1,11 @@
-"""Stamps of a run of the serving loop, taken by standing between the loop and its engine.
+"""Time stamps of a run of the serving loop, taken between the loop and its engine.
 
-`RecordingEngine` is a `StepEngine`: it hands everything on, and stamps when the loop submits and when it waits. The
-mailbox (`mailbox.py`) says where turns begin and messages are sent. A step may be ready while the loop computes: a
-thread waits for those, and stamps when it saw so; the loop's own reading counts if it comes first. The thread is told
-of a step when the loop is about to wait for the one before, since waking it costs the loop up to 100 us otherwise.
-What recording takes between stamps is stamped too, so that no figure holds it. Knows no figures.
+`RecordingEngine` is a `StepEngine` that passes every call on, and stamps when the loop submits a step and when it waits
+for one. The mailbox (`RecordedMailbox` in run.py) stamps where turns begin and messages are sent. A step may become
+ready while the loop computes: a thread waits for such steps and stamps when it saw them ready; the loop's own reading
+counts if it comes first. The thread learns of a step when the loop is about to wait for the step before, since waking
+the thread at another time would cost the loop up to 100 us. The time that recording takes is stamped too, so that no
+figure contains it. Knows no figures.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from jaxsgl.batch.engine_api import StepEngine, StepHandle, StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs, layout
 
 StepKind: TypeAlias = Literal["decode", "extend", "mixed", "score"]
-SWITCH_S = 20e-6  # how long the loop's thread keeps the interpreter while the watching thread has a stamp to make
+SWITCH_S = 20e-6  # how long the loop's thread keeps the interpreter while the watching thread waits for it
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One step; times in seconds of `time.perf_counter`.
+    """One step. Times are seconds of `time.perf_counter`.
 
     Attributes:
       kind: "mixed" is an extend step in which sequences decode.
       bucket, num_seqs, num_tokens: see `StepInputs`.
-      lengths: `[num_seqs]` KV tokens of each sequence, this step's included.
-      new: `[num_seqs]` tokens of each sequence in this step; in all steps of its program.
-      submitted_s: when `submit` had returned.
+      lengths: `[num_seqs]` KV tokens of each sequence, those of this step included.
+      new: `[num_seqs]` tokens that each sequence computes; of a program of several steps, in all of them.
+      submitted_s: when `submit` returned.
       read_from_s, read_s: when the loop began to wait for the tokens, and when it had them.
-      seen_s: when the watching thread saw that it was ready.
+      seen_s: when the watching thread saw that the step was ready.
     """
 
     kind: StepKind
@@ -53,25 +54,25 @@ class Step:
 
     @property
     def ready_s(self) -> float:
-        """When it was ready, as far as anybody saw."""
+        """When the step was first seen to be ready."""
         return min(self.seen_s, self.read_s)
 
     @property
     def waited_s(self) -> float:
-        """How long the loop waited for it; 0 if it was ready before."""
+        """How long the loop waited for the step; 0 if it was ready before."""
         return self.read_s - self.read_from_s if self.ready_s > self.read_from_s else 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """One turn of the loop: receive, launch, submit, collect, send. Stamps of what it left out are None.
+    """One turn of the loop: receive, launch, submit, collect, send. Stamps of parts that did not run are None.
 
     Attributes:
-      begin_s, end_s: what recording takes between turns lies between them.
+      begin_s, end_s: begin and end; the time that recording takes between turns is outside of both turns.
       begin_cpu_s, end_cpu_s: CPU seconds of the thread.
       received_s, submit_s, submitted_s, send_s, sent_s: in this order.
-      recording_s: what recording took from `submitted_s` to `send_s`.
-      submitted, read: the step that was launched, and those whose tokens were read.
+      recording_s: seconds that recording took between `submitted_s` and `send_s`.
+      submitted, read: the step that was launched, and the steps whose tokens were read.
     """
 
     begin_s: float
@@ -89,7 +90,7 @@ class Turn:
 
 
 class Recording:
-    """Everything that was stamped, in order. One run of the loop, one thread; `close` ends the watching one."""
+    """All stamps of one run of the loop, in order. Used by the loop's thread; `close` ends the watching thread."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -103,7 +104,7 @@ class Recording:
         self._watching.start()
 
     def turn_begins(self) -> None:
-        """The loop asks for messages: the turn before has ended."""
+        """Notes that the loop asks for messages: the turn before has ended."""
         now_s, cpu_s = time.perf_counter(), time.thread_time()
         self._watch_but(None)
         if self.turns:
@@ -112,7 +113,7 @@ class Recording:
         self.turns[-1].begin_cpu_s, self.turns[-1].begin_s = time.thread_time(), time.perf_counter()
 
     def submitted(self, inputs: StepInputs, handle: StepHandle, begin_s: float, end_s: float) -> Step:
-        """A step was launched from `begin_s` to `end_s`."""
+        """Notes a step whose `submit` ran from `begin_s` to `end_s`."""
         lengths, offsets = _field(inputs, "lengths"), _field(inputs, "query_offsets")
         step = Step(_kind(inputs), inputs.bucket, inputs.num_seqs, inputs.num_tokens, lengths, offsets, end_s)
         if inputs.bucket.num_steps > 1:
@@ -128,26 +129,26 @@ class Recording:
         return step
 
     def reading(self, step: Step) -> None:
-        """The loop is about to wait for `step`."""
+        """Notes that the loop is about to wait for `step`."""
         begin_s = time.perf_counter()
         self._watch_but(step)
         step.read_from_s = time.perf_counter()
         self.turns[-1].recording_s += step.read_from_s - begin_s
 
     def read(self, step: Step) -> None:
-        """The loop has the tokens of `step`."""
+        """Notes that the loop has the tokens of `step`."""
         step.read_s = time.perf_counter()
         self.turns[-1].read.append(step)
 
     def close(self) -> None:
-        """Waits for the watching thread; drops the turn that only asked for the end, and any that did nothing."""
+        """Waits for the watching thread, and drops turns that neither submitted nor read a step."""
         self._to_watch.put(None)
         self._watching.join()
         sys.setswitchinterval(self._switch_s)
         self.turns = [turn for turn in self.turns if turn.end_s and (turn.submitted or turn.read)]
 
     def _watch_but(self, read: Step | None) -> None:
-        """The other thread waits for all steps but the one that the loop itself waits for."""
+        """Makes the watching thread wait for all steps except the one that the loop itself waits for."""
         for step, handle in self._unwatched:
             if step is not read:
                 self._to_watch.put((step, handle))
@@ -162,7 +163,7 @@ class Recording:
 
 
 class RecordedHandle:
-    """A step whose reading is stamped."""
+    """The handle of a step; reading its tokens is stamped."""
 
     def __init__(self, handle: StepHandle, step: Step, recording: Recording) -> None:
         self._handle, self._step, self._recording = handle, step, recording
@@ -180,7 +181,7 @@ class RecordedHandle:
 
 
 class RecordingEngine:
-    """An engine whose steps are recorded. Implements `StepEngine`."""
+    """A `StepEngine` that records the steps of another one."""
 
     def __init__(self, engine: StepEngine, recording: Recording) -> None:
         self._engine, self._recording = engine, recording
@@ -215,6 +216,6 @@ def _kind(inputs: StepInputs) -> StepKind:
 
 
 def _field(inputs: StepInputs, name: str) -> npt.NDArray[np.int32]:
-    """The real entries of a field that has one for each sequence (offsets: one more), copied."""
+    """A copy of the real entries of a field that has one entry per sequence (offsets: one more)."""
     first, _ = layout(inputs.bucket)[name]
     return inputs.packed[first : first + inputs.num_seqs + (name == "query_offsets")].copy()

@@ -24,13 +24,13 @@ from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 
 _TRIED_STEPS = 200
-_WORK_S = 0.5e-3  # of Python, while a step gets ready
+_WORK_S = 0.5e-3  # seconds of Python while a step becomes ready
 
 
 def record_run(
     scheduler: Scheduler, engine: StepEngine, requests: Sequence[Request], overlap: bool, profile: str | None = None
 ) -> tuple[Recording, list[FromEngine]]:
-    """Serves `requests` to their end. Returns what was recorded, and all messages that went out."""
+    """Serves `requests` to their end. Returns the recording and all messages that were sent."""
     recording = Recording()
     mailbox = RecordedMailbox(requests, recording, profile)
     try:
@@ -41,7 +41,7 @@ def record_run(
 
 
 class _Ready:
-    """A step that is ready when somebody says so."""
+    """A step that becomes ready when `say_so` is called."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
@@ -60,7 +60,7 @@ class _Ready:
 
 
 def seen_late() -> dict[str, float]:
-    """Microseconds from when a step is ready to its stamp, while the host computes in Python; a fifth of a second."""
+    """Microseconds from when a step is ready to its stamp, while the host computes in Python. Takes 0.2 s."""
     bucket = Bucket("decode", 1, 1, 1, False)
     inputs = StepInputs(bucket, np.zeros(packed_len(bucket), np.int32), 1, 1)
     recording = Recording()
@@ -81,7 +81,7 @@ def seen_late() -> dict[str, float]:
 
 
 def _compute(seconds: float) -> None:
-    """Python for so long."""
+    """Runs Python code for so long."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
@@ -91,12 +91,12 @@ PROFILED_STEPS = 50
 
 
 class RecordedMailbox:
-    """Implements `Mailbox`; ends the loop once it has nothing left to do.
+    """A `Mailbox` that ends the loop when it is idle.
 
     Args:
-      requests: what is to be done.
-      recording: where stamps go.
-      profile: folder for a trace of some steps, recorded once half of the output tokens are there.
+      requests: delivered at the first call.
+      recording: takes the stamps.
+      profile: folder for a trace of some steps, which begins when half of the output tokens have been generated.
     """
 
     def __init__(self, requests: Iterable[Request], recording: Recording, profile: str | None = None) -> None:
@@ -110,7 +110,7 @@ class RecordedMailbox:
         self.sent: list[bytes] = []
 
     def receive(self, block: bool) -> list[ToEngine]:
-        """Requests or commands, if any wait, else the end."""
+        """The requests or commands that are waiting; if there is none and the loop is idle, `Shutdown`."""
         self._recording.turn_begins()
         waiting, self._waiting = self._waiting, []
         messages = [self._decoder.decode(message) for message in waiting]
@@ -118,7 +118,7 @@ class RecordedMailbox:
         return messages or ([Shutdown()] if block else [])
 
     def send(self, news: News) -> None:
-        """Encodes, and keeps."""
+        """Encodes the message and keeps it."""
         begin_s = time.perf_counter()
         message = self._encoder.encode(news)
         turn = self._recording.turns[-1]
@@ -129,6 +129,6 @@ class RecordedMailbox:
             self._profile = None
 
     def news(self) -> list[FromEngine]:
-        """Everything that was sent, as the front end would have got it."""
+        """All messages that were sent, decoded as the front end would decode them."""
         decoder = msgspec.msgpack.Decoder(FromEngine)
         return [decoder.decode(message) for message in self.sent]

@@ -1,1 +1,1 @@
-"""The parts of scripts/simulate.py: clients and a device on a simulated clock, figures."""
+"""The parts of simulate.py: clients and a device on a simulated clock, costs of steps, and figures."""

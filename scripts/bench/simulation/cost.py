@@ -4,8 +4,8 @@
 
 T: tokens, padding included. KV: tokens whose keys and values are read. pairs: (token, token that it attends to). The
 products and the attention of a layer run one after the other, and each is bound by memory or by compute. Sequences that
-decode in an extend step add the reading of their KV to it, which is assumed to overlap with nothing. Coefficients
-come from data sheets (`data_sheet_costs`) or from measured steps (`fit.py`). Knows no requests and no clock.
+decode in an extend step add the time to read their KV, which is assumed not to overlap with anything. Coefficients come
+from data sheets (`data_sheet_costs`) or from measured steps (`fit.py`). Knows no requests and no clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BYTES_PER_VALUE = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Coefficients of one kind of step, in seconds: once, once, per padded token, per KV token, per pair."""
+    """Coefficients of one kind of step, in seconds: two per step, then per padded token, per KV token and per pair."""
 
     launch_s: float
     weights_s: float
@@ -33,27 +33,27 @@ class StepCost:
     pair_s: float
 
     def seconds(self, tokens: int, kv_tokens: int, pairs: float, num_steps: int = 1) -> float:
-        """Of a step of `tokens` tokens, padding included, that reads `kv_tokens` and computes `pairs` scores.
+        """Seconds of a step of `tokens` tokens, padding included, that reads `kv_tokens` and computes `pairs` scores.
 
-        Of several steps in one launch, KV tokens and pairs are those of all steps.
+        For several steps in one launch, KV tokens and pairs are those of all steps.
         """
         products = num_steps * max(self.weights_s, self.token_s * tokens)
         return self.launch_s + products + max(self.kv_token_s * kv_tokens, self.pair_s * pairs)
 
 
-Costs: TypeAlias = Mapping[str, StepCost]  # by kind: "decode", and "extend" for all others
+Costs: TypeAlias = Mapping[str, StepCost]  # by kind: "decode", and "extend" for all other steps
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device: figures of a data sheet, and the shares of them that are assumed to be reached.
+    """A device: figures of its data sheet, and the shares of them that steps are assumed to reach.
 
     Attributes:
-      flops_per_s: dense bfloat16 products.
-      bytes_per_s, memory_bytes: of device memory.
-      products_share: of the FLOP/s in matrix products; attention_share: in the attention of an extend.
-      memory_share: of the bandwidth.
-      launch_s: what every step costs, whatever it computes.
+      flops_per_s: of dense bfloat16 products.
+      bytes_per_s, memory_bytes: bandwidth and size of device memory.
+      products_share: share of the FLOP/s in matrix products; attention_share: in the attention of an extend.
+      memory_share: share of the bandwidth.
+      launch_s: seconds that every step costs, whatever it computes.
     """
 
     flops_per_s: float
@@ -95,25 +95,28 @@ MODELS = {"qwen3-8b": _qwen3(4096, 36, 32, 12_288, False), "qwen3-0.6b": _qwen3(
 
 
 def arch_of(model: str) -> ModelArch:
-    """A shape by its name in `MODELS`, or from a folder with a config.json. Raises `CheckpointError`."""
+    """The shape with this name in `MODELS`, or of a folder with a config.json. Raises `CheckpointError`."""
     return MODELS[model] if model in MODELS else ModelArch.from_folder(Path(model))
 
 
 def num_params(arch: ModelArch) -> tuple[int, int]:
-    """Of all layers, and of the embedding (once)."""
+    """Numbers of parameters in all layers, and in the embedding (once)."""
     heads = 2 * arch.num_heads + 2 * arch.num_kv_heads  # q and out, k and v
     layer = arch.hidden_size * (heads * arch.head_dim + 3 * arch.ffn_size)
     return arch.num_layers * layer, arch.vocab_size * arch.hidden_size
 
 
 def weight_bytes(arch: ModelArch) -> int:
-    """Bytes of all parameters in bfloat16, biases and norms left out."""
+    """Bytes of all parameters in bfloat16, without biases and norms."""
     layers, embedding = num_params(arch)
     return BYTES_PER_VALUE * (layers + (1 if arch.tie_embeddings else 2) * embedding)
 
 
 def data_sheet_costs(hardware: Hardware, arch: ModelArch) -> dict[str, StepCost]:
-    """Assumptions, not measurements: bytes and FLOPs of the shape over what the data sheet promises, times shares."""
+    """Costs that are assumed, not measured:
+
+    bytes and FLOPs of the shape over the shares of the data sheet's figures.
+    """
     layers, head = num_params(arch)
     products, bandwidth = hardware.flops_per_s * hardware.products_share, hardware.bytes_per_s * hardware.memory_share
     weights_s = BYTES_PER_VALUE * (layers + head) / bandwidth
@@ -126,11 +129,11 @@ def data_sheet_costs(hardware: Hardware, arch: ModelArch) -> dict[str, StepCost]
 
 
 def equal_pairs(tokens: int, seqs: int, kv_tokens: int) -> float:
-    """Pairs of `tokens` new ones in `seqs` sequences that are `kv_tokens` long in all, if all are alike."""
+    """Pairs for `tokens` new tokens in `seqs` sequences with `kv_tokens` tokens in all, if all sequences are equal."""
     new, length = tokens / seqs, kv_tokens / seqs
     return seqs * new * (length - (new - 1) / 2)
 
 
 def read_steps(path: Path) -> list[dict[str, float | str]]:
-    """Measured steps, one JSON object per line: kind, tokens, seqs, kv_tokens, seconds, and pairs if known."""
+    """Reads measured steps, one JSON object per line: kind, tokens, seqs, kv_tokens, seconds, and pairs if known."""
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

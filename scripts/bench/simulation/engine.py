@@ -1,8 +1,8 @@
-"""A device that computes nothing: every step takes the time that `cost.py` says, on the simulated clock.
+"""A device that computes nothing: every step takes the time that `cost.py` gives, on the simulated clock.
 
-`SimulatedEngine` is the `StepEngine` of the real serving loop. Steps run one after the other, each as soon as it is
-submitted and the one before has ended; the host's time for a step passes before it is submitted, so overlap is what the
-loop makes of it. Also the stand-in for `jax.Device` by which the real sizing code plans the pool.
+`SimulatedEngine` is the `StepEngine` of the real serving loop. A step starts when it has been submitted and the step
+before has ended. The host's time for a step passes before the step is submitted, so the loop decides what overlaps.
+`SimulatedDevice` stands in for `jax.Device` when the real sizing code plans the pool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
 
-JAX_SHARE = 0.75  # of a GPU's memory that JAX takes if nothing else is said
+JAX_SHARE = 0.75  # share of a GPU's memory that JAX takes by default
 _NOTHING = np.empty(0, dtype=np.int32)
 _NO_SCORES = StepScores()
 
@@ -40,42 +40,43 @@ class Clock:
 
 @dataclass(frozen=True)
 class SimulatedDevice:
-    """What the real sizing code asks of a `jax.Device`."""
+    """The part of `jax.Device` that the real sizing code uses."""
 
     hardware: Hardware
     arch: ModelArch
     platform: str = "gpu"
 
     def memory_stats(self) -> dict[str, int]:
-        """As after loading the weights."""
+        """The memory after the weights have been loaded."""
         limit = int(JAX_SHARE * self.hardware.memory_bytes)
         return {"bytes_limit": limit, "bytes_in_use": weight_bytes(self.arch)}
 
 
 def capacity_on(hardware: Hardware, arch: ModelArch, config: EngineConfig) -> Capacity:
-    """What the real engine would plan on this hardware. Raises `ConfigError` likewise."""
+    """The capacity that the real engine would plan on this hardware. Raises `ConfigError` as it does."""
     page = kv_shape(arch, config.page_size, jnp.dtype(jnp.bfloat16))
     return plan_capacity(config, arch, page, SimulatedDevice(hardware, arch))
 
 
 @dataclass(frozen=True)
 class StepSizes(StepInputs):
-    """A step of which only the sizes are known; that is all that its time depends on.
+    """A step of which only the sizes are known: its time depends on nothing else.
 
     Attributes:
-      kv_tokens, pairs: see cost.py; of an extend step, without the sequences that decode in it.
-      rider_kv_tokens: of those.
+      kv_tokens, pairs: see cost.py; for a mixed step, without its decodes.
+      decode_kv_tokens: KV tokens that the decodes of a mixed step read.
     """
 
     kv_tokens: int = 0
     pairs: float = 0.0
-    rider_kv_tokens: int = 0
+    decode_kv_tokens: int = 0
 
 
 class SizesBuilder:
-    """In place of `BatchBuilder`: leaves out the arrays, which nobody reads and which would take most of a run's time.
+    """Replaces `BatchBuilder` and makes no arrays: no engine reads them, and they would take most of a run's time.
 
-    The sizes are the same, for requests that are greedy and want no log-probabilities, as all simulated ones do.
+    The sizes are those of `BatchBuilder` for greedy requests without log-probabilities; all simulated requests are
+    such.
     """
 
     def __init__(self, buckets: BucketSet, page_tables: IntArray, sampling: SamplingRows, page_size: int) -> None:
@@ -91,24 +92,24 @@ class SizesBuilder:
 
     def extend(self, works: Sequence[Work]) -> StepSizes:
         """See `BatchBuilder`."""
-        num_tokens = kv_tokens = rider_kv_tokens = 0
+        num_tokens = kv_tokens = decode_kv_tokens = 0
         pairs = 0.0
         for work in works:
             count = len(work.token_ids)
             end = work.start + count
             num_tokens += count
-            if work.token_ids[0] < 0:  # its token is not known yet: it decodes
-                rider_kv_tokens += end
+            if work.token_ids[0] < 0:  # a placeholder for a token not known yet: the sequence decodes
+                decode_kv_tokens += end
             else:
                 kv_tokens += end
                 pairs += equal_pairs(count, 1, end)
         bucket = self._buckets.extend(num_tokens, len(works), False)
-        return StepSizes(bucket, _NOTHING, len(works), num_tokens, None, kv_tokens, pairs, rider_kv_tokens)
+        return StepSizes(bucket, _NOTHING, len(works), num_tokens, None, kv_tokens, pairs, decode_kv_tokens)
 
 
 @dataclass(slots=True)
 class KindCounts:
-    """Of all steps of one kind; several in one program are one. Padded and real ones are tokens."""
+    """Counts of one kind of step, where several steps in one program count as one. `real` and `padded` are tokens."""
 
     steps: int = 0
     real: int = 0
@@ -118,19 +119,19 @@ class KindCounts:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHandle:
-    """A step that was launched, and ends at `ready_at_s`."""
+    """A launched step that ends at `ready_at_s`."""
 
     clock: Clock
     ready_at_s: float
     shape: tuple[int, int]
 
     def tokens(self) -> npt.NDArray[np.int32]:
-        """The clock moves to the end of the step."""
+        """Moves the clock to the end of the step."""
         self.clock.now_s = max(self.clock.now_s, self.ready_at_s)
         return np.full(self.shape, OUTPUT_TOKEN, dtype=np.int32)
 
     def scores(self) -> StepScores:
-        """None."""
+        """No scores."""
         return _NO_SCORES
 
 
@@ -140,10 +141,11 @@ class SimulatedEngine:
 
     Attributes:
       arch, capacity, buckets: as the real engine has them.
-      costs, clock: how long steps take, and where time goes by.
-      host_step_s, host_seq_s: what the host takes for a step, and for each of its sequences besides.
-      counts: by kind of step.
-      recompiles: 0, as it should be.
+      costs: how long steps take.
+      clock: the simulated clock.
+      host_step_s, host_seq_s: seconds of the host for a step, and for each of its sequences on top.
+      counts: counts by kind of step.
+      recompiles: always 0.
     """
 
     arch: ModelArch
@@ -158,13 +160,13 @@ class SimulatedEngine:
     _free_at_s: float = 0.0
 
     def submit(self, inputs: StepInputs) -> SimulatedHandle:
-        """The host's time passes at once, the step's time later."""
+        """Launches a step: the host's time passes at once, the step's time when its tokens are read."""
         assert isinstance(inputs, StepSizes)
         bucket, clock = inputs.bucket, self.clock
         clock.now_s += self.host_step_s + self.host_seq_s * inputs.num_seqs
         cost = self.costs["decode" if bucket.kind == "decode" else "extend"]
         seconds = cost.seconds(bucket.num_tokens, inputs.kv_tokens, inputs.pairs, bucket.num_steps)
-        seconds += self.costs["decode"].kv_token_s * inputs.rider_kv_tokens
+        seconds += self.costs["decode"].kv_token_s * inputs.decode_kv_tokens
         self._free_at_s = max(self._free_at_s, clock.now_s) + seconds
         counts = self.counts.setdefault(bucket.kind, KindCounts())
         counts.steps += 1

@@ -1,7 +1,7 @@
-"""What a run is judged by, with the definitions of SGLang's bench_serving.
+"""Figures of a simulated run, by the definitions of SGLang's bench_serving.
 
 TTFT: first token - send. E2E: last token - send. TPOT: (E2E - TTFT) / (output tokens - 1), of requests with more than
-one. ITL: gap between two tokens of a request. Concurrency: sum of E2E / duration. Besides, the longest ITL of
+one. ITL: gap between two tokens of a request. Concurrency: sum of E2E / duration. `step_itl_s` is the longest ITL of
 each step, so that a step counts once, however many sequences it holds.
 """
 
@@ -30,12 +30,15 @@ class Distribution:
         self.counts = array("q")
 
     def add(self, value: float, count: int = 1) -> None:
-        """`value` came up `count` times."""
+        """Adds `value`, `count` times."""
         self.values.append(value)
         self.counts.append(count)
 
     def summary(self) -> dict[str, float]:
-        """Mean, median, std, p90, p95, p99 and max, as numpy has them (linear interpolation); all 0 without values."""
+        """Mean, median, std, p90, p95, p99 and max, as numpy defines them (linear interpolation);
+
+        all 0 without values.
+        """
         if not self.values:
             return dict.fromkeys(("mean", "median", "std", "p90", "p95", "p99", "max"), 0.0)
         values, counts = np.array(self.values), np.array(self.counts)
@@ -67,7 +70,7 @@ class Sent:
 
 @dataclass
 class Figures:
-    """Everything that is counted while a run goes on."""
+    """Counts and distributions, updated during a run."""
 
     completed: int = 0
     refused: int = 0
@@ -84,10 +87,10 @@ class Figures:
     waiting_seconds: float = 0.0
     running_seconds: float = 0.0
     max_waiting: int = 0
-    series: list[tuple[float, Load]] = field(default_factory=list)  # once a simulated second: what plots show
+    series: list[tuple[float, Load]] = field(default_factory=list)  # one entry per simulated second, for plots
 
     def end(self, sent: Sent, cached_tokens: int, now_s: float) -> None:
-        """A request has all its tokens."""
+        """Counts a request that has all its tokens."""
         self.completed += 1
         self.duration_s = now_s
         self.input_tokens += sent.prompt_len
@@ -100,7 +103,7 @@ class Figures:
             self.tpot_s.add((e2e_s - ttft_s) / (sent.num_tokens - 1))
 
     def step(self, load: Load, since_s: float, now_s: float) -> None:
-        """The engine had been as `self.load` says since `since_s`, and is as `load` says now."""
+        """Counts a step. From `since_s` to `now_s` the load was `self.load`; from now on it is `load`."""
         self.waiting_seconds += self.load.num_waiting * (now_s - since_s)
         self.running_seconds += self.load.num_running * (now_s - since_s)
         self.max_waiting = max(self.max_waiting, load.num_waiting)
@@ -109,7 +112,7 @@ class Figures:
             self.series.append((now_s, load))
 
     def summary(self, engine: SimulatedEngine) -> dict[str, Any]:
-        """All of it as JSON; seconds, tokens, and shares of 1."""
+        """All figures as JSON: seconds, tokens, and shares of 1."""
         duration_s = self.duration_s or 1.0
         busy_s = sum(counts.busy_s for counts in engine.counts.values())
         return {

@@ -26,12 +26,12 @@ from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.engine.engine import Engine
 
-MAX_SWITCHES = 12  # of each kind that are tried
+MAX_SWITCHES = 12  # switches of each kind that are tried
 Floats = npt.NDArray[np.float64]
 
 
 def fit(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, StepCost], dict[str, float]]:
-    """Costs by kind, and by kind the mean relative error of the fit (0.05: predictions are off by 5% on average).
+    """Costs by kind, and the mean relative error of the fit by kind (0.05: predictions are off by 5% on average).
 
     Raises:
       ValueError: there are no steps of kind "decode", or none of kind "extend".
@@ -65,7 +65,7 @@ def _fit_kind(tokens: Floats, kv: Floats, pairs: Floats, seconds: Floats) -> tup
 
 
 def _switches(values: Floats) -> list[float]:
-    """Values from which on compute may be the bound; the last one: it never is."""
+    """Values from which on compute may be the bound; the last one stands for never."""
     distinct = np.unique(values)
     if len(distinct) > MAX_SWITCHES:
         distinct = np.quantile(distinct, np.linspace(0, 1, MAX_SWITCHES), method="nearest")
@@ -73,19 +73,22 @@ def _switches(values: Floats) -> list[float]:
 
 
 def _least_squares(columns: Floats, seconds: Floats) -> list[float]:
-    """Least squares of relative errors, so that short steps count as much as long ones; nothing is below 0."""
+    """Minimizes the squares of relative errors, so that short steps count as much as long ones.
+
+    No result is below 0.
+    """
     weighted = columns / seconds[:, None]
     scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)
     solution, _ = nnls(weighted / scale, np.ones(len(seconds)))
     return (solution / scale).tolist()
 
 
-LENGTHS = (1, 1 / 4, 1 / 16)  # of sequences, as shares of what fits
-SEQS = (1, 8)  # of extend steps
+LENGTHS = (1, 1 / 4, 1 / 16)  # lengths of sequences, as shares of the longest that fit
+SEQS = (1, 8)  # sequences of extend steps
 
 
 def record(engine: Engine, repeats: int = 5) -> Iterator[dict[str, Any]]:
-    """Runs each step `repeats` times and yields the fastest of them: what else runs only adds."""
+    """Runs each step `repeats` times and yields the fastest time: other programs can only add to it."""
     capacity = engine.capacity
     pages = np.arange(1, capacity.num_pages, dtype=np.int32)
     for kind, seqs, count, length in dict.fromkeys(_cases(engine)):
@@ -109,7 +112,7 @@ def record(engine: Engine, repeats: int = 5) -> Iterator[dict[str, Any]]:
 
 
 def _cases(engine: Engine) -> Iterator[tuple[str, int, int, int]]:
-    """Kind, sequences, and new tokens and length of each."""
+    """Yields kind, number of sequences, and new tokens and length of each sequence."""
     capacity = engine.capacity
     for share in LENGTHS:
         wanted = max(1, int(share * capacity.context_length))
@@ -123,12 +126,12 @@ def _cases(engine: Engine) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _most(capacity: Capacity, seqs: int) -> int:
-    """Tokens that each of `seqs` sequences can have at once."""
+    """The longest length that `seqs` sequences can all have at once."""
     return min(capacity.context_length, tokens_in((capacity.num_pages - 1) // seqs, capacity.page_size))
 
 
 def _fastest(engine: Engine, inputs: StepInputs, repeats: int) -> float:
-    """Seconds; a first run warms up."""
+    """Seconds of the fastest run, after one run to warm up."""
     seconds = []
     for _ in range(1 + repeats):
         start_s = time.perf_counter()

@@ -26,17 +26,16 @@ from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 
-MAX_IDLE_CALLS = 1000  # of the loop, in which no time passes and no message comes
+MAX_IDLE_CALLS = 1000  # turns of the loop in which no time passes and no message arrives
 
 
 class Clients:
-    """Whoever asks.
+    """All clients of the simulated engine.
 
     Args:
-      trace: requests in order of arrival.
-      clock: moved forward when the engine has nothing to do until the next request.
-      vocab_size: of the prompts' ids.
-      max_concurrency: requests that may be open; the others wait at the client, where no time counts. None: no bound.
+      trace: requests in order of arrival. clock: moved forward when the engine has nothing to do until the next
+      request. vocab_size: ids of prompts are below this. max_concurrency: largest number of open requests; further ones
+      wait at the client, which counts in no latency. None: no limit.
     """
 
     def __init__(self, trace: Iterable[Ask], clock: Clock, vocab_size: int, max_concurrency: int | None = None) -> None:
@@ -46,16 +45,19 @@ class Clients:
         self._max_open = max_concurrency or float("inf")
         self._trace = iter(trace)
         self._next = next(self._trace, None)
-        self._later: list[tuple[float, int, Ask]] = []  # next turns, by time
-        self._due: deque[tuple[float, Ask]] = deque()  # with the time since when
+        self._later: list[tuple[float, int, Ask]] = []  # later turns of conversations, by time
+        self._due: deque[tuple[float, Ask]] = deque()  # with the time when they became due
         self._open: dict[str, Sent] = {}
         self._numbers = itertools.count()
         self._stepped_s = 0.0
-        self._full_until_s = 0.0  # until then, as many requests as may be were open
+        self._full_until_s = 0.0  # until then, `max_concurrency` requests were open
         self._idle_calls = (-1.0, 0)
 
     def receive(self, block: bool) -> list[ToEngine]:
-        """All that is due; when `block`, waits for it, and says `Shutdown` if nothing will ever come."""
+        """All requests that are due.
+
+        If `block`, moves the clock to the next one, or returns `Shutdown` if there is none.
+        """
         self._collect_due()
         if block and not self._due:
             times = [ask.at_s for ask in (self._next,) if ask is not None] + [entry[0] for entry in self._later[:1]]
@@ -71,7 +73,7 @@ class Clients:
         return messages
 
     def send(self, news: News) -> None:
-        """Books the replies of one step."""
+        """Counts the replies of one step."""
         if not isinstance(news, Replies):
             return
         now_s, gaps = self._clock.now_s, Counter[float]()
@@ -106,7 +108,7 @@ class Clients:
             self._due.append((at_s, ask))
 
     def _send(self, due_s: float, ask: Ask) -> Request:
-        """It was sent when it was due; the engine, busy with a step, sees it only now."""
+        """A request that was sent when it was due, though the engine, busy with a step, sees it only now."""
         ids = prompt_ids(ask, self._vocab_size)
         name = str(next(self._numbers))
         self._open[name] = Sent(ask, len(ids), max(due_s, self._full_until_s))
@@ -124,7 +126,7 @@ class Clients:
             heapq.heappush(self._later, (at_s, next(self._numbers), sent.ask.then))
 
     def _refuse_to_hang(self, idle: bool) -> None:
-        """Raises RuntimeError if the scheduler holds requests, but launches nothing."""
+        """Raises RuntimeError if the scheduler holds requests but launches no step."""
         at_s, calls = self._idle_calls
         still = idle and at_s == self._clock.now_s
         self._idle_calls = (self._clock.now_s, calls + 1 if still else 0)
@@ -145,14 +147,14 @@ def simulate(
     host_seq_s: float = 0.0,
     max_concurrency: int | None = None,
 ) -> tuple[Figures, dict[str, Any]]:
-    """Serves `trace` to its end. Returns what was counted, and a summary.
+    """Serves `trace` to its end. Returns the figures and a summary of them.
 
     Args:
-      config: as for a real server, of which everything that the scheduler looks at counts.
+      config: settings as for a real server; those that the scheduler uses have an effect.
       arch, capacity, costs: the model and the device.
-      trace: in order of time.
-      host_step_s, host_seq_s: what the host takes for a step, and for each of its sequences besides.
-      max_concurrency: requests that clients keep open.
+      trace: requests in order of arrival.
+      host_step_s, host_seq_s: seconds of the host for a step, and for each of its sequences on top.
+      max_concurrency: largest number of requests that clients keep open.
     """
     clock = Clock()
     buckets = BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, config.decode_steps)
