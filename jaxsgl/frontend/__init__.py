@@ -1,1 +1,1 @@
-"""Process A: what clients talk to. Tokenizes, checks, and streams the engine's tokens back as text."""
+"""Process A, which clients talk to: tokenizes, checks, and streams the engine's tokens back as text."""

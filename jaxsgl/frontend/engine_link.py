@@ -43,6 +43,8 @@ from jaxsgl.request import Request
 
 ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")
 FINAL_MESSAGE_S = 0.2  # the final message of a process that has ended may still be on its way
+ANSWER_LIMIT_S = 60.0  # for a command, which the engine answers between two steps; the longest step may have to end
+MAX_FLUSH_WAIT_S = 3600.0
 STOP_S = 5.0  # for the engine to leave its loop; then it is killed
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""SGLang's gRPC worker protocol: what gateways speak. One file per idea; service.py is the servicer."""
+"""SGLang's gRPC worker protocol, which gateways speak; service.py is the servicer."""

@@ -20,6 +20,7 @@ from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound, Unsupported
+from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.grpc.sglang.convert import Responses, options_of
@@ -31,9 +32,7 @@ from jaxsgl.text.prompts import IdsPrompt
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
 HEALTH_LIMIT_S = 4.0  # gateways wait 5 s
-ANSWER_LIMIT_S = 60.0  # the engine answers between two steps
 PROFILE_LIMIT_S = 600.0  # a trace of many steps takes minutes to write
-MAX_FLUSH_WAIT_S = 3600.0
 _NO_LORA = "LoRA adapters are not supported: merge them into the weights and serve those"
 
 

@@ -20,6 +20,7 @@ from starlette.responses import Response
 import jaxsgl
 from jaxsgl.config import ServerConfig, public_flags
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson, refuse_not_built, refuse_special_tokens, sampling_params
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
@@ -31,8 +32,6 @@ from jaxsgl.messages import ContinueGeneration, DumpState, FlushCache, PauseGene
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 
-ENGINE_ANSWER_S = 60.0  # how long the engine may take to answer: its longest step may have to end first
-MAX_FLUSH_WAIT_S = 3600.0
 # Fields of SGLang's that change the answer and that aren't built. Empty or false, they ask for nothing.
 NOT_BUILT = frozenset({
     "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path", "return_hidden_states",
@@ -166,7 +165,7 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
     @router.post("/flush_cache")
     async def flush_cache(timeout: Annotated[float, Query(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0) -> dict[str, Any]:
         """Empties the prefix cache; refused if requests still wait or run after `timeout` seconds."""
-        answer = await front_end.engine.ask(lambda number: FlushCache(number, timeout), timeout + ENGINE_ANSWER_S)
+        answer = await front_end.engine.ask(lambda number: FlushCache(number, timeout), timeout + ANSWER_LIMIT_S)
         if not answer.ok:
             raise InvalidRequest(f"the cache was not flushed: {answer.text}")
         return {"success": True, "message": "the cache is empty"}
@@ -175,7 +174,7 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
     async def pause_generation(body: PauseBody | None = None) -> dict[str, Any]:
         """Generates nothing until /continue_generation; answers when the device is at rest. New requests queue up."""
         mode = PauseMode((body or PauseBody()).mode)
-        answer = await front_end.engine.ask(lambda number: PauseGeneration(number, mode), ENGINE_ANSWER_S)
+        answer = await front_end.engine.ask(lambda number: PauseGeneration(number, mode), ANSWER_LIMIT_S)
         if not answer.ok:
             raise InvalidRequest(f"generation is not paused: {answer.text}")
         return {"status": "ok", "message": "generation is paused"}
@@ -183,7 +182,7 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
     @router.post("/continue_generation")
     async def continue_generation() -> dict[str, Any]:
         """Ends a pause."""
-        await front_end.engine.ask(ContinueGeneration, ENGINE_ANSWER_S)
+        await front_end.engine.ask(ContinueGeneration, ANSWER_LIMIT_S)
         return {"status": "ok", "message": "generation goes on"}
 
 
@@ -191,7 +190,7 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
     @router.get("/internal_state")
     async def internal_state(check: bool = False) -> Response:
         """What the scheduler knows, and why it admits no more; with `check` after accounting for all pages."""
-        answer = await front_end.engine.ask(lambda number: DumpState(number, check), ENGINE_ANSWER_S)
+        answer = await front_end.engine.ask(lambda number: DumpState(number, check), ANSWER_LIMIT_S)
         return Response(answer.text, media_type="application/json")
 
     @router.get("/get_model_info")
