@@ -159,29 +159,52 @@ class CacheEvents(msgspec.Struct, frozen=True, tag="cache_events"):
     number: int | None = None
 
 
+class Totals(msgspec.Struct, array_like=True):
+    """Counters since the start of the engine. The scheduler counts; a `Load` carries a copy.
+
+    Attributes:
+      prompt_tokens: of admitted samples.
+      cached_prompt_tokens: of those, found in the prefix cache.
+      output_tokens: read from the device.
+      steps: launched; several decode steps in one program are one.
+      decode_rows, decode_rows_padded: sequences of decode steps, and rows of the programs that ran them; each of several
+        steps in one program counts.
+      extend_tokens, extend_tokens_padded: likewise tokens of extend steps.
+      retractions: running samples that were taken back to the queue.
+      short_of_tokens, short_of_rows, short_of_chunk: steps at which admission stopped while requests waited, by what
+        there was no room for: in the pool, in the batch, in the step.
+      recompiles: programs compiled while serving; more than 0 is a bug.
+      leaks: pages, rows and locks that the leak check found lost or in two places; more than 0 is a bug.
+    """
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    decode_rows: int = 0
+    decode_rows_padded: int = 0
+    extend_tokens: int = 0
+    extend_tokens_padded: int = 0
+    retractions: int = 0
+    short_of_tokens: int = 0
+    short_of_rows: int = 0
+    short_of_chunk: int = 0
+    recompiles: int = 0
+    leaks: int = 0
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """How busy the engine is, after a turn of the loop. What ends in `_total` counts since the start.
+    """How busy the engine is after a turn of the loop.
 
     Attributes:
       num_running: samples that hold a row.
       num_waiting: samples that wait for admission.
       waiting_tokens: prompt tokens of those, cached or not.
       used_tokens: KV slots in pages that running samples own or lock.
-      cached_tokens: KV slots in pages that only the prefix cache holds; they are given up when needed.
-      num_retracted: of those that wait, samples that have run before.
+      cached_tokens: KV slots in pages that only the prefix cache holds; they are evicted when needed.
+      num_retracted: waiting samples that have run before.
       paused: nothing is launched until generation is continued.
-      prompt_tokens_total: of admitted samples.
-      cached_prompt_tokens_total: of those, found in the prefix cache.
-      output_tokens_total: read from the device.
-      steps_total: launched; several decode steps in one program are one.
-      decode_rows_total, decode_rows_padded_total: sequences of decode steps, and rows of the programs that ran them;
-        each of several steps in one program counts.
-      extend_tokens_total, extend_tokens_padded_total: likewise tokens of extend steps.
-      retractions_total: running samples that were taken back to the queue.
-      short_of_tokens_total, short_of_rows_total, short_of_chunk_total: steps at which admission stopped though somebody
-        waited, by what there was no room for: in the pool, in the batch, in the step.
-      recompiles_total: programs compiled while serving; more than 0 is a bug.
-      leaks_total: pages, rows and locks that the runtime check found lost or in two places; more than 0 is a bug.
+      totals: counters.
     """
 
     num_running: int = 0
@@ -191,20 +214,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     num_retracted: int = 0
     paused: bool = False
-    prompt_tokens_total: int = 0
-    cached_prompt_tokens_total: int = 0
-    output_tokens_total: int = 0
-    steps_total: int = 0
-    decode_rows_total: int = 0
-    decode_rows_padded_total: int = 0
-    extend_tokens_total: int = 0
-    extend_tokens_padded_total: int = 0
-    retractions_total: int = 0
-    short_of_tokens_total: int = 0
-    short_of_rows_total: int = 0
-    short_of_chunk_total: int = 0
-    recompiles_total: int = 0
-    leaks_total: int = 0
+    totals: Totals = msgspec.field(default_factory=Totals)
 
 
 class RefusalKind(enum.Enum):

@@ -24,6 +24,9 @@ from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray, slots_of, tokens_in
 from jaxsgl.messages import Load, News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import MAX_TOP_LOGPROBS
+from jaxsgl.scheduler.plan import SchedulerState
+from jaxsgl.scheduler.preemption import in_order_of_loss
+from jaxsgl.scheduler.req import Req
 
 
 def next_token(sequence: Sequence[int] | IntArray, vocab_size: int) -> int:
@@ -232,6 +235,23 @@ def _token_scores(parts: Sequence[tuple[IntArray, int]]) -> TokenScores:
     ranks = np.arange(MAX_TOP_LOGPROBS, dtype=np.int32)
     tokens = np.array([token for _, token in parts], dtype=np.int32)
     return TokenScores(logprobs, tokens[:, None] + ranks, logprobs[:, None] - ranks)
+
+
+class RetractEvery:
+    """Names a running request to retract at every so-many-th step, whether pages are short or not.
+
+    Only a request that has got further since its admission, so that all requests end nevertheless.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def __call__(self, view: SchedulerState) -> list[Req]:
+        """The request to retract before the next step, if any. Reads only."""
+        if (view.totals.steps + 1) % self._num_steps:
+            return []
+        decoding = view.requests.decoding.values()
+        return in_order_of_loss([req for req in decoding if req.prompt_len + len(req.output_ids) > req.extend_to])[:1]
 
 
 class ScriptedMailbox:

@@ -9,8 +9,9 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.testing import RetractEvery
 
-RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # a test switch
+RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # for tests
 
 
 def build(config: EngineConfig, limited: bool = True) -> tuple[Engine, Scheduler]:
@@ -39,7 +40,7 @@ def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) 
         radix_cache=not config.disable_radix_cache,
         random_seed=config.random_seed,
         max_queued_requests=config.max_queued_requests if limited else None,
-        retract_every=retract_every(),
+        retract_also=None if (steps := retract_every()) is None else RetractEvery(steps),
     )
 
 

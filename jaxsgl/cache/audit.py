@@ -1,6 +1,6 @@
-"""Accounts for every page, row and lock of a cache, and names who had last what is lost. Changes nothing.
+"""Accounts for every page, row and lock of a cache, and names the last owner of what is lost. Changes nothing.
 
-Each page is in exactly one place: on the free list, in the prefix cache, or a request's own. manager.py calls it.
+Each page is in exactly one place: on the free list, in the prefix cache, or in one request's row. Called by manager.py.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.cache.lease import Lease
-from jaxsgl.cache.pages import PageAllocator
+from jaxsgl.cache.pages import Lease, PageAllocator, PageTable
 from jaxsgl.cache.prefix import PrefixCache
-from jaxsgl.cache.table import PageTable
 
 
 class LastOwners:
-    """Who had a page or a row last, in words; kept for the report of a leak.
+    """The last owner of each page and row, in words, for the report of a leak.
 
     Attributes:
-      of_page: `[num_pages]` who allocated it.
-      of_row: `[num_rows]`.
+      of_page: `[num_pages]` the request that allocated the page last.
+      of_row: `[num_rows]` the request that took the row last.
     """
 
     def __init__(self, num_pages: int, num_rows: int) -> None:
@@ -33,11 +31,11 @@ class LastOwners:
 def audit(
     allocator: PageAllocator, table: PageTable, prefixes: PrefixCache, leases: Sequence[Lease], last: LastOwners
 ) -> list[str]:
-    """All that is wrong, in words: one text for each page, row or lock; [] if all is well.
+    """Everything that is wrong, in words: one text for each page, row or lock; [] if all is well.
 
     Args:
-      leases: all there are.
-      last: who had what.
+      leases: all leases of this cache.
+      last: the last owners.
     """
     try:
         cached = prefixes.owned_pages()

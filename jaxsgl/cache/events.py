@@ -1,7 +1,7 @@
-"""How the outside follows the prefix cache: who is told of pages that come and go, and by what name a page is known.
+"""The observer of a prefix cache, and the names of pages: `manager.py` tells the observer of every change.
 
 A page of KV depends on all tokens up to its end, so its name is a hash chained from page to page: equal prefixes have
-equal names in any process. `manager.py` tells the observer; what becomes of it is not the cache's business.
+equal names in any process.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class CacheObserver(Protocol):
     """Told of every change of the prefix cache, in order. A page keeps its tokens from `stored` to `removed`."""
 
     def stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
-        """`pages [n]` with `token_pages [n, page_size]` came behind page `parent` (the dummy page: behind nothing)."""
+        """`pages [n]` with `token_pages [n, page_size]` follow page `parent` (the dummy page: none)."""
         ...
 
     def removed(self, pages: IntArray) -> None:
-        """`pages [n]` left."""
+        """`pages [n]` were evicted or flushed."""
         ...
 
     def cleared(self) -> None:
-        """All pages left."""
+        """The cache is empty now."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""One request's claim on the cache, from match to release. The only writer of page table, free list and prefix cache.
+"""The leases of requests, from match to release. The only writer of page table, free list and prefix cache.
 
     row of the page table:  [ shared pages | own pages | dummy ... ]
                               owned by the    allocated    never read
@@ -14,10 +14,18 @@ from collections.abc import Iterable
 
 from jaxsgl.cache.audit import LastOwners, audit
 from jaxsgl.cache.events import CacheObserver
-from jaxsgl.cache.lease import Lease
-from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, PageAllocator, as_pages, full_pages, pages_for, tokens_in
+from jaxsgl.cache.pages import (
+    DUMMY_PAGE,
+    IntArray,
+    Lease,
+    PageAllocator,
+    PageTable,
+    as_pages,
+    full_pages,
+    pages_for,
+    tokens_in,
+)
 from jaxsgl.cache.prefix import Insertion, Match, Peek, PrefixCache
-from jaxsgl.cache.table import PageTable
 
 
 class CacheManager:
@@ -57,7 +65,7 @@ class CacheManager:
         return tokens_in(self.prefixes.num_evictable, self.page_size)
 
     def observe(self, observer: CacheObserver) -> None:
-        """Tells `observer`, and nobody else, of all changes of the prefix cache from now on."""
+        """Tells `observer` of all changes of the prefix cache from now on; there is only one observer."""
         self._observer = observer
 
     def match(self, token_ids: IntArray) -> Match:
@@ -69,34 +77,28 @@ class CacheManager:
         return self.prefixes.peek(as_pages(token_ids[:-1], self.page_size))
 
     def acquire(self, match: Match, owner: str = "") -> Lease:
-        """Takes a row and locks the matched prefix, for `owner`, whom the report of a leak would name."""
+        """Takes a row and locks the matched prefix for `owner`, a name for the report of a leak."""
         self.prefixes.lock(match.handle)
         row, num_pages = self.table.take_row(), len(match.pages)
         self.table.pages[row, :num_pages] = match.pages
         self._last_owners.of_row[row] = owner
-        return Lease(row, num_pages, num_pages, match.handle, owner)
-
-    def cancel(self, lease: Lease) -> None:
-        """Undoes `acquire` for a request that was not admitted after all."""
-        assert lease.num_pages == lease.num_shared, "a lease with own pages must be released, not cancelled"
-        self.prefixes.unlock(lease.handle)
-        self.table.free_row(lease.row)
+        return Lease(row, num_pages, tokens_in(num_pages, self.page_size), num_pages, match.handle, owner)
 
     def grow(self, lease: Lease, num_tokens: int) -> None:
         """Allocates pages so that the lease holds `num_tokens` tokens; evicts if need be."""
-        needed = pages_for(num_tokens, self.page_size)
-        if needed > lease.num_pages:
+        if num_tokens > lease.num_tokens:
+            needed = pages_for(num_tokens, self.page_size)
             pages = self._allocate(needed - lease.num_pages)
             self.table.pages[lease.row, lease.num_pages : needed] = pages
             self._last_owners.of_page[pages] = lease.owner
-            lease.num_pages = needed
+            lease.num_pages, lease.num_tokens = needed, tokens_in(needed, self.page_size)
 
     def share(self, lease: Lease, token_ids: IntArray) -> None:
         """Gives the full pages of `token_ids`, whose KV is stored or in flight, to the prefix cache.
 
-        Where another request was faster, its pages take the place of ours in the row and ours are freed: a row never
-        names a page that it neither owns nor locks. Steps in flight may still write the freed pages; steps run in
-        order, so a later owner writes after them.
+        Where another request has inserted the same tokens already, its pages replace the lease's own in the row, and
+        those are freed: a row never names a page that it neither owns nor locks. Steps in flight may still write the
+        freed pages; steps run in order, so a later owner writes after them.
         """
         num_full = full_pages(len(token_ids), self.page_size)
         if num_full <= lease.num_shared:
@@ -146,10 +148,6 @@ class CacheManager:
         """Pages that `num_tokens` tokens take."""
         return pages_for(num_tokens, self.page_size)
 
-    def tokens_held(self, lease: Lease) -> int:
-        """Tokens that the lease's pages hold."""
-        return tokens_in(lease.num_pages, self.page_size)
-
     def tokens_of(self, num_pages: int) -> int:
         """Tokens that `num_pages` pages hold."""
         return tokens_in(num_pages, self.page_size)
@@ -173,7 +171,7 @@ class CacheManager:
 
 
 def _tell_stored(observer: CacheObserver, token_pages: IntArray, done: Insertion) -> None:
-    """Of the pages that the cache took, if any."""
+    """Tells `observer` of the pages that the cache took, if any."""
     first = done.num_existing
     if first < len(done.pages):
         parent = int(done.pages[first - 1]) if first else DUMMY_PAGE

@@ -1,11 +1,14 @@
-"""All arithmetic on pages and slots, and the free list. The only file that multiplies or divides by a page size.
+"""All arithmetic on pages and slots, the free list, the page table, and the lease that one request has on them.
 
 A page is `page_size` consecutive KV slots; slot = page * page_size + offset. Page 0 is the dummy page: padding
-reads and writes it, and it is never allocated. Knows nothing about requests or prefixes.
+reads and writes it, and it is never allocated. No other file multiplies or divides by a page size. Knows nothing about
+requests or prefixes; `manager.py` is the only writer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -51,6 +54,29 @@ def slots_at(page_tables: ArrayT, positions: ArrayT, page_size: int) -> ArrayT:
     return slots
 
 
+def pages_before_ends(
+    steps: npt.NDArray[np.int64], known: npt.NDArray[np.int64], page_size: int
+) -> npt.NDArray[np.int64]:
+    """`[n]` pages right before each end of the requests that have not ended, which are in order of their ends.
+
+    Request i knows `known [n]` tokens, grows by one token a step and ends after `steps [n]` steps. The result is the sum
+    over i >= k of ceil((known_i + steps_k) / page_size), without n x n terms: apart from whole pages it depends only on
+    which remainders carry over, and those are counted.
+    """
+    whole, rest = np.divmod(known + page_size - 1, page_size)
+    more, more_rest = np.divmod(steps, page_size)
+    carries = sums_from(rest[:, None] >= np.arange(page_size + 1))  # [k, r]: of i >= k, those with a rest of r or more
+    places = np.arange(len(steps))
+    num_carried: npt.NDArray[np.int64] = carries[places, page_size - more_rest]
+    return sums_from(whole) + (len(steps) - places) * more + num_carried
+
+
+def sums_from(values: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
+    """`[n, ...]` the sum of `values` from each index on."""
+    sums: npt.NDArray[np.int64] = np.cumsum(values[::-1], axis=0, dtype=np.int64)[::-1]
+    return sums
+
+
 class PageAllocator:
     """The free list of pages 1 .. num_pages - 1. Pages are handed out and taken back as int32 arrays."""
 
@@ -82,3 +108,54 @@ class PageAllocator:
     def free_pages(self) -> IntArray:
         """A copy of the free list, for the integrity check."""
         return self._stack[: self._num_free].copy()
+
+
+class PageTable:
+    """`pages[row, i]` is the page that holds the i-th page worth of tokens of the request in `row`.
+
+    Entries past a row's pages are the dummy page, so that a later owner of the row can never read a stale page id.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int) -> None:
+        self.pages: IntArray = np.full((num_rows, max_pages), DUMMY_PAGE, dtype=np.int32)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that can be taken now."""
+        return len(self._free_rows)
+
+    def free_rows(self) -> list[int]:
+        """A copy of the free list, for the integrity check."""
+        return self._free_rows.copy()
+
+    def take_row(self) -> int:
+        """Takes a free row; all its entries are the dummy page."""
+        return self._free_rows.pop()
+
+    def free_row(self, row: int) -> None:
+        """Gives `row` back and clears it."""
+        assert row not in self._free_rows, f"row {row} freed twice"
+        self.pages[row] = DUMMY_PAGE
+        self._free_rows.append(row)
+
+
+@dataclass(slots=True)
+class Lease:
+    """What one admitted request holds of the cache: a row, a locked prefix, and pages of its own.
+
+    Attributes:
+      row: its row in the page table.
+      num_pages: pages in the row.
+      num_tokens: tokens that these pages hold.
+      num_shared: leading pages that belong to the prefix cache.
+      handle: the locked prefix of `num_shared` pages.
+      owner: the request's name, for the report of a leak.
+    """
+
+    row: int
+    num_pages: int
+    num_tokens: int
+    num_shared: int
+    handle: Hashable
+    owner: str

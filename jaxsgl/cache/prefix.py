@@ -1,16 +1,20 @@
-"""What a prefix cache is: the protocol that the radix tree and the naive cache share, and its values.
+"""The protocol of a prefix cache, its values, and `NaiveCache`, which caches nothing. `radix.py` has the real one.
 
 A prefix cache owns pages whose KV may be read by later requests with the same leading tokens. It works in whole
-pages: token ids come as `[n, page_size]`. It never allocates or frees; it says which pages come free.
+pages: token ids come as `[n, page_size]`. It never allocates or frees pages; it returns those that come free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from jaxsgl.cache.pages import IntArray
+
+_NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -26,23 +30,36 @@ class Match:
     pages: IntArray
 
 
+class Span(NamedTuple):
+    """The part of a cached prefix that stands in one node.
+
+    Attributes:
+      node: the node; it means something only as being the same as another prefix's.
+      num_pages: pages of the prefix that stand in it; fewer than the node holds where a prefix ends inside it.
+      locks: how often the node is locked now.
+    """
+
+    node: Hashable
+    num_pages: int
+    locks: int
+
+
 @dataclass(frozen=True)
 class Peek:
     """What a match would find.
 
     Attributes:
       num_pages: its length.
-      path: the nodes on the way, from the root; the last one may be shared in part only. Each means something only as
-        being the same as another's.
+      spans: its nodes, from the root; the prefix may end inside the last one.
     """
 
     num_pages: int
-    path: tuple[Hashable, ...] = ()
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
 class Insertion:
-    """What became of the pages that were offered.
+    """The result of an insertion.
 
     Attributes:
       handle: the inserted prefix, to lock.
@@ -57,7 +74,7 @@ class Insertion:
 
 @dataclass(frozen=True)
 class Edge:
-    """Cached pages, one behind the other.
+    """Cached pages that follow each other in a sequence.
 
     Attributes:
       token_pages: `[n, page_size]` their tokens.
@@ -72,10 +89,10 @@ class Edge:
 
 @dataclass(frozen=True)
 class WrongLocks:
-    """Cached pages, `first_page` and those behind it, that are locked too often, or not often enough.
+    """Cached pages, `first_page` and those after it, with the wrong number of locks.
 
     Attributes:
-      locks, holders: how often they are locked, and by how many.
+      locks, holders: locks counted, and leases that hold one.
     """
 
     first_page: int
@@ -108,8 +125,8 @@ class PrefixCache(Protocol):
     def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
         """Offers `pages [n]` that hold the KV of `token_pages [n, page_size]`.
 
-        `held` is a locked handle of whoever offers them, of a prefix of `token_pages`. If nobody else locks it, it may
-        stand for the longer prefix from now on.
+        `held` is the caller's locked handle of a prefix of `token_pages`. If no other lock holds it, it may stand for
+        the longer prefix from now on.
         """
         ...
 
@@ -123,6 +140,10 @@ class PrefixCache(Protocol):
 
     def num_exclusive(self, handle: Hashable) -> int:
         """Pages of the prefix of `handle` that no other lock holds."""
+        ...
+
+    def spans(self, handle: Hashable) -> tuple[Span, ...]:
+        """The nodes of the prefix of `handle`, in no order."""
         ...
 
     def evict(self, num_pages: int) -> IntArray:
@@ -144,3 +165,56 @@ class PrefixCache(Protocol):
     def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
         """Where the cache counts other locks than those of `handles`, which are all there are."""
         ...
+
+
+class NaiveCache:
+    """A prefix cache that keeps nothing (`--disable-radix-cache`): every request computes its whole prompt."""
+
+    num_pages = 0
+    num_evictable = 0
+
+    def match(self, token_pages: IntArray) -> Match:
+        """No prefix."""
+        return Match(None, _NO_PAGES)
+
+    def peek(self, token_pages: IntArray) -> Peek:
+        """No prefix."""
+        return Peek(0)
+
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
+        """Takes none of the pages."""
+        return Insertion(None, 0, _NO_PAGES)
+
+    def lock(self, handle: Hashable) -> None:
+        """Nothing to lock."""
+
+    def unlock(self, handle: Hashable) -> None:
+        """Nothing to unlock."""
+
+    def num_exclusive(self, handle: Hashable) -> int:
+        """No prefix, no pages."""
+        return 0
+
+    def spans(self, handle: Hashable) -> tuple[Span, ...]:
+        """No prefix, no nodes."""
+        return ()
+
+    def evict(self, num_pages: int) -> IntArray:
+        """Nothing to evict."""
+        return _NO_PAGES
+
+    def flush(self) -> IntArray:
+        """Nothing to drop."""
+        return _NO_PAGES
+
+    def edges(self) -> Iterator[Edge]:
+        """Nothing is cached."""
+        return iter(())
+
+    def owned_pages(self) -> IntArray:
+        """No pages."""
+        return _NO_PAGES
+
+    def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
+        """No locks."""
+        return []

@@ -4,8 +4,8 @@ An edge carries whole pages of tokens and the pages that hold their KV; siblings
 a node counts on all its ancestors, so `locks == 0` means that nothing below is in use. Only unlocked leaves
 are evicted, least recently used first.
 
-Eviction costs O(log n) per node: unlocked leaves sit in a heap, at most once each. A heap entry may be out of date
-(its node was used, locked, removed or got children since); that is found when it is popped, and mended then.
+Eviction costs O(log n) per node: unlocked leaves stand in a heap, at most once each. A heap entry may be out of date
+(its node was used, locked, removed or got children since); `evict` finds and corrects that when it pops the entry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import cast
 import numpy as np
 
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
-from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, WrongLocks
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, Span, WrongLocks
 
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
@@ -47,7 +47,7 @@ class _Node:
 
 
 class RadixCache:
-    """The tree. A handle is the node at which a prefix ends; it stays valid while locked, splits included."""
+    """The tree. A handle is the node at which a prefix ends; it stays valid while locked, also when nodes split."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -74,25 +74,25 @@ class RadixCache:
         return Match(node, pages)
 
     def peek(self, token_pages: IntArray) -> Peek:
-        """What `match` would find; changes nothing, neither order of use nor edges."""
+        """What `match` would find; changes neither order of use nor edges."""
         node, depth = self._root, 0
-        path: list[Hashable] = []
+        spans: list[Span] = []
         while depth < len(token_pages):
             child = node.children.get(token_pages[depth].tobytes())
             if child is None:
                 break
             shared = child.common_pages(token_pages[depth:])
-            path.append(child)
+            spans.append(Span(child, shared, child.locks))
             depth += shared
             if shared < len(child.pages):
                 break
             node = child
-        return Peek(depth, tuple(path))
+        return Peek(depth, tuple(spans))
 
     def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
-        """Adds what is not there yet and takes its pages: to the edge of `held`, else as one new leaf.
+        """Adds the pages that the tree lacks: to the edge of `held` if possible, else as one new leaf.
 
-        So a prompt that comes in many chunks is one edge, and not a chain of them to walk for every chunk.
+        So a prompt that comes in many chunks is one edge, and not a chain of edges to walk for every chunk.
         """
         node, existing = self._walk(token_pages)
         num_existing = len(existing)
@@ -121,9 +121,13 @@ class RadixCache:
                 self._offer(node)
 
     def num_exclusive(self, handle: Hashable) -> int:
-        """Pages on the way up to the first node that somebody else locks too."""
+        """Pages on the way up to the first node with another lock."""
         alone = takewhile(lambda node: node.locks == 1, self._path_up(cast(_Node, handle)))
         return sum(len(node.pages) for node in alone)
+
+    def spans(self, handle: Hashable) -> tuple[Span, ...]:
+        """From the node at which the prefix ends up to the root."""
+        return tuple(Span(node, len(node.pages), node.locks) for node in self._path_up(cast(_Node, handle)))
 
     def evict(self, num_pages: int) -> IntArray:
         """Drops unlocked leaves, oldest first; of the last one only as much of its tail as is needed."""

@@ -12,8 +12,8 @@ from typing import Protocol
 from jaxsgl.batch.engine_api import StepEngine, StepHandle
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
 from jaxsgl.request import Request
-from jaxsgl.scheduler.checker import Checker
-from jaxsgl.scheduler.commands import Commands
+from jaxsgl.scheduler.control import Control
+from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.scheduler import Scheduler
 
 
@@ -21,11 +21,11 @@ class Mailbox(Protocol):
     """The loop's only contact with the outside."""
 
     def receive(self, block: bool) -> list[ToEngine]:
-        """All messages that wait; when `block`, waits for at least one."""
+        """All messages that have come; with `block`, waits for at least one."""
         ...
 
     def send(self, news: News) -> None:
-        """The news of one turn of the loop, or the answer to a command."""
+        """Sends the replies of one turn of the loop, or the answer to a command."""
         ...
 
 
@@ -35,24 +35,28 @@ def run_loop(
     """Serves until a `Shutdown` message comes. With `check_every_step` a leak raises AssertionError; for tests."""
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
-    checker = Checker(scheduler, check_every_step)
-    commands = Commands(scheduler, engine, mailbox.send, checker)
+    leak_check = LeakCheck(scheduler)
+    control = Control(scheduler, engine, leak_check)
     while True:
-        for message in mailbox.receive(block=scheduler.is_idle and commands.is_idle):
+        for message in mailbox.receive(block=scheduler.is_idle and not control.is_polling):
             if isinstance(message, Shutdown):
                 return
             elif isinstance(message, Request | Abort):
                 scheduler.receive([message])
             else:
-                commands.obey(message)
+                control.handle(message)
         inputs = scheduler.launch()
         if inputs is not None:
             in_flight.append(engine.submit(inputs))
-        if in_flight and (inputs is None or len(in_flight) > unread_allowed):
+        collects = bool(in_flight) and (inputs is None or len(in_flight) > unread_allowed)
+        if collects:
             step = in_flight.popleft()
             scheduler.collect(step.tokens(), step.scores())
-            commands.step_collected()
-        commands.turn_ends()
-        mailbox.send(Replies(scheduler.take_replies(), scheduler.load(engine.recompiles, checker.num_leaks)))
-        commands.load_told()
-        checker.turn_ends()
+        news = control.after_turn(collects) if control.is_active else []
+        mailbox.send(Replies(scheduler.take_replies(), scheduler.load(engine.recompiles, leak_check.num_leaks)))
+        for answer in news:  # after the load, so that an answer never comes before the load that it changed
+            mailbox.send(answer)
+        if check_every_step:
+            scheduler.check()
+        if scheduler.is_idle:
+            leak_check.when_idle()

@@ -1,7 +1,7 @@
-"""Which waiting request goes first: SGLang's policies, as functions from the queue to an order.
+"""Which waiting request is admitted first: SGLang's policies, as functions from the queue to an order.
 
-Decisions only; the `PrefillAdder` then takes requests in that order until there is no more room. Whatever the policy,
-requests that were overtaken too often, or were retracted, come first in order of arrival, so nobody starves.
+plan.py admits requests in that order until there is no more room. Whatever the policy, requests that were overtaken too
+often or were retracted come first, in order of arrival, so that no request starves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxsgl.config import SchedulingConfig
 from jaxsgl.request import Request
 from jaxsgl.scheduler.req import Req
 
-MAX_REORDERED = 128  # prefixes of so many are looked up; whoever came after them is served first come, first served
+MAX_REORDERED = 128  # prefixes of so many are looked up; later arrivals are served first come, first served
 MAX_OVERTAKEN = 256  # admissions of later arrivals that a request lets pass
 SHARED_TOKENS = 32  # common tokens that are worth waiting for
 
@@ -26,22 +26,23 @@ class Policy:
 
     Args:
       config: names the policy.
-      cache: to find cached prefixes; it is only looked at.
-      random_seed: of the random policy.
+      cache: where prefixes are looked up.
+      random_seed: seed of the random policy.
     """
 
     def __init__(self, config: SchedulingConfig, cache: CacheManager, random_seed: int) -> None:
         self._config = config
         self._cache = cache
-        self._random = random.Random(random_seed)
+        self._random_seed = random_seed
 
-    def order(self, waiting: Sequence[Req], num_admitted: int) -> list[Req]:
+    def order(self, waiting: Sequence[Req], num_admitted: int, num_steps: int) -> list[Req]:
         """`waiting` (in order of arrival), in the order in which they are to be admitted now.
 
-        Those that had better wait for the KV of another one are left out.
+        Requests that had better wait until another one has computed their common prefix are left out.
 
         Args:
           num_admitted: admissions so far.
+          num_steps: steps launched so far.
         """
         if self._config.enable_priority_scheduling:
             return sorted(waiting, key=lambda req: (self.rank(req), self._by_length(req)))
@@ -50,34 +51,34 @@ class Policy:
             return list(waiting)
         first = [req for req in waiting if req.output_ids or num_admitted - req.num_ahead > MAX_OVERTAKEN]
         overdue = frozenset(first)
-        return first + self._reordered(policy, [req for req in waiting if req not in overdue])
+        return first + self._reordered(policy, [req for req in waiting if req not in overdue], num_steps)
 
     def lowest(self, reqs: Sequence[Req]) -> Req | None:
-        """Of the lowest priority, the one that came last."""
+        """The request of the lowest priority; of several, the one that came last."""
         return max(reversed(reqs), key=self.rank, default=None)
 
     def rank(self, req: Req | Request) -> int:
-        """Priority such that less goes first."""
+        """Its priority, as a number of which the lowest goes first."""
         return req.priority if self._config.schedule_low_priority_values_first else -req.priority
 
     def _by_length(self, req: Req) -> int:
         return -req.max_new_tokens if self._config.schedule_policy == "lof" else 0
 
-    def _reordered(self, policy: str, waiting: list[Req]) -> list[Req]:
+    def _reordered(self, policy: str, waiting: list[Req], num_steps: int) -> list[Req]:
         if policy == "random":
-            return self._random.sample(waiting, len(waiting))
+            return random.Random(f"{self._random_seed} {num_steps}").sample(waiting, len(waiting))
         if policy == "lof":
             return sorted(waiting, key=lambda req: -req.max_new_tokens)
         waiting, others = waiting[:MAX_REORDERED], waiting[MAX_REORDERED:]
         peeks = {req: self._cache.peek(req.matchable_ids) for req in waiting}
-        later = self._waiting_for_others(peeks)
+        later = self._sharing_with_earlier(peeks)
         waiting = [req for req in waiting if req not in later]
         if policy == "lpm":
             return sorted(waiting, key=lambda req: -peeks[req].num_pages) + others
         return _depth_first(waiting, peeks) + others
 
-    def _waiting_for_others(self, peeks: dict[Req, Peek]) -> frozenset[Req]:
-        """Those that share more than SHARED_TOKENS uncached tokens with an earlier one, which goes first."""
+    def _sharing_with_earlier(self, peeks: dict[Req, Peek]) -> frozenset[Req]:
+        """Requests that share more than SHARED_TOKENS uncached tokens with an earlier one, which goes first."""
         seen: set[bytes] = set()
         later: list[Req] = []
         for req, peek in peeks.items():
@@ -92,11 +93,11 @@ class Policy:
 
 
 def _depth_first(waiting: list[Req], peeks: dict[Req, Peek]) -> list[Req]:
-    """Down the prefix tree, into the branch with most waiting requests first; those that end at a node come last."""
-    weight: Counter[Hashable] = Counter(node for req in waiting for node in peeks[req].path)
+    """Down the prefix tree, into the branch with most waiting requests first; a prefix that ends at a node comes last."""
+    weight: Counter[Hashable] = Counter(span.node for req in waiting for span in peeks[req].spans)
     number = {node: i for i, node in enumerate(weight)}  # keeps branches of equal weight apart
 
     def place(req: Req) -> list[tuple[int, int]]:
-        return [*((-weight[node], number[node]) for node in peeks[req].path), (1, 0)]
+        return [*((-weight[span.node], number[span.node]) for span in peeks[req].spans), (1, 0)]
 
     return sorted(waiting, key=place)

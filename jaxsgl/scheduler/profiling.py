@@ -1,7 +1,7 @@
-"""One profile at a time: asked for, recorded for some steps or until it is stopped, then written beside the steps.
+"""`Profiling`: one profile at a time, recorded for some steps or until it is stopped, then written beside the steps.
 
 A trace of a few hundred steps may take many seconds to write, in which requests must not stand still: a thread of its
-own does it, and the answer comes when it is done. Knows nothing of what a trace holds. Called by commands.py.
+own writes it, and the answer comes when that is done. Knows nothing of what a trace holds. Called by control.py.
 """
 
 from __future__ import annotations
@@ -14,21 +14,26 @@ from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.messages import Answer, StartProfile
 
 HEAD_START_S = 0.5  # a small trace is written within this, and its steps are the last that it holds
+IDLE_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
 
 class Profiling:
-    """The profile in progress, if any.
+    """The profile in progress, if any; an `Order` from its start until it is written.
 
     Args:
       engine: records and writes.
       answer: takes the answers.
+      is_idle: whether the scheduler has nothing to do.
     """
 
-    def __init__(self, engine: StepEngine, answer: Callable[[Answer], None]) -> None:
+    def __init__(
+        self, engine: StepEngine, answer: Callable[[Answer], None], is_idle: Callable[[], bool]
+    ) -> None:
         self._engine = engine
         self._answer = answer
+        self._is_idle = is_idle
         self._thread = ThreadPoolExecutor(1, "write-profile")
         self._folder: str | None = None  # from start until it is written
         self._steps_left: int | None = None  # to collect until it ends by itself
@@ -37,12 +42,14 @@ class Profiling:
 
     @property
     def is_writing(self) -> bool:
-        """Whether `poll` will have news without anybody asking."""
+        """Whether the trace is being written, so that `after_turn` will have news."""
         return self._writing is not None
 
-    def start(self, command: StartProfile, num_in_flight: int) -> None:
-        """Records from now on, and answers; steps in flight began before, and don't count."""
-        self._answer(self._started(command, num_in_flight))
+    def start(self, command: StartProfile, num_in_flight: int) -> bool:
+        """Records from now on, and answers; steps in flight began before and don't count. False if it can't."""
+        answer = self._started(command, num_in_flight)
+        self._answer(answer)
+        return answer.ok
 
     def stop(self, number: int) -> None:
         """Ends the recording; answers when it is written, or at once that there is none."""
@@ -53,21 +60,23 @@ class Profiling:
         else:
             self._write(number)
 
-    def step_collected(self) -> None:
-        """Ends a profile that has seen its steps."""
-        if self._steps_left is not None:
+    def after_turn(self, collected: bool) -> bool:
+        """Ends a profile that has seen its steps, and answers once it is written; False if there is none any more."""
+        if collected and self._steps_left is not None:
             self._steps_left -= 1
             if self._steps_left == 0:
                 self._write(asked_by=None)
+        self._poll(IDLE_POLL_S if self._is_idle() else 0)
+        return self._folder is not None
 
-    def poll(self, wait_s: float) -> None:
-        """Finds out whether a profile is written, waiting at most `wait_s` seconds for that, and answers."""
+    def _poll(self, wait_s: float) -> None:
+        """Finds out whether the trace is written, waiting at most `wait_s` seconds for that."""
         if self._writing is None or not wait([self._writing], wait_s).done:
             return
         error, self._writing = self._writing.exception(), None
         if error is None:
             text, self._folder = self._folder or "", None
-        else:  # still there, so that whoever mends the cause can stop it again
+        else:  # it is kept, so that it can be stopped again once the cause is removed
             text = f"the profile can't be written to {self._folder!r}: {error}; mend that and stop it again"
         logger.log(logging.INFO if error is None else logging.ERROR, "profile: %s", text)
         if self._asked_by is not None:
@@ -92,4 +101,4 @@ class Profiling:
     def _write(self, asked_by: int | None) -> None:
         self._steps_left, self._asked_by = None, asked_by
         self._writing = self._thread.submit(self._engine.stop_profile)
-        self.poll(HEAD_START_S)
+        self._poll(HEAD_START_S)

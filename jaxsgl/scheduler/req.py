@@ -1,49 +1,74 @@
-"""`Req`: the scheduler's view of one sample of a request. Owns its lengths, output and state; nobody else moves them.
+"""`Req`: the scheduler's view of one sample of a request, and the states it goes through. Owns its lengths and output.
 
 known_ids  |=========== cached ===========|=== chunk ===|.........|
            0                       kv_len before    kv_len after   extend_to
-then one token a step: the token sampled last is stored (kv_len + 1) while the next one is sampled; or several steps in
-one launch. What is known is the prompt, and for a request that was retracted its output so far.
+
+Then one token a step: the token sampled last is stored (kv_len + 1) while the next one is sampled; or several steps in
+one launch. The known tokens are the prompt and, for a request that was retracted, its output so far.
+
+   .----------------- retract ------+------------------------------------.
+   v                                |                                    |
+WAITING ---admit---> EXTENDING -----'--last chunk launched---> RUNNING --'--stop, length---> FINISHED
+   |                     |                                        |                             ^
+   '------ abort --------'------------------ abort ---------------'-----------------------------'
+
+Only apply.py calls the methods that change a request.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
-from jaxsgl.cache.lease import Lease
-from jaxsgl.cache.pages import IntArray
+from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import MAX_SEED, FinishReason, Request
-from jaxsgl.scheduler.states import TRANSITIONS, State
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample
+
+
+class State(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # in the queue; holds nothing but what it has generated
+    EXTENDING = "extending"  # admitted; holds row and pages; a chunk is still to launch
+    RUNNING = "running"  # all its known tokens are launched; it decodes
+    FINISHED = "finished"  # ended; holds nothing
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.EXTENDING, State.FINISHED}),
+    State.EXTENDING: frozenset({State.RUNNING, State.WAITING, State.FINISHED}),
+    State.RUNNING: frozenset({State.WAITING, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
 
 
 class Req:
     """One sample of a request from its arrival to its end.
 
     Attributes:
-      request_id, index: of the request, as the front end knows it, and which of its samples this is.
-      key: both, its name among all of the scheduler's.
-      wants_scores: whether log-probabilities go into its replies.
+      request_id, index: the request as the front end knows it, and which of its samples this is.
+      key: both; unique in the scheduler.
+      wants_scores: whether its replies carry log-probabilities.
       is_featured: whether the featured program samples for it.
       leader: sample 0 of the same request, whose prompt it waits for; None for sample 0 itself.
-      prompt_ids: `[n]` int32; one array for all samples.
+      prompt_ids: `[n]` int32; one array shared by all samples.
       output_ids: tokens read from the device so far.
       max_new_tokens: tokens it may generate, capped by context and pool.
-      kv_len: tokens whose KV is stored, or will be by steps in flight.
+      kv_len: tokens whose KV is stored or will be stored by steps in flight.
       num_launched: sampled tokens that are read or in flight.
       extend_to: tokens known when it was admitted, all to be stored before it samples.
-      cached_tokens: prompt tokens found in the prefix cache when it was admitted to yield its first token.
-      lease_number: changes whenever it gets or gives back a lease: a step launched under another number yields
+      cached_tokens: prompt tokens found in the prefix cache when it was first admitted; 0 before that.
+      lease_number: changes whenever it gets or gives back a lease. A step that was launched under another number yields
         nothing for it any more.
-      prefilled: whether its whole prompt was launched once, so that its samples find it in the cache.
+      prefilled: whether its whole prompt was launched once, so that the other samples find it in the cache.
       priority: as the client sent it.
-      num_ahead: admissions before its arrival, and requests that waited then: so many may go before it in good order.
+      num_ahead: admissions before its arrival plus requests that waited then: as many may be admitted before it.
       lease: what it holds of the cache while EXTENDING or RUNNING.
     """
 
@@ -110,17 +135,17 @@ class Req:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The request and its sample, in words, for logs and reports of leaks."""
         return f"{self.request_id} (sample {self.index})"
 
     @property
     def may_start(self) -> bool:
-        """Whether nothing is gained by waiting: the leader's prompt is launched, so its pages can be shared."""
+        """Whether it may be admitted: the leader's prompt is launched, so its pages can be shared."""
         return self.leader is None or self.leader.prefilled or self.leader.state is State.FINISHED
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether it still computes the log-probabilities of its prompt: one of n samples does it for all."""
+        """Whether it still computes the log-probabilities of its prompt; sample 0 does so for all samples."""
         return self.sampling.prompt_logprobs is not None and self.leader is None and not self.output_ids
 
     @property
@@ -137,7 +162,7 @@ class Req:
 
     @property
     def extend_left(self) -> int:
-        """Known tokens that are not stored or in flight, while EXTENDING; 0 then."""
+        """Known tokens that are neither stored nor in flight; 0 once it runs."""
         return max(self.extend_to - self.kv_len, 0)
 
     @property
@@ -147,34 +172,40 @@ class Req:
 
     @property
     def max_kv_len(self) -> int:
-        """Tokens of KV that it can ever store: the last sampled token's is never needed."""
+        """Tokens of KV that it can ever store: the KV of the last sampled token is never needed."""
         return self.prompt_len + self.max_new_tokens - 1
 
     @property
+    def needs_page(self) -> bool:
+        """Whether its next token needs a page more than its lease has."""
+        assert self.lease is not None
+        return self.kv_len >= self.lease.num_tokens
+
+    @property
     def num_left(self) -> int:
-        """Tokens that it may generate besides those that are read or in flight."""
+        """Tokens that it may still generate, besides those that are read or in flight."""
         return self.max_new_tokens - self.num_launched
 
     @property
     def can_launch(self) -> bool:
-        """Whether another decode step makes sense, for all that is known without reading tokens."""
+        """Whether it may decode another token, as far as is known before the tokens in flight are read."""
         return self.state is State.RUNNING and self.num_launched < self.max_new_tokens
 
     def stored_ids(self) -> IntArray:
-        """Token ids whose KV is stored or in flight and whose values are known: what may be shared."""
+        """Known token ids whose KV is stored or in flight: what may be shared."""
         return self.known_ids[: self.kv_len]
 
     def targets(self, start: int, stop: int) -> IntArray | None:
         """`[stop - start]` the prompt token behind each of a chunk's tokens, if its log-probability is wanted.
 
-        Nothing is known to stand behind the last one: a 0, whose score nobody reads.
+        The token behind the last one is not known yet: 0 stands for it, and its score is not used.
         """
         return np.append(self.prompt_ids, np.int32(0))[start + 1 : stop + 1] if self.scores_prompt else None
 
     def edit_setup(self, vocab_size: int) -> IntArray | None:
-        """What the device must know before it samples, `sampling.row_setup`, if the request edits logits.
+        """What the device must know before it samples (see `row_setup`), if the request edits logits.
 
-        Made of ids that the host knows, so it serves a request that starts over as well.
+        It is made of ids that the host knows, so it also serves a request that starts over after a retraction.
         """
         if not self.sampling.edits_logits or self.lease is None:
             return None
@@ -182,7 +213,7 @@ class Req:
         return row_setup(self.lease.row, edits, token_counts(self.prompt_ids, self.output_ids, vocab_size))
 
     def admit(self, lease: Lease, cached_tokens: int) -> None:
-        """Takes what it needs to run."""
+        """Takes its lease, of which the first `cached_tokens` tokens are cached."""
         self._move(State.EXTENDING)
         self.lease = lease
         self.kv_len = cached_tokens
@@ -192,7 +223,7 @@ class Req:
         self.lease_number += 1
 
     def launch_chunk(self, num_tokens: int) -> None:
-        """`num_tokens` more of the prompt are in flight."""
+        """Counts `num_tokens` more known tokens as in flight; with the last of them it runs."""
         self.kv_len += num_tokens
         if self.kv_len == self.extend_to:
             self._move(State.RUNNING)
@@ -200,12 +231,12 @@ class Req:
             self.num_launched = len(self.output_ids) + 1
 
     def launch_decode(self, num_tokens: int = 1) -> None:
-        """`num_tokens` more tokens are in flight."""
+        """Counts `num_tokens` more sampled tokens as in flight."""
         self.kv_len += num_tokens
         self.num_launched += num_tokens
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Takes one token that was read from the device; says whether, and why, it is the last."""
+        """Takes one token that was read from the device; returns why the request ends with it, if it does."""
         self.output_ids.append(token_id)
         if token_id in self.stop_ids:
             return FinishReason.STOP
@@ -214,8 +245,8 @@ class Req:
         return None
 
     def take(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Takes tokens up to the last one, if it is among them: what follows means nothing. Those, and why it ended."""
-        if len(token_ids) == 1:  # nearly always: this runs for each request in each step
+        """Takes `token_ids` up to the one that ends the request; returns those taken, and why it ended if it did."""
+        if len(token_ids) == 1:  # the common case, for each request in each step
             return token_ids, self.append(token_ids[0])
         for count, token_id in enumerate(token_ids, 1):
             reason = self.append(token_id)
@@ -224,18 +255,18 @@ class Req:
         return token_ids, None
 
     def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Takes those of the prompt tokens behind positions start, start + 1, ..., and not that of the output."""
+        """Takes the log-probabilities of the prompt tokens behind positions start, start + 1, and so on."""
         self._prompt_logprobs += logprobs[: self.prompt_len - 1 - start]
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """All of them, once, with the first token."""
+        """Hands over the log-probabilities of the whole prompt, once, with the first token."""
         if self.sampling.prompt_logprobs is None or self.leader is not None or len(self.output_ids) != 1:
             return None
         taken, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         return taken
 
     def retract(self) -> Lease:
-        """Back to the queue, with its output so far; hands over what it held. What is in flight is lost."""
+        """Goes back to waiting with its output so far; returns its lease. Its tokens in flight are dropped."""
         self._move(State.WAITING)
         lease, self.lease = self.lease, None
         assert lease is not None
@@ -244,7 +275,7 @@ class Req:
         return lease
 
     def finish(self) -> Lease | None:
-        """Ends it, and hands over what it held."""
+        """Ends it; returns its lease, if it held one."""
         self._move(State.FINISHED)
         self.lease_number += 1
         lease, self.lease = self.lease, None

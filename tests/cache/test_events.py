@@ -5,12 +5,10 @@ import hashlib
 import numpy as np
 
 from jaxsgl.cache.events import page_hashes
-from jaxsgl.cache.lease import Lease
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.cache.naive import NaiveCache
-from jaxsgl.cache.pages import IntArray
+from jaxsgl.cache.pages import IntArray, Lease, PageTable
+from jaxsgl.cache.prefix import NaiveCache
 from jaxsgl.cache.radix import RadixCache
-from jaxsgl.cache.table import PageTable
 
 
 class Heard:

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.cache.naive import NaiveCache
-from jaxsgl.cache.pages import IntArray
+from jaxsgl.cache.pages import IntArray, PageTable
+from jaxsgl.cache.prefix import NaiveCache
 from jaxsgl.cache.radix import RadixCache
-from jaxsgl.cache.table import PageTable
 
 
 def manager(num_pages: int = 12, page_size: int = 4, rows: int = 3, radix: bool = True) -> CacheManager:

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.cache.pages import pages_for
+from jaxsgl.cache.pages import PageTable, pages_for
 from jaxsgl.cache.radix import RadixCache
-from jaxsgl.cache.table import PageTable
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.forecast import Forecast
 from jaxsgl.scheduler.req import Req

@@ -1,0 +1,272 @@
+"""`Applier`: carries plans out. The only code that moves lengths, leases and states of requests. Decides nothing.
+
+    apply(plan) -> StepInputs     retract, preempt, admit, allocate pages, move lengths, build the batch
+    share_prefixes(plan)          gives the pages that the step computes to the prefix cache
+    collect(tokens)               what the oldest step in flight yields
+
+scheduler.py calls it. `InFlightStep` says which requests get the tokens of a launched step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.build import Work
+from jaxsgl.batch.engine_api import StepScores, TokenScores
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.cache.pages import IntArray
+from jaxsgl.messages import TokenLogprob
+from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
+from jaxsgl.scheduler.req import Req, State
+
+
+class Builder(Protocol):
+    """Makes padded batches; `BatchBuilder` is the real one."""
+
+    def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepInputs:
+        """One token for each row `[S]`, stored at `positions [S]`; or `steps [S]` from there on, in several steps."""
+        ...
+
+    def extend(self, works: Sequence[Work]) -> StepInputs:
+        """Several tokens for each of `works`."""
+        ...
+
+
+MakeBuilder: TypeAlias = Callable[[BucketSet, IntArray, SamplingRows, int], Builder]  # as `BatchBuilder.__init__`
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredChunk:
+    """Tokens first .. first + count - 1 of a step are `req`'s from position `start` on, and their scores are wanted."""
+
+    req: Req
+    lease_number: int
+    first: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A step that is launched and not collected.
+
+    Attributes:
+      reqs: the requests of the batch, in its order.
+      lease_numbers: their lease numbers at the launch.
+      silent: requests whose chunk isn't their last, so that its token means nothing.
+      scored: chunks whose prompt tokens are scored.
+    """
+
+    reqs: Sequence[Req]
+    lease_numbers: Sequence[int]
+    silent: frozenset[Req] = frozenset()
+    scored: Sequence[ScoredChunk] = ()
+
+    def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:
+        """(place in the batch, request, its tokens) of each request that waits for tokens of this step.
+
+        A request that has ended or was retracted since the launch is left out, also if it ended with an earlier one of
+        these. `tokens` are `[..., num_seqs]`; those behind the one that ends a request are included.
+        """
+        by_request = zip(*tokens.reshape(-1, len(self.reqs)).tolist(), strict=True)
+        for place, (req, number, ids) in enumerate(zip(self.reqs, self.lease_numbers, by_request, strict=True)):
+            if req.lease_number == number and req not in self.silent:
+                yield place, req, ids
+
+    def take_prompt_scores(self, scores: StepScores) -> None:
+        """Gives the log-probabilities of scored chunks to their requests."""
+        for chunk in self.scored:
+            num_top = chunk.req.sampling.prompt_logprobs
+            assert scores.prompt is not None and num_top is not None
+            if chunk.req.lease_number == chunk.lease_number:
+                of_chunk = token_logprobs(scores.prompt, chunk.first, chunk.count, num_top)
+                chunk.req.add_prompt_logprobs(chunk.start, of_chunk)
+
+
+class Applier:
+    """Carries plans out on `state`.
+
+    Args:
+      state: the scheduler's state.
+      builder: makes the batches.
+      sampling: sampling parameters by row, which the builder reads.
+    """
+
+    def __init__(self, state: SchedulerState, builder: Builder, sampling: SamplingRows) -> None:
+        self._state = state
+        self._cache = state.cache
+        self._requests = state.requests
+        self._builder = builder
+        self._sampling = sampling
+        self._in_flight: deque[InFlightStep] = deque()
+
+    def apply(self, plan: StepPlan) -> StepInputs | None:
+        """Does what `plan` says; returns the batch to launch, if there is one. It counts as launched."""
+        state = self._state
+        for req in (*plan.retract, *plan.preempt):
+            self.take_back(req)
+        if plan.out_of_pages:
+            state.ratio.retracted(state.requests.admitted.values())
+        elif plan.decodes:
+            state.ratio.decoded(plan.num_steps)
+        state.admission_closed, state.blocked = plan.admission_closed, plan.blocked
+        for admission in plan.admit:
+            self._admit(admission)
+        if plan.chunks:
+            return self._extend(plan)
+        return self._decode(plan) if plan.decodes else None
+
+    def share_prefixes(self, plan: StepPlan) -> None:
+        """Gives the full pages of all chunks to the prefix cache.
+
+        After the whole batch is built: none of its requests may count on KV that the same batch computes.
+        """
+        for chunk in plan.chunks:
+            assert chunk.req.lease is not None
+            self._cache.share(chunk.req.lease, chunk.req.stored_ids())
+
+    def collected(self) -> InFlightStep:
+        """The oldest step in flight, which has ended."""
+        state = self._state
+        state.steps_in_flight -= 1
+        if state.latency is not None:
+            state.latency.collected()
+        return self._in_flight.popleft()
+
+    def take_back(self, req: Req) -> None:
+        """Moves a running request to the head of the queue; its pages come free at once."""
+        self._cache.drop(req.retract())
+        self._requests.moved(req)
+        self._state.totals.retractions += 1
+
+    def end(self, req: Req) -> None:
+        """Ends a request in whatever state it is; what it computed stays in the prefix cache."""
+        stored = req.stored_ids()
+        lease = req.finish()
+        self._requests.moved(req)
+        if lease is not None:
+            self._cache.release(lease, stored)
+            self._state.admission_closed = False
+        if not self._requests.admitted:
+            self._state.ratio.reset()
+
+    def _admit(self, admission: Admission) -> None:
+        req, state = admission.req, self._state
+        match = self._cache.match(req.matchable_ids)
+        lease = self._cache.acquire(match, req.name)
+        assert lease.num_tokens == admission.cached_tokens, f"{req.name}: the cache changed since the plan"
+        req.admit(lease, admission.cached_tokens)
+        self._requests.moved(req)
+        state.num_admitted += 1
+        state.totals.prompt_tokens += req.prompt_len
+        state.totals.cached_prompt_tokens += req.cached_tokens
+
+    def _extend(self, plan: StepPlan) -> StepInputs:
+        works: list[Work] = []
+        scored: list[ScoredChunk] = []
+        first = 0
+        for chunk in plan.chunks:
+            req, start = chunk.req, chunk.req.kv_len
+            works.append(self._extend_one(chunk))
+            if req.scores_prompt:
+                scored.append(ScoredChunk(req, req.lease_number, first, chunk.num_tokens, start))
+            first += chunk.num_tokens
+        works += [self._decode_one(req) for req in plan.decodes]
+        inputs = self._builder.extend(works)
+        silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
+        reqs = [*(chunk.req for chunk in plan.chunks), *plan.decodes]
+        self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs], silent, scored))
+        if self._state.latency is not None:
+            kv_tokens = sum(work.start + len(work.token_ids) for work in works)
+            pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
+            self._state.latency.launched(inputs.bucket, kv_tokens, pairs)
+        self._state.extended_last = True
+        return inputs
+
+    def _decode(self, plan: StepPlan) -> StepInputs:
+        reqs, several = plan.decodes, plan.num_steps > 1
+        counts = [min(plan.num_steps, req.num_left) for req in reqs] if several else [1] * len(reqs)
+        rows: list[int] = []
+        positions: list[int] = []
+        for req, count in zip(reqs, counts, strict=True):
+            lease, start = req.lease, req.kv_len
+            assert lease is not None
+            rows.append(lease.row)
+            positions.append(start)
+            if start + count > lease.num_tokens:
+                self._cache.grow(lease, start + count)
+            req.launch_decode(count)
+            if not req.can_launch:
+                self._requests.moved(req)
+        rows_S, positions_S = np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32)
+        steps_S = np.array(counts, dtype=np.int32)
+        inputs = self._builder.decode(rows_S, positions_S, steps_S if several else None)
+        self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs]))
+        if self._state.latency is not None:
+            kv_tokens = int((steps_S * (2 * positions_S + steps_S + 1)).sum()) // 2
+            self._state.latency.launched(inputs.bucket, kv_tokens, 0.0)
+        self._state.extended_last = False
+        return inputs
+
+    def _extend_one(self, chunk: Chunk) -> Work:
+        req, start = chunk.req, chunk.req.kv_len
+        assert req.lease is not None
+        self._cache.grow(req.lease, start + chunk.num_tokens)
+        token_ids = req.known_ids[start : start + chunk.num_tokens]
+        req.launch_chunk(chunk.num_tokens)
+        self._requests.moved(req)
+        last = req.state is State.RUNNING
+        setup = req.edit_setup(self._state.capacity.vocab_size) if last else None
+        if last:
+            self._sampling.set(req.lease.row, req.sampling, req.seed)
+        return Work(req.lease.row, token_ids, start, last, req.targets(start, req.kv_len), setup)
+
+    def _decode_one(self, req: Req) -> Work:
+        """One token in a mixed step."""
+        assert req.lease is not None
+        row, start = req.lease.row, req.kv_len
+        self._cache.grow(req.lease, start + 1)
+        req.launch_decode()
+        if not req.can_launch:
+            self._requests.moved(req)
+        return Work(row, np.array([~row], dtype=np.int32), start, True)
+
+    def _launched(self, inputs: StepInputs, step: InFlightStep) -> None:
+        self._in_flight.append(step)
+        self._state.steps_in_flight += 1
+        totals, blocked = self._state.totals, self._state.blocked
+        totals.steps += 1
+        totals.short_of_tokens += blocked is NoRoom.TOKENS
+        totals.short_of_rows += blocked is NoRoom.ROWS
+        totals.short_of_chunk += blocked is NoRoom.CHUNK
+        if inputs.bucket.kind == "decode":
+            totals.decode_rows += inputs.num_tokens
+            totals.decode_rows_padded += inputs.bucket.padded_tokens
+        else:
+            totals.extend_tokens += inputs.num_tokens
+            totals.extend_tokens_padded += inputs.bucket.num_tokens
+
+
+def token_logprobs(scores: TokenScores, first: int, count: int, num_top: int) -> list[TokenLogprob]:
+    """Entries first .. first + count - 1 of `scores`, each with its `num_top` most likely tokens."""
+    part = slice(first, first + count)
+    ids, logprobs = scores.top_ids[part, :num_top].tolist(), scores.top_logprobs[part, :num_top].tolist()
+    tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids, logprobs, strict=True))
+    return [TokenLogprob(*pair) for pair in zip(scores.logprobs[part].tolist(), tops, strict=True)]
+
+
+def sampled_logprob(req: Req, place: int, scores: StepScores) -> TokenLogprob | None:
+    """The log-probability of the token at `place` of the batch, if `req` wants it."""
+    if req.sampling.logprobs is None:
+        return None
+    assert scores.sampled is not None, f"{req.key} wants log-probabilities, but its step has none"
+    (logprob,) = token_logprobs(scores.sampled, place, 1, req.sampling.logprobs)
+    return logprob

@@ -1,0 +1,359 @@
+"""What a step may take: tokens that it extends, and pages, now and until the running requests have ended.
+
+`TokenBudget` is used up by chunks. `Ledger` answers what-if questions about the pool (lock a match, take n pages, give
+back what a request holds) without touching the cache. `NewTokenRatio` and `Forecast` tell how many pages must be held
+for running requests. Values and arithmetic; called by plan.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.cache.manager import CacheManager
+from jaxsgl.cache.pages import Lease, pages_before_ends, sums_from
+from jaxsgl.cache.prefix import Peek, Span
+from jaxsgl.scheduler.req import Req
+
+CLIP_TOKENS = 4096  # more of a request's max_tokens is not reserved; retraction covers the rest
+FIRST_RATIO = 0.7
+LEAST_SHARE = 0.14  # of the first ratio
+DECAY_STEPS = 600
+STEP_COST_TOKENS = 128  # what a step costs besides its tokens (weights to read, a launch), in tokens
+TOKENS_AHEAD = 20  # tokens for which each request shall find room after a retraction
+
+
+class PageCount(NamedTuple):
+    """Pages of the pool that a request could get: on the free list, and in the prefix cache without a lock."""
+
+    free: int
+    evictable: int
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """What a request holds of the pool, or would hold if it was admitted.
+
+    Attributes:
+      req: the request.
+      kv_len: tokens whose KV is stored or in flight.
+      extend_to: known tokens.
+      num_launched: sampled tokens that are read or in flight.
+      num_pages: pages that it holds.
+      num_shared: of those, pages of the prefix cache.
+      prefix: of a request that is not admitted yet, the cached prefix that it would lock.
+    """
+
+    req: Req
+    kv_len: int
+    extend_to: int
+    num_launched: int
+    num_pages: int
+    num_shared: int
+    prefix: Peek | None
+
+    @classmethod
+    def held(cls, req: Req) -> Claim:
+        """What the admitted `req` holds."""
+        lease = req.lease
+        assert lease is not None
+        return cls(req, req.kv_len, req.extend_to, req.num_launched, lease.num_pages, lease.num_shared, None)
+
+    @classmethod
+    def planned(cls, req: Req, prefix: Peek, cache: CacheManager) -> Claim:
+        """What the waiting `req` would hold right after its admission."""
+        known, num_pages = req.prompt_len + len(req.output_ids), prefix.num_pages
+        return cls(req, cache.tokens_of(num_pages), known, len(req.output_ids), num_pages, num_pages, prefix)
+
+    @property
+    def extend_left(self) -> int:
+        """Known tokens that are neither stored nor in flight."""
+        return max(self.extend_to - self.kv_len, 0)
+
+    @property
+    def tokens_to_come(self) -> int:
+        """Output tokens that it may still store, clipped."""
+        return min(max(self.req.max_new_tokens - self.num_launched, 0), CLIP_TOKENS)
+
+
+class _NodeLocks:
+    """The locks on one node of the prefix cache after some what-ifs.
+
+    Attributes:
+      whole: locks that were there and still are; each holds all pages of the node.
+      depths: leading pages that each new lock holds.
+    """
+
+    __slots__ = ("depths", "whole")
+
+    def __init__(self, locks: int) -> None:
+        self.whole = locks
+        self.depths: list[int] = []
+
+    @property
+    def deepest(self) -> int:
+        """Leading pages that new locks hold."""
+        return max(self.depths, default=0)
+
+
+class Ledger:
+    """The pages of the pool after what-ifs: locks, pages taken, requests that gave theirs back.
+
+    Attributes:
+      free, evictable: as in `PageCount`, after all what-ifs so far.
+    """
+
+    __slots__ = ("_cache", "_locks", "evictable", "free")
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._locks: dict[object, _NodeLocks] = {}
+        self.free = cache.num_free
+        self.evictable = cache.prefixes.num_evictable
+
+    @property
+    def available(self) -> int:
+        """Pages that could be taken now."""
+        return self.free + self.evictable
+
+    @property
+    def count(self) -> PageCount:
+        """The pages that are left."""
+        return PageCount(self.free, self.evictable)
+
+    def take(self, num_pages: int) -> None:
+        """Takes pages off the free list, and evicts where they don't suffice."""
+        self.free -= num_pages
+        if self.free < 0:
+            self.evictable += self.free
+            self.free = 0
+        assert self.evictable >= 0, "more pages are planned than there are"
+
+    def lock(self, prefix: Peek) -> None:
+        """Locks the prefix of a request that is to be admitted."""
+        for span in prefix.spans:
+            locks = self._locks_on(span)
+            before = locks.deepest
+            locks.depths.append(span.num_pages)
+            if not locks.whole:
+                self.evictable -= locks.deepest - before
+
+    def unlock(self, prefix: Peek) -> None:
+        """Takes `lock` back."""
+        for span in prefix.spans:
+            locks = self._locks_on(span)
+            before = locks.deepest
+            locks.depths.remove(span.num_pages)
+            if not locks.whole:
+                self.evictable += before - locks.deepest
+
+    def give_back(self, lease: Lease) -> None:
+        """Frees the pages that an admitted request owns and unlocks its prefix."""
+        self.free += lease.num_pages - lease.num_shared
+        for span in self._cache.prefixes.spans(lease.handle):
+            locks = self._locks_on(span)
+            locks.whole -= 1
+            if not locks.whole:
+                self.evictable += span.num_pages - locks.deepest
+
+    def num_exclusive(self, claim: Claim) -> int:
+        """Pages that no request holds besides that of `claim`: those that its end frees or makes evictable."""
+        if claim.prefix is not None:
+            return sum(self._exclusive_to_new_lock(span) for span in claim.prefix.spans)
+        lease = claim.req.lease
+        assert lease is not None
+        if not self._locks:
+            return self._cache.num_exclusive(lease)
+        spans = self._cache.prefixes.spans(lease.handle)
+        return lease.num_pages - lease.num_shared + sum(self._exclusive_to_old_lock(span) for span in spans)
+
+    def _exclusive_to_new_lock(self, span: Span) -> int:
+        locks = self._locks[span.node]
+        others = locks.depths.copy()
+        others.remove(span.num_pages)
+        return 0 if locks.whole else max(span.num_pages - max(others, default=0), 0)
+
+    def _exclusive_to_old_lock(self, span: Span) -> int:
+        locks = self._locks.get(span.node)
+        if locks is None:
+            return span.num_pages if span.locks == 1 else 0
+        return span.num_pages - locks.deepest if locks.whole == 1 else 0
+
+    def _locks_on(self, span: Span) -> _NodeLocks:
+        locks = self._locks.get(span.node)
+        if locks is None:
+            locks = self._locks[span.node] = _NodeLocks(span.locks)
+        return locks
+
+
+class NewTokenRatio:
+    """The share of their max_tokens that running requests are expected to use (SGLang's new_token_ratio).
+
+    Most requests end long before their max_tokens, so reserving all of it would leave the pool half empty. The ratio
+    begins high, falls with every decode step that finds its pages, and is set anew by what a retraction shows. apply.py
+    moves it.
+
+    Args:
+      conservativeness: scales the first ratio; 1 is SGLang's default.
+    """
+
+    def __init__(self, conservativeness: float) -> None:
+        self._first = min(FIRST_RATIO * conservativeness, 1.0)
+        self._least = LEAST_SHARE * self._first
+        self._step = (self._first - self._least) / DECAY_STEPS
+        self.value = self._first
+
+    def decoded(self, num_steps: int = 1) -> None:
+        """Lowers the ratio after `num_steps` decode steps that found all their pages."""
+        self.value = max(self.value - num_steps * self._step, self._least)
+
+    def retracted(self, running: Iterable[Req]) -> None:
+        """Sets the ratio by the requests that go on after pages ran out."""
+        reqs = list(running)
+        done = sum(len(req.output_ids) for req in reqs)
+        most = sum(req.max_new_tokens for req in reqs)
+        self.value = min((done + TOKENS_AHEAD * len(reqs)) / (most + 1), 1.0)
+
+    def reset(self) -> None:
+        """Begins anew: no request runs, so what was learnt says nothing about the next ones."""
+        self.value = self._first
+
+
+def pages_held_for(reqs: Iterable[Req], ratio: float, cache: CacheManager) -> int:
+    """Pages held for admitted requests: for all that is left to extend of each, and for its share of output."""
+    pages_for, total = cache.pages_for, 0
+    for req in reqs:
+        assert req.lease is not None
+        to_come = min(max(req.max_new_tokens - req.num_launched, 0), CLIP_TOKENS)
+        if not req.sampling.ignore_eos:
+            to_come = math.ceil(to_come * ratio)
+        total += max(pages_for(max(req.kv_len, req.extend_to) + to_come) - req.lease.num_pages, 0)
+    return total
+
+
+def pages_to_come(claim: Claim, num_tokens: int, cache: CacheManager) -> int:
+    """Pages that the request takes until it has stored all that is known of it, and `num_tokens` tokens more."""
+    return max(cache.pages_for(claim.kv_len + claim.extend_left + num_tokens) - claim.num_pages, 0)
+
+
+class Forecast:
+    """Whether the pool suffices until requests that run to their max_tokens have ended.
+
+    Exact, since requests that ignore EOS are known to go on. Made for one step: nothing that the claims hold changes
+    while it is used, apart from what `ledger` is told.
+
+    Args:
+      claims: of all admitted requests.
+      ledger, cache: the pool.
+    """
+
+    def __init__(self, claims: Sequence[Claim], ledger: Ledger, cache: CacheManager) -> None:
+        self._cache = cache
+        self._ledger = ledger
+        self._claims = list(claims)
+        self._table = self._rows(self._claims)
+
+    def add(self, claim: Claim) -> None:
+        """Counts the request of `claim` as admitted."""
+        self._claims.append(claim)
+        self._table = np.concatenate((self._table, self._rows([claim])))
+
+    def fits(self, claim: Claim) -> bool:
+        """Whether the pool suffices until the last request has ended, if that of `claim`, whose prefix is locked, runs too.
+
+        Between two ends each request grows by the same number of tokens, so the pool is tightest right before an end.
+        The pages of a request come free at its end; those that it shares with other requests only when no other lock
+        holds them.
+        """
+        if claim.num_shared:  # requests with the same prefix no longer hold it alone
+            self._table = self._rows(self._claims)
+        table = np.concatenate((self._table, self._rows([claim])))
+        steps, known, held, exclusive = table[np.argsort(table[:, 0], kind="stable")].T
+        freed = np.cumsum(exclusive) - exclusive
+        needed = pages_before_ends(steps, known, self._cache.page_size) - sums_from(held)
+        return bool((needed <= self._ledger.available + freed).all())
+
+    def _rows(self, claims: Iterable[Claim]) -> npt.NDArray[np.int64]:
+        """`[n, 4]` steps until its end, tokens that it knows now, pages that it has, pages that its end sets free."""
+        rows = []
+        for claim in claims:
+            known = claim.kv_len + claim.extend_left
+            exclusive = self._ledger.num_exclusive(claim)
+            rows.append((claim.req.max_kv_len - known, known, claim.num_pages, exclusive))
+        return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+class TokenBudget:
+    """What one extend step may hold: tokens, and seconds for their attention.
+
+    Args:
+      num_tokens: tokens that the step may extend.
+      seconds: that the attention of its chunks may take.
+      kv_token_s, pair_s: seconds per token of KV read, and per pair of tokens that attend.
+    """
+
+    def __init__(
+        self, num_tokens: int, seconds: float = math.inf, kv_token_s: float = 0.0, pair_s: float = 0.0
+    ) -> None:
+        self.num_tokens = num_tokens
+        self._seconds = seconds
+        self._kv_token_s = kv_token_s
+        self._pair_s = pair_s
+
+    def longest_chunk(self, start: int, before: int = 0) -> int:
+        """Tokens that a chunk at position `start` may have, instead of the `before` tokens that it has."""
+        seconds = self._seconds + self._attention(start, before)
+        if seconds == math.inf:
+            return before + self.num_tokens
+        left = seconds - self._kv_token_s * start
+        if left <= 0:
+            return 0
+        square, linear = self._pair_s / 2, self._kv_token_s + self._pair_s * start
+        divisor = linear + math.sqrt(linear * linear + 4 * square * left)
+        most = before + self.num_tokens
+        return min(int(2 * left / divisor), most) if divisor > 2 * left / (most + 1) else most
+
+    def take(self, start: int, before: int, count: int) -> None:
+        """Gives a chunk at position `start` `count` tokens instead of `before`."""
+        self.num_tokens -= count - before
+        self._seconds -= self._attention(start, count) - self._attention(start, before)
+
+    def _attention(self, start: int, count: int) -> float:
+        if not count:
+            return 0.0
+        return self._kv_token_s * (start + count) + self._pair_s * count * (start + count / 2)
+
+
+def fair_shares(wanted: Sequence[int], budget: int) -> list[int]:
+    """Shares `budget` max-min fairly: a share is below what is wanted only if no share is much larger."""
+    shares = [0] * len(wanted)
+    left = budget
+    for rank, i in enumerate(sorted(range(len(wanted)), key=lambda i: wanted[i])):
+        shares[i] = min(wanted[i], left // (len(wanted) - rank))
+        left -= shares[i]
+    return shares
+
+
+def without_much_padding(num_tokens: int, sizes: Sequence[int], can_shed: int) -> int:
+    """Tokens that a step should extend instead of `num_tokens`, if up to `can_shed` may come in the next step.
+
+    Sheds the tail over the next smaller bucket where two steps cost less than the padding of one: step cost is taken
+    as proportional to padded tokens plus a constant.
+
+    Args:
+      num_tokens: what the budget allows.
+      sizes: T of the extend buckets, ascending.
+      can_shed: tokens of the last chunk, less the least that it must keep.
+    """
+    padded = next(size for size in sizes if size >= num_tokens)
+    smaller = max((size for size in sizes if size < num_tokens), default=0)
+    shed = num_tokens - smaller
+    if not smaller or shed > can_shed:
+        return num_tokens
+    rest = next(size for size in sizes if size >= shed)
+    return smaller if smaller + rest + STEP_COST_TOKENS < padded else num_tokens

@@ -1,0 +1,257 @@
+"""`Control`: what operators order besides requests: ping, pause, flush, profile, watch the cache, dump the state.
+
+`handle(command)` does at once what can be done at once, and files the rest in one list of orders, which is normally empty.
+`after_turn` advances those orders and returns the news of this turn: one answer for each command that is done. loop.py
+calls it only while there is something to do, so a turn without orders passes none of this code. A command that fails is
+answered with the reason; the loop goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from jaxsgl.batch.engine_api import StepEngine
+from jaxsgl.cache.events import page_hashes
+from jaxsgl.cache.manager import CacheManager
+from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
+from jaxsgl.messages import (
+    Answer,
+    CacheCleared,
+    CacheEvent,
+    CacheEvents,
+    Command,
+    ContinueGeneration,
+    DumpState,
+    FlushCache,
+    News,
+    PagesRemoved,
+    PagesStored,
+    PauseGeneration,
+    PauseMode,
+    Ping,
+    StartProfile,
+    StopProfile,
+    WatchCache,
+)
+from jaxsgl.scheduler.inspection import LeakCheck, dump_state
+from jaxsgl.scheduler.profiling import Profiling
+from jaxsgl.scheduler.scheduler import Scheduler
+
+
+class Order(Protocol):
+    """An order that takes some turns of the loop."""
+
+    def after_turn(self, collected: bool) -> bool:
+        """Advances it after a turn, in which a step was `collected` or not; False once it is done."""
+        ...
+
+
+class Control:
+    """Carries out commands between two steps.
+
+    Args:
+      scheduler, engine: what the commands are about.
+      leak_check: looks for leaks.
+      clock: gives seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: StepEngine,
+        leak_check: LeakCheck,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._leak_check = leak_check
+        self._clock = clock
+        self._orders: list[Order] = []
+        self._news: list[News] = []
+        self._journal: CacheJournal | None = None  # once the cache is watched
+        self._profiling = Profiling(engine, self._news_append, lambda: scheduler.is_idle)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether `after_turn` has something to do."""
+        return bool(self._orders or self._news or self._journal)
+
+    @property
+    def is_polling(self) -> bool:
+        """Whether `after_turn` will have news although no message comes, so that the loop must not block."""
+        return self._profiling.is_writing
+
+    def handle(self, command: Command) -> None:
+        """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""
+        match command:
+            case Ping(number):
+                self._news.append(Answer(number, True))
+            case FlushCache():
+                self._begin(_Flush(command, self._scheduler, self._clock, self._news_append))
+            case PauseGeneration():
+                self._pause(command)
+            case ContinueGeneration(number):
+                self._resume(number)
+            case DumpState(number, check):
+                self._news.append(Answer(number, True, self._dump(check)))
+            case StartProfile():
+                started = self._profiling.start(command, self._scheduler.state.steps_in_flight)
+                if started and self._profiling not in self._orders:
+                    self._orders.append(self._profiling)
+            case StopProfile(number):
+                self._profiling.stop(number)
+            case WatchCache(number):
+                self._watch(number)
+
+    def after_turn(self, collected: bool) -> list[News]:
+        """Advances all orders after a turn of the loop, in which a step was `collected` or not; returns the news."""
+        self._orders = [order for order in self._orders if order.after_turn(collected)]
+        self._tell_cache_events()
+        news, self._news = self._news, []
+        return news
+
+    def _news_append(self, news: News) -> None:
+        self._news.append(news)
+
+    def _begin(self, order: Order) -> None:
+        if order.after_turn(False):
+            self._orders.append(order)
+
+    def _pause(self, command: PauseGeneration) -> None:
+        """Launches nothing from now on, so this turn collects the step in flight. May come again, with another mode."""
+        if command.mode is PauseMode.ABORT:
+            self._scheduler.abort_all()
+        self._scheduler.pause()
+        self._orders.insert(0, _Pause(command, self._scheduler, self._news_append))  # before flushes that wait for it
+
+    def _resume(self, number: int) -> None:
+        """Launches again, whether it was paused or not. A pause of the same turn has failed."""
+        for order in [order for order in self._orders if isinstance(order, _Pause)]:
+            self._orders.remove(order)
+            text = "generation was continued before the step in flight was read"
+            self._news.append(Answer(order.command.number, False, text))
+        self._scheduler.resume()
+        self._news.append(Answer(number, True))
+
+    def _dump(self, check: bool) -> str:
+        scheduler = self._scheduler
+        state = dump_state(scheduler.state, scheduler.is_paused, scheduler.last_plan)
+        if check:
+            state["leaks"] = self._leak_check.run()
+        state["leaks_total"] = self._leak_check.num_leaks
+        return msgspec.json.encode(state).decode()
+
+    def _watch(self, number: int) -> None:
+        if self._journal is None:
+            self._journal = CacheJournal(self._scheduler.cache)
+        self._tell_cache_events()  # the snapshot holds them already
+        self._news.append(CacheEvents(self._journal.snapshot(), number))
+
+    def _tell_cache_events(self) -> None:
+        events = self._journal.take() if self._journal is not None else []
+        if events:
+            self._news.append(CacheEvents(events))
+
+
+class _Pause:
+    """A pause of generation, as trainers order it to change the weights; complete once no step is in flight."""
+
+    def __init__(self, command: PauseGeneration, scheduler: Scheduler, tell: Callable[[News], None]) -> None:
+        self.command = command
+        self._scheduler = scheduler
+        self._tell = tell
+
+    def after_turn(self, collected: bool) -> bool:
+        """Completes the pause: this turn has launched nothing and collected the step that was in flight."""
+        if self.command.mode is PauseMode.RETRACT:
+            self._scheduler.retract_all()
+        self._tell(Answer(self.command.number, True))
+        return False
+
+
+class _Flush:
+    """A flush of the prefix cache: at once if no request uses it, or when the last one has ended.
+
+    New requests are admitted meanwhile; to drain a server, its operator keeps them away.
+    """
+
+    def __init__(
+        self,
+        command: FlushCache,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
+        tell: Callable[[News], None],
+    ) -> None:
+        self._number = command.number
+        self._deadline_s = clock() + command.timeout_s
+        self._scheduler = scheduler
+        self._clock = clock
+        self._tell = tell
+
+    def after_turn(self, collected: bool) -> bool:
+        """Flushes if nothing is in the way; gives up at the deadline, or if generation is paused and no request ends."""
+        obstacle = self._obstacle()
+        if obstacle is not None and not self._scheduler.is_paused and self._clock() < self._deadline_s:
+            return True
+        if obstacle is None:
+            self._scheduler.flush_cache()
+        self._tell(Answer(self._number, obstacle is None, obstacle or ""))
+        return False
+
+    def _obstacle(self) -> str | None:
+        """Waiting requests hold no pages, but will at the next step, unless generation is paused."""
+        waiting, running = self._scheduler.num_waiting, self._scheduler.num_running
+        if self._scheduler.is_paused:
+            if not running:
+                return None
+            return f"generation is paused, and {running} requests hold pages: pause in the mode retract or abort"
+        if not (waiting or running):
+            return None
+        return f"{waiting} requests wait and {running} run: the cache is flushed only when there are none"
+
+
+class CacheJournal:
+    """A `CacheObserver` that notes every change of the prefix cache as a message, and knows the name of each page."""
+
+    def __init__(self, cache: CacheManager) -> None:
+        self._cache = cache
+        self._hash_of_page = np.zeros(cache.num_pages, dtype=np.int64)
+        self._events: list[CacheEvent] = []
+        for edge in cache.prefixes.edges():
+            self._name(edge.token_pages, edge.pages, edge.parent)
+        cache.observe(self)
+
+    def take(self) -> list[CacheEvent]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def snapshot(self) -> list[CacheEvent]:
+        """Events that tell all that is cached now, parents before children."""
+        return [self._stored(edge.token_pages, edge.pages, edge.parent) for edge in self._cache.prefixes.edges()]
+
+    def stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
+        """See `CacheObserver`."""
+        self._name(token_pages, pages, parent)
+        self._events.append(self._stored(token_pages, pages, parent))
+
+    def removed(self, pages: IntArray) -> None:
+        """See `CacheObserver`."""
+        self._events.append(PagesRemoved(self._hash_of_page[pages].tolist()))
+
+    def cleared(self) -> None:
+        """See `CacheObserver`."""
+        self._events.append(CacheCleared())
+
+    def _name(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
+        self._hash_of_page[pages] = page_hashes(token_pages, self._hash_at(parent))
+
+    def _stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> PagesStored:
+        return PagesStored(self._hash_of_page[pages].tolist(), token_pages.ravel().tolist(), self._hash_at(parent))
+
+    def _hash_at(self, page: int) -> int | None:
+        return None if page == DUMMY_PAGE else int(self._hash_of_page[page])

@@ -1,0 +1,130 @@
+"""What the scheduler decides about a step, and what it decides it from. Values; planner.py makes plans, apply.py carries
+them out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import Capacity
+from jaxsgl.cache.manager import CacheManager
+from jaxsgl.config import SchedulingConfig
+from jaxsgl.messages import Totals
+from jaxsgl.scheduler.budget import NewTokenRatio, PageCount
+from jaxsgl.scheduler.latency import Latency
+from jaxsgl.scheduler.policy import Policy
+from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.request_table import RequestTable
+
+
+class NoRoom(enum.Enum):
+    """Why no more requests were admitted."""
+
+    TOKENS = "tokens"  # the pool is held for running requests
+    ROWS = "rows"  # all rows are taken
+    CHUNK = "chunk"  # the step is full
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """All that a plan is made from. `plan_step` reads it; scheduler.py and apply.py change it.
+
+    Attributes:
+      config, capacity, buckets, policy: the rules, which never change.
+      retract_also: names requests to retract without need; for tests. None: there are none.
+      requests: every request that has not ended.
+      cache: pages, rows and prefixes.
+      ratio: share of their output that is held for running requests.
+      latency: measured steps, if the time between two tokens is bounded.
+      totals: counters since the start.
+      admission_closed: since a retraction no request is admitted until one ends: the retracted would only come again.
+      blocked: why admission stopped at the last step that tried it; None if no request had to wait.
+      extended_last: whether the last step extended prompts.
+      steps_in_flight: steps that are launched and not collected.
+      num_admitted: admissions so far.
+    """
+
+    config: SchedulingConfig
+    capacity: Capacity
+    buckets: BucketSet
+    policy: Policy
+    retract_also: RetractAlso | None
+    requests: RequestTable
+    cache: CacheManager
+    ratio: NewTokenRatio
+    latency: Latency | None
+    totals: Totals
+    admission_closed: bool = False
+    blocked: NoRoom | None = None
+    extended_last: bool = False
+    steps_in_flight: int = 0
+    num_admitted: int = 0
+
+
+RetractAlso: TypeAlias = Callable[[SchedulerState], Sequence[Req]]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Extend `req` by its next `num_tokens` known tokens."""
+
+    req: Req
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Give `req` a row and lock its cached prefix of `cached_tokens` tokens."""
+
+    req: Req
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What happens in the next step, in this order.
+
+    Attributes:
+      retract: requests that go back to the queue because pages ran out.
+      preempt: requests that go back to the queue for one of higher priority.
+      admit: waiting requests that get a row and their prefix.
+      chunks: what is extended.
+      decodes: requests that decode, in the step of the chunks if there are any.
+      num_steps: decode steps of the program.
+      out_of_pages: whether the next tokens of the running requests lacked pages, so that some are retracted.
+      admission_closed, blocked: see `SchedulerState`; their values after the step.
+      pages: what is free and evictable once the plan is carried out, before computed pages are shared.
+    """
+
+    retract: tuple[Req, ...]
+    preempt: tuple[Req, ...]
+    admit: tuple[Admission, ...]
+    chunks: tuple[Chunk, ...]
+    decodes: tuple[Req, ...]
+    num_steps: int
+    out_of_pages: bool
+    admission_closed: bool
+    blocked: NoRoom | None
+    pages: PageCount
+
+    def __str__(self) -> str:
+        """One line, such as `extend a/0+128 b/0+17 | decode 14 | admit b/0 (64 cached) | 210 free 30 evictable pages`."""
+        parts = [
+            ("extend", " ".join(f"{_name(chunk.req)}+{chunk.num_tokens}" for chunk in self.chunks)),
+            ("decode", f"{len(self.decodes)}" if self.decodes else ""),
+            ("steps", f"{self.num_steps}" if self.num_steps > 1 else ""),
+            ("admit", " ".join(f"{_name(entry.req)} ({entry.cached_tokens} cached)" for entry in self.admit)),
+            ("retract", " ".join(map(_name, self.retract))),
+            ("preempt", " ".join(map(_name, self.preempt))),
+            ("blocked by", self.blocked.value if self.blocked else ""),
+        ]
+        said = [f"{what} {text}" for what, text in parts if text] or ["no step"]
+        return " | ".join([*said, f"{self.pages.free} free {self.pages.evictable} evictable pages"])
+
+
+def _name(req: Req) -> str:
+    return f"{req.request_id}/{req.index}"

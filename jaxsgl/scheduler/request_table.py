@@ -1,0 +1,158 @@
+"""`RequestTable`: every request that has not ended, by id and by state. The only writer of membership.
+
+`moved(req)` files a request anew after its state or lengths changed; everything else is a query. A request waits until
+the first of its samples is admitted, and runs from then on until all samples have ended, retracted or not. Time that
+passes while generation is paused counts like any other. Knows no pages and decides nothing; called by scheduler.py,
+apply.py and plan.py.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from jaxsgl.config import SchedulingConfig
+from jaxsgl.messages import Refusal, RefusalKind
+from jaxsgl.scheduler.req import Key, Req, State
+
+
+class RequestTable:
+    """Requests between arrival and end.
+
+    Args:
+      config: the timeouts; None: no limit.
+      clock: gives seconds.
+
+    Attributes:
+      waiting: WAITING requests in their order: retracted ones first, then by arrival.
+      admitted: requests that hold a lease, in order of admission.
+      extending: of those, the EXTENDING ones: some of their known tokens are not launched yet.
+      decoding: of those, the RUNNING ones that may decode another token.
+      num_waiting_tokens: prompt tokens of the waiting requests.
+    """
+
+    def __init__(self, config: SchedulingConfig, clock: Callable[[], float]) -> None:
+        self.waiting: OrderedDict[Key, Req] = OrderedDict()
+        self.admitted: dict[Key, Req] = {}
+        self.extending: dict[Key, Req] = {}
+        self.decoding: dict[Key, Req] = {}
+        self.num_waiting_tokens = 0
+        self._retracted: set[Key] = set()
+        self._samples: dict[str, list[Req]] = {}
+        self._queue_timeout_s = config.queue_timeout_s
+        self._running_timeout_s = config.running_timeout_s
+        self._clock = clock
+        self._waiting_since: OrderedDict[str, float] = OrderedDict()  # both in order of time: the first is due first
+        self._running_since: OrderedDict[str, float] = OrderedDict()
+
+    @property
+    def num_retracted(self) -> int:
+        """Waiting requests that have run before."""
+        return len(self._retracted)
+
+    def add(self, samples: list[Req]) -> None:
+        """Adds all samples of a request that has arrived, at the end of the queue."""
+        request_id = samples[0].request_id
+        self._samples[request_id] = samples
+        self._waiting_since[request_id] = self._clock()
+        for req in samples:
+            self._enqueue(req)
+
+    def moved(self, req: Req) -> None:
+        """Files `req` by its state and lengths, which have just changed. A retracted request goes to the queue's head."""
+        if req.state is State.WAITING:
+            self._enqueue(req)
+            self.waiting.move_to_end(req.key, last=False)
+            self._retracted.add(req.key)
+        elif self.waiting.pop(req.key, None) is not None:
+            self.num_waiting_tokens -= req.prompt_len
+            self._retracted.discard(req.key)
+            if req.lease is not None and self._waiting_since.pop(req.request_id, None) is not None:
+                self._running_since[req.request_id] = self._clock()
+        _file(req, self.admitted, req.lease is not None)
+        _file(req, self.extending, req.state is State.EXTENDING)
+        _file(req, self.decoding, req.can_launch)
+        if req.state is State.FINISHED:
+            self._remove(req)
+
+    def in_turn(self) -> list[Req]:
+        """Waiting requests that may be admitted, in their order; a sample lets others pass until its leader is launched."""
+        return [req for req in self.waiting.values() if req.may_start]
+
+    def samples_of(self, request_id: str) -> list[Req]:
+        """Samples of the request that have not ended; [] if the request is unknown."""
+        return list(self._samples.get(request_id, ()))
+
+    def all(self) -> list[Req]:
+        """All samples, in order of arrival."""
+        return [req for samples in self._samples.values() for req in samples]
+
+    def never_admitted(self) -> list[Req]:
+        """One sample of each request of which none was admitted yet, in order of arrival."""
+        return [self._samples[request_id][0] for request_id in self._waiting_since]
+
+    def waited_s(self, request_id: str) -> float | None:
+        """Seconds since the arrival of a request that was never admitted."""
+        since_s = self._waiting_since.get(request_id)
+        return None if since_s is None else self._clock() - since_s
+
+    def running_s(self, request_id: str) -> float | None:
+        """Seconds since the first admission of a request."""
+        since_s = self._running_since.get(request_id)
+        return None if since_s is None else self._clock() - since_s
+
+    def overdue(self) -> Iterator[tuple[str, Refusal]]:
+        """The requests that have waited or run for too long, and what to tell their clients; each is to be ended."""
+        for limit_s, since, refuse in (
+            (self._queue_timeout_s, self._waiting_since, _waited),
+            (self._running_timeout_s, self._running_since, _ran),
+        ):
+            while limit_s is not None and since:
+                request_id, since_s = next(iter(since.items()))
+                if self._clock() - since_s <= limit_s:
+                    break
+                yield request_id, refuse(limit_s)
+
+    def check(self) -> None:
+        """Raises AssertionError if a request is missing, stands where it doesn't belong, or is miscounted."""
+        for req in self.all():
+            assert req.state is not State.FINISHED, f"{req.name} has ended, but is still in the table"
+            assert (req.state is State.WAITING) == (self.waiting.get(req.key) is req), f"{req.name} is misfiled"
+            assert (req.lease is not None) == (self.admitted.get(req.key) is req), f"{req.name} is misfiled"
+            assert (req.state is State.EXTENDING) == (self.extending.get(req.key) is req), f"{req.name} is misfiled"
+            assert req.can_launch == (self.decoding.get(req.key) is req), f"{req.name} is misfiled"
+        known = {req.key for req in self.all()}
+        for name, keys in (("waiting", self.waiting), ("admitted", self.admitted), ("decoding", self.decoding)):
+            assert keys.keys() <= known, f"{name} holds requests that have ended: {keys.keys() - known}"
+        assert self.extending.keys() <= known
+        assert self.num_waiting_tokens == sum(req.prompt_len for req in self.waiting.values()), "waiting tokens"
+        assert self._retracted <= self.waiting.keys(), "a retracted request doesn't wait"
+        assert self._waiting_since.keys() | self._running_since.keys() == self._samples.keys(), "a request has no time"
+
+    def _enqueue(self, req: Req) -> None:
+        self.waiting[req.key] = req
+        self.num_waiting_tokens += req.prompt_len
+
+    def _remove(self, req: Req) -> None:
+        samples = self._samples[req.request_id]
+        samples.remove(req)
+        if not samples:
+            del self._samples[req.request_id]
+            self._waiting_since.pop(req.request_id, None)
+            self._running_since.pop(req.request_id, None)
+
+
+def _file(req: Req, reqs: dict[Key, Req], belongs: bool) -> None:
+    if belongs:
+        reqs[req.key] = req
+    else:
+        reqs.pop(req.key, None)
+
+
+def _waited(limit_s: float) -> Refusal:
+    text = f"the request waited for admission longer than {limit_s:g} s (--queue-timeout-s): try again later"
+    return Refusal(RefusalKind.WAITED, text)
+
+
+def _ran(limit_s: float) -> Refusal:
+    return Refusal(RefusalKind.RAN, f"the request ran longer than {limit_s:g} s (--running-timeout-s): ask for less")
