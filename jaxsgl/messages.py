@@ -167,8 +167,8 @@ class Totals(msgspec.Struct, array_like=True):
       cached_prompt_tokens: of those, found in the prefix cache.
       output_tokens: read from the device.
       steps: launched; several decode steps in one program are one.
-      decode_rows, decode_rows_padded: sequences of decode steps, and rows of the programs that ran them; each of several
-        steps in one program counts.
+      decode_rows, decode_rows_padded: sequences of decode steps, and rows of the programs that ran them; each of
+        several steps in one program counts.
       extend_tokens, extend_tokens_padded: likewise tokens of extend steps.
       retractions: running samples that were taken back to the queue.
       short_of_tokens, short_of_rows, short_of_chunk: steps at which admission stopped while requests waited, by what

@@ -9,14 +9,31 @@ import numpy as np
 
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.scheduler.apply import Applier
+from jaxsgl.scheduler.budget import PageCount
+from jaxsgl.scheduler.plan import StepPlan
+from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.scheduler import NO_SCORES, Scheduler
+from tests.fingerprint import fingerprint
+
+
+class CheckedApplier(Applier):
+    """After a plan is carried out, the cache holds the pages that the plan foretold."""
+
+    def apply(self, plan: StepPlan) -> StepInputs | None:
+        inputs = super().apply(plan)
+        cache = self._state.cache
+        found = PageCount(cache.num_free, cache.prefixes.num_evictable)
+        assert found == plan.pages, f"{found}, but the plan was: {plan}"
+        return inputs
 
 
 class CheckedScheduler(Scheduler):
-    """Integrity after every launch and collect."""
+    """Planning twice gives equal plans, plans come true, and all is accounted for after every launch and collect."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._applier.__class__ = CheckedApplier
         self.launched: list[StepInputs] = []
 
     def launch(self) -> StepInputs | None:
@@ -26,6 +43,22 @@ class CheckedScheduler(Scheduler):
         self.check()
         return inputs
 
+    def apply(self, plan: StepPlan) -> StepInputs | None:
+        assert plan_step(self.state) == plan, "planning again gives another plan"
+        return super().apply(plan)
+
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
         super().collect(tokens, scores)
         self.check()
+
+
+class WatchedScheduler(CheckedScheduler):
+    """Nothing changes while a plan is made. Slower, since everything is compared."""
+
+    def _end_overdue(self) -> None:
+        super()._end_overdue()
+        self.before_plan = fingerprint(self.state)
+
+    def apply(self, plan: StepPlan) -> StepInputs | None:
+        assert fingerprint(self.state) == self.before_plan, "planning has changed the state"
+        return super().apply(plan)

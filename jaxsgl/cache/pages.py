@@ -59,9 +59,9 @@ def pages_before_ends(
 ) -> npt.NDArray[np.int64]:
     """`[n]` pages right before each end of the requests that have not ended, which are in order of their ends.
 
-    Request i knows `known [n]` tokens, grows by one token a step and ends after `steps [n]` steps. The result is the sum
-    over i >= k of ceil((known_i + steps_k) / page_size), without n x n terms: apart from whole pages it depends only on
-    which remainders carry over, and those are counted.
+    Request i knows `known [n]` tokens, grows by one token a step and ends after `steps [n]` steps. The result is the
+    sum over i >= k of ceil((known_i + steps_k) / page_size), without n x n terms: apart from whole pages it depends
+    only on which remainders carry over, and those are counted.
     """
     whole, rest = np.divmod(known + page_size - 1, page_size)
     more, more_rest = np.divmod(steps, page_size)

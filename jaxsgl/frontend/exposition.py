@@ -67,9 +67,9 @@ TABLE = (
         ("jaxsgl:admission_stopped_total",),
         "Steps at which a request had to wait on, by what there was no room for: pool, batch or step.",
         lambda front_end, engine: {
-            "tokens": engine.load.short_of_tokens_total,
-            "rows": engine.load.short_of_rows_total,
-            "chunk": engine.load.short_of_chunk_total,
+            "tokens": engine.load.totals.short_of_tokens,
+            "rows": engine.load.totals.short_of_rows,
+            "chunk": engine.load.totals.short_of_chunk,
         },
         label="reason",
     ),
@@ -106,22 +106,22 @@ TABLE = (
     Row(
         ("sglang:prompt_tokens_total", "vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
         "Prompt tokens of admitted samples.",
-        lambda front_end, engine: engine.load.prompt_tokens_total,
+        lambda front_end, engine: engine.load.totals.prompt_tokens,
     ),
     Row(
         ("sglang:cached_tokens_total", "vllm:prefix_cache_hits_total"),
         "Of the prompt tokens, those found in the prefix cache.",
-        lambda front_end, engine: engine.load.cached_prompt_tokens_total,
+        lambda front_end, engine: engine.load.totals.cached_prompt_tokens,
     ),
     Row(
         ("sglang:generation_tokens_total", "vllm:generation_tokens_total"),
         "Output tokens.",
-        lambda front_end, engine: engine.load.output_tokens_total,
+        lambda front_end, engine: engine.load.totals.output_tokens,
     ),
     Row(
         ("sglang:num_retracted_requests_total", "vllm:num_preemptions_total"),
         "Running samples that were taken back to the queue.",
-        lambda front_end, engine: engine.load.retractions_total,
+        lambda front_end, engine: engine.load.totals.retractions,
     ),
     Row(
         ("sglang:num_requests_total",),
@@ -170,36 +170,36 @@ TABLE = (
         "Output tokens of a sample that ended; aborted ones left out.",
         lambda front_end, engine: front_end.output_tokens,
     ),
-    Row(("jaxsgl:steps_total",), "Steps launched.", lambda front_end, engine: engine.load.steps_total),
+    Row(("jaxsgl:steps_total",), "Steps launched.", lambda front_end, engine: engine.load.totals.steps),
     Row(
         ("jaxsgl:decode_rows_total",),
         "Sequences of decode steps.",
-        lambda front_end, engine: engine.load.decode_rows_total,
+        lambda front_end, engine: engine.load.totals.decode_rows,
     ),
     Row(
         ("jaxsgl:decode_rows_padded_total",),
         "Rows of the programs that ran decode steps, padding included.",
-        lambda front_end, engine: engine.load.decode_rows_padded_total,
+        lambda front_end, engine: engine.load.totals.decode_rows_padded,
     ),
     Row(
         ("jaxsgl:extend_tokens_total",),
         "Tokens of extend steps.",
-        lambda front_end, engine: engine.load.extend_tokens_total,
+        lambda front_end, engine: engine.load.totals.extend_tokens,
     ),
     Row(
         ("jaxsgl:extend_tokens_padded_total",),
         "Tokens of the programs that ran extend steps, padding included.",
-        lambda front_end, engine: engine.load.extend_tokens_padded_total,
+        lambda front_end, engine: engine.load.totals.extend_tokens_padded,
     ),
     Row(
         ("jaxsgl:recompiles_total",),
         "Programs compiled while serving; more than 0 is a bug.",
-        lambda front_end, engine: engine.load.recompiles_total,
+        lambda front_end, engine: engine.load.totals.recompiles,
     ),
     Row(
         ("jaxsgl:leaks_total",),
         "Pages, rows and locks that the runtime check found lost or in two places; more than 0 is a bug.",
-        lambda front_end, engine: engine.load.leaks_total,
+        lambda front_end, engine: engine.load.totals.leaks,
     ),
 )
 
@@ -265,9 +265,9 @@ class StatusLine:
         """Logs one line if there was a step since the last one, or if requests run or wait."""
         now = self._metrics.snapshot()
         load, rates = now.load, now.rates
-        if load.steps_total == self._steps_total and not load.num_running and not load.num_waiting:
+        if load.totals.steps == self._steps_total and not load.num_running and not load.num_waiting:
             return
-        self._steps_total = load.steps_total
+        self._steps_total = load.totals.steps
         logger.info(
             "%d running, %d queued, %.0f output tokens/s, %.0f prompt tokens/s, KV pool %.0f%%, cache hits %.0f%%",
             load.num_running, load.num_waiting, rates.output_tokens_per_s, rates.prompt_tokens_per_s,

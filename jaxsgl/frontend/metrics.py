@@ -180,7 +180,7 @@ class Throughput:
         now_s, load = self._clock(), self._load()
         before_s, before = self._loads[-1]
         if before.num_running and load.num_running and now_s > before_s:
-            self._busy.append((now_s - before_s, load.output_tokens_total - before.output_tokens_total))
+            self._busy.append((now_s - before_s, load.totals.output_tokens - before.totals.output_tokens))
         self._loads.append((now_s, load))
         while self._loads[0][0] < now_s - WINDOW_S:
             self._loads.popleft()
@@ -190,14 +190,14 @@ class Throughput:
         since_s, old = self._loads[0]
         new = self._load()
         seconds = max(self._clock() - since_s, 1e-9)
-        prompt_tokens = new.prompt_tokens_total - old.prompt_tokens_total
+        prompt_tokens = new.totals.prompt_tokens - old.totals.prompt_tokens
         if prompt_tokens:
-            cached_tokens = new.cached_prompt_tokens_total - old.cached_prompt_tokens_total
+            cached_tokens = new.totals.cached_prompt_tokens - old.totals.cached_prompt_tokens
             self._cache_hit_rate = cached_tokens / prompt_tokens
         return Rates(
-            output_tokens_per_s=(new.output_tokens_total - old.output_tokens_total) / seconds,
+            output_tokens_per_s=(new.totals.output_tokens - old.totals.output_tokens) / seconds,
             prompt_tokens_per_s=prompt_tokens / seconds,
-            steps_per_s=(new.steps_total - old.steps_total) / seconds,
+            steps_per_s=(new.totals.steps - old.totals.steps) / seconds,
             cache_hit_rate=self._cache_hit_rate,
             busy_tokens_per_s=sum(tokens for _, tokens in self._busy) / (sum(s for s, _ in self._busy) or 1.0),
         )

@@ -53,8 +53,8 @@ class Watchdog:
         engine = self._engine
         heard = engine.heard_s != self._heard_s
         load = engine.load
-        stepped = load.steps_total != self._steps_total
-        self._heard_s, self._steps_total = engine.heard_s, load.steps_total
+        stepped = load.totals.steps != self._steps_total
+        self._heard_s, self._steps_total = engine.heard_s, load.totals.steps
         self._silent_ticks = 0 if heard else self._silent_ticks + 1
         has_work = (load.num_running > 0 or load.num_waiting > 0) and not load.paused
         self._stalled_ticks = self._stalled_ticks + 1 if has_work and not stepped else 0

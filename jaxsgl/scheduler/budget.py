@@ -264,7 +264,7 @@ class Forecast:
         self._table = np.concatenate((self._table, self._rows([claim])))
 
     def fits(self, claim: Claim) -> bool:
-        """Whether the pool suffices until the last request has ended, if that of `claim`, whose prefix is locked, runs too.
+        """Whether the pool suffices until the last request ends, if that of `claim` runs too. Its prefix is locked.
 
         Between two ends each request grows by the same number of tokens, so the pool is tightest right before an end.
         The pages of a request come free at its end; those that it shares with other requests only when no other lock

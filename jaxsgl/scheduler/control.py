@@ -1,9 +1,9 @@
 """`Control`: what operators order besides requests: ping, pause, flush, profile, watch the cache, dump the state.
 
-`handle(command)` does at once what can be done at once, and files the rest in one list of orders, which is normally empty.
+`handle(command)` does at once what can be done at once, and files the rest in one list of orders, normally empty.
 `after_turn` advances those orders and returns the news of this turn: one answer for each command that is done. loop.py
-calls it only while there is something to do, so a turn without orders passes none of this code. A command that fails is
-answered with the reason; the loop goes on.
+calls it only while there is something to do, so a turn without orders passes none of this code. A command that fails
+is answered with the reason; the loop goes on.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Control:
         self._orders: list[Order] = []
         self._news: list[News] = []
         self._journal: CacheJournal | None = None  # once the cache is watched
-        self._profiling = Profiling(engine, self._news_append, lambda: scheduler.is_idle)
+        self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle)
 
     @property
     def is_active(self) -> bool:
@@ -89,15 +89,15 @@ class Control:
         """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""
         match command:
             case Ping(number):
-                self._news.append(Answer(number, True))
+                self._answer(Answer(number, True))
             case FlushCache():
-                self._begin(_Flush(command, self._scheduler, self._clock, self._news_append))
+                self._begin(_Flush(command, self._scheduler, self._clock, self._answer))
             case PauseGeneration():
                 self._pause(command)
             case ContinueGeneration(number):
                 self._resume(number)
             case DumpState(number, check):
-                self._news.append(Answer(number, True, self._dump(check)))
+                self._answer(Answer(number, True, self._dump(check)))
             case StartProfile():
                 started = self._profiling.start(command, self._scheduler.state.steps_in_flight)
                 if started and self._profiling not in self._orders:
@@ -114,8 +114,10 @@ class Control:
         news, self._news = self._news, []
         return news
 
-    def _news_append(self, news: News) -> None:
-        self._news.append(news)
+    def _answer(self, answer: Answer) -> None:
+        """Files an answer behind the cache events that led to it."""
+        self._tell_cache_events()
+        self._news.append(answer)
 
     def _begin(self, order: Order) -> None:
         if order.after_turn(False):
@@ -126,16 +128,16 @@ class Control:
         if command.mode is PauseMode.ABORT:
             self._scheduler.abort_all()
         self._scheduler.pause()
-        self._orders.insert(0, _Pause(command, self._scheduler, self._news_append))  # before flushes that wait for it
+        self._orders.insert(0, _Pause(command, self._scheduler, self._answer))  # before flushes that wait for it
 
     def _resume(self, number: int) -> None:
         """Launches again, whether it was paused or not. A pause of the same turn has failed."""
         for order in [order for order in self._orders if isinstance(order, _Pause)]:
             self._orders.remove(order)
             text = "generation was continued before the step in flight was read"
-            self._news.append(Answer(order.command.number, False, text))
+            self._answer(Answer(order.command.number, False, text))
         self._scheduler.resume()
-        self._news.append(Answer(number, True))
+        self._answer(Answer(number, True))
 
     def _dump(self, check: bool) -> str:
         scheduler = self._scheduler
@@ -160,16 +162,16 @@ class Control:
 class _Pause:
     """A pause of generation, as trainers order it to change the weights; complete once no step is in flight."""
 
-    def __init__(self, command: PauseGeneration, scheduler: Scheduler, tell: Callable[[News], None]) -> None:
+    def __init__(self, command: PauseGeneration, scheduler: Scheduler, answer: Callable[[Answer], None]) -> None:
         self.command = command
         self._scheduler = scheduler
-        self._tell = tell
+        self._answer = answer
 
     def after_turn(self, collected: bool) -> bool:
         """Completes the pause: this turn has launched nothing and collected the step that was in flight."""
         if self.command.mode is PauseMode.RETRACT:
             self._scheduler.retract_all()
-        self._tell(Answer(self.command.number, True))
+        self._answer(Answer(self.command.number, True))
         return False
 
 
@@ -184,22 +186,22 @@ class _Flush:
         command: FlushCache,
         scheduler: Scheduler,
         clock: Callable[[], float],
-        tell: Callable[[News], None],
+        answer: Callable[[Answer], None],
     ) -> None:
         self._number = command.number
         self._deadline_s = clock() + command.timeout_s
         self._scheduler = scheduler
         self._clock = clock
-        self._tell = tell
+        self._answer = answer
 
     def after_turn(self, collected: bool) -> bool:
-        """Flushes if nothing is in the way; gives up at the deadline, or if generation is paused and no request ends."""
+        """Flushes if nothing is in the way; gives up at the deadline, or if a pause keeps requests from ending."""
         obstacle = self._obstacle()
         if obstacle is not None and not self._scheduler.is_paused and self._clock() < self._deadline_s:
             return True
         if obstacle is None:
             self._scheduler.flush_cache()
-        self._tell(Answer(self._number, obstacle is None, obstacle or ""))
+        self._answer(Answer(self._number, obstacle is None, obstacle or ""))
         return False
 
     def _obstacle(self) -> str | None:

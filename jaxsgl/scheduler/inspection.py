@@ -66,7 +66,7 @@ class LeakCheck:
         self.num_leaks = 0
 
     def when_idle(self) -> None:
-        """Checks after a turn that left the scheduler idle, if it is time and a step has run since the last such turn."""
+        """Checks after a turn that left the scheduler idle, if it is time and steps have run since the last one."""
         num_steps = self._scheduler.num_steps
         if num_steps != self._steps_seen and self._clock() >= self._next_s:
             self.run()

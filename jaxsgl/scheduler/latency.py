@@ -61,7 +61,7 @@ class Latency:
         self._in_flight.append((bucket, kv_tokens, pairs, self._clock()))
 
     def collected(self) -> None:
-        """Measures the oldest program in flight, which has ended. It began when launched or when the one before ended."""
+        """Measures the oldest program in flight, which has ended. It began at its launch or when the last one ended."""
         bucket, kv_tokens, pairs, launched_s = self._in_flight.popleft()
         began_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
         if bucket.kind in self._times:  # steps that score prompts are rare and of one size only
@@ -161,7 +161,7 @@ class StepTimes:
         self._num_steps = 0
 
     def measured(self, num_tokens: int, kv_tokens: float, pairs: float, seconds: float) -> None:
-        """Notes that a step of `num_tokens`, padding included, took `seconds`. Fits anew if that was unexpectedly long."""
+        """Notes that a step of `num_tokens`, padding included, took `seconds`. Fits anew if that was much too long."""
         window = self._windows.setdefault(num_tokens, _Window())
         window.add(kv_tokens, pairs, seconds)
         self._num_steps += 1

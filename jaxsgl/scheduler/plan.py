@@ -1,5 +1,6 @@
-"""What the scheduler decides about a step, and what it decides it from. Values; planner.py makes plans, apply.py carries
-them out.
+"""What the scheduler decides about a step, and the state that it decides from.
+
+Values only: planner.py makes plans, apply.py carries them out.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import Totals
@@ -112,7 +112,7 @@ class StepPlan:
     pages: PageCount
 
     def __str__(self) -> str:
-        """One line, such as `extend a/0+128 b/0+17 | decode 14 | admit b/0 (64 cached) | 210 free 30 evictable pages`."""
+        """One line: `extend a/0+128 b/0+17 | decode 14 | admit b/0 (64 cached) | 210 free 30 evictable pages`."""
         parts = [
             ("extend", " ".join(f"{_name(chunk.req)}+{chunk.num_tokens}" for chunk in self.chunks)),
             ("decode", f"{len(self.decodes)}" if self.decodes else ""),

@@ -4,9 +4,9 @@
     in mixed steps the running requests decode in the same step; without chunks, all running requests decode.
 
 Where the pages don't suffice for the next tokens of the running requests, the plan takes some back to the queue
-(preemption.py). What-ifs go through the ledger, never through the cache. A waiting request is admitted if what it has to
-extend and its output fit besides what is held for running ones (budget.py). The estimate may turn out too low: then a
-later plan retracts. An empty pool takes any request, since one that could never fit was refused on arrival.
+(preemption.py). What-ifs go through the ledger, never through the cache. A waiting request is admitted if what it has
+to extend and its output fit besides what is held for running ones (budget.py). The estimate may turn out too low: then
+a later plan retracts. An empty pool takes any request, since one that could never fit was refused on arrival.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Planner:
         view, config = self.view, self.view.config
         if view.retract_also is not None:
             self._take_back(view.retract_also(view), self._retract)
-        has_prompts = bool(view.requests.waiting or view.requests.extending)
+        has_prompts = bool(view.requests.waiting or view.requests.extending or self.taken_back)
         if config.enable_mixed_chunk and has_prompts:
             decodes = self._retracted_for_room()[: view.capacity.max_extend_tokens - 1]
             chunks = self._chunks(decodes)
@@ -150,9 +150,9 @@ class _Planner:
     def _several_steps(self, decodes: Sequence[Req], pages_for_one: int) -> tuple[int, int]:
         """Steps in one program in which no request needs the host in between, and the pages that they take.
 
-        Several steps cost the host as much as one, but a request that arrives or ends meanwhile waits until all are done.
-        Several if each step yields tokens, few rows idle, no logits are edited or scored, there are pages for all these
-        tokens without taking any from other requests, and they are there in time.
+        Several steps cost the host as much as one, but a request that arrives or ends meanwhile waits until all are
+        done. Several if each step yields tokens, few rows idle, no logits are edited or scored, there are pages for
+        all these tokens without taking any from other requests, and the tokens come in time.
         """
         cache, several = self.view.cache, self.view.buckets.decode_steps
         one = (1, pages_for_one)
@@ -199,7 +199,7 @@ class _Planner:
             self._retract_one(preemption.retractable(self.admitted))
 
     def _waiting_in_order(self) -> list[Req]:
-        """The requests to admit, in order; [] with the reason in `_blocked` if none can be, so that none is looked up."""
+        """The requests to admit, in order; [] with the reason in `_blocked` if none can be: then none is looked up."""
         view = self.view
         self._blocked = None
         waiting = [*reversed(self.taken_back), *view.requests.in_turn()]
@@ -272,7 +272,7 @@ class _ExtendStep:
         self._chunks: dict[Claim, int] = {}
 
     def add_continuing(self, claims: Sequence[Claim], prompts_wait: bool) -> None:
-        """Adds the next chunks of admitted requests, in equal shares; of half the step, if `prompts_wait` for the rest."""
+        """Adds the next chunks of admitted requests, in equal shares; of half the step, if `prompts_wait` too."""
         budget = self._budget.num_tokens
         if prompts_wait:
             budget = max(budget // 2, self._cache.page_size)

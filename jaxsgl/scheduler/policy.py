@@ -93,7 +93,7 @@ class Policy:
 
 
 def _depth_first(waiting: list[Req], peeks: dict[Req, Peek]) -> list[Req]:
-    """Down the prefix tree, into the branch with most waiting requests first; a prefix that ends at a node comes last."""
+    """Down the prefix tree, into the branch with most waiting requests first; prefixes that end at a node come last."""
     weight: Counter[Hashable] = Counter(span.node for req in waiting for span in peeks[req].spans)
     number = {node: i for i, node in enumerate(weight)}  # keeps branches of equal weight apart
 

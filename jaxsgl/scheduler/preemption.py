@@ -19,8 +19,8 @@ def retractable(admitted: Iterable[Req]) -> list[Req]:
 def in_order_of_loss(reqs: Collection[Req]) -> list[Req]:
     """`reqs` (in order of admission), the one to retract first at the head.
 
-    That is the one that loses least: fewest tokens generated, then the longest input, since it frees most; of equals the
-    newest. So the oldest request with most output goes on, and the whole makes progress.
+    That is the one that loses least: fewest tokens generated, then the longest input, since it frees most; of equals
+    the newest. So the oldest request with most output goes on, and the whole makes progress.
     """
     newest_first = reversed(list(reqs))
     return sorted(newest_first, key=lambda req: (len(req.output_ids), -req.prompt_len))

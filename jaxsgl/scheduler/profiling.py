@@ -28,9 +28,7 @@ class Profiling:
       is_idle: whether the scheduler has nothing to do.
     """
 
-    def __init__(
-        self, engine: StepEngine, answer: Callable[[Answer], None], is_idle: Callable[[], bool]
-    ) -> None:
+    def __init__(self, engine: StepEngine, answer: Callable[[Answer], None], is_idle: Callable[[], bool]) -> None:
         self._engine = engine
         self._answer = answer
         self._is_idle = is_idle

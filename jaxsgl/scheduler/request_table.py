@@ -59,7 +59,7 @@ class RequestTable:
             self._enqueue(req)
 
     def moved(self, req: Req) -> None:
-        """Files `req` by its state and lengths, which have just changed. A retracted request goes to the queue's head."""
+        """Files `req` by its state and lengths, which have just changed; if it was retracted, at the queue's head."""
         if req.state is State.WAITING:
             self._enqueue(req)
             self.waiting.move_to_end(req.key, last=False)
@@ -76,7 +76,7 @@ class RequestTable:
             self._remove(req)
 
     def in_turn(self) -> list[Req]:
-        """Waiting requests that may be admitted, in their order; a sample lets others pass until its leader is launched."""
+        """Waiting requests that may be admitted, in their order; a sample may not until its leader is launched."""
         return [req for req in self.waiting.values() if req.may_start]
 
     def samples_of(self, request_id: str) -> list[Req]:

@@ -3,9 +3,9 @@
     receive(messages)  ->  launch() -> StepInputs  ->  collect(tokens)  ->  take_replies()
                            = plan_step + apply
 
-One step may be launched before the tokens of the step before are collected: a plan follows from what has been launched,
-not from tokens. If a request turns out to have ended, or was retracted, its extra token is dropped. Pages that are freed
-while a step is in flight may be handed out at once, since steps run in order.
+One step may be launched before the tokens of the step before are collected: a plan follows from what has been
+launched, not from tokens. If a request turns out to have ended, or was retracted, its extra token is dropped. Pages
+that are freed while a step is in flight may be handed out at once, since steps run in order.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder
-from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS
-from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS, SamplingRows
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import PageTable
 from jaxsgl.cache.prefix import NaiveCache
@@ -158,11 +155,8 @@ class Scheduler:
 
     def launch(self) -> StepInputs | None:
         """Decides the next step and counts it as launched; None if there is nothing to do before `collect`."""
-        for request_id, refusal in self._requests.overdue():
-            self._refuse(request_id, refusal)
-        if self._paused:
-            return None
-        return self.apply(plan_step(self.state))
+        self._end_overdue()
+        return None if self._paused else self.apply(plan_step(self.state))
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
         """Carries `plan` out, which was made from the state as it is."""
@@ -195,7 +189,7 @@ class Scheduler:
         return replies
 
     def load(self, recompiles: int, leaks: int = 0) -> Load:
-        """How busy it is, with `recompiles` and `leaks`, which others count. Takes the same time whatever waits or runs."""
+        """How busy it is, with `recompiles` and `leaks` as others count them. The cost doesn't grow with the queue."""
         cache, requests, totals = self.state.cache, self._requests, self.state.totals
         totals.recompiles, totals.leaks = recompiles, leaks
         return Load(
@@ -291,6 +285,11 @@ class Scheduler:
             return False
         self._refuse(lowest.request_id, refusal)
         return True
+
+    def _end_overdue(self) -> None:
+        """Refuses requests that have waited too long, and ends those that have run too long."""
+        for request_id, refusal in self._requests.overdue():
+            self._refuse(request_id, refusal)
 
     def _refuse(self, request_id: str, refusal: Refusal) -> None:
         """Ends all samples of a request that have not ended."""

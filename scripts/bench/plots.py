@@ -105,8 +105,8 @@ def plot_simulation(figures: Figures, title: str, path: Path) -> None:
         for name in ("num_waiting", "num_running"):
             queue.plot(seconds, [getattr(load, name) for _, load in figures.series], label=name)
         queue.set(xlabel="simulated s", ylabel="requests")
-        for name in ("prompt_tokens_total", "output_tokens_total"):
-            totals = [getattr(load, name) for _, load in figures.series]
+        for name in ("prompt_tokens", "output_tokens"):
+            totals = [getattr(load.totals, name) for _, load in figures.series]
             rates.plot(seconds[1:], np.diff(totals) / np.diff(seconds), label=name)
         rates.set(xlabel="simulated s", ylabel="tokens/s")
         pool.plot(seconds, [load.used_tokens for _, load in figures.series], label="used by requests")

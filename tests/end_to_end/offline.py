@@ -10,7 +10,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Reply, ToEngine
 from jaxsgl.request import Request
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import ScriptedMailbox
+from jaxsgl.testing import RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
 
 
@@ -24,7 +24,12 @@ def new_scheduler(
 ) -> CheckedScheduler:
     buckets = engine.buckets if decode_steps is None else replace(engine.buckets, decode_steps=decode_steps)
     return CheckedScheduler(
-        engine.capacity, buckets, eos_token_ids, config, radix_cache=radix, retract_every=retract_every
+        engine.capacity,
+        buckets,
+        eos_token_ids,
+        config,
+        radix_cache=radix,
+        retract_also=None if retract_every is None else RetractEvery(retract_every),
     )
 
 

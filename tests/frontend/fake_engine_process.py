@@ -42,6 +42,7 @@ from jaxsgl.messages import (
     StopProfile,
     ToEngine,
     TokenLogprob,
+    Totals,
     WatchCache,
 )
 from jaxsgl.request import FinishReason, Request, max_new_tokens
@@ -119,12 +120,14 @@ class FakeEngine:
         load = Load(
             len(self.running),
             used_tokens=used,
-            prompt_tokens_total=self.num_prompt_tokens,
-            cached_prompt_tokens_total=self.num_cached_tokens,
-            output_tokens_total=self.num_tokens,
-            steps_total=self.num_steps,
             paused=self.paused,
             num_retracted=len(self.running) if self.retracted else 0,
+            totals=Totals(
+                prompt_tokens=self.num_prompt_tokens,
+                cached_prompt_tokens=self.num_cached_tokens,
+                output_tokens=self.num_tokens,
+                steps=self.num_steps,
+            ),
         )
         self.mailbox.send(Replies(replies, load))
 

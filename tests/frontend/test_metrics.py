@@ -144,9 +144,9 @@ def test_the_engines_numbers_come_from_its_latest_load() -> None:
     assert samples["sglang:num_running_reqs"] == samples["vllm:num_requests_running"] == load.num_running
     assert samples["sglang:num_queue_reqs"] == samples["vllm:num_requests_waiting"] == load.num_waiting
     assert samples["sglang:num_used_tokens"] == load.used_tokens
-    assert samples["vllm:num_preemptions_total"] == load.retractions_total
-    assert samples["jaxsgl:recompiles_total"] == load.recompiles_total
-    assert samples["jaxsgl:leaks_total"] == load.leaks_total
+    assert samples["vllm:num_preemptions_total"] == load.totals.retractions
+    assert samples["jaxsgl:recompiles_total"] == load.totals.recompiles
+    assert samples["jaxsgl:leaks_total"] == load.totals.leaks
     assert samples["sglang:num_retracted_reqs"] == load.num_retracted
     assert samples["sglang:num_paused_reqs"] == load.num_running
     for reason in ("tokens", "rows", "chunk"):

@@ -6,7 +6,7 @@ import pytest
 
 from jaxsgl.frontend.exposition import StatusLine
 from jaxsgl.frontend.metrics import WINDOW_S, Metrics, Rates
-from jaxsgl.messages import Load
+from jaxsgl.messages import Load, Totals
 
 pytestmark = pytest.mark.unit
 
@@ -21,9 +21,9 @@ class Engine:
         self.throughput = self.metrics.throughput
         self.status = StatusLine(self.metrics)
 
-    def work(self, seconds: int, **load: int) -> None:
+    def work(self, seconds: int, num_running: int = 0, num_waiting: int = 0, used_tokens: int = 0, **done: int) -> None:
         """Time passes and is sampled; what is done is done at its start."""
-        self.load = Load(**load)
+        self.load = Load(num_running, num_waiting, used_tokens=used_tokens, totals=Totals(**done))
         for _ in range(seconds):
             self.now_s += 1.0
             self.throughput.sample()
@@ -31,10 +31,10 @@ class Engine:
 
 def test_rates_are_of_the_last_seconds() -> None:
     engine = Engine()
-    engine.work(2, output_tokens_total=100, prompt_tokens_total=40, cached_prompt_tokens_total=10, steps_total=20)
+    engine.work(2, output_tokens=100, prompt_tokens=40, cached_prompt_tokens=10, steps=20)
     assert engine.throughput.rates() == Rates(50.0, 20.0, 10.0, 0.25)
-    engine.work(100, output_tokens_total=100, prompt_tokens_total=40, cached_prompt_tokens_total=10, steps_total=20)
-    engine.work(1, output_tokens_total=600, prompt_tokens_total=140, cached_prompt_tokens_total=110, steps_total=30)
+    engine.work(100, output_tokens=100, prompt_tokens=40, cached_prompt_tokens=10, steps=20)
+    engine.work(1, output_tokens=600, prompt_tokens=140, cached_prompt_tokens=110, steps=30)
     assert engine.throughput.rates() == Rates(500 / WINDOW_S, 100 / WINDOW_S, 10 / WINDOW_S, 1.0)
 
 
@@ -42,14 +42,14 @@ def test_a_long_start_does_not_thin_out_the_first_rates() -> None:
     engine = Engine()
     engine.now_s += 100.0  # the model is loaded and compiled
     engine.throughput.sample()
-    engine.work(2, output_tokens_total=100)
+    engine.work(2, output_tokens=100)
     assert engine.throughput.rates().output_tokens_per_s == 50.0
 
 
 def test_an_idle_engine_has_no_rates_but_keeps_its_hit_rate() -> None:
     engine = Engine()
     assert engine.throughput.rates() == Rates(0.0, 0.0, 0.0, 0.0)
-    totals = {"output_tokens_total": 100, "prompt_tokens_total": 40, "cached_prompt_tokens_total": 10}
+    totals = {"output_tokens": 100, "prompt_tokens": 40, "cached_prompt_tokens": 10}
     engine.work(5, **totals)
     assert engine.throughput.rates().cache_hit_rate == 0.25
     engine.work(100, **totals)
@@ -61,9 +61,9 @@ def test_the_status_line_is_written_while_something_happens(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "jaxsgl"):
         engine.status.write()
         assert not caplog.messages, "nothing has happened yet"
-        engine.work(10, steps_total=5, output_tokens_total=50, num_running=3, num_waiting=2, used_tokens=7)
+        engine.work(10, steps=5, output_tokens=50, num_running=3, num_waiting=2, used_tokens=7)
         engine.status.write()
-        engine.work(10, steps_total=9, output_tokens_total=70, prompt_tokens_total=300, cached_prompt_tokens_total=150)
+        engine.work(10, steps=9, output_tokens=70, prompt_tokens=300, cached_prompt_tokens=150)
         engine.status.write()
         engine.status.write()
     assert caplog.messages == [
@@ -83,8 +83,8 @@ def test_a_queue_that_does_not_move_is_no_idleness(caplog: pytest.LogCaptureFixt
 
 def test_the_speed_is_that_of_busy_seconds_and_stays_while_the_engine_is_idle() -> None:
     engine = Engine()
-    engine.work(3, num_running=2, output_tokens_total=100)  # the first second began idle
-    engine.work(2, num_running=1, output_tokens_total=400)
-    engine.work(100, output_tokens_total=500)
+    engine.work(3, num_running=2, output_tokens=100)  # the first second began idle
+    engine.work(2, num_running=1, output_tokens=400)
+    engine.work(100, output_tokens=500)
     assert engine.throughput.rates().busy_tokens_per_s == 300 / 4
     assert engine.throughput.rates().output_tokens_per_s == 0

@@ -15,7 +15,7 @@ from server_process import ServerProcess, ids_request
 
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.watchdog import TICKS, Watchdog
-from jaxsgl.messages import Answer, Load, Ping, Replies
+from jaxsgl.messages import Answer, Load, Ping, Replies, Totals
 from jaxsgl.request import Request, SamplingParams
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -73,7 +73,7 @@ def test_a_silent_engine_is_asked_once() -> None:
 def test_whatever_the_engine_says_is_a_sign_of_life() -> None:
     engine = Engine()
     for steps in range(20):
-        engine.turn(Load(num_running=1, steps_total=steps))
+        engine.turn(Load(num_running=1, totals=Totals(steps=steps)))
         assert engine.ticks(1) == [None]
 
 
@@ -82,10 +82,10 @@ def test_an_engine_that_answers_but_makes_no_step_is_a_problem(work: dict[str, i
     engine = Engine()
     told = []
     for _ in range(TICKS + 1):
-        engine.turn(Load(steps_total=7, **work))
+        engine.turn(Load(totals=Totals(steps=7), **work))
         told += engine.ticks(1)
     assert told == [None] * TICKS + ["the engine has made no step for 4 s, though requests run or wait"]
-    engine.turn(Load(steps_total=8, **work))
+    engine.turn(Load(totals=Totals(steps=8), **work))
     assert engine.ticks(1) == [None]
 
 
@@ -93,14 +93,14 @@ def test_an_engine_without_work_need_not_step() -> None:
     engine = Engine()
     with engine.link.open(REQUEST):  # even if it has lost a request
         for _ in range(20):
-            engine.turn(Load(steps_total=7))
+            engine.turn(Load(totals=Totals(steps=7)))
             assert engine.ticks(1) == [None]
 
 
 def test_a_paused_engine_need_not_step() -> None:
     engine = Engine()
     for _ in range(20):
-        engine.turn(Load(num_running=1, num_waiting=1, steps_total=7, paused=True))
+        engine.turn(Load(num_running=1, num_waiting=1, totals=Totals(steps=7), paused=True))
         assert engine.ticks(1) == [None]
 
 

@@ -60,7 +60,7 @@ def test_tokens_are_the_same_whatever_the_number_of_steps(decode_steps: int, ove
         output = expected(asked.prompt_ids, asked.sampling.max_tokens or 0, frozenset(asked.sampling.stop_token_ids))
         assert mailbox.output_ids(asked.request_id) == output
     assert decode_steps in steps_of(scheduler)
-    assert scheduler.load(0).output_tokens_total == sum(len(reply.token_ids) for reply in mailbox.replies)
+    assert scheduler.load(0).totals.output_tokens == sum(len(reply.token_ids) for reply in mailbox.replies)
 
 
 def test_all_tokens_of_a_program_come_in_one_reply_and_cost_one_launch() -> None:
@@ -68,7 +68,7 @@ def test_all_tokens_of_a_program_come_in_one_reply_and_cost_one_launch() -> None
     assert steps_of(scheduler) == [4, 4, 1, 1, 1]  # no step is for nobody
     assert [len(reply.token_ids) for reply in mailbox.replies] == [1, 4, 4, 1, 1, 1]
     load = scheduler.load(0)
-    assert (load.steps_total, load.decode_rows_total, load.decode_rows_padded_total) == (6, 11, 11)
+    assert (load.totals.steps, load.totals.decode_rows, load.totals.decode_rows_padded) == (6, 11, 11)
 
 
 @both_loops
@@ -127,7 +127,7 @@ def test_several_steps_never_retract_anybody() -> None:
         requests: list[ToEngine] = [Request(f"r{i}", prompts[i], params[i]) for i in range(9)]
         sizes = capacity(num_pages=num_pages, rows=9)
         mailbox, scheduler = serve(sizes, [requests], config=SchedulingConfig(schedule_conservativeness=0.01))
-        assert scheduler.load(0).retractions_total == 0
+        assert scheduler.load(0).totals.retractions == 0
         assert set(steps_of(scheduler)) == {1, 4}
         for i in range(9):
             assert mailbox.output_ids(f"r{i}") == expected(prompts[i], 10 + 7 * i)
@@ -139,7 +139,7 @@ def test_requests_retracted_or_aborted_while_several_steps_are_in_flight(overlap
     script: list[list[ToEngine]] = [requests, *[[] for _ in range(6)], [Abort("r3")]]
     config = SchedulingConfig(schedule_conservativeness=0.01)
     mailbox, scheduler = serve(capacity(num_pages=60), script, overlap=overlap, config=config)
-    assert scheduler.load(0).retractions_total > 0 and 4 in steps_of(scheduler)
+    assert scheduler.load(0).totals.retractions > 0 and 4 in steps_of(scheduler)
     for i in {*range(8)} - {3}:
         assert mailbox.output_ids(f"r{i}") == expected(range(i, i + 20), 60)
     aborted = mailbox.output_ids("r3")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxsgl.messages import Abort, Load, RefusalKind, ToEngine
+from jaxsgl.messages import Abort, Load, RefusalKind, ToEngine, Totals
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from tests.scheduler.serving import capacity, expected, finish_reason, last_reply, new_scheduler, request, serve
 
@@ -20,14 +20,16 @@ def test_totals_count_what_was_admitted_computed_and_padded(overlap: bool) -> No
     mailbox, _ = serve(capacity(), [[request("a", PROMPT, 5)], *[[]] * 9, later], overlap=overlap)
     assert mailbox.loads[-1] == Load(
         cached_tokens=44 + 4 + 4,  # prompts and all outputs but the last token, in whole pages of 4
-        prompt_tokens_total=40 + 40 + 3 + 3,
-        cached_prompt_tokens_total=36,
-        output_tokens_total=4 * 5,
-        steps_total=2 * (1 + 4),
-        decode_rows_total=4 * (1 + 3),
-        decode_rows_padded_total=4 * (1 + 4),
-        extend_tokens_total=40 + (4 + 3 + 3),
-        extend_tokens_padded_total=64 + 16,
+        totals=Totals(
+            prompt_tokens=40 + 40 + 3 + 3,
+            cached_prompt_tokens=36,
+            output_tokens=4 * 5,
+            steps=2 * (1 + 4),
+            decode_rows=4 * (1 + 3),
+            decode_rows_padded=4 * (1 + 4),
+            extend_tokens=40 + (4 + 3 + 3),
+            extend_tokens_padded=64 + 16,
+        ),
     )
 
 
@@ -35,7 +37,7 @@ def test_totals_count_what_was_admitted_computed_and_padded(overlap: bool) -> No
 def test_every_step_is_told_though_it_yields_no_token(overlap: bool) -> None:
     mailbox, scheduler = serve(capacity(max_extend_tokens=4), [[request("a", PROMPT, 2)]], overlap=overlap)
     assert len(mailbox.replies) == 2
-    steps = [load.steps_total for load in mailbox.loads]
+    steps = [load.totals.steps for load in mailbox.loads]
     assert set(steps) == set(range(1, len(scheduler.launched) + 1))
 
 
@@ -80,7 +82,7 @@ def test_two_hundred_clients_that_leave_at_once_cost_a_moment() -> None:
 
 
 def test_recompiles_are_the_engines() -> None:
-    assert new_scheduler(capacity()).load(recompiles=3) == Load(recompiles_total=3)
+    assert new_scheduler(capacity()).load(recompiles=3) == Load(totals=Totals(recompiles=3))
 
 
 def test_a_full_queue_refuses_what_comes_until_there_is_room() -> None:

@@ -76,7 +76,7 @@ def test_a_paused_engine_launches_nothing_and_blocks_until_it_goes_on(
     assert all(answer.ok for answer in answers(mailbox))
     paused = mailbox.loads[turns + 1 : turns + 5]
     assert all(load.paused for load in paused)
-    assert len({load.steps_total for load in mailbox.loads[turns : turns + 5]}) == 1, "a step was launched"
+    assert len({load.totals.steps for load in mailbox.loads[turns : turns + 5]}) == 1, "a step was launched"
     assert mailbox.blocked[turns + 4 : turns + 6] == [True, True], "the loop spins while it is paused"
     assert not mailbox.loads[-1].paused
     assert mailbox.output_ids("late") == expected(PROMPT, 3)
@@ -102,7 +102,7 @@ def test_in_place_requests_keep_their_pages() -> None:
     mailbox, _ = pause_while_two_run(PauseMode.IN_PLACE)
     paused = [load for load in mailbox.loads if load.paused][-1]
     assert (paused.num_running, paused.num_waiting, paused.num_retracted) == (2, 0, 0)
-    assert mailbox.loads[-1].retractions_total == 0
+    assert mailbox.loads[-1].totals.retractions == 0
 
 
 def test_retracted_requests_give_their_pages_back_and_go_on_in_their_order() -> None:
@@ -120,7 +120,7 @@ def test_a_pause_that_retracts_opens_an_admission_that_a_retraction_had_closed()
         paused = False
 
         def receive(self, block: bool) -> list[ToEngine]:
-            if self.loads and self.loads[-1].retractions_total and not self.paused:
+            if self.loads and self.loads[-1].totals.retractions and not self.paused:
                 self.paused = True
                 return [PauseGeneration(1, PauseMode.RETRACT)]
             if self.loads and self.loads[-1].paused:
@@ -256,7 +256,7 @@ def test_the_load_counts_why_admission_stopped(sizes: object, reason: str) -> No
     requests: list[ToEngine] = [request(f"r{i}", range(50 * i, 50 * i + 30), 20) for i in range(2)]
     mailbox, _ = serve(sizes, [requests])  # type: ignore[arg-type]
     last = mailbox.loads[-1]
-    counts = {name: getattr(last, f"short_of_{name}_total") for name in ("tokens", "rows", "chunk")}
+    counts = {name: getattr(last.totals, f"short_of_{name}") for name in ("tokens", "rows", "chunk")}
     assert counts.pop(reason) > 0
     assert set(counts.values()) == {0}
 
@@ -264,4 +264,4 @@ def test_the_load_counts_why_admission_stopped(sizes: object, reason: str) -> No
 def test_nothing_stops_admission_where_all_have_room() -> None:
     mailbox, _ = serve(capacity(), [[request("a", PROMPT), request("b", PROMPT)]])
     last = mailbox.loads[-1]
-    assert (last.short_of_tokens_total, last.short_of_rows_total, last.short_of_chunk_total) == (0, 0, 0)
+    assert (last.totals.short_of_tokens, last.totals.short_of_rows, last.totals.short_of_chunk) == (0, 0, 0)

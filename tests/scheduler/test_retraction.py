@@ -8,11 +8,12 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config import SchedulingConfig
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.messages import Abort
+from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.scheduler.budget import DECAY_STEPS, NewTokenRatio
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
-from jaxsgl.scheduler.reserve import DECAY_STEPS, NewTokenRatio
-from jaxsgl.scheduler.retract import in_order_of_loss
 from jaxsgl.testing import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected, request
@@ -45,7 +46,7 @@ def patient(name: str, prompt: range, max_tokens: int) -> Request:
 def test_retracted_requests_yield_the_same_tokens(overlap: bool) -> None:
     requests = [forgetful(f"r{i}", range(i, i + 20), 60) for i in range(8)]
     mailbox, scheduler = serve(capacity(num_pages=60), requests, OPTIMIST, overlap)
-    assert scheduler.load(0).retractions_total > 0
+    assert scheduler.load(0).totals.retractions > 0
     for i in range(8):
         assert mailbox.output_ids(f"r{i}") == expected(range(i, i + 20), 60)
 
@@ -53,7 +54,7 @@ def test_retracted_requests_yield_the_same_tokens(overlap: bool) -> None:
 def test_a_cautious_reserve_retracts_nobody() -> None:
     requests = [forgetful(f"r{i}", range(i, i + 20), 60) for i in range(8)]
     _, scheduler = serve(capacity(num_pages=60), requests, SchedulingConfig(schedule_conservativeness=100.0))
-    assert scheduler.load(0).retractions_total == 0
+    assert scheduler.load(0).totals.retractions == 0
 
 
 @pytest.mark.parametrize("num_pages", [25, 40, 60, 90])
@@ -61,7 +62,7 @@ def test_requests_that_ignore_eos_are_forecast_exactly(num_pages: int) -> None:
     """However optimistic the ratio is, it doesn't count for them."""
     requests = [patient(f"r{i}", range(i, i + 5 + 3 * i), 10 + 7 * i) for i in range(9)]
     mailbox, scheduler = serve(capacity(num_pages=num_pages, rows=9), requests, OPTIMIST)
-    assert scheduler.load(0).retractions_total == 0
+    assert scheduler.load(0).totals.retractions == 0
     for i in range(9):
         assert mailbox.output_ids(f"r{i}") == expected(range(i, i + 5 + 3 * i), 10 + 7 * i)
 
@@ -101,20 +102,47 @@ def test_the_ratio_falls_with_every_good_step_and_learns_from_a_retraction() -> 
     assert ratio.value == pytest.approx(0.7)
 
 
-def test_admission_opens_when_nobody_is_left_whose_end_could_open_it() -> None:
-    """A retraction closes it, and then the last running request is taken back, too."""
+def test_admission_opens_when_the_last_running_request_is_retracted_without_need() -> None:
+    """A retraction closes it until a request ends, but then there is none left that could end."""
     sizes = capacity()
-    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), ())
+    scheduler = CheckedScheduler(
+        sizes, BucketSet.derive(sizes), (), retract_also=lambda view: list(view.requests.decoding.values())[:1]
+    )
     engine = FakeEngine(sizes)
-    scheduler.receive([forgetful(f"r{i}", range(i, i + 20), 9) for i in range(2)])
-    for _ in range(3):
+    scheduler.receive([forgetful("r", range(20), 9)])
+    scheduler.state.admission_closed = True
+    for _ in range(2):
+        scheduler.state.admission_closed = scheduler.num_running > 0
         inputs = scheduler.launch()
-        assert inputs is not None
+        assert inputs is not None and inputs.num_seqs == 1
         scheduler.collect(engine.submit(inputs).tokens())
-    retraction = scheduler._retraction
-    retraction.one_of(scheduler._running.retractable)
-    assert retraction.closed
-    retraction.for_tests()
-    assert (scheduler.num_running, scheduler.num_waiting) == (0, 2)
-    inputs = scheduler.launch()
-    assert inputs is not None and inputs.num_seqs == 2
+    assert scheduler.load(0).totals.retractions == 1
+    assert scheduler.last_plan is not None and [entry.req.request_id for entry in scheduler.last_plan.admit] == ["r"]
+
+
+def test_admission_stays_closed_after_a_retraction_until_a_request_ends() -> None:
+    requests = [forgetful(f"r{i}", range(i, i + 20), 60) for i in range(8)]
+    sizes = capacity(num_pages=60)
+    scheduler, engine = CheckedScheduler(sizes, BucketSet.derive(sizes), (), OPTIMIST), FakeEngine(sizes)
+    scheduler.receive(requests)
+    closed_for = 0
+    while not scheduler.is_idle:
+        inputs = scheduler.launch()
+        closed = scheduler.state.admission_closed
+        assert scheduler.last_plan is not None and not (closed and scheduler.last_plan.admit)
+        closed_for += closed
+        if inputs is not None:
+            scheduler.collect(engine.submit(inputs).tokens())
+        scheduler.take_replies()
+    assert closed_for > 0
+
+
+def test_a_request_that_found_no_room_has_no_cached_tokens() -> None:
+    """It shares a cached prefix, but was never admitted, so it never used it."""
+    sizes = capacity(num_pages=20)
+    holder, tried = patient("holder", range(40), 30), patient("tried", range(40), 30)
+    script = [[holder], [], [tried], [], [], [Abort("tried")]]
+    mailbox = ScriptedMailbox(script)
+    run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes), mailbox, True)
+    (reply,) = (reply for reply in mailbox.replies if reply.request_id == "tried")
+    assert (reply.finish_reason, reply.cached_tokens) == (FinishReason.ABORT, 0)

@@ -1,8 +1,9 @@
 """Random histories of requests and commands against scheduler, cache and fake engine; integrity after every step.
 
 The oracle is the hash chain of each request's own tokens: whatever is cached, chunked, evicted, aborted or overlapped,
-every request must yield exactly what it would yield alone. The fake engine itself checks the tables of logit edits. Who
-follows the prefix cache by its events alone must know exactly what is in it. Every command is answered exactly once.
+every request must yield exactly what it would yield alone. The fake engine itself checks the tables of logit edits. A
+follower of the prefix cache that hears its events alone must know exactly what is in it. Every command is answered
+exactly once. Planning twice gives equal plans and changes nothing; an applied plan leaves the pages that it foretold.
 
 JAXSGL_TEST_NIGHTLY=1 runs ten times as much.
 """
@@ -36,13 +37,12 @@ from jaxsgl.messages import (
     TokenLogprob,
 )
 from jaxsgl.request import FinishReason, Request, SamplingParams, max_new_tokens
-from jaxsgl.scheduler.cache_journal import CacheJournal
-from jaxsgl.scheduler.checker import Checker
-from jaxsgl.scheduler.commands import Commands
+from jaxsgl.scheduler.control import CacheJournal, Control
+from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.req import Key
-from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine, FakeHandle, generate, logprob
+from jaxsgl.testing import FakeEngine, FakeHandle, RetractEvery, generate, logprob
 from tests.cache_mirror import CacheMirror, cached_prefixes
+from tests.checked import WatchedScheduler
 
 VOCAB = 40
 EOS = frozenset({0, 1})
@@ -103,19 +103,19 @@ class ServingMachine(RuleBasedStateMachine):
         self.capacity = Capacity(page_size, num_pages, rows, context, min(chunk, context), VOCAB)
         self.config = config
         self.now_s = 0.0
-        self.scheduler = Scheduler(
+        self.scheduler = WatchedScheduler(
             self.capacity,
             BucketSet.derive(self.capacity, decode_steps=decode_steps),
             EOS,
             config,
             radix_cache=radix,
-            retract_every=retract_every,
+            retract_also=None if retract_every is None else RetractEvery(retract_every),
             clock=lambda: self.now_s,
         )
         self.engine = FakeEngine(self.capacity)
-        self.checker = Checker(self.scheduler, clock=lambda: self.now_s)
+        self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)
         self.news: list[News] = []
-        self.commands = Commands(self.scheduler, self.engine, self.news.append, self.checker, lambda: self.now_s)
+        self.control = Control(self.scheduler, self.engine, self.leak_check, lambda: self.now_s)
         self.numbers = itertools.count()
         self.unanswered: set[int] = set()
         self.arrived_s: dict[str, float] = {}
@@ -202,16 +202,17 @@ class ServingMachine(RuleBasedStateMachine):
         number = next(self.numbers)
         self.unanswered.add(number)
         if what == "pause":
-            self.commands.obey(PauseGeneration(number, mode))
+            self.control.handle(PauseGeneration(number, mode))
             assert self.scheduler.is_paused
             assert mode is not PauseMode.ABORT or self.scheduler.num_waiting == self.scheduler.num_running == 0
         elif what == "resume":
-            self.commands.obey(ContinueGeneration(number))
+            self.control.handle(ContinueGeneration(number))
             assert not self.scheduler.is_paused
         elif what == "drain":
-            self.commands.obey(FlushCache(number, timeout_s))
+            self.control.handle(FlushCache(number, timeout_s))
         else:
-            self.commands.obey(DumpState(number, check))
+            self.control.handle(DumpState(number, check))
+            self.news += self.control.after_turn(collected=False)
             (answer,) = (news for news in self.news if isinstance(news, Answer) and news.number == number)
             state = json.loads(answer.text)
             assert not state.get("leaks")
@@ -235,13 +236,15 @@ class ServingMachine(RuleBasedStateMachine):
         if inputs is not None:
             self.in_flight.append(self.engine.submit(inputs))
         self.scheduler.check()
-        if self.in_flight and (inputs is None or len(self.in_flight) > self.unread_allowed):
+        collects = bool(self.in_flight) and (inputs is None or len(self.in_flight) > self.unread_allowed)
+        if collects:
             oldest = self.in_flight.popleft()
             self.scheduler.collect(oldest.tokens(), oldest.scores())
-        self.commands.turn_ends()
+        if self.control.is_active:
+            self.news += self.control.after_turn(collects)
         self.settle()
-        self.commands.load_told()
-        self.checker.turn_ends()
+        if self.scheduler.is_idle:
+            self.leak_check.when_idle()
         self.take_answers()
 
     @precondition(lambda self: self.scheduler.is_paused)
@@ -327,13 +330,13 @@ class ServingMachine(RuleBasedStateMachine):
             assert turns < 20_000, "a request waits forever"
         self.turn()
         assert not self.unanswered, "a command was never answered"
-        assert not self.checker.num_leaks
+        assert not self.leak_check.num_leaks
         assert self.scheduler.cache.num_available == self.capacity.num_pages - 1, "a page is lost"
         everything = {key for request_id in self.requests for key in self.samples(request_id)}
         assert set(self.ended) == everything, "a sample never ended"
         load = self.scheduler.load(0)
         assert (load.num_waiting, load.num_running, load.used_tokens) == (0, 0, 0)
-        assert load.output_tokens_total == sum(map(len, self.outputs.values()))
+        assert load.totals.output_tokens == sum(map(len, self.outputs.values()))
         for key in everything:
             request, output = self.requests[key[0]], self.outputs.get(key, [])
             self.check_output(request, self.ended[key], output)

@@ -21,7 +21,7 @@ PROMPT = list(range(40))
 class Served:
     """A scheduler, its engine and a clock that goes only when it is told to."""
 
-    def __init__(self, rows: int = 1, retract_every: int | None = None, **config: object) -> None:
+    def __init__(self, rows: int = 1, **config: object) -> None:
         sizes = capacity(rows=rows)
         self.now_s = 0.0
         self.scheduler = Scheduler(
@@ -29,7 +29,6 @@ class Served:
             BucketSet.derive(sizes),
             (),
             SchedulingConfig(**config),  # type: ignore[arg-type]
-            retract_every=retract_every,
             clock=lambda: self.now_s,
         )
         self.engine = FakeEngine(sizes)
@@ -123,7 +122,7 @@ def test_a_request_of_several_samples_runs_from_its_first_and_ends_as_one() -> N
     served = Served(queue_timeout_s=3.0, running_timeout_s=10.0)
     several = Request("n", PROMPT, SamplingParams(temperature=0.0, max_tokens=4, n=3))
     served.scheduler.receive([several])
-    while served.scheduler.load(0).output_tokens_total < 6:  # one row: sample 0 has ended, 1 runs, 2 waits
+    while served.scheduler.load(0).totals.output_tokens < 6:  # one row: sample 0 has ended, 1 runs, 2 waits
         served.turns(1)
     ended = [reply.index for reply in served.replies if reply.finish_reason is not None]
     served.now_s = 9.0

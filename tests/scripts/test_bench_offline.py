@@ -129,10 +129,10 @@ def test_a_recorded_run_serves_every_request_and_stamps_every_step(overlap: bool
     replies = [reply for message in news if isinstance(message, Replies) for reply in message.replies]
     assert sum(len(reply.token_ids) for reply in replies) == sum(job.output_len for job in jobs)
     load = news[-1].load
-    assert len(recording.steps) == load.steps_total
+    assert len(recording.steps) == load.totals.steps
     padding = waste(recording.steps)
-    assert padding["decode_rows"] == pytest.approx(load.decode_rows_padded_total / load.decode_rows_total - 1)
-    assert padding["extend_tokens"] == pytest.approx(load.extend_tokens_padded_total / load.extend_tokens_total - 1)
+    assert padding["decode_rows"] == pytest.approx(load.totals.decode_rows_padded / load.totals.decode_rows - 1)
+    assert padding["extend_tokens"] == pytest.approx(load.totals.extend_tokens_padded / load.totals.extend_tokens - 1)
     assert sum(len(turn.read) for turn in recording.turns) == len(recording.steps)
     assert all(step.submitted_s < step.ready_s <= step.read_s for step in recording.steps)
 

@@ -54,7 +54,7 @@ def test_every_request_ends_once_with_all_its_tokens(config: TraceConfig) -> Non
     figures, summary = served(made_up(config, seed=3))
     assert len(asked) == config.num_prompts == summary["completed"] == sum(figures.e2e_s.counts)
     assert figures.input_tokens == sum(sum(ask.lengths) for ask in asked)
-    assert figures.output_tokens == sum(ask.output_len for ask in asked) == figures.load.output_tokens_total
+    assert figures.output_tokens == sum(ask.output_len for ask in asked) == figures.load.totals.output_tokens
     assert sum(figures.itl_s.counts) == figures.output_tokens - len(asked)
     assert summary["steps"]["decode"]["waste"] >= 1 and summary["steps"]["extend"]["waste"] >= 1
     assert 0 < summary["device_busy"] <= 1

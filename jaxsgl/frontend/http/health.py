@@ -71,7 +71,7 @@ class _Probe:
 
     async def _generate(self) -> None:
         generator, engine = self._front_end.generator, self._front_end.engine
-        steps = engine.load.steps_total
+        steps = engine.load.totals.steps
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         request = await generator.prepare(IdsPrompt([0]), sampling, f"health-{uuid.uuid4().hex}")
         try:
@@ -81,5 +81,5 @@ class _Probe:
         except Overloaded:
             pass  # a full queue, reported by the engine itself; the watchdog knows whether the engine steps
         except TimeoutError:
-            if engine.load.steps_total == steps:
+            if engine.load.totals.steps == steps:
                 raise EngineUnavailable(f"the engine has made no token within {GENERATE_S:g} s") from None

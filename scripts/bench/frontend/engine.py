@@ -13,7 +13,7 @@ from bench.frontend.plan import Plan, write_whole
 from jaxsgl.config import BUNDLED_MODEL, Limits
 from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
 from jaxsgl.ipc import EngineMailbox
-from jaxsgl.messages import Abort, Answer, CacheEvents, EngineInfo, Load, Replies, Reply, Shutdown, WatchCache
+from jaxsgl.messages import Abort, Answer, CacheEvents, EngineInfo, Load, Replies, Reply, Shutdown, Totals, WatchCache
 from jaxsgl.request import FinishReason, Request
 
 VOCAB_SIZE = 1024
@@ -55,7 +55,8 @@ class FakeEngine:
         reason = FinishReason.LENGTH if step + 1 == self._plan.num_tokens else None
         replies = [Reply(id, (self._plan.token(number, step),), reason) for id, number in self._streams.items()]
         self._num_tokens += len(replies)
-        self._mailbox.send(Replies(replies, Load(len(replies), output_tokens_total=self._num_tokens, steps_total=step)))
+        load = Load(len(replies), totals=Totals(output_tokens=self._num_tokens, steps=step))
+        self._mailbox.send(Replies(replies, load))
 
     def _take_messages(self, block: bool) -> None:
         for message in self._mailbox.receive(block):

@@ -124,7 +124,7 @@ class RecordedMailbox:
         turn = self._recording.turns[-1]
         turn.sent_s, turn.send_s = time.perf_counter(), begin_s
         self.sent.append(message)
-        if self._profile and isinstance(news, Replies) and news.load.output_tokens_total >= self._half_tokens:
+        if self._profile and isinstance(news, Replies) and news.load.totals.output_tokens >= self._half_tokens:
             self._waiting.append(self._encoder.encode(StartProfile(1, self._profile, PROFILED_STEPS)))
             self._profile = None
 

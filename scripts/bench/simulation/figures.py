@@ -126,7 +126,7 @@ class Figures:
             "concurrency": float(np.sum(self.e2e_s.values)) / duration_s,
             **{name: getattr(self, name).summary() for name in ("ttft_s", "tpot_s", "itl_s", "e2e_s", "step_itl_s")},
             "cache_hit_rate": self.cached_tokens / max(self.input_tokens, 1),
-            "retractions": self.load.retractions_total,
+            "retractions": self.load.totals.retractions,
             "waiting": {"mean": self.waiting_seconds / duration_s, "max": self.max_waiting},
             "running_mean": self.running_seconds / duration_s,
             "device_busy": busy_s / duration_s,

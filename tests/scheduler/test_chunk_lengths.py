@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxsgl.scheduler.chunks import STEP_COST_TOKENS, fair_shares, without_much_padding
+from jaxsgl.scheduler.budget import STEP_COST_TOKENS, fair_shares, without_much_padding
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 

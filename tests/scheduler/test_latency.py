@@ -16,9 +16,9 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.request import Request
-from jaxsgl.scheduler.allowance import Allowance
+from jaxsgl.scheduler.budget import TokenBudget
+from jaxsgl.scheduler.latency import FIT_EVERY, FORGET_AFTER, StepTimes
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.step_times import FIT_EVERY, FORGET_AFTER, StepTimes
 from jaxsgl.testing import FakeEngine, FakeHandle, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected, request
@@ -176,10 +176,10 @@ def test_one_slow_step_among_many_does_not_count_and_old_sizes_are_forgotten() -
 def test_a_chunk_takes_what_is_left_and_not_more(
     num_tokens: int, seconds: float, kv_token_s: float, pair_s: float, start: int, before: int
 ) -> None:
-    allowance = Allowance(num_tokens + before, seconds, kv_token_s, pair_s)
-    first = min(before, allowance.longest_chunk(start))
-    allowance.take(start, 0, first)
-    count = allowance.longest_chunk(start, first)
+    budget = TokenBudget(num_tokens + before, seconds, kv_token_s, pair_s)
+    first = min(before, budget.longest_chunk(start))
+    budget.take(start, 0, first)
+    count = budget.longest_chunk(start, first)
     assert 0 <= count <= num_tokens + before
 
     def cost(count: int) -> float:
@@ -187,4 +187,4 @@ def test_a_chunk_takes_what_is_left_and_not_more(
 
     assert cost(count) <= seconds * (1 + 1e-6) + 1e-9
     assert count == num_tokens + before or cost(count + 1) >= seconds * (1 - 1e-6)
-    assert math.isinf(Allowance(5)._seconds)
+    assert math.isinf(TokenBudget(5)._seconds)

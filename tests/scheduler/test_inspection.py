@@ -11,8 +11,8 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.messages import Answer, DumpState, ToEngine
-from jaxsgl.scheduler import checker
-from jaxsgl.scheduler.checker import Checker
+from jaxsgl.scheduler import inspection
+from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import FakeEngine, ScriptedMailbox
@@ -55,12 +55,12 @@ def test_a_leak_is_told_with_its_owner_and_counted_once(
 ) -> None:
     scheduler = new_scheduler(capacity())
     serve_one(scheduler)
-    check = Checker(scheduler)
-    assert check.check() == []
+    check = LeakCheck(scheduler)
+    assert check.run() == []
     damage(scheduler)
     with caplog.at_level(logging.ERROR):
-        found = check.check()
-        assert check.check() == found
+        found = check.run()
+        assert check.run() == found
     assert len(caplog.messages) == len(found) == check.num_leaks
     for part in words:
         assert any(part in message for message in caplog.messages)
@@ -69,14 +69,14 @@ def test_a_leak_is_told_with_its_owner_and_counted_once(
 
 
 def test_a_server_with_a_leak_goes_on_and_tells_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checker, "MIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(inspection, "MIN_INTERVAL_S", 0.0)
     sizes = capacity()
     scheduler = new_scheduler(sizes)
     scheduler.cache._allocator.allocate(3)
     mailbox = ScriptedMailbox([[request("a", PROMPT)], *[[]] * 9, [request("b", PROMPT)], *[[]] * 9, [DumpState(1)]])
     run_loop(scheduler, FakeEngine(sizes), mailbox, True)
     assert mailbox.output_ids("a") == mailbox.output_ids("b") == expected(PROMPT)
-    assert (mailbox.loads[0].leaks_total, mailbox.loads[-1].leaks_total) == (0, 3)
+    assert (mailbox.loads[0].totals.leaks, mailbox.loads[-1].totals.leaks) == (0, 3)
     (answer,) = (news for news in mailbox.other_news if isinstance(news, Answer))
     assert json.loads(answer.text)["leaks_total"] == 3
 
@@ -84,17 +84,17 @@ def test_a_server_with_a_leak_goes_on_and_tells_its_load(monkeypatch: pytest.Mon
 def test_many_leaks_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = new_scheduler(capacity())
     scheduler.cache._allocator.allocate(100)
-    check = Checker(scheduler)
-    assert len(check.check()) == check.num_leaks == 100
+    check = LeakCheck(scheduler)
+    assert len(check.run()) == check.num_leaks == 100
     assert len(caplog.messages) == 11
     assert caplog.messages[-1] == "and 90 leaks more"
 
 
 class Counting:
-    """A scheduler that is idle when told so; a check takes `cost_s`."""
+    """A scheduler that takes a step when told so and is idle after it; a check takes `cost_s`."""
 
     def __init__(self, cost_s: float = 0.0) -> None:
-        self.is_idle = True
+        self.num_steps = 0
         self.now_s = 0.0
         self.num_checks = 0
         self._cost_s = cost_s
@@ -104,15 +104,15 @@ class Counting:
         self.now_s += self._cost_s
         return []
 
-    def work(self, watched: Checker) -> None:
-        for idle in (False, True, True, True):
-            self.is_idle = idle
-            watched.turn_ends()
+    def work(self, watched: LeakCheck) -> None:
+        self.num_steps += 1
+        for _ in range(3):
+            watched.when_idle()
 
 
-def checked(cost_s: float = 0.0) -> tuple[Counting, Checker]:
+def checked(cost_s: float = 0.0) -> tuple[Counting, LeakCheck]:
     scheduler = Counting(cost_s)
-    return scheduler, Checker(scheduler, clock=lambda: scheduler.now_s)  # type: ignore[arg-type]
+    return scheduler, LeakCheck(scheduler, clock=lambda: scheduler.now_s)  # type: ignore[arg-type]
 
 
 def test_it_checks_once_each_time_the_scheduler_becomes_idle() -> None:
@@ -129,7 +129,7 @@ def test_an_idle_scheduler_is_not_checked_again_and_again() -> None:
     scheduler.work(watched)
     for _ in range(100):  # such as pings
         scheduler.now_s += 10.0
-        watched.turn_ends()
+        watched.when_idle()
     assert scheduler.num_checks == 1
 
 
