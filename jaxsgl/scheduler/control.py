@@ -58,6 +58,10 @@ class Control:
       scheduler, engine: what the commands are about.
       leak_check: looks for leaks.
       clock: gives seconds.
+
+    Attributes:
+      is_active: whether `after_turn` has something to do.
+      is_polling: whether `after_turn` will have news although no message comes, so that the loop must not block.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class Control:
         leak_check: LeakCheck,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.is_active = False
+        self.is_polling = False
         self._scheduler = scheduler
         self._leak_check = leak_check
         self._clock = clock
@@ -75,18 +81,9 @@ class Control:
         self._journal: CacheJournal | None = None  # once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle)
 
-    @property
-    def is_active(self) -> bool:
-        """Whether `after_turn` has something to do."""
-        return bool(self._orders or self._news or self._journal)
-
-    @property
-    def is_polling(self) -> bool:
-        """Whether `after_turn` will have news although no message comes, so that the loop must not block."""
-        return self._profiling.is_writing
-
     def handle(self, command: Command) -> None:
         """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""
+        self.is_active = True
         match command:
             case Ping(number):
                 self._answer(Answer(number, True))
@@ -111,6 +108,8 @@ class Control:
         """Advances all orders after a turn of the loop, in which a step was `collected` or not; returns the news."""
         self._orders = [order for order in self._orders if order.after_turn(collected)]
         self._tell_cache_events()
+        self.is_active = bool(self._orders or self._journal)
+        self.is_polling = self._profiling.is_writing
         news, self._news = self._news, []
         return news
 
