@@ -23,7 +23,7 @@ from bench.output import write_json
 from bench.plots import plot_kernels
 from bench.processes import ROOT, SCRIPTS, python_path
 
-_GRACE_S = 15  # between asking a section to end by itself and ending it
+_GRACE_S = 15  # seconds between the end of a section's budget and its end by force
 _DESCRIBE = """
 import json, jax, importlib.metadata as m
 from pallas_kernels.target import target_device
@@ -39,7 +39,7 @@ print(json.dumps({"platform": d.platform, "kind": d.kind, "num_cores": d.num_cor
 
 
 def describe_machine() -> dict[str, Any]:
-    """Device, driver, packages and commit; what can't be found out is left out."""
+    """Device, driver, packages and commit; what is not known is left out."""
     machine: dict[str, Any] = {"python": sys.version.split()[0]}
     described = _output([sys.executable, "-c", _DESCRIBE])
     if described:
@@ -51,7 +51,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 class Report:
-    """The growing result of one call."""
+    """The results of one call, written into the folder after each phase."""
 
     def __init__(self, out: Path, work: Path, budget_s: float) -> None:
         self.machine: dict[str, Any] = {}
@@ -64,7 +64,7 @@ class Report:
         self._log.write_text("")
 
     def run(self, phase: Phase, weight_left: float) -> None:
-        """Runs the phase's sections side by side and takes in what they wrote, even if they were ended."""
+        """Runs the sections of a phase side by side and reads what they wrote, even if they ran out of time."""
         left_s = self._deadline - time.monotonic()
         limit_s = max(1.0, left_s * phase.weight / weight_left)
         begin = time.monotonic()
@@ -76,7 +76,7 @@ class Report:
         self._write()
 
     def _pass_over(self, section: Section) -> bool:
-        """Whether a package is missing; says so."""
+        """Whether a package is missing for the section; notes it in the results."""
         packages = self.machine.get("packages")
         missing = [name for name in section.needs if packages is not None and packages.get(name) is None]
         if missing:
@@ -90,7 +90,7 @@ class Report:
         budget_s = str(max(1, round(limit_s - _GRACE_S)))
         command = [part.replace(BUDGET, budget_s) for part in section.command]
         env = {**_environment(), "PYTHONUNBUFFERED": "1"}
-        # Sections of equal shapes share what they compile; a driver's or a user's own cache stays untouched.
+        # Sections with equal shapes share compiled programs; the user's own cache stays untouched.
         env |= {"JAX_COMPILATION_CACHE_DIR": str(self._work / "xla"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         if num_beside > 1:
             env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.75 / num_beside:.2f}")
@@ -130,7 +130,7 @@ class Report:
         write_json(self._out / "report.json", everything)
         if self._results["bench"]:
             title = f"{self.machine.get('kind')}, JAX {self.machine.get('packages', {}).get('jax')}"
-            with contextlib.suppress(ImportError):  # no matplotlib: no picture
+            with contextlib.suppress(ImportError):  # without matplotlib there is no picture
                 plot_kernels(
                     self._results["bench"], best_roofline(self._results["rooflines"]), title, self._out / "kernels.png"
                 )
@@ -145,7 +145,7 @@ def _environment() -> dict[str, str]:
 
 
 def _wait(process: subprocess.Popen[bytes], until: float) -> bool:
-    """Waits, then ends the process with all that it started. True if it had to."""
+    """Waits for the process, and kills it with its children when time is up. Returns whether it had to."""
     try:
         process.wait(max(0.1, until - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -181,7 +181,7 @@ OURS = {"cpu": ["xla"], "gpu": ["triton", "mosaic_gpu", "xla"], "tpu": ["mosaic_
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One process. `BUDGET` in the command becomes the seconds after which it should start nothing new."""
+    """A process. `BUDGET` in its command becomes the seconds after which it should start nothing new."""
 
     name: str
     kind: str
@@ -189,21 +189,21 @@ class Section:
     command: tuple[str, ...]
     result: Path
     needs: tuple[str, ...] = ()
-    """Packages without which it isn't started."""
+    """Packages without which it is not started."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Sections that run side by side, and their weight against the other phases when the time is divided."""
+    """Sections that run side by side, and their weight when the time is divided among phases."""
 
     sections: tuple[Section, ...]
     weight: float
     part: str = ""
-    """One of PARTS: what can be chosen."""
+    """One of PARTS, which the command line can choose."""
 
 
 def phases(machine: Mapping[str, Any], work: Path, *, parts: Collection[str], smoke: bool) -> list[Phase]:
-    """The phases of `parts` in order. Correctness first: a fast wrong kernel is nothing."""
+    """The phases of `parts` in order. Correctness comes first: the speed of a wrong kernel means nothing."""
     platform = machine.get("platform", "cpu")
     backends = OURS.get(platform, ["xla"])
 
@@ -233,7 +233,7 @@ def phases(machine: Mapping[str, Any], work: Path, *, parts: Collection[str], sm
 
 
 def _speed(section: Callable[..., Section], platform: str, smoke: bool) -> list[Phase]:
-    """The engine's speed: offline, of the sampling program, and beside transformers."""
+    """Phases for the engine's speed: offline, of the sampling program, and against transformers."""
     plan = []
     for shape, weight, flags in _offline_runs(smoke):
         offline = section(f"offline {shape}", "offline", "bench_offline.py", *flags, needs=("msgspec",))
@@ -247,7 +247,7 @@ def _speed(section: Callable[..., Section], platform: str, smoke: bool) -> list[
 
 
 def _offline_runs(smoke: bool) -> list[tuple[str, float, tuple[str, ...]]]:
-    """Name, weight and flags of each. The weights are random; the context is the next that holds what is asked for."""
+    """Name, weight and flags of each offline run. Weights are random; the context just holds the longest request."""
     if smoke:
         return [("bundled", 1, ("--num", "6", "--input", "8:24", "--output", "4:12", *TINY))]
     weights = {"qwen3-0.6b": 1.5, "qwen3-8b": 2.5}
@@ -256,7 +256,7 @@ def _offline_runs(smoke: bool) -> list[tuple[str, float, tuple[str, ...]]]:
 
 
 def _peers_flags(platform: str, smoke: bool) -> tuple[str, ...]:
-    """The same work for all, of which transformers' slowest way takes less than a minute."""
+    """Flags of the comparison with transformers, whose slowest way takes less than a minute for this work."""
     if smoke:
         few = ("--num", "2", "--input", "4:8", "--output", "2:4", "--repeats", "1")
         ours = f"--jaxsgl={' '.join(('--dtype', 'float32', *TINY))}"

@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Criterion:
-    """The best right backend of ours has to reach `share` of a ceiling on one case; `goal` is what we hope for."""
+    """Our fastest right backend must reach `share` of a ceiling on one case; `goal` is what we hope for."""
 
     case: str
     ceiling: str
@@ -41,7 +41,7 @@ CRITERIA = (
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """One line of a summary. `passed` is None where nothing was measured."""
+    """One line of the summary. `passed` is None if nothing was measured."""
 
     what: str
     passed: bool | None
@@ -49,12 +49,12 @@ class Verdict:
 
 
 def judge(rows: Rows, roofline: Mapping[str, float]) -> list[Verdict]:
-    """Every criterion, then whether ours is ahead of all baselines of each case."""
+    """Judges every criterion of the kernels, and for each case whether ours is ahead of all baselines."""
     return [*(_judge_share(each, rows, roofline) for each in CRITERIA), *_judge_baselines(rows)]
 
 
 def judge_checks(checks: Iterable[Mapping[str, Any]]) -> list[Verdict]:
-    """One line for each backend of a correctness run."""
+    """One verdict for each backend of a correctness run."""
     by_backend: dict[str, list[Mapping[str, Any]]] = {}
     for check in checks:
         by_backend.setdefault(check["backend"], []).append(check)
@@ -64,13 +64,13 @@ def judge_checks(checks: Iterable[Mapping[str, Any]]) -> list[Verdict]:
         bad = [f"{c['op']} {c['spec']}" for c in mine if c["verdict"] in ("failed", "crashed")]
         detail = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
         detail += f": {'; '.join(bad[:6])}{' ...' if len(bad) > 6 else ''}" if bad else ""
-        passed = False if bad else (counts["passed"] > 0 or None)  # a backend that refused everything showed nothing
+        passed = False if bad else (counts["passed"] > 0 or None)  # a backend that refused everything has shown nothing
         verdicts.append(Verdict(f"correct on this device: {backend}", passed, detail))
     return verdicts
 
 
 def fastest(rows: Rows, case: str, *, ours: bool) -> Mapping[str, Any] | None:
-    """The fastest right row of a case, among our backends or among the others."""
+    """The fastest right row of a case, among our backends or among the baselines."""
     mine = [row for row in rows if row["case"] == case and row["is_ours"] == ours]
     right = [row for row in mine if row["seconds"] and row["is_right"]]
     return min(right, key=lambda row: row["seconds"], default=None)
@@ -113,7 +113,7 @@ Results = Mapping[str, Any]
 
 
 def judge_engine(results: Results) -> list[Verdict]:
-    """Every criterion; "not measured" where its section didn't run."""
+    """Judges every criterion of the engine; "not measured" if its section did not run."""
     verdicts = []
     for shape in SHAPES:
         run = results["offline"].get(shape)
@@ -183,7 +183,7 @@ _WORDS = {True: "pass", False: "**FAIL**", None: "not measured"}
 
 
 def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str, bool]:
-    """Markdown, and whether anything is wrong: a wrong result, or a section that died. Slowness is no such thing."""
+    """The page as Markdown, and whether anything is wrong: a wrong result or a section that died, but not low speed."""
     checks = judge_checks(results["check"])
     rooflines = results["rooflines"]
     roofline = best_roofline(rooflines)
@@ -228,7 +228,7 @@ def summary(machine: Mapping[str, Any], results: Mapping[str, Any]) -> tuple[str
 
 
 def best_roofline(rooflines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The highest ceilings that any section measured."""
+    """The highest ceilings that the sections measured."""
     return {name: max((each[name] for each in rooflines), default=0.0) for name in ("bytes_per_s", "flops_per_s")}
 
 

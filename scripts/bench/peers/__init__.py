@@ -1,1 +1,1 @@
-"""The same requests through jaxsgl and others, side by side. Used by bench_peers.py alone."""
+"""The parts of bench_peers.py: the same requests through jaxsgl and other engines, side by side."""

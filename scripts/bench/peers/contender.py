@@ -1,4 +1,4 @@
-"""What a contender is, what it is told, and which there are. Imports no engine: each lives in a process of its own."""
+"""What a contender is, its set-up, and the list of contenders. Imports no engine: each runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import msgspec
 
 from bench.requests import Job
 
-UNTOLD = -1  # a token that an endpoint counted, but didn't name
+UNTOLD = -1  # a token that an endpoint counted without giving its id
 
 
 class CannotRun(Exception):
-    """This contender can't take part here; the text says why."""
+    """The contender can't run on this machine or with these requests; the message says why."""
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """Which class a contender is, and how it is set up.
+    """The class of a contender and its options.
 
     Attributes:
-      where: module:class, imported in the contender's process only.
+      where: module:class, imported only in the contender's process.
       options: keyword arguments of that class.
-      only_shared: takes part only where prompts share prefixes.
+      only_shared: runs only if prompts share prefixes.
     """
 
     where: str
@@ -30,15 +30,15 @@ class Kind(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What every contender is told before it loads.
+    """What every contender knows before it loads the model.
 
     Attributes:
       model: a folder in Hugging Face's layout.
       device: "cpu" or "gpu".
-      num_threads: to compute with on a CPU.
-      num_jobs: requests of a round, all there at the start.
+      num_threads: threads to compute with on a CPU.
+      num_jobs: requests of a round, all of which are there at the start.
       longest: tokens of the longest request, output included.
-      total: tokens of all requests, output included.
+      total: tokens of all requests, outputs included.
       prefix_len: tokens that the prompts of a group share; 0 if there are no groups.
     """
 
@@ -58,16 +58,16 @@ class Contender(Protocol):
         """Loads the model. Raises `CannotRun`, or `ImportError` where its package is missing."""
 
     def versions(self) -> dict[str, str]:
-        """What decides its speed: packages and chosen settings."""
+        """Versions of packages and settings that decide the speed."""
 
     def reset(self) -> None:
-        """Forgets what earlier runs computed. Not timed."""
+        """Drops everything that earlier runs computed. Not timed."""
 
     def run(self, jobs: list[Job]) -> list[list[int]]:
-        """Serves all jobs, greedily and ignoring EOS; returns their output ids in the order of `jobs`."""
+        """Serves all jobs, greedy and ignoring EOS; returns the output ids in the order of `jobs`."""
 
     def close(self) -> None:
-        """Ends what it started."""
+        """Frees memory, and ends threads and processes that it started."""
 
 
 def _kinds() -> dict[str, Kind]:

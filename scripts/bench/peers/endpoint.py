@@ -1,4 +1,4 @@
-"""Any OpenAI-compatible server that runs already, by its URL: all requests at once, prompts as token ids."""
+"""The contender for a running OpenAI-compatible server: all requests at once, prompts as token ids."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from bench.requests import Job
 
 PATIENCE_S = 3600.0
 FLUSH_PATHS = ("/flush_cache", "/reset_prefix_cache")  # jaxsgl and SGLang; vLLM in its development mode
-FLUSHED_BY = "prefix cache flushed by"  # in the versions
+FLUSHED_BY = "prefix cache flushed by"  # key in the versions
 NOTHING = "nothing: repeats may find their prompts cached"
-MAX_ERROR = 300  # characters of an error that are told
+MAX_ERROR = 300  # characters of an error that are shown
 
 
 class Endpoint:
-    """A server.
+    """A running server.
 
     Args:
-      url: with or without the /v1.
+      url: its address, with or without /v1 at the end.
     """
 
     def __init__(self, url: str) -> None:
@@ -31,7 +31,7 @@ class Endpoint:
         self._flush = "unknown"
 
     def start(self, setup: Setup) -> None:
-        """Asks for the model's name."""
+        """Asks for the name of the model."""
         try:
             status, answer = self._ask("GET", "/v1/models")
         except OSError as error:
@@ -48,11 +48,11 @@ class Endpoint:
         return {"url": self._parts.geturl(), "model": self._name, FLUSHED_BY: self._flush}
 
     def reset(self) -> None:
-        """Empties the server's prefix cache, if it has a known way to."""
+        """Empties the prefix cache of the server, if one of the known ways works."""
         self._flush = next(filter(self._flushes, FLUSH_PATHS), NOTHING)
 
     def run(self, jobs: list[Job]) -> list[list[int]]:
-        """See `Contender`. Such servers return no token ids, and are taken at their count."""
+        """See `Contender`. Such servers return no token ids, so only their token counts are checked."""
         return list(self._threads.map(self._complete, jobs))
 
     def close(self) -> None:
@@ -76,12 +76,12 @@ class Endpoint:
         return [UNTOLD] * int(answer["usage"]["completion_tokens"])
 
     def _flushes(self, path: str) -> bool:
-        """Whether it does now: vLLM answers with status 200 even where it failed."""
+        """Whether the server flushes by this path. vLLM answers with status 200 even if it failed."""
         status, answer = self._ask("POST", path)
         return status == http.client.OK and not (isinstance(answer, dict) and answer.get("success") is False)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """Status and JSON, or text, of one request on a connection of its own."""
+        """Sends one request on a connection of its own; returns the status and the answer as JSON, or as text."""
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         connection = kind(self._parts.netloc, timeout=PATIENCE_S)

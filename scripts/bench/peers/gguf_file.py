@@ -1,4 +1,4 @@
-"""A Qwen3 checkpoint in Hugging Face's layout as a GGUF file for llama.cpp. Needs the `gguf` package."""
+"""Writes a Qwen3 checkpoint in Hugging Face's layout as a GGUF file for llama.cpp. Needs the `gguf` package."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write_gguf(model: Path, path: Path, dtype: str) -> None:
 
 
 def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """Shape and constants of the model."""
+    """Writes the shape and the constants of the model."""
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     writer.add_context_length(config["max_position_embeddings"])

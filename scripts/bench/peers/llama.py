@@ -1,6 +1,6 @@
-"""llama.cpp through the low-level batch API of llama-cpp-python: all sequences in one context.
+"""The contender for llama.cpp, through the low-level batch API of llama-cpp-python: all sequences are in one context.
 
-Prompts first, a call or more for each; then one call for each step of all sequences that still run.
+Prompts come first, with one or more calls for each; then every step of all running sequences is one call.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from bench.peers.gguf_file import write_gguf
 from bench.requests import Job
 
 PAD = 256  # llama.cpp rounds the tokens of a sequence up to this
-STEP_TOKENS = 512  # of one call, at most
+STEP_TOKENS = 512  # tokens of one call at most
 ALL_LAYERS = 1 << 20
 
 
 class Token(NamedTuple):
-    """A token to compute, and whether the one after it is wanted."""
+    """A token to compute, and whether the token after it is wanted."""
 
     token_id: int
     position: int
@@ -39,7 +39,7 @@ class Llama:
 
     Args:
       dtype: of the matrices: float32, float16, bfloat16 or q8_0.
-      share: compute the prefix of each group once, and copy it to the other sequences by hand.
+      share: compute the prefix of each group once, and copy it to the other sequences of the group.
     """
 
     def __init__(self, dtype: str, share: bool = False) -> None:
@@ -84,8 +84,8 @@ class Llama:
     def run(self, jobs: list[Job]) -> list[list[int]]:
         """See `Contender`.
 
-        Sequences are numbered by falling output length: those that run are then always the first ones, whose
-        buffers llama.cpp computes in one piece.
+        Sequences are numbered by falling output length. The running ones are then always the first ones, whose buffers
+        llama.cpp computes in one piece.
         """
         order = sorted(range(len(jobs)), key=lambda i: -jobs[i].output_len)
         sorted_jobs = [jobs[i] for i in order]
@@ -99,14 +99,14 @@ class Llama:
         return [of_job[i] for i in range(len(jobs))]
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         if getattr(self, "_context", None):
             lib.llama_batch_free(self._batch)
             lib.llama_free(self._context)
             lib.llama_model_free(self._model)
 
     def _prompts(self, jobs: Sequence[Job]) -> list[int]:
-        """The first token of each."""
+        """Computes all prompts; returns the first output token of each."""
         firsts: list[int] = []
         holders: dict[tuple[int, ...], int] = {}
         for s, job in enumerate(jobs):
@@ -149,6 +149,8 @@ class Llama:
         params.n_batch = params.n_ubatch = STEP_TOKENS
         params.n_seq_max = setup.num_jobs
         params.n_threads = params.n_threads_batch = setup.num_threads
-        params.kv_unified = False  # one buffer for all makes attention look at the tokens of all
+        params.kv_unified = (
+            False  # with one buffer for all sequences, attention would look at the tokens of all of them
+        )
         params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         return params

@@ -1,4 +1,4 @@
-"""jaxsgl itself, as `jaxsgl.LLM`."""
+"""The contender for jaxsgl itself, through `jaxsgl.LLM`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from bench.requests import Job
 from jaxsgl import LLM, SamplingParams
 from jaxsgl.config import EngineConfig, add_flags, from_flags
 
-PAGES = 64  # tokens of a request's slack in the pool: admission counts whole pages and one to spare
+PAGES = 64  # spare tokens per request in the pool: admission counts whole pages, and one more
 
 
 class Ours:
-    """jaxsgl with any flags of the server's engine.
+    """jaxsgl with any flags of the engine.
 
     Args:
-      flags: as on the server's command line. Where --max-total-tokens is left out, the pool holds all requests at once.
+      flags: as on the server's command line. Without --max-total-tokens, the pool holds all requests at once.
     """
 
     def __init__(self, flags: str) -> None:

@@ -14,27 +14,27 @@ from bench.peers.process import Process
 from bench.processes import cpu_s
 from bench.requests import Job
 
-OURS = "jaxsgl"  # how names of our own contenders begin
-EXACT = "float32"  # in the names of those whose tokens are compared with the others'
+OURS = "jaxsgl"  # names of our own contenders begin so
+EXACT = "float32"  # in the name of the jaxsgl whose tokens are the reference for all contenders
 WARM_UP_TOKENS = 8
-IDLE_SHARE = 0.03  # of a core: more is no idling
+IDLE_SHARE = 0.03  # share of a core that idle processes may take
 
 
 class WrongOutput(Exception):
-    """A contender didn't return what was asked for: its speed means nothing."""
+    """A contender returned the wrong number of tokens, so its speed means nothing."""
 
 
 @dataclass
 class Entry:
-    """A contender that takes part.
+    """A contender that runs.
 
     Attributes:
-      process: where it lives.
-      versions: what it told about itself.
-      start_s: seconds to load and warm up.
-      seconds: of each round.
-      idle_cpu_share: cores that all others took while this one ran, of each round.
-      outputs: of the last round.
+      process: its process.
+      versions: versions and settings that it reported.
+      start_s: seconds to load and to warm up.
+      seconds: seconds of each round.
+      idle_cpu_share: cores that all other contenders took while this one ran, for each round.
+      outputs: outputs of the last round.
     """
 
     process: Process
@@ -46,13 +46,13 @@ class Entry:
 
 
 class Match:
-    """Contenders and what became of them.
+    """Starts contenders and runs them in turns.
 
     Args:
-      setup: told to each.
-      jobs: of a round.
+      setup: what every contender knows before it loads.
+      jobs: requests of a round.
       logs: folder for what contenders print.
-      say: takes lines for whoever waits.
+      say: takes a line about each event.
     """
 
     def __init__(self, setup: Setup, jobs: list[Job], logs: Path, say: Callable[[str], None]) -> None:
@@ -61,10 +61,10 @@ class Match:
         self.absent: dict[str, str] = {}
 
     def enter(self, name: str, kind: Kind) -> None:
-        """Starts a contender and warms it up with all prompts and short outputs; notes why if it can't run.
+        """Starts a contender and warms it up with all prompts and short outputs. If it can't run, notes why.
 
         Raises:
-          WrongOutput: it returned another number of tokens than asked for.
+          WrongOutput: it returned the wrong number of tokens.
         """
         begin_s = time.monotonic()
         process = Process(kind, self._logs / f"{len(self.entries) + len(self.absent)}.log", self._setup.device)
@@ -82,7 +82,7 @@ class Match:
             self._say(f"{name} is ready after {self.entries[name].start_s:.1f} s")
 
     def round(self) -> None:
-        """One run of each, in turns. Raises `WrongOutput`."""
+        """Runs each contender once, in turns. Raises `WrongOutput`."""
         for name, entry in list(self.entries.items()):
             others = [other.process.pid for other in self.entries.values() if other is not entry]
             before_s = sum(map(cpu_s, others))
@@ -106,7 +106,7 @@ class Match:
             entry.process.close()
 
     def figures(self) -> dict[str, Any]:
-        """Speeds, and ratios of our fastest contender's speed to each other's, round by round."""
+        """Speeds of all contenders, and the ratio of our fastest one's speed to each of them, round by round."""
         speeds = {name: [self._num_tokens / s for s in entry.seconds] for name, entry in self.entries.items()}
         ours = [name for name in speeds if name.startswith(OURS)]
         best = max(ours, key=lambda name: statistics.median(speeds[name]), default=None)
@@ -136,7 +136,7 @@ class Match:
 
 
 def check(name: str, jobs: list[Job], outputs: list[list[int]]) -> None:
-    """Raises `WrongOutput` unless each job has exactly its number of tokens."""
+    """Raises `WrongOutput` unless each job got exactly its number of tokens."""
     if len(outputs) != len(jobs):
         raise WrongOutput(f"{name} returned {len(outputs)} outputs for {len(jobs)} requests")
     for i, (job, output) in enumerate(zip(jobs, outputs, strict=True)):
@@ -145,14 +145,14 @@ def check(name: str, jobs: list[Job], outputs: list[list[int]]) -> None:
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    """Median, least, greatest, and all."""
+    """Median, least, greatest, and all values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": values}
 
 
 def same_tokens(outputs: list[list[int]], reference: list[list[int]]) -> dict[str, float] | None:
-    """Shares of requests whose first token, and whose whole output, is the reference's; None if ids are not known.
+    """Shares of requests whose first token, and whose whole output, equals the reference; None if ids are not known.
 
-    With random weights the two best tokens are often nearly level, and any rounding may choose the other one.
+    With random weights the two best tokens are often nearly equal, and rounding may choose either.
     """
     pairs = list(zip(outputs, reference, strict=True))
     if any(UNTOLD in output for output in outputs):

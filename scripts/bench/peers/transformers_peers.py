@@ -1,4 +1,4 @@
-"""transformers, in its two modes: `generate` on static batches, and continuous batching."""
+"""The contenders for transformers, in its two modes: `generate` on static batches, and continuous batching."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bench.peers.contender import CannotRun, Setup
 from bench.requests import Job
 
 PAD = 0
-PAGE_SIZE = 64  # tokens of a block in continuous batching
-STEP_TOKENS = 512  # of a step of continuous batching, at most, on a CPU
+PAGE_SIZE = 64  # tokens per page in continuous batching
+STEP_TOKENS = 512  # tokens of a step of continuous batching at most, on a CPU
 
 
 class _Model:
-    """The model on its device, greedy and without EOS."""
+    """Loads the model; outputs are greedy and ignore EOS."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
@@ -40,21 +40,21 @@ class _Model:
         return found | {"attention": str(self._model.config._attn_implementation)}
 
     def reset(self) -> None:
-        """See `Contender`; nothing is kept between calls."""
+        """See `Contender`. Nothing is kept between calls."""
 
     def close(self) -> None:
         """See `Contender`."""
 
 
 class Static(_Model):
-    """`generate`: batches in the order given, padded on the left, each running to its longest output."""
+    """`generate` on batches in the order of the jobs, padded on the left; each batch runs to its longest output."""
 
     def __init__(self, dtype: str, batch_size: int) -> None:
         super().__init__(dtype)
         self._batch_size = batch_size
 
     def run(self, jobs: list[Job]) -> list[list[int]]:
-        """See `Contender`; tokens past a request's own length are dropped."""
+        """See `Contender`. Tokens beyond a request's own output length are dropped."""
         batches = [jobs[first : first + self._batch_size] for first in range(0, len(jobs), self._batch_size)]
         return [output for batch in batches for output in self._generate(batch)]
 
@@ -75,14 +75,16 @@ class Static(_Model):
 
 
 class Continuous(_Model):
-    """`ContinuousBatchingManager`: all requests at once, with a new cache for each run."""
+    """`ContinuousBatchingManager` with all requests at once, and with a new cache for each run."""
 
     _manager: Any = None
 
     def reset(self) -> None:
-        """A new manager with its empty cache and its thread."""
+        """Starts a new manager with an empty cache."""
         self.close()
-        blocks = (self._setup.total // PAGE_SIZE + 2 * self._setup.num_jobs) * 5 // 4  # and its safety margin
+        blocks = (
+            (self._setup.total // PAGE_SIZE + 2 * self._setup.num_jobs) * 5 // 4
+        )  # with the manager's own safety margin
         config = ContinuousBatchingConfig(
             page_size=PAGE_SIZE,
             num_blocks=blocks,
@@ -94,7 +96,7 @@ class Continuous(_Model):
         self._manager.start()
 
     def run(self, jobs: list[Job]) -> list[list[int]]:
-        """See `Contender`; sorted as `generate_batch` sorts them, so that prefixes are found."""
+        """See `Contender`. Requests are sorted as `generate_batch` sorts them, so that shared prefixes are found."""
         for i in sorted(range(len(jobs)), key=lambda i: jobs[i].prompt_ids, reverse=True):
             self._manager.add_request(jobs[i].prompt_ids, request_id=str(i), max_new_tokens=jobs[i].output_len)
         outputs: dict[int, list[int]] = {}

@@ -1,6 +1,6 @@
-"""Compile programs for one target in this process, and say of each what is wrong with it.
+"""Compiles programs for one target in this process, and reports the problems of each.
 
-Runs in the target's own environment, started by `environments`; prints one JSON object per program and line.
+Runs in the target's own environment, started by `compile_in`. Prints one JSON object per line for each program.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from bench.targets.gpu_code import KernelCode
     from bench.targets.programs import Program
 
-# What the attention kernels are there for, by backend: without these instructions they would be slow.
+# Instructions that attention kernels must contain, by backend: without them they would be slow.
 MEANT = {"triton": (("mma", "wgmma"),), "mosaic_gpu": (("wgmma",), ("bulk",))}
 
 
 def compile_all(target: Target, grid: str, share: tuple[int, int], ptxas: Path) -> Iterator[dict[str, Any]]:
-    """The results of every `share[1]`-th program, from `share[0]` on."""
+    """Yields the results of every `share[1]`-th program, from `share[0]` on."""
     with tempfile.TemporaryDirectory() as folder:
         prepare_environment(Path(folder))
         from bench.targets import programs
@@ -49,7 +49,7 @@ def compile_all(target: Target, grid: str, share: tuple[int, int], ptxas: Path) 
 
 
 def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict[str, Any]:
-    """What came of one program: refused, failed, or compiled with these facts."""
+    """The result of one program: refused, failed, or compiled, with the facts about its code."""
     dumps = folder / "mosaic"
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dumps)
     dumps.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
         if "is impossible here" not in str(error):
             return result | {"problems": [f"{type(error).__name__}: {error}"[:2000]]}
         return result | {"refused": str(error), "problems": []}
-    except Exception as error:  # a compiler's, of any class
+    except Exception as error:  # compilers raise errors of any class
         return result | {"problems": [f"{type(error).__name__}: {error}"[:2000]]}
     seconds = time.monotonic() - begin
     memory = compiled.memory_analysis()
@@ -80,7 +80,7 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
 
 
 def _kernels(program: Program, folder: Path, ptxas: Path) -> list[KernelCode]:
-    """Reads the program's dumps and deletes them; they are large."""
+    """Reads the dumps of the program and deletes them, since they are large."""
     from bench.targets.gpu_code import kernels_in
 
     mine = folder / "mosaic"
@@ -122,7 +122,7 @@ def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
 
 
 def main() -> None:
-    """Compile a share of one target's programs."""
+    """Compiles a share of the programs of one target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("grid", choices=("common", "full"))

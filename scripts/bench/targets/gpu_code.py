@@ -1,7 +1,7 @@
-"""What the compilers made for a GPU: registers, spills, shared memory and instructions, read from their dumps.
+"""The GPU code that compilers made: registers, spills, shared memory and instructions, read from their dumps.
 
-XLA writes PTX per program (`module_*.jit_<name>.*.ptx`), its own fusions and our Triton kernels alike; Mosaic GPU
-writes PTX per kernel, with `*.resources.txt` beside it. `ptxas -v` says what a kernel takes.
+XLA writes PTX per program (`module_*.jit_<name>.*.ptx`), with its own fusions and our Triton kernels; Mosaic GPU writes
+PTX per kernel, with `*.resources.txt` beside it. `ptxas -v` reports what a kernel uses. Called by `compile_for`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-# How the names of our pallas_calls begin.
+# Names of our pallas_calls begin so.
 OUR_NAMES = ("store_kv", "paged_")
 
-# What a kernel is meant to hold, as a reader of PTX finds it.
+# Instructions by name, as regular expressions for PTX.
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "mma": r"\bmma\.sync",
@@ -30,11 +30,11 @@ class KernelCode:
     """One entry function.
 
     Attributes:
-      name: of the entry.
+      name: name of the entry.
       registers: per thread.
       spill_bytes: stored to and loaded from local memory because registers ran out, per thread.
-      shared_bytes: shared memory per block, or None where no dump says.
-      instructions: those of INSTRUCTIONS that occur.
+      shared_bytes: shared memory per thread block; None if no dump says.
+      instructions: those of INSTRUCTIONS that occur in it.
     """
 
     name: str
@@ -45,7 +45,7 @@ class KernelCode:
 
 
 def kernels_in(folder: Path, ptxas: Path) -> list[KernelCode]:
-    """All of a program's Pallas kernels in a folder of dumps; XLA's own fusions are left out."""
+    """The Pallas kernels of a program, from its folder of dumps; XLA's own fusions are left out."""
     found = []
     for ptx_file in sorted(folder.rglob("*.ptx")):
         ptx = ptx_file.read_text()
@@ -61,7 +61,7 @@ def kernels_in(folder: Path, ptxas: Path) -> list[KernelCode]:
 
 
 def _ptxas(ptx_file: Path, ptx: str, ptxas: Path) -> dict[str, tuple[int, int]]:
-    """Registers and spilled bytes of each entry."""
+    """Registers and spilled bytes by entry."""
     target = re.search(r"\.target\s+(\w+)", ptx)
     assert target is not None, f"{ptx_file} has no .target line"
     command = [str(ptxas), "-v", f"-arch={target[1]}", str(ptx_file), "-o", "/dev/null"]

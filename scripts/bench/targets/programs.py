@@ -1,4 +1,4 @@
-"""What is compiled: every kernel on the grid of shapes, and whole steps of the engine, as shapes without arrays."""
+"""The programs to compile: every kernel on the grid of shapes, and whole engine steps, as shapes without arrays."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PAGE_SIZE, NUM_PAGES = 16, 8192
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Something to compile.
+    """A program to compile.
 
     Attributes:
-      name: an identifier; also what the compiler calls the program.
-      backend: of its kernels.
-      trace: makes it; called where tracing is for the target.
-      cache: the shape and dtype of one of its cache arrays.
-      num_donated: how many of those it updates in place.
-      on_matrix_units: whether its products should run there; float32 is kept exact, on other units.
+      name: an identifier, and the compiler's name for the program.
+      backend: backend of its kernels.
+      trace: traces it; must be called inside `Target.traced_for`.
+      cache: shape and dtype of one of its cache arrays.
+      num_donated: number of cache arrays that it updates in place.
+      on_matrix_units: whether its products must run on matrix units; float32 products stay exact, on other units.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Program:
 
 
 def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program]:
-    """The ops on one spec; Mosaic GPU has no store."""
+    """Yields the ops on one spec; Mosaic GPU has no store."""
     ops: tuple[tuple[Any, Any, dict[str, Any], tuple[int, ...]], ...] = (
         (store_kv, spec.store_args(), spec.scales, (0, 1)),
         (paged_decode_attention, spec.decode_args(), spec.options, ()),
@@ -77,7 +77,7 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
 
 
 def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
-    """Decode, several decode steps and extend of an engine with a small model of serving-like heads, in bfloat16."""
+    """Yields decode, several decode steps and extend of a small bfloat16 model with heads as in serving."""
     arch = dataclasses.replace(
         ModelArch.from_folder(BUNDLED_MODEL),
         vocab_size=32_000, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072,

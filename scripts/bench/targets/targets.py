@@ -24,7 +24,7 @@ from bench.processes import ROOT, python_path
 if TYPE_CHECKING:
     import jax
 
-JAX_VERSION = "0.11.2"  # one whose plug-in wheels for all targets exist
+JAX_VERSION = "0.11.2"  # has plug-in wheels for all targets
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Target:
     """A chip.
 
     Attributes:
-      name: as on the command line.
-      platform: for lowering, "cuda" or "tpu".
-      extra: of the package `jax`, whose plug-in compiles for it.
+      name: its name on the command line.
+      platform: platform for lowering, "cuda" or "tpu".
+      extra: the extra of the package `jax` whose plug-in compiles for it.
       num_cores: streaming multiprocessors, or TensorCores.
-      backends: of the kernels, those worth compiling for it.
+      backends: the kernel backends that are worth compiling for it.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Target:
 
     def devices(self) -> list[jax.Device]:
         """Descriptions of devices that compile and never run; needs the target's plug-in."""
-        from jax.experimental import topologies  # the parent process has no JAX
+        from jax.experimental import topologies  # the parent process may have no JAX
 
         if self.platform == "cuda":
             config = (Path(__file__).parent / f"{self.name}.txtpb").read_text()
@@ -58,7 +58,7 @@ class Target:
 
     @contextmanager
     def traced_for(self, device: jax.Device) -> Iterator[None]:
-        """What is traced inside is for the device: kernels choose their backend and block sizes by it."""
+        """Inside the block, functions are traced for the device: kernels choose their backend and block sizes by it."""
         from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
         fields = {"device_kind": device.device_kind, "num_cores": self.num_cores, "platform": self.platform}
@@ -80,7 +80,7 @@ TARGETS = {
 
 
 def prepare_environment(dump_folder: Path) -> None:
-    """Settings that JAX and the compilers read when they start: no device is looked for, all code is dumped."""
+    """Sets what JAX and the compilers read when they start: no device is searched for, and all code is dumped."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -91,13 +91,13 @@ def prepare_environment(dump_folder: Path) -> None:
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump_folder)
 
 
-# With room for the wheels while they are unpacked; seen: 4.8 GB and 1.6 GB installed.
+# Includes room for the wheels while they are unpacked; 4.8 GB and 1.6 GB were seen installed.
 DISK_GB = {"cuda13": 11, "tpu": 4}
 OLDEST_PYTHON = (3, 12)  # of JAX_VERSION
 
 
 def missing_for(extra: str, folder: Path) -> str | None:
-    """Why the environment for `extra` can't be made in `folder`, or None when it can or is there."""
+    """Why the environment for `extra` can't be made in `folder`; None if it can be made or exists."""
     if _marker(folder, extra).exists():
         return None
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 1e9
@@ -109,7 +109,10 @@ def missing_for(extra: str, folder: Path) -> str | None:
 
 
 def make_environment(extra: str, folder: Path) -> Path:
-    """The environment's python, with `jax[extra]` and this project; made unless it is there. Minutes, gigabytes."""
+    """The Python of the environment with `jax[extra]` and this project; makes it if it is missing.
+
+    Making it takes minutes and gigabytes.
+    """
     home = folder / extra
     python = home / "bin/python"
     if not _marker(folder, extra).exists():
@@ -127,7 +130,7 @@ def _marker(folder: Path, extra: str) -> Path:
 
 
 def compile_in(python: Path, target: Target, grid: str, jobs: int) -> Iterator[dict[str, Any]]:
-    """Results of all of the target's programs, compiled by `jobs` processes side by side."""
+    """Yields the results of all programs of the target, compiled by `jobs` processes side by side."""
     ptxas = next(iter(sorted(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/ptxas"))), Path("ptxas"))
     environment = {**os.environ, "PYTHONPATH": python_path()}
 
@@ -145,11 +148,11 @@ def compile_in(python: Path, target: Target, grid: str, jobs: int) -> Iterator[d
             yield from results
 
 
-NEWEST = 13  # of the minor versions that JAX's wheels are made for and this project supports
+NEWEST = 13  # newest minor version that has JAX wheels and that this project supports
 
 
 def find_python(minimum: tuple[int, int]) -> str | None:
-    """An interpreter of that version up to 3.13: this one, one on the PATH, or one that pyenv made; None if none."""
+    """A Python from `minimum` up to 3.13: this one, one on the PATH, or one of pyenv; None if there is none."""
     if minimum <= sys.version_info[:2] <= (3, NEWEST):
         return sys.executable
     names = [f"python3.{minor}" for minor in range(minimum[1], NEWEST + 1)]
@@ -159,7 +162,7 @@ def find_python(minimum: tuple[int, int]) -> str | None:
 
 
 def _works(python: str) -> bool:
-    # A shim of pyenv's may stand on the PATH and refuse to run.
+    # A shim of pyenv on the PATH may refuse to run.
     try:
         done = subprocess.run([python, "-c", "import venv, ensurepip"], capture_output=True, check=False)
     except OSError:
