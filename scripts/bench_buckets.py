@@ -1,4 +1,4 @@
-"""What compiled shapes cost, how much of them is padding, and which list of shapes would cost least.
+"""Measure what compiled shapes cost, how much of them is padding, and which list of shapes would cost least.
 
     python scripts/bench_buckets.py --shape mid --json buckets.json
     python scripts/bench_buckets.py --model my-model --input-lens 10,200 --output-lens 50,100 --max-programs 24
@@ -6,15 +6,15 @@
     python -m jaxsgl.serve --model my-model --auto-buckets buckets.json
 
 Flags of the engine mean what they mean to `jaxsgl.serve`. The engine starts twice, on an empty compilation cache and on
-the full one. The workload is --num-prompts requests that are all there at the start and share nothing (what is left
-out: SGLang's offline benchmark), or the steps that another run wrote (--steps FILE, its --json). Waste is (padded -
-real) / real, in rows of decode steps and in tokens of extend steps. The suggestion minimises the time of all steps, by
-measured times and in between by interpolation, plus --compile-weight times the seconds that a start compiles.
+the full one. The workload is --num-prompts requests that are all there at the start and share no prefix (the defaults
+are those of SGLang's offline benchmark), or the steps that another run wrote (--steps FILE, its --json). Waste is
+(padded - real) / real, in rows of decode steps and in tokens of extend steps. The suggestion minimises the time of all
+steps, measured or interpolated, plus --compile-weight times the seconds that a start spends compiling.
 
---json FILE holds "programs" (a row per program: seconds to lower, to compile, to take from the cache; bytes), "steps"
-(a row per shape that runs), "trace" ([kind, tokens, sequences, how often]), "present" and "suggested": each
-decode_buckets, extend_buckets, programs, waste, and seconds of all steps and of compiling. `--auto-buckets` reads the
-lists of "suggested".
+--json FILE holds "programs" (a row per program: bytes, and seconds to lower, to compile and to take from the cache),
+"steps" (a row per shape that runs), "trace" ([kind, tokens, sequences, number of steps]), "present" and "suggested",
+each with decode_buckets, extend_buckets, programs, waste, and the seconds of all steps and of compiling.
+`--auto-buckets` reads the lists of "suggested".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from jaxsgl.models import ModelArch
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """One run."""
+    """Settings of one run."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     shape: str | None = flag(None, "random weights of this shape, instead of --model", choices=tuple(SHAPES))
@@ -76,7 +76,7 @@ class BenchConfig:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints, or counts padding and prints."""
+    """Measures, or only counts padding, and prints."""
     parser = command_parser(__doc__)
     add_flags(parser, BenchConfig)
     options = parser.parse_args(arguments)
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def counted(config: BenchConfig, arch: ModelArch) -> dict[str, Any]:
-    """Padding on a hardware that needn't be here."""
+    """The padding on a hardware that this machine need not have."""
     capacity = capacity_on(HARDWARE[str(config.padding_only)], arch, config.engine)
     buckets = buckets_of(config.engine, capacity)
     steps = steps_of(jobs_of(config, capacity), config.engine, capacity, buckets)
@@ -109,10 +109,10 @@ def counted(config: BenchConfig, arch: ModelArch) -> dict[str, Any]:
 
 
 def measured(config: BenchConfig) -> dict[str, Any]:
-    """Everything."""
+    """All figures of this machine."""
     cold = Engine(config.engine)
     cold.close()
-    jax.clear_caches()  # else the second start would find in memory what another process must read
+    jax.clear_caches()  # else the second start would find programs in memory that another process would have to read
     engine = Engine(config.engine)
     capacity, buckets = engine.capacity, engine.buckets
     jobs = jobs_of(config, capacity)
@@ -143,7 +143,7 @@ def measured(config: BenchConfig) -> dict[str, Any]:
 
 
 def jobs_of(config: BenchConfig, capacity: Capacity) -> list[Job]:
-    """The workload, as far as the context holds it."""
+    """The workload. Raises `ValueError` if the context does not hold its longest request."""
     inputs, outputs = Lengths(*config.input_lens), Lengths(*config.output_lens)
     longest = inputs.most + outputs.most
     if longest > min(capacity.context_length, capacity.pool_tokens):
@@ -155,12 +155,12 @@ def jobs_of(config: BenchConfig, capacity: Capacity) -> list[Job]:
 
 
 def read_steps(path: Path) -> Steps:
-    """The steps of another run's --json."""
+    """Reads the steps from the --json of another run."""
     return Counter({(kind, tokens, seqs): count for kind, tokens, seqs, count in json.loads(path.read_text())["trace"]})
 
 
 def figures(steps: Steps, buckets: BucketSet, costs: Costs | None = None) -> dict[str, Any]:
-    """What `steps` cost with programs of `buckets`."""
+    """The costs of `steps` with programs of `buckets`."""
     seconds = {} if costs is None else {"step_s": costs.seconds(steps, buckets), "compile_s": costs.start_s(buckets)}
     return {
         "decode_buckets": buckets.decode_sizes,
@@ -172,7 +172,7 @@ def figures(steps: Steps, buckets: BucketSet, costs: Costs | None = None) -> dic
 
 
 def table(report: dict[str, Any]) -> str:
-    """The figures, for people."""
+    """The figures as text."""
     lines = [f"{report['model']} on {report['platform']}"]
     if "start_s" in report:
         lines += [f"start: {report['start_s']['cold']:.1f} s, from the cache {report['start_s']['cached']:.1f} s", ""]
@@ -198,12 +198,12 @@ CODE = "generated_code_bytes"
 
 
 def shape_of(row: dict[str, Any]) -> str:
-    """A program, in words."""
+    """A program as text."""
     return f"{row['kind']} T={row['tokens']} S={row['seqs']}" if row["kind"] != "set_row" else "set_row"
 
 
 def list_lines(name: str, of: dict[str, Any]) -> list[str]:
-    """One list of sizes, and what it costs."""
+    """A list of sizes and its costs as text."""
     lines = [f"{name}: {of['programs']} programs"]
     lines += [f"  --{kind}-buckets {','.join(map(str, of[f'{kind}_buckets']))}" for kind in ("decode", "extend")]
     lines += [f"  {n['steps']:,} {kind} steps, waste {n['waste']:.1%}" for kind, n in of["padding"].items()]

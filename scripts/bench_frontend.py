@@ -1,8 +1,8 @@
-"""What one front-end process sustains: streams of tokens over HTTP and gRPC, from a fake engine that never waits.
+"""Measure how many tokens one front-end process can stream over HTTP and gRPC, from a fake engine that never waits.
 
-Three processes: the fake engine, which gives each stream a token per step; the real front end; the load, which checks
-every token of every stream. The front end's processor time per token says most, since it hardly depends on what else
-the machine does. Reproduce the figures of docs/performance.md with:
+There are three processes: the fake engine, which gives each stream a token per step; the real front end; and the load,
+which checks every token of every stream. The front end's processor time per token says most, since it hardly depends on
+what else the machine does. Reproduce the figures of docs/performance.md with:
 
     python scripts/bench_frontend.py
 """
@@ -32,7 +32,7 @@ from bench.processes import ROOT, cpu_s_of_threads, python_path
 PROTOCOLS = {"http": "OpenAI completions, HTTP", "grpc": "jaxsgl Generate, gRPC", "sglang": "SGLang Generate, gRPC"}
 STOP_S = 10.0
 READY = re.compile(r"ready: .* on (\S+) \(gRPC\) and (\S+) \(HTTP\)")
-NUM_LINES = 25  # of a profile
+NUM_LINES = 25  # lines of a profile that are printed
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def server(plan: Plan) -> Iterator[Server]:
 
 
 def measure(plan: Plan, running: Server, protocol: str) -> dict[str, Any]:
-    """Runs the load once; returns its figures. Ends the script if a stream was wrong."""
+    """Runs the load once and returns its figures. Ends the script if a stream was wrong."""
     address = running.http_address if protocol == "http" else running.grpc_address
     plan.steps_path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "bench.frontend.load", f"{plan.folder}/plan.json", protocol, address]
@@ -91,7 +91,7 @@ def measure(plan: Plan, running: Server, protocol: str) -> dict[str, Any]:
 
 
 def profile(plan: Plan, running: Server, protocol: str) -> None:
-    """Runs the load once more, and prints in which functions and lines the front end's main thread was."""
+    """Runs the load once more, and prints where the front end's main thread spent its time."""
     before = cpu_s_of_threads(running.process.pid)
     plan.profile_path.unlink(missing_ok=True)
     running.process.send_signal(START)
@@ -114,7 +114,7 @@ def _environment() -> dict[str, str]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """The figures for people."""
+    """The figures as text."""
     columns = ("tokens/s", "of engine's", "tokens/chunk", "us CPU/token", "CPU: server", "engine", "load", "delay p50")
     lines = [f"{'':26}" + "".join(f"{column:>14}" for column in (*columns, "p99, ms", "gap p50", "p99, ms"))]
     for protocol, of in results.items():
@@ -131,14 +131,14 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Runs the protocols one after another on one server, and prints a table."""
+    """Runs the protocols one after another on one server and prints a table."""
     parser = command_parser(__doc__)
     parser.add_argument("--streams", type=int, default=256, help="requests at the same time (default 256)")
     parser.add_argument(
         "--rate", type=float, default=20_000, help="tokens/s of the engine; 0: no pauses (default 20000)"
     )
     parser.add_argument("--seconds", type=float, default=10, help="length of a run at that rate (default 10)")
-    parser.add_argument("--tokens", type=int, help="of each stream, instead of --seconds")
+    parser.add_argument("--tokens", type=int, help="tokens of each stream, instead of --seconds")
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS), help="default: all")
     parser.add_argument("--profile", action="store_true", help="run everything again under a sampling profile")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

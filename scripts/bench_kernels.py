@@ -1,16 +1,16 @@
-"""Time the kernels on this machine's device against what else is there, on the same inputs.
+"""Time the kernels on this machine's device against other libraries, on the same inputs.
 
     python scripts/bench_kernels.py --json kernels.json --plot kernels.png
     python scripts/bench_kernels.py --quick
 
 Contenders: each backend of pallas_kernels that the platform can run, XLA's gather + einsum, JAX's own paged_attention
 and cuDNN on GPUs, and torch where it is installed. Each line has the time of a call, useful bytes/s and
-FLOP/s (scripts/bench/roofline.py says what counts), the share of the roofline, whose two ceilings are measured in
-the same run, and the error against float64. A wrong result is marked. The unpaged ones are spared the page table.
+FLOP/s (scripts/bench/kernels/cases.py defines them), the share of the roofline, whose two ceilings are measured in
+the same run, and the error against float64. Wrong results are marked. Unpaged contenders need no page table.
 
-On an accelerator a program makes one call per layer over several caches, together larger than any L2; many
-programs are enqueued and awaited once; the median of the repeats counts. On a CPU contenders take turns, other memory
-is written between them, and the fastest repeat counts.
+On an accelerator, a program makes one call per layer over several KV caches, together larger than any L2; many programs
+are enqueued and awaited once; the median of the repeats counts. On a CPU, contenders take turns, other memory is
+written between them, and the fastest repeat counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEADER = f"{'case':<38}{'contender':<30}{'time us':>11}{'GB/s':>8}{'TFLOP/s':>9}
 
 
 def line(row: Row) -> str:
-    """One row, as wide as the header."""
+    """A row as text, as wide as the header."""
     start = f"{row.case:<38}{row.contender:<30}"
     if row.seconds is None or row.error is None:
         return f"{start}  {row.note}"
@@ -48,7 +48,7 @@ def line(row: Row) -> str:
 
 
 def roofline_line(roofline: Roofline) -> str:
-    """The ceilings."""
+    """The ceilings as text."""
     return (
         f"measured here: copy {roofline.bytes_per_s / 1e9:.1f} GB/s (read plus written), "
         f"matrix product {roofline.flops_per_s / 1e12:.3f} TFLOP/s"
@@ -56,7 +56,7 @@ def roofline_line(roofline: Roofline) -> str:
 
 
 def main() -> None:
-    """Measures, prints lines as they come, and keeps the JSON file up to date after each case."""
+    """Measures case by case, prints each row at once, and writes the JSON file after each case."""
     parser = command_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few cases at page size 16")
     parser.add_argument("--cases", metavar="TEXT", default="", help="only cases whose name contains this")

@@ -1,13 +1,14 @@
-"""The offline benchmark: many requests at once, random lengths, through the real scheduler and engine of this process.
+"""Run the offline benchmark: many requests at once, of random lengths, through the real scheduler and engine.
 
     python scripts/bench_offline.py --shape mid --num 32 --output 64:128
     python scripts/bench_offline.py --shape qwen3-0.6b --dtype bfloat16 --context-length 4096 --json run.json
     python scripts/bench_offline.py --model FOLDER --disable-overlap-schedule --decode-buckets 1,8,32
 
-If nothing else is said, 256 requests come with 100 to 1024 tokens and get 100 to 1024, greedy, EOS ignored, without
-shared prefixes. --shape has random weights; flags of the engine mean what they mean to `jaxsgl.serve`. Prints tokens
-per second, the split of time (device busy; idle, and of that host exposed), the host's time per decode step, padding
-waste, the share of the roofline measured before and after, and step times by bucket; docs/performance.md defines them.
+By default, 256 requests of 100 to 1024 prompt tokens generate 100 to 1024 tokens each, greedy, ignoring EOS, without
+shared prefixes. --shape uses random weights; flags of the engine mean what they mean to `jaxsgl.serve`. Prints tokens
+per second, the split of time (device busy; idle, and the part of it that is host exposed), the host's time per decode
+step, padding waste, the share of the roofline that is measured before and after, and step times by bucket.
+docs/performance.md defines them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ WARM_UP = (8, Lengths(8, 8), Lengths(8, 8))
 
 @dataclass(frozen=True)
 class OfflineConfig:
-    """One run."""
+    """Settings of one run."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     shape: str | None = flag(None, "a shape with random weights, instead of --model", choices=tuple(SHAPES))
@@ -58,7 +59,7 @@ class OfflineConfig:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs once, prints, writes."""
+    """Runs once, prints the figures and writes them."""
     parser = command_parser(__doc__)
     add_flags(parser, OfflineConfig)
     try:
@@ -75,13 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
-    """Starts the engine, warms it up, and runs, between two measurements of the ceilings; flags and figures."""
+    """Starts the engine, warms it up, and runs, between two measurements of the ceilings. Returns flags and figures."""
     inputs, outputs = lengths("--input", config.input), lengths("--output", config.output)
     if config.shape:
         model = str(write_config(config.shape, folder))
         config = replace(config, engine=replace(config.engine, model=model, load_format="dummy"))
     device = target_device()
-    before = ceilings(device.platform)  # while the engine doesn't have the memory
+    before = ceilings(device.platform)  # before the engine takes the memory
     engine, scheduler = build(config.engine, limited=False)
     vocab_size, limits = engine.arch.vocab_size, engine.capacity.limits
     if inputs.most + outputs.most > limits.context_length:
@@ -114,7 +115,7 @@ def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
 
 
 def lengths(name: str, text: str) -> Lengths:
-    """The flag's LO:HI. Raises `ConfigError`."""
+    """Reads the flag's LEAST:MOST. Raises `ConfigError`."""
     least, _, most = text.partition(":")
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
         raise ConfigError(f"{name} is {text!r}, but must be least:most tokens, as 100:1024")
@@ -125,7 +126,7 @@ Figures = Mapping[str, Any]
 
 
 def table(report: Figures) -> str:
-    """Lines of text."""
+    """The figures as text."""
     split, waste, model, load = report["time_split"], report["waste"], report["model"], report["requests"]
     lines = [
         f"{model['model_path']}, {model['dtype']}, on {report['device']['kind']}: {load['count']} requests of "

@@ -1,10 +1,10 @@
-"""The same requests through jaxsgl and what one would use instead, in one run: output tokens/s, and their ratios.
+"""Send the same requests through jaxsgl and other engines in one run, and compare output tokens per second.
 
 Contenders: jaxsgl; transformers, in static batches and in continuous batching; llama.cpp, where llama-cpp-python and
-gguf are installed; any OpenAI-compatible server that runs already (--url). Each lives in a process of its own, gets
-exactly the same token ids and output lengths, and must return exactly that many tokens. All are loaded and warmed up
-first; then they take turns, so that a machine whose speed drifts treats them alike. What can't run here is
-listed with its reason. Reproduce the figures of docs/performance.md with:
+gguf are installed; any running OpenAI-compatible server (--url). Each one runs in a process of its own, gets the same
+token ids and output lengths, and must return exactly that many tokens. All are loaded and warmed up first; then they
+take turns, so that changes of the machine's speed affect them equally. Contenders that can't run here are listed with
+the reason. Reproduce the figures of docs/performance.md with:
 
     python scripts/bench_peers.py
     python scripts/bench_peers.py --shared-prefix
@@ -30,12 +30,12 @@ from bench.processes import num_cores
 from bench.requests import Job, Lengths, random_jobs, shared_prefix_jobs
 
 INPUTS = Lengths(100, 512)
-QUESTIONS = Lengths(16, 128)  # of prompts that share a prefix: a sentence to a paragraph
+QUESTIONS = Lengths(16, 128)  # tokens behind a shared prefix: a sentence to a paragraph
 SHARED = "8:384"
 
 
 def main() -> int:
-    """Runs the rounds, prints the table; 1 if a contender returned something wrong or jaxsgl didn't run."""
+    """Runs the rounds and prints the table. Returns 1 if a contender returned a wrong output or jaxsgl didn't run."""
     args = arguments()
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as work:
         model = write_checkpoint(args.model, Path(work) / "model") if args.model in SHAPES else Path(args.model)
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def arguments() -> argparse.Namespace:
-    """The flags."""
+    """Parses the command line."""
     parser = command_parser(__doc__)
     parser.add_argument(
         "--model", default="mid", metavar="SHAPE|FOLDER", help=f"{', '.join(SHAPES)} with random weights; or a folder"
@@ -102,7 +102,7 @@ def arguments() -> argparse.Namespace:
 
 
 def lengths(text: str) -> Lengths:
-    """LEAST:MOST."""
+    """Reads LEAST:MOST."""
     least, most = map(int, text.split(":"))
     if not 1 <= least <= most:
         raise ValueError(text)
@@ -129,7 +129,7 @@ def jobs_of(args: argparse.Namespace, vocab_size: int) -> list[Job]:
 
 
 def setup_of(args: argparse.Namespace, model: Path, jobs: list[Job]) -> Setup:
-    """What contenders are told."""
+    """What contenders know before they load."""
     totals = [len(job.prompt_ids) + job.output_len for job in jobs]
     return Setup(
         model=str(model.resolve()),
@@ -143,14 +143,14 @@ def setup_of(args: argparse.Namespace, model: Path, jobs: list[Job]) -> Setup:
 
 
 def machine() -> dict[str, Any]:
-    """Where it ran."""
+    """The machine, for the JSON file."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return {"cpu": model, "cores": num_cores(), "system": platform.platform(), "python": platform.python_version()}
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures for people, fastest first."""
+    """The figures as text, fastest contender first."""
     best = figures["best_jaxsgl"]
     heads = ("tokens/s", "least", "most", "best jaxsgl / it", "least", "most", "same first token", "same output")
     lines = ["".join(f"{head:>18}" for head in heads)]

@@ -3,11 +3,11 @@
     python scripts/bench_products.py
     python scripts/bench_products.py --rows 1 2 8 32 --weights 12288x4096 4096x12288 --json products.json
 
-`x [rows, in]` times weights `[out, in]`, as checkpoints store them. "weights first" hands XLA's library the weights as
-its left operand; "into" is the format of the result, float32 unless said; "native" is the C++ of pallas_kernels, in
-each way that the processor has, of which the engine takes the faster one (pallas_kernels/native/blocks.h). Each
-program multiplies by several weights, far more together than caches hold, as a model's layers do. Programs take turns,
-other memory is written between them, and the fastest repeat counts.
+`x [rows, in]` times weights `[out, in]`, as checkpoints store them. "weights first" passes the weights to XLA's library
+as the left operand; "into" is the format of the result, by default float32; "native" is the C++ of pallas_kernels, in
+each way that the processor supports; the engine takes the faster one (pallas_kernels/native/blocks.h). Each program
+multiplies by several weights, together far larger than caches, as a model's layers do. Programs take turns, other
+memory is written between them, and the fastest repeat counts.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def main() -> None:
 
 
 def size(text: str) -> tuple[int, int]:
-    """OUTxIN."""
+    """Reads OUTxIN."""
     num_out, num_in = map(int, text.split("x"))
     return num_out, num_in
 
 
 def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
-    """Ways to multiply these, by name; float32 activations are rounded to the weights' format first."""
+    """The ways to multiply `x` and `weights`, by name; float32 activations are first rounded to the weights' format."""
     name = weights.dtype.name
 
     def as_is(x: jax.Array, weights: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
@@ -80,7 +80,7 @@ def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, ja
 
 
 def measure(num_rows: int, num_out: int, num_in: int, repeats: int) -> list[dict[str, Any]]:
-    """All forms of one product, in turns."""
+    """Times all forms of one product, in turns."""
     runners = {}
     for dtype in (jnp.float32, jnp.bfloat16):
         num_bytes = num_out * num_in * jnp.dtype(dtype).itemsize
@@ -109,7 +109,7 @@ def _stateless(form: Callable[..., jax.Array], _: None, *operands: jax.Array) ->
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row, as wide as the head."""
+    """A row as text, as wide as the head."""
     weights = "x".join(map(str, row["weights"]))
     return (
         f"{row['rows']:>5}{weights:>14}  {row['form']:<28}{1e3 * row['seconds']:>9.3f}"

@@ -1,7 +1,8 @@
-"""What sampling costs on this machine's device: all filters on, for a small and a large vocabulary, with and without
-penalties, bias and log-probabilities (the featured program).
+"""Measure what sampling costs on this machine's device, for a small and a large vocabulary.
 
-python scripts/bench_sampler.py
+    python scripts/bench_sampler.py
+
+All filters are on; the featured program adds penalties, bias and log-probabilities.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CALLS, REPEATS = 5, 7
 
 
 def milliseconds(rows: int, vocab_size: int, featured: bool) -> float:
-    """Time of one call of the program that follows a forward program, the fastest of several repeats."""
+    """Milliseconds of one call of the sampling program that follows a forward program; the fastest repeat counts."""
     logits = 3 * jax.random.normal(jax.random.key(0), (rows, vocab_size))
     numbers, sampling = np.arange(rows, dtype=np.int32), SamplingRows(rows)
     for row in range(rows):
@@ -46,7 +47,7 @@ def milliseconds(rows: int, vocab_size: int, featured: bool) -> float:
 
 
 def main() -> None:
-    """Measures every shape and prints it."""
+    """Measures every shape and prints the times."""
     parser = command_parser(__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--shapes", default=SHAPES, help=f"rows x vocabulary, with commas between them ({SHAPES})")

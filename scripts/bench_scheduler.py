@@ -1,9 +1,9 @@
-"""What the scheduler and the cache cost the host: no device, no JAX.
+"""Measure what the scheduler and the cache cost the host. Uses no device and no JAX.
 
-Prints host microseconds per decode step (launch, collect, replies, load) with many running requests, admission of new
-ones (of 64 at once beside three quarters of --running, too), a step that puts 128 waiting requests of 4,096 tokens in
-order of their prefixes in a tree of a million tokens, and the rates of radix match, insert and evict. Reproduce the
-figures of docs/performance.md with:
+Prints host microseconds per decode step (launch, collect, replies, load) with many running requests; the time to admit
+new requests, also 64 at once beside three quarters of --running; a step that orders 128 waiting requests of 4,096
+tokens by their prefixes in a radix tree of a million tokens; and the rates of match, insert and evict in the radix
+tree. Reproduce the figures of docs/performance.md with:
 
     python scripts/bench_scheduler.py
 """
@@ -26,7 +26,7 @@ from jaxsgl.scheduler.scheduler import Scheduler
 
 
 def decode_and_admission(num_running: int, context: int, page_size: int, steps: int) -> dict[str, float]:
-    """Host time of decode steps with `num_running` requests of `context` tokens, and of admitting them."""
+    """Host time of decode steps with `num_running` requests of `context` tokens, and of their admission."""
     room = context + steps + 2
     num_pages = num_running * (pages_for(room, page_size) + 1) + 1
     sizes = Capacity(page_size, num_pages, num_running, room, num_running * context, 32_000)
@@ -61,7 +61,7 @@ def decode_and_admission(num_running: int, context: int, page_size: int, steps: 
 
 
 def admission(num_running: int, num_new: int, prompt_len: int, ignore_eos: bool, page_size: int) -> float:
-    """Host seconds of the step that admits `num_new` requests at once, from their arrival, beside `num_running`."""
+    """Host seconds of a step that admits `num_new` requests at once beside `num_running`, from their arrival on."""
     num_rows, room = num_running + num_new, prompt_len + 258
     num_pages = num_rows * (pages_for(room, page_size) + 2) + 1
     sizes = Capacity(page_size, num_pages, num_rows, room, num_rows * prompt_len, 32_000)
@@ -84,9 +84,9 @@ def admission(num_running: int, num_new: int, prompt_len: int, ignore_eos: bool,
 
 
 def longest_match_first(num_waiting: int, length: int, cached_tokens: int, page_size: int, steps: int) -> float:
-    """Median host seconds of putting `num_waiting` requests in order, all of them with a cached prefix, in one step.
+    """Median host seconds of a step that orders `num_waiting` requests, all of which have a cached prefix.
 
-    One request decodes, and another holds so much of the pool that nobody can be admitted.
+    One running request decodes. It also holds so much of the pool that no waiting request can be admitted.
     """
     num_prefixes = cached_tokens // length
     holder = num_prefixes * length
@@ -125,7 +125,7 @@ def longest_match_first(num_waiting: int, length: int, cached_tokens: int, page_
 
 
 def radix_rates(num_prefixes: int, tokens: int, page_size: int) -> dict[str, float]:
-    """Operations per second on a tree of `num_prefixes` prefixes; half of each prefix is shared by groups of 16."""
+    """Operations per second on a radix tree of `num_prefixes` prefixes; groups of 16 share half of each prefix."""
     rng = np.random.default_rng(1)
     groups = rng.integers(0, 32_000, (num_prefixes // 16 + 1, tokens // 2), dtype=np.int32)
     tails = rng.integers(0, 32_000, (num_prefixes, tokens - tokens // 2), dtype=np.int32)
@@ -155,7 +155,7 @@ def radix_rates(num_prefixes: int, tokens: int, page_size: int) -> dict[str, flo
 
 
 def main() -> None:
-    """Runs both parts and prints them."""
+    """Runs all measurements and prints them."""
     parser = command_parser(__doc__)
     parser.add_argument("--running", type=int, default=256, help="running requests (default 256)")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each request (default 1024)")

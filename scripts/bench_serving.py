@@ -1,12 +1,12 @@
-"""What a running server does under load: SGLang's bench_serving for any OpenAI endpoint, SGLang, and jaxsgl's gRPC.
+"""Load a running server: SGLang's bench_serving for any OpenAI endpoint, for SGLang, and for jaxsgl's gRPC service.
 
     python -m jaxsgl.serve --model MODEL
     python scripts/bench_serving.py --backend jaxsgl-grpc --num-prompts 200 --random-input-len 256 --max-concurrency 32
     python scripts/bench_serving.py --backend openai --base-url http://127.0.0.1:8000 --request-rate 4
     python scripts/bench_serving.py --backend sglang --dataset-name generated-shared-prefix --flush-cache
 
-Datasets, defaults and figures are those of SGLang: 1000 prompts of random ids, all at once, temperature 0, EOS ignored.
-Exit status 1 if a request failed. docs/benchmarking.md has the definitions.
+Datasets, defaults and figures are those of SGLang: 1000 prompts of random ids, all at once, temperature 0, ignoring
+EOS. The exit status is 1 if a request failed. docs/benchmarking.md defines the figures.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from jaxsgl.errors import ConfigError, JaxsglError
 GRPC = "jaxsgl-grpc"
 PORTS = {GRPC: 30001}
 HTTP_PORT = 30000
-VOCAB_SIZE = 10_000  # where the server doesn't tell: every larger model has so many
+VOCAB_SIZE = 10_000  # if the server doesn't report its own: all but tiny models have as many tokens
 
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """One run."""
+    """Settings of one run."""
 
     backend: str = flag(
         "openai",
         "openai: /v1/completions; openai-chat: /v1/chat/completions; sglang: /generate; jaxsgl-grpc: jaxsgl's Generate",
         choices=(*DIALECTS, GRPC),
     )
-    host: str = flag("127.0.0.1", "of the server")
-    port: int | None = flag(None, f"of the server (default: {HTTP_PORT}; jaxsgl-grpc: {PORTS[GRPC]})")
+    host: str = flag("127.0.0.1", "host of the server")
+    port: int | None = flag(None, f"port of the server (default: {HTTP_PORT}; jaxsgl-grpc: {PORTS[GRPC]})")
     base_url: str | None = flag(None, "http://HOST:PORT, instead of --host and --port; jaxsgl-grpc: HOST:PORT")
-    model: str | None = flag(None, "its name for the server (default: the first that /v1/models lists)")
+    model: str | None = flag(None, "name of the model for the server (default: the first one that /v1/models lists)")
     api_key: str | None = flag(
         None, f"sent as a bearer token (default: {API_KEY_VARIABLE} or OPENAI_API_KEY of the environment)", secret=True
     )
@@ -60,13 +60,15 @@ class ServingConfig:
         None, f"ids of prompts are below this (default: what the server says, else {VOCAB_SIZE})"
     )
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
-    max_concurrency: int | None = flag(None, "requests that are open at once (default: no bound)")
-    disable_ignore_eos: bool = flag(False, "let EOS tokens end answers")
-    warmup_requests: int = flag(1, "requests that are sent before, and don't count")
-    flush_cache: bool = flag(False, "empty the server's prefix cache before")
-    goodput: str = flag("", 'limits in milliseconds, as "ttft:500 tpot:50 e2el:5000": answers a second that keep all')
+    max_concurrency: int | None = flag(None, "largest number of open requests (default: no limit)")
+    disable_ignore_eos: bool = flag(False, "let EOS tokens end the outputs")
+    warmup_requests: int = flag(1, "requests that are sent before the run and don't count")
+    flush_cache: bool = flag(False, "empty the server's prefix cache before the run")
+    goodput: str = flag(
+        "", 'limits in milliseconds, as "ttft:500 tpot:50 e2el:5000": counts answers per second within all limits'
+    )
     output_file: str | None = flag(None, "append the figures as a line of JSON")
-    output_details: bool = flag(False, "with lengths, times, texts and errors of each request")
+    output_details: bool = flag(False, "add lengths, times, texts and errors of each request")
 
     def __post_init__(self) -> None:
         if self.max_concurrency is not None and self.max_concurrency < 1:
@@ -76,7 +78,7 @@ class ServingConfig:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs, prints, writes; returns the exit status."""
+    """Runs, prints the figures and writes them; returns the exit status."""
     parser = command_parser(__doc__)
     add_flags(parser, ServingConfig)
     try:
@@ -102,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:
-    """The warm-up and the run. Raises `BackendError`."""
+    """Runs the warm-up and the load. Raises `BackendError`."""
     backend = backend_of(config)
     try:
         served = await backend.describe()
@@ -120,7 +122,7 @@ async def load(config: ServingConfig, asks: list[Ask]) -> Outcome:
 
 
 def backend_of(config: ServingConfig) -> Backend:
-    """Raises `ValueError` for an address that is none."""
+    """The backend for the settings. Raises `ValueError` if the address is not valid."""
     key = config.api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
     address = f"{config.host}:{config.port or PORTS.get(config.backend, HTTP_PORT)}"
     if config.backend == GRPC:
@@ -130,7 +132,7 @@ def backend_of(config: ServingConfig) -> Backend:
 
 
 def settings(config: ServingConfig) -> dict[str, Any]:
-    """What ran, under SGLang's names."""
+    """The settings under SGLang's names."""
     dataset = config.dataset
     return {
         "backend": config.backend,
@@ -145,12 +147,12 @@ def settings(config: ServingConfig) -> dict[str, Any]:
 
 
 def num_turns(ask: Ask) -> int:
-    """Of a conversation; 1 for a request alone."""
+    """The number of turns of a conversation; 1 for a single request."""
     return 1 if ask.then is None else 1 + num_turns(ask.then)
 
 
 def allow_many_connections() -> None:
-    """Each request has a connection, and a process often may open but 1,024 files until it asks for more."""
+    """Raises the limit of open files: each request has a connection, and the default is often 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

@@ -1,4 +1,4 @@
-"""Single steps of the engine side by side: the same step under different flags, in turns.
+"""Compare single steps of the engine: the same step under different flags, in turns.
 
     python scripts/bench_step.py --shape mid --dtype bfloat16 --steps 32x1+499@384:4 1x512
     python scripts/bench_step.py --shape mid --steps 32x1+400 --variants "--dtype float32" "--dtype bfloat16"
@@ -6,14 +6,14 @@
     git worktree add ../before HEAD~1
     python scripts/bench_step.py --shape mid --steps 32x1+400 --variants "PYTHONPATH=." "PYTHONPATH=../before"
 
-A step is COUNTxNEW+CACHED@SHARED:GROUP, several parts joined by commas: 32x1+499@384:4 is a decode of 32 sequences with
-499 tokens cached, each four of which share the first 384; 1x512 extends one by 512 tokens. Each variant, flags of the
-engine with settings of the environment before them, has a process of its own, which sleeps while another measures;
-it compiles what the steps need, and its pool holds the largest. Flags outside --variants hold for all. The last
-example compares two trees, as far as the script fits the older one.
+A step is COUNTxNEW+CACHED@SHARED:GROUP, and commas join several parts: 32x1+499@384:4 is a decode of 32 sequences with
+499 cached tokens, each four of which share the first 384; 1x512 extends one sequence by 512 tokens. A variant is flags
+of the engine, with settings of the environment before them. Each variant has a process of its own, which sleeps while
+another one measures; it compiles only what the steps need, and its pool holds the largest step. Flags outside
+--variants hold for all variants. The last example compares two trees, as far as this script fits the older one.
 
-Prints milliseconds from submission to tokens on an idle device (greedy), those of CPU time over all threads, and how
-many times as long as the first variant's a step takes: medians, least and most of the rounds.
+Prints milliseconds from submission to tokens on an idle device (greedy), milliseconds of CPU time of all threads, and
+how many times as long as for the first variant a step takes: medians, least and most of the rounds.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ class Variant:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and prints."""
+    """Measures all variants in turns and prints the figures."""
     parser = command_parser(__doc__)
     parser.add_argument(
         "--shape", choices=SHAPES, help="random weights of this shape; else --model, a flag of the engine"
     )
-    parser.add_argument("--steps", nargs="+", required=True, metavar="STEP", help="what is to be measured")
-    parser.add_argument("--variants", nargs="+", default=[""], metavar="FLAGS", help="what is to be compared")
+    parser.add_argument("--steps", nargs="+", required=True, metavar="STEP", help="the steps to measure")
+    parser.add_argument("--variants", nargs="+", default=[""], metavar="FLAGS", help="the variants to compare")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default 5)")
     parser.add_argument("--runs", type=int, default=5, help="runs of a step in a turn, whose median counts (default 5)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def row(step: str, variant: str, rounds: list[list[Timing]], place: int) -> dict[str, Any]:
-    """The figures of the variant at `place`; `rounds` holds the step's timings by round and variant."""
+    """The figures of the variant at `place`; `rounds` holds the timings of the step by round and variant."""
     mine = [turn[place] for turn in rounds]
     ratios = [turn[place].wall_ms / turn[0].wall_ms for turn in rounds]
     return {
@@ -141,12 +141,12 @@ def row(step: str, variant: str, rounds: list[list[Timing]], place: int) -> dict
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and most."""
+    """Median, least and most of the values."""
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def line(of: dict[str, Any]) -> str:
-    """A row, for people."""
+    """A row as text."""
     names = ("median", "least", "most")
     walls = "".join(f"{of['wall_ms'][name]:9.2f}" for name in names)
     times = f"{of['times_of_first']['median']:8.2f}" + "".join(

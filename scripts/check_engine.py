@@ -2,9 +2,9 @@
 
     python scripts/check_engine.py --json engine.json
 
-Greedy tokens must not depend on the backend, but for ties that rounding breaks: a prompt counts as equal up to the
-first token that differs. Leaves with status 1 if a backend failed, other than by refusing this device or these shapes.
-Needs msgspec besides what the kernels need, and says so where it is missing.
+Greedy tokens must not depend on the backend, except where rounding breaks a tie: a prompt counts as equal up to the
+first token that differs. Exits with status 1 if a backend failed, unless it refused this device or these shapes. Needs
+msgspec in addition to what the kernels need, and says so if it is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_TOKENS = 48
 
 
 def generate(backend: str) -> dict[str, Any]:
-    """Greedy tokens of all prompts, and the seconds to start and to generate (a second time, warm)."""
+    """Greedy tokens of all prompts, and the seconds to start and to generate (the second time, when warm)."""
     import jaxsgl
 
     begin = time.perf_counter()
@@ -52,16 +52,18 @@ def generate(backend: str) -> dict[str, Any]:
 
 
 def common_prefix(left: list[int], right: list[int]) -> int:
-    """Tokens that are equal before the first that isn't."""
+    """The number of equal tokens before the first different one."""
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def main() -> int:
-    """Runs XLA first, then the others; a backend that can't run is reported and passed over."""
+    """Runs XLA first, then the other backends. A backend that can't run is reported and skipped."""
     platform = target_device().platform
     parser = command_parser(__doc__)
     others = [name for name in backends_for(platform) if name != "xla"]
-    parser.add_argument("--backends", nargs="+", metavar="NAME", default=["auto", *others], help="compared with xla")
+    parser.add_argument(
+        "--backends", nargs="+", metavar="NAME", default=["auto", *others], help="backends to compare with xla"
+    )
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no backend after so many seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome here, after each backend")
     options = parser.parse_args()
@@ -88,9 +90,9 @@ def main() -> int:
             pairs = zip(results[backend]["token_ids"], expected["token_ids"], strict=True)
             equal = [common_prefix(left, right) for left, right in pairs]
             results[backend]["equal_tokens"] = equal
-            # Later tokens may part where two are equally likely; no prompt here has such a first one.
+            # Later tokens may differ where two are equally likely; no prompt here has such a first token.
             any_failed |= min(equal) == 0
-        except Exception as error:  # this backend's failure is the finding
+        except Exception as error:  # the failure of the backend is the finding
             results[backend] = {"note": f"{type(error).__name__}: {str(error)[:300]}"}
             any_failed |= not isinstance(error, ConfigError)
         told = {name: value for name, value in results[backend].items() if name != "token_ids"}

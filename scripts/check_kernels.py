@@ -3,9 +3,9 @@
     python scripts/check_kernels.py --json checks.json
     python scripts/check_kernels.py --backends triton --budget-s 120
 
-Each spec of `pallas_kernels.arg_specs.GRID_SPECS` gets a ragged batch (padding rows and tokens, one token, full
-pages, shared and permuted pages, NaN in every place that no sequence owns) and each result is compared with float64,
-with the XLA backend, and with itself over many runs. Leaves with status 1 if anything failed.
+Each spec of `pallas_kernels.arg_specs.GRID_SPECS` gets a ragged batch (padding rows and tokens, one token, full pages,
+shared and permuted pages, NaN in every place that no sequence owns). Each result is compared with float64, with the XLA
+backend, and with itself over many runs. Exits with status 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.target import target_device
 
 
 def main() -> int:
-    """Checks spec by spec until all are done or the budget is spent."""
+    """Checks spec by spec until all are done or the time budget is spent."""
     platform = target_device().platform
     parser = command_parser(__doc__)
     parser.add_argument("--backends", nargs="+", metavar="NAME", default=backends_for(platform), help="only these")

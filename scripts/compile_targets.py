@@ -1,12 +1,12 @@
-"""Compile every kernel and whole engine steps for GPUs and TPUs that this machine doesn't have, and check the code.
+"""Compile every kernel and whole engine steps for GPUs and TPUs that this machine does not have, and check the code.
 
     python scripts/compile_targets.py                       # all targets, the full grid
     python scripts/compile_targets.py h200 --grid common    # one target, the shapes that most models serve with
 
 Makes a virtual environment per plug-in (NVIDIA 5 GB, TPU 2 GB), compiles there, and prints for each program: registers,
 spilled bytes, shared memory and the instructions found (wgmma, bulk copies); for whole programs also temporary memory.
-Exits with 1 if a kernel spills, lacks the instructions that it was made for, copies the KV cache or doesn't compile.
-A target whose environment can't be made (disk, Python) is named and left out; --require makes that an error.
+Exits with status 1 if a kernel spills, lacks the instructions that it needs, copies the KV cache or does not compile. A
+target whose environment can't be made (disk, Python) is reported and left out; --require makes that an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def describe(result: dict[str, Any]) -> str:
-    """One line for one program, and one for each problem."""
+    """A line for the program, and one for each of its problems."""
     line = f"{result['target']:<5} {result['program']:<66}"
     if "refused" in result:
         line += "refused: " + result["refused"].split("impossible here: ")[-1].split(";")[0]
@@ -38,7 +38,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Compile, print, write; 0 if nothing is wrong."""
+    """Compiles, prints the results and writes them; returns 0 if there is no problem."""
     parser = command_parser(__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default all")
     parser.add_argument("--grid", choices=("common", "full"), default="full", help="which shapes")

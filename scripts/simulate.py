@@ -1,4 +1,4 @@
-"""What a scheduling policy does to throughput and latency, without a GPU.
+"""Simulate what a scheduling policy does to throughput and latency, without a GPU.
 
 The real scheduler, cache and serving loop run against a model of the device on a simulated clock:
 
@@ -6,11 +6,11 @@ The real scheduler, cache and serving loop run against a model of the device on 
     python scripts/simulate.py --trace mooncake --trace-file conversation.jsonl --json run.json --plot run.png
     python scripts/simulate.py --model qwen3-0.6b --trace bursts --chunked-prefill-size 4096
 
-Flags of the engine mean what they mean to `jaxsgl.serve`; --model is qwen3-8b (if left out), qwen3-0.6b, or a folder
+Flags of the engine mean what they mean to `jaxsgl.serve`. --model is qwen3-8b (the default), qwen3-0.6b, or a folder
 with a config.json, of which only the shape is used. Step times follow from data sheets and are assumptions until they
-have been measured: --record FILE measures steps of the real engine on this machine (and a real --model, the bundled one
-if left out), --fit FILE fits the model of the device to such lines: {"kind": "decode" or "extend", "tokens": padded,
-"seqs", "kv_tokens", "seconds"}. Figures are those of SGLang's bench_serving.
+are measured: --record FILE measures steps of the real engine on this machine (with a real --model, by default the
+bundled one), and --fit FILE fits the model of the device to such lines: {"kind": "decode" or "extend", "tokens":
+padded, "seqs", "kv_tokens", "seconds"}. Figures are those of SGLang's bench_serving.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from jaxsgl.models import ModelArch
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """One run."""
+    """Settings of one run."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
-    max_concurrency: int | None = flag(None, "requests that clients keep open at once (default: no bound)")
-    hardware: str = flag("h200", "whose data sheet step times and memory follow", choices=tuple(HARDWARE))
+    max_concurrency: int | None = flag(None, "largest number of requests that clients keep open (default: no limit)")
+    hardware: str = flag("h200", "step times and memory follow from its data sheet", choices=tuple(HARDWARE))
     host_us: float = flag(50.0, "microseconds of the host for a step")
-    host_us_per_seq: float = flag(1.0, "and for each sequence of it")
-    fit: str | None = flag(None, "measured steps to fit the device model to, instead of the data sheet")
-    record: str | None = flag(None, "measure steps of the real engine, write them to this file, and leave")
+    host_us_per_seq: float = flag(1.0, "microseconds of the host for each sequence of a step, on top")
+    fit: str | None = flag(None, "fit the device model to the measured steps in this file, instead of the data sheet")
+    record: str | None = flag(None, "measure steps of the real engine, write them to this file, and exit")
     json: str | None = flag(None, "write flags and figures to this file")
     plot: str | None = flag(None, "draw the run into this file (needs matplotlib)")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Records, or simulates and prints."""
+    """Records steps, or simulates and prints the figures."""
     parser = command_parser(__doc__)
     add_flags(parser, SimulationConfig)
     parser.set_defaults(model=None)
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(config: SimulationConfig) -> int:
-    """One simulation; prints its figures."""
+    """Runs one simulation and prints its figures."""
     hardware, arch = HARDWARE[config.hardware], arch_of(config.engine.model)
     capacity = capacity_on(hardware, arch, config.engine)
     costs, source = costs_of(config, arch)
@@ -90,7 +90,7 @@ def run(config: SimulationConfig) -> int:
 
 
 def trace_of(config: SimulationConfig) -> Iterable[Ask]:
-    """The requests, by time. Raises `ValueError` if a file is needed and not given, or can't be read."""
+    """The requests in order of arrival. Raises `ValueError` if a file is needed and is missing or can't be read."""
     trace = config.trace
     if trace.trace not in FORMATS:
         return made_up(trace, config.engine.random_seed)
@@ -100,7 +100,7 @@ def trace_of(config: SimulationConfig) -> Iterable[Ask]:
 
 
 def costs_of(config: SimulationConfig, arch: ModelArch) -> tuple[Costs, str]:
-    """Coefficients of step times, and in words where they are from."""
+    """Coefficients of step times, and a text that says where they come from."""
     if config.fit is None:
         return data_sheet_costs(HARDWARE[config.hardware], arch), "step times ASSUMED from the data sheet, not measured"
     costs, errors = fit(read_steps(Path(config.fit)))
@@ -108,7 +108,7 @@ def costs_of(config: SimulationConfig, arch: ModelArch) -> tuple[Costs, str]:
 
 
 def write_steps(config: SimulationConfig, path: Path) -> int:
-    """Measures, writes every step as soon as it is known, and says how well the formula fits."""
+    """Measures steps, writes each one at once, and prints how well the formula fits."""
     steps, engine = [], Engine(config.engine)
     with path.open("w") as file:
         for step in record(engine):
@@ -126,7 +126,7 @@ ROWS = (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("ITL", "itl_s"), ("of steps", "
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The figures, for people."""
+    """The figures as text."""
     rates = (f"{summary[f'{name}_tokens_per_s']:,.0f} {name}" for name in ("input", "output", "total"))
     waiting, speed = summary["waiting"], summary["speed"]
     lines = [

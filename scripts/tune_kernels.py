@@ -3,10 +3,11 @@
     python scripts/tune_kernels.py                                  # writes pallas_kernels/tables/<device>.json
     python scripts/tune_kernels.py --backends xla --budget-s 300 --cases decode
 
-For each case and backend the search starts at the sizes that the tables give now and moves to the fastest of those
-with one size halved or doubled, as long as that is 2% faster; every candidate is compared with float64 first. On
-accelerators the XLA backend is timed but not tuned. The most common cases come first; the table is rewritten after each
-case, so that what ends early keeps what it found. Each entry says by which command, when and how fast.
+For each case and backend, the search starts at the sizes of the present table and moves to the fastest of those with
+one size halved or doubled, as long as that is 2% faster. Every candidate is first compared with float64. On
+accelerators the XLA backend is timed but not tuned. The most common cases come first, and the table is rewritten after
+each case, so that a search that ends early keeps its results. Each entry names the command, the date and the time it
+measured.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TABLES = Path(pallas_kernels.__file__).parent / "tables"
 
 
 def main() -> None:
-    """Searches case by case until the budget is spent."""
+    """Searches case by case until the time budget is spent."""
     device = target_device()
     parser = command_parser(__doc__)
     parser.add_argument(
@@ -71,7 +72,7 @@ def main() -> None:
 def tune_case(
     case: KernelCase, backends: list[str], platform: str, deadline: float, repeats: int, before: list[Found]
 ) -> list[Found]:
-    """What each backend ends with on a case; prints it. A shape class that was searched `before` is only timed."""
+    """Searches a case with each backend and prints the results. A shape class searched `before` is only timed."""
     inputs = make_inputs(case, layers_for(case, platform))
     found = []
     for backend in backends:
@@ -79,7 +80,7 @@ def tune_case(
         try:
             shape = shape_asked(backend, inputs)
             same = [one.best for one in before if (one.op, one.backend, one.shape) == (case.op, backend, shape)]
-            if backend == "xla" and platform != "cpu" and shape is not None:  # the fall-back there
+            if backend == "xla" and platform != "cpu" and shape is not None:  # only the fall-back on that platform
                 same = [tuning.blocks(case.op, backend, shape)]
             known = same[0] if same else None
             one = search(backend, inputs, platform, deadline, print, known=known, repeats=repeats)

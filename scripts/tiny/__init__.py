@@ -1,1 +1,1 @@
-"""What `train_tiny.py` is made of: text that it generates, the model's forward pass, the weights it starts from."""
+"""The parts of train_tiny.py: generated text, the model's forward pass, and the weights that training starts from."""

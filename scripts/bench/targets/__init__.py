@@ -1,1 +1,1 @@
-"""Compiling kernels and engine steps for accelerators that aren't there. Used by `compile_targets.py` alone."""
+"""The parts of compile_targets.py: kernels and engine steps are compiled for accelerators that this machine lacks."""
