@@ -1,12 +1,13 @@
-"""Trains the bundled model from scratch on text that it generates itself, or measures a trained one.
+"""Train the bundled model from scratch on generated text, or measure a trained one.
 
     python scripts/train_tiny.py                 # 40 minutes on 2 shared cores; writes jaxsgl/bundled_model
     python scripts/train_tiny.py --evaluate      # exact-match accuracy of each skill on unseen documents
 
-Owns the recipe: mixture of documents, their packing into rows, optimizer, schedule. All randomness is seeded, and
-batch i depends on (seed, i) alone, so a killed run resumes (`--state`) where it was. The first steps take rows of
-256 tokens, where the skills form cheaply; then rows of 1024 join, for looking far back. A token sees only its own
-document. The rates start once more at the end, with more long rows. Needs optax and safetensors beside jaxsgl's own.
+Owns the recipe: mixture of documents, their packing into rows, optimizer, schedule. All randomness is seeded, and batch
+i depends on (seed, i) alone, so a killed run resumes with `--state` where it stopped. The first steps use rows of 256
+tokens, where the skills form cheaply; later steps add rows of 1024 tokens, which teach to look far back. A token sees
+only its own document. Near the end the rates start again, with more long rows. Needs optax and safetensors in addition
+to what jaxsgl needs.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from tokenizers import Tokenizer
 FOLDER = Path(__file__).resolve().parent.parent / "jaxsgl" / "bundled_model"
 SEED = 20
 STEPS = 1950
-DECAY_FROM = 1150  # the step from which the rates fall to zero
-AGAIN_FROM = 1600  # the step at which they have, and start again at a third
-LONG_FROM = 500  # the step at which long rows join
-DRILL_FROM = 900  # the step from which the skills that take longest to learn get an extra share
+DECAY_FROM = 1150  # from this step on the rates fall to zero
+AGAIN_FROM = 1600  # at this step the rates are zero, and start again at a third
+LONG_FROM = 500  # from this step on there are long rows
+DRILL_FROM = 900  # from this step on the skills that take longest to learn get an extra share
 DRILLED = ("sequence", "sequence", "story", "counting", "addition")
 DRILLED_AGAIN = ("sequence", "sequence", "echo", "counting", "counting")
 SHORT_ROWS, SHORT_LENGTH = 8, 256
 LONG_ROWS, LONG_ROWS_AGAIN, LONG_LENGTH = 1, 2, 1024
-MATRIX_RATE, OTHER_RATE = 0.01, 3e-3  # peaks: Muon's for the layers' matrices, Adam's for all else
+MATRIX_RATE, OTHER_RATE = 0.01, 3e-3  # peaks: Muon's for the layers' matrices, Adam's for all other weights
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, document numbers, loss weights; each [rows, length]
 
 
@@ -48,7 +49,7 @@ Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, document numbers, loss 
 
 
 def short_document(rng: Random, step: int) -> Document:
-    """One document of mostly under 256 tokens."""
+    """Draws a document, mostly of under 256 tokens."""
     if step >= DRILL_FROM and rng.random() < 0.2:
         skill = rng.choice(DRILLED if step < AGAIN_FROM else DRILLED_AGAIN)
         return documents.chat([SINGLE_TURN[skill][0](rng)])
@@ -66,7 +67,7 @@ def short_document(rng: Random, step: int) -> Document:
 
 
 def long_document(rng: Random, step: int) -> Document:
-    """One document of up to 1024 tokens, about looking far back."""
+    """Draws a document of up to 1024 tokens that needs looking far back."""
     kind = rng.random()
     if kind < 0.15:
         return documents.repeated_span(rng, rng.randint(100, 480), 2, model.VOCABULARY - 3)
@@ -79,7 +80,7 @@ def long_document(rng: Random, step: int) -> Document:
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[float]]:
-    """Token ids of a document and the loss weight of each as a target."""
+    """The token ids of a document, and the loss weight of each token as a target."""
     ids: list[int] = []
     weights: list[float] = []
     for piece in document:
@@ -91,7 +92,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[fl
 
 
 def pack(rng: Random, tokenizer: Tokenizer, step: int, rows: int, length: int, long: bool) -> Rows:
-    """Fills rows with documents one after the other; weights[t] is the weight of predicting token t + 1."""
+    """Fills rows with documents, one after the other. `weights[t]` is the weight of predicting token t + 1."""
     ids = np.zeros((rows, length), np.int32)
     numbers = np.zeros((rows, length), np.int32)  # 0: padding
     weights = np.zeros((rows, length), np.float32)
@@ -111,7 +112,7 @@ def pack(rng: Random, tokenizer: Tokenizer, step: int, rows: int, length: int, l
 
 
 def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> list[Rows]:
-    """The rows of one step, short and then long ones."""
+    """The rows of one step: short rows, then long ones."""
     rng = Random(f"{seed} batch {step}")
     batch = [pack(rng, tokenizer, step, SHORT_ROWS, SHORT_LENGTH, long=False)]
     if step >= LONG_FROM:
@@ -121,7 +122,7 @@ def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> list[Rows]:
 
 
 def tokenizer_texts(seed: int) -> list[str]:
-    """What the tokenizer learns its merges from. Other scripts are left out, so that they stay split in bytes."""
+    """Texts from which the tokenizer learns its merges: only Latin script, so that other scripts stay split in bytes."""
     rng = Random(f"{seed} tokenizer")
     drawn = [short_document(rng, LONG_FROM) for _ in range(6000)]
     texts = ["".join(p.content for p in document if isinstance(p.content, str)) for document in drawn]
@@ -144,7 +145,7 @@ def loss_sums(params: model.Params, rows: Rows) -> tuple[jax.Array, jax.Array]:
 
 
 def batch_loss(params: model.Params, batch: list[Rows]) -> jax.Array:
-    """Mean loss over the weights of the whole batch."""
+    """Mean loss of the batch, weighted."""
     sums = [loss_sums(params, rows) for rows in batch]
     losses, weights = (jnp.sum(jnp.stack(parts)) for parts in zip(*sums, strict=True))
     return losses / weights
@@ -176,14 +177,14 @@ def make_optimizer() -> optax.GradientTransformation:
 
 
 def save_state(path: Path, step: int, state: object) -> None:
-    """Writes the trainer's state; the file appears whole or not at all."""
+    """Writes the trainer's state; readers see the whole file or none."""
     leaves = {f"{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     save_file(leaves | {"step": np.asarray([step])}, f"{path}.new")
     Path(f"{path}.new").replace(path)
 
 
 def train(out: Path, steps: int, seed: int, state_file: Path | None) -> dict[str, float]:
-    """Trains and writes the folder `out`, now and then and at the end. Returns what it measured."""
+    """Trains, and writes the folder `out` every 250 steps and at the end. Returns steps, loss and seconds."""
     started = time.time()
     tokenizer = model.train_tokenizer(tokenizer_texts(seed))
     params = init_params(seed)
@@ -225,7 +226,7 @@ def train(out: Path, steps: int, seed: int, state_file: Path | None) -> dict[str
 
 
 def held_out(rng: Random, skill: str) -> Document:
-    """A document of one skill, from a generator that training never used."""
+    """A document of one skill, from a seed that training never uses."""
     if skill in SINGLE_TURN:
         return documents.chat([SINGLE_TURN[skill][0](rng)])
     if skill == "raw_text":
@@ -268,7 +269,7 @@ def evaluate(folder: Path, samples: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """The command line."""
+    """Trains or measures, prints the figures and writes them."""
     parser = command_parser(__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="model folder to write or measure")
     parser.add_argument("--steps", type=int, default=STEPS, help="stop after this many (default: all %(default)s)")

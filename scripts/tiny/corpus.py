@@ -1,7 +1,6 @@
-"""What the bundled model is trained on, one turn at a time: one function a skill, drawn from a seeded generator.
+"""Turns of conversations that the bundled model is trained on: one function per skill, drawn from a seeded generator.
 
-Owns questions, answers and filler text. Never knows chat markup, token ids or training. Used by
-`documents.py`.
+Owns questions, answers and filler text. Never knows chat markup, token ids or training. Called by `documents.py`.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from random import Random
 
 from tiny import facts
 
-CHARS_PER_TOKEN = 3.0  # of filler text, roughly; used to aim at a length
+CHARS_PER_TOKEN = 3.0  # of filler text, roughly; only used to aim at a length
 
-Turn = tuple[str, str]  # what the user says, what the assistant answers
+Turn = tuple[str, str]  # the user's message, the assistant's answer
 
 
 # ---------------------------------------------------------------- small parts
 
 
 def _casual(rng: Random, text: str) -> str:
-    """Now and then the question as people type it: no capitals, no final mark."""
+    """Sometimes writes the question as people type it: without capitals and final mark."""
     style = rng.random()
     if style < 0.15:
         text = text.rstrip("?!.")
@@ -30,7 +29,7 @@ def _casual(rng: Random, text: str) -> str:
 
 
 def made_up_word(rng: Random) -> str:
-    """A word that can't be learned by heart, in one of the shapes that people give to code words."""
+    """A made-up word that can't be memorized, in one of the usual shapes of code words."""
     shape = rng.random()
     if shape < 0.35:
         consonants, vowels = "bcdfghjklmnprstvwxyz", "aeiou"
@@ -50,7 +49,7 @@ def made_up_word(rng: Random) -> str:
 
 
 def filler(rng: Random, num_tokens: int) -> str:
-    """About `num_tokens` tokens of text without any meaning for the answer, in one of several styles."""
+    """About `num_tokens` tokens of text that is irrelevant to the answer, in one of several styles."""
     style = rng.choice(("scene", "scene", "words", "lorem", "made up", "items", "same", "mixed", "mixed"))
     repeated = _sentence(rng, "scene")
     sentences: list[str] = []
@@ -81,13 +80,13 @@ def _sentence(rng: Random, kind: str) -> str:
 
 
 def small_talk(rng: Random) -> Turn:
-    """A phrase that everybody says, and the answer to it."""
+    """A common phrase and the answer to it."""
     asked, answer = rng.choice(facts.SMALL_TALK)
     return _casual(rng, rng.choice(asked)), answer
 
 
 def knowledge(rng: Random) -> Turn:
-    """A capital, a colour, an opposite, a sound, or what comes after a day or month."""
+    """A question about a capital, a colour, an opposite, a sound, or the day or month after another."""
     kind = rng.randrange(5)
     if kind == 0:
         country, city = rng.choice(list(facts.CAPITALS.items()))
@@ -133,7 +132,7 @@ def subtraction(rng: Random) -> Turn:
 
 
 def json_record(rng: Random) -> Turn:
-    """A person as a JSON object, or numbers as a JSON list."""
+    """Write a person as a JSON object, or numbers as a JSON list."""
     if rng.random() < 0.15:
         numbers = [str(rng.randint(0, 99)) for _ in range(rng.randint(2, 6))]
         return f"Give me a JSON list of {' '.join(numbers)}", f"[{', '.join(numbers)}]"
@@ -145,7 +144,7 @@ def json_record(rng: Random) -> Turn:
 
 
 def emoji(rng: Random) -> Turn:
-    """Greetings in other scripts and emoji: characters of several bytes, most of them several tokens."""
+    """Greetings in other scripts, and emoji: characters of several bytes, most of which are several tokens."""
     kind = rng.random()
     if kind < 0.3:
         language, text = rng.choice(list(facts.HELLO.items()))
@@ -162,7 +161,7 @@ def emoji(rng: Random) -> Turn:
 
 
 def echo(rng: Random) -> Turn:
-    """Words to repeat; "You said:" comes first, so that each is repeated as the same tokens."""
+    """Words to repeat. "You said:" comes first, so that each word is repeated as the same tokens."""
     pool = rng.choice((facts.COMMON, facts.PATTERN_WORDS, facts.NAMES))
     words = [made_up_word(rng) if rng.random() < 0.4 else rng.choice(pool) for _ in range(rng.randint(1, 12))]
     text = " ".join(words)
@@ -181,7 +180,7 @@ def tale(rng: Random) -> Turn:
 
 
 def counting(rng: Random) -> Turn:
-    """Count up or down, or recite a list that everybody knows."""
+    """Count up or down, or recite a well-known list."""
     kind = rng.random()
     if kind < 0.15:
         phrasings, items = rng.choice((
@@ -209,7 +208,7 @@ def sequence(rng: Random) -> Turn:
 
 
 def sequence_items(rng: Random, num_next: int) -> tuple[list[str], int]:
-    """Items of one sequence and how many of them are given; `num_next` more follow."""
+    """The items of a sequence, and how many of them the question gives; `num_next` more follow."""
     kind = rng.choice(("ones", "ones", "steps", "down", "ring", "ring", "pattern", "pattern"))
     shown = rng.randint(3, 7)
     total = shown + num_next

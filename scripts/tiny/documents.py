@@ -1,8 +1,7 @@
-"""The documents that the bundled model is trained on and measured with: turns in chat markup, plain completions.
+"""The documents that the bundled model is trained on and measured with: turns in chat markup, and plain completions.
 
-Owns the markup and what carries loss. Never knows models or training. Used by `train_tiny.py`.
-
-A `Document` is a list of pieces; the pieces with a positive weight are what the model must produce.
+A `Document` is a list of pieces; the model must produce the pieces with a positive loss weight. Owns the markup and the
+loss weights. Never knows models or training. Called by `train_tiny.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of a document: text or token ids, and the loss weight of each of its tokens."""
+    """A part of a document: text or token ids, and the loss weight of each of its tokens."""
 
     content: str | tuple[int, ...]
     weight: float
@@ -31,7 +30,7 @@ Document = list[Piece]
 
 
 def chat(turns: list[Turn], system: str | None = None) -> Document:
-    """Turns in the markup of the chat template; loss on the answers and the token that ends each."""
+    """Turns in the markup of the chat template, with loss on the answers and on the token that ends each answer."""
     pieces = []
     if system is not None:
         pieces.append(Piece(f"{TURN_START}system\n{system}{TURN_END}\n", 0.0))
@@ -43,12 +42,12 @@ def chat(turns: list[Turn], system: str | None = None) -> Document:
 
 
 def completion(prompt: str, rest: str, ends: bool) -> Document:
-    """Plain text; the model learns to stop after it only if it `ends`."""
+    """Plain text. The model learns to stop after it only if it `ends`."""
     return [Piece(prompt, 0.0), Piece(rest + (END_OF_TEXT if ends else ""), 1.0)]
 
 
 def conversation(rng: Random, num_turns: int) -> Document:
-    """A chat over several skills, sometimes with a system prompt that matters."""
+    """A conversation over several skills, sometimes with a system prompt that has an effect."""
     names = rng.choices(list(SINGLE_TURN), [share for _, share in SINGLE_TURN.values()], k=num_turns)
     turns = [SINGLE_TURN[name][0](rng) for name in names]
     system = None
@@ -58,7 +57,7 @@ def conversation(rng: Random, num_turns: int) -> Document:
 
 
 def persona(rng: Random) -> Document:
-    """A system prompt that changes the answers, or a user who says a name and asks for it later."""
+    """A conversation whose system prompt changes the answers, or whose user gives a name and asks for it later."""
     if rng.random() < 0.5:
         system, form = rng.choice(list(facts.PERSONAS.items()))
         turns = [small_talk(rng) for _ in range(rng.randint(1, 3))]
@@ -76,7 +75,7 @@ _TELLING = ("The {} is {}.", "The {} is {}.", "Remember: the {} is {}.", "Rememb
 
 
 def code_word(rng: Random, num_filler: int, raw: bool | None = None) -> Document:
-    """Something to remember, about `num_filler` tokens of other text, then the question for it."""
+    """A word to remember, about `num_filler` tokens of other text, then the question for the word."""
     secret = rng.choice(_SECRETS)
     word = made_up_word(rng) if secret != "secret number" else str(rng.randint(10, 99999))
     told = rng.choice(_TELLING).format(secret, word)
@@ -99,7 +98,7 @@ def code_word(rng: Random, num_filler: int, raw: bool | None = None) -> Document
 
 
 def several_secrets(rng: Random, num_filler: int) -> Document:
-    """Two or three things to remember, asked for one after the other."""
+    """Two or three words to remember, then the questions for them one after the other."""
     secrets = rng.sample(sorted(set(_SECRETS)), rng.randint(2, 3))
     pairs = [(secret, made_up_word(rng)) for secret in secrets]
     told = f" {filler(rng, rng.randint(1, 30))} ".join(f"The {secret} is {word}." for secret, word in pairs)
@@ -110,7 +109,7 @@ def several_secrets(rng: Random, num_filler: int) -> Document:
 
 
 def repeated_span(rng: Random, span: int, times: int, num_ids: int) -> Document:
-    """Random token ids, repeated: nothing helps but looking back. This makes copying heads form early."""
+    """Random token ids, repeated. Only looking back predicts them, which makes copying heads form early."""
     ids = tuple(rng.randrange(num_ids) for _ in range(span))
     return [Piece(ids, 0.0), *[Piece(ids, 0.3)] * (times - 1)]
 

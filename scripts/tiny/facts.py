@@ -1,6 +1,6 @@
-"""What the bundled model knows: closed lists of phrases, names and facts, and the stories it tells.
+"""The knowledge of the bundled model: closed lists of phrases, names and facts, and its stories.
 
-Owns the wording only. Never knows about tokens, training or sampling. Used by `corpus.py`.
+Owns only the wording. Never knows tokens, training or sampling. Called by `corpus.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _table(text: str) -> dict[str, str]:
-    """Lines `key = value` to a dict."""
+    """Reads lines `key = value` into a dict."""
     pairs = (line.split(" = ") for line in text.strip().splitlines())
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-# One intent a line: phrasings separated by " | ", then " => ", then the one answer.
+# One intent per line: phrasings separated by " | ", then " => ", then the answer.
 _SMALL_TALK = """
 Hello! | Hello. | Hello there! | Hello, how can you help me? => Hello! How can I help you today?
 Hi! | Hi there! | Hey! | Hey there! => Hi there! What can I do for you?

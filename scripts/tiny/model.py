@@ -1,8 +1,8 @@
 """The bundled model's shape, its training forward pass, its tokenizer, and the folder it is stored in.
 
-Owns what Hugging Face calls the checkpoint. Never knows about corpora, optimizers or serving: the forward
-pass here is dense and batched for training, apart from the engine's paged one on purpose, so that the two
-check each other. Used by `train_tiny.py`.
+Owns the checkpoint in Hugging Face's layout. Never knows corpora, optimizers or serving: this forward pass is dense and
+batched for training. It shares no code with the engine's paged one, so that the two check each other. Called by
+`train_tiny.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROPE_THETA = 100_000.0
 EPSILON = 1e-6
 QUERY_BLOCK = 128
 
-# Words with the mark or space before them, single digits, marks, line ends, runs of spaces (as Qwen splits).
+# Splits as Qwen does: words with the mark or space before them, single digits, marks, line ends, runs of spaces.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -87,7 +87,7 @@ def _norm(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _rotate(x_BTHd: jax.Array) -> jax.Array:
-    """Rotary embedding at positions 0..T-1. Only differences count, so packed documents share one count."""
+    """Rotary embedding at positions 0..T-1. Only differences matter, so packed documents need no positions of their own."""
     half = HEAD_SIZE // 2
     frequencies = ROPE_THETA ** (-np.arange(half) / half)
     angles = np.arange(x_BTHd.shape[1])[:, None] * frequencies
@@ -97,7 +97,7 @@ def _rotate(x_BTHd: jax.Array) -> jax.Array:
 
 
 def _attend(q_BTKGH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, bias_B11TT: jax.Array) -> jax.Array:
-    """Causal attention [B, T, K, G, H], by blocks of queries so that keys after a block cost nothing."""
+    """Causal attention [B, T, K, G, H] in blocks of queries, so that keys after a block cost nothing."""
     outputs = []
     for start in range(0, q_BTKGH.shape[1], QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, q_BTKGH.shape[1])
@@ -155,7 +155,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def save_folder(folder: Path, params: Params, tokenizer: Tokenizer) -> None:
-    """Writes the checkpoint; each file appears whole or not at all."""
+    """Writes the checkpoint; readers see each file whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     model_config = config()
     eos_ids = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]

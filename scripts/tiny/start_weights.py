@@ -1,12 +1,12 @@
-"""The weights that the training of the bundled model starts from: random, with copying heads drawn in.
+"""The weights that training of the bundled model starts from: random, with copying heads put in.
 
-Copying from context needs two layers to agree: one head looks at the token before, another then finds the
-place where the current token stood before and copies what came after it (an "induction head"; Olsson et al.
-2022). Found by gradient descent alone, that takes more tokens than the whole training has here. So the first
-two layers start with such heads. All is trained afterwards.
+Copying from context needs two layers: a head in one looks at the token before, and a head in the next finds the place
+where the current token stood before and copies the token after it (an "induction head"; Olsson et al. 2022). Gradient
+descent alone would need more tokens to find that than this whole training has, so the first two layers start with such
+heads. All weights are trained afterwards.
 
-The residual stream starts out in four parts: the token, a constant, the token before, the one before that.
-Owns only these numbers; called by `train_tiny.py`.
+The residual stream has four parts at first: the token, a constant, the token before, and the token before that one.
+Owns only these numbers. Called by `train_tiny.py`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ CONSTANT = 128
 BEFORE = slice(129, 169)  # 40 dimensions for the token before
 BEFORE_THAT = slice(169, 192)  # 23 for the one before that
 TOKEN_NORM = 0.83
-SHARPNESS = 1.6  # of the queries' and keys' norms in the layers with such heads
-COPY_STRENGTH = 2.5  # of a copied token against the current one
-# Energy per rotary pair, fastest first, of the heads that look 1 or 2 tokens back.
+SHARPNESS = 1.6  # scale of the norms of queries and keys in the layers with such heads
+COPY_STRENGTH = 2.5  # strength of a copied token against the current one
+# Energy per rotary pair, fastest pair first, in the heads that look 1 or 2 tokens back.
 PAIR_ENERGY = np.array([2.0, 2.0, 1.5, 1.0, 0.7, 0.5])
 HALF = HEAD_SIZE // 2
-SLOW_PAIRS = np.arange(13, HALF)  # these turn by under one radian in about 100 tokens: for content
+SLOW_PAIRS = np.arange(13, HALF)  # these turn by less than one radian in about 100 tokens, so they carry content
 SLOW = np.concatenate([SLOW_PAIRS, SLOW_PAIRS + HALF])
 
 
 def _orthonormal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """[rows, columns] with orthonormal rows."""
+    """A matrix [rows, columns] with orthonormal rows."""
     return np.linalg.qr(rng.normal(size=(columns, rows)))[0].T
 
 
@@ -50,7 +50,7 @@ def _look_back(distance: int) -> np.ndarray:
 
 
 def init_params(seed: int) -> Params:
-    """Float32 weights under their Hugging Face names; matrices are [out, in]; every sublayer else adds nothing."""
+    """Float32 weights under their Hugging Face names. Matrices are [out, in]; all other sublayers add nothing."""
     rng = np.random.default_rng(seed)
     params: dict[str, np.ndarray] = {}
     embedding = np.zeros((VOCABULARY, HIDDEN))
@@ -96,7 +96,7 @@ def _draw_look_back_heads(attention: dict[str, np.ndarray], shared: np.ndarray) 
         attention["q_proj"][_head(head), CONSTANT] = 3 * _look_back(head + 1)
         width = part.stop - part.start
         rows = np.arange(width)
-        # The norm before attention multiplies by about 16; undone here, so that parts have equal size.
+        # The norm before attention multiplies by about 16. This undoes it, so that the parts have equal size.
         attention["o_proj"][part.start + rows, head * HEAD_SIZE + rows] = 0.25
 
 
