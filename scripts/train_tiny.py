@@ -122,7 +122,7 @@ def make_batch(tokenizer: Tokenizer, seed: int, step: int) -> list[Rows]:
 
 
 def tokenizer_texts(seed: int) -> list[str]:
-    """Texts from which the tokenizer learns its merges: only Latin script, so that other scripts stay split in bytes."""
+    """Texts from which the tokenizer learns its merges: only Latin script, so that other scripts stay bytes."""
     rng = Random(f"{seed} tokenizer")
     drawn = [short_document(rng, LONG_FROM) for _ in range(6000)]
     texts = ["".join(p.content for p in document if isinstance(p.content, str)) for document in drawn]
