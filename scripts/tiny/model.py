@@ -87,7 +87,7 @@ def _norm(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _rotate(x_BTHd: jax.Array) -> jax.Array:
-    """Rotary embedding at positions 0..T-1. Only differences of positions matter, so packed documents share one count."""
+    """Rotary embedding at positions 0..T-1. Only differences of positions count, so packed documents share them."""
     half = HEAD_SIZE // 2
     frequencies = ROPE_THETA ** (-np.arange(half) / half)
     angles = np.arange(x_BTHd.shape[1])[:, None] * frequencies
