@@ -1,4 +1,4 @@
-"""Entry point of the engine process: builds engine and scheduler, says ready, and runs the loop.
+"""Entry point of the engine process: builds engine and scheduler, announces that they are ready, and runs the loop.
 
 Started by the front end (frontend/engine_link.py) as `python -m jaxsgl.engine_process`; its standard input carries
 an `EngineLaunch` as one line of JSON, then stays open for as long as the parent lives. Knows nothing of clients.
@@ -71,15 +71,15 @@ def ignore_terminal_signals() -> None:
 
 
 def read_launch(stdin: BinaryIO) -> EngineLaunch:
-    """Reads what the parent wants from the first line of `stdin`."""
+    """Reads the parent's `EngineLaunch` from the first line of `stdin`."""
     return msgspec.json.decode(stdin.readline(), type=EngineLaunch)
 
 
 def follow_parent(stdin: BinaryIO, endpoints: Endpoints) -> None:
-    """Ends this process at once when the parent has died, however it died: its end of the pipe is then closed."""
+    """Ends this process as soon as the parent has died for any reason, which closes the parent's end of the pipe."""
 
     def wait_for_end() -> None:
-        # Not stdin.read: its lock, held here for ever, would be a fatal error when the interpreter shuts down.
+        # Not stdin.read: it would hold its lock for ever, a fatal error when the interpreter shuts down.
         while os.read(stdin.fileno(), 4096):
             pass
         endpoints.remove()

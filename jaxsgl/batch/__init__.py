@@ -1,1 +1,1 @@
-"""From scheduling decisions to padded device inputs: fixed shapes, packing, buckets, and the engine's protocol."""
+"""Makes padded device inputs of scheduling decisions: shapes, packing, buckets, and the engine's protocol."""

@@ -1,10 +1,18 @@
-"""The list of compiled shapes, how a batch finds its own, and how much padding that costs.
+"""The sizes of an engine (`Capacity`), and the list of shapes that it compiles (`BucketSet`).
 
-Derived from the capacity, or given. Few buckets mean a short warm-up, many mean little waste. Derived sizes double;
-those of decode go on in equal steps once such a step is an eighth of all rows and at least 32, since a batch is large
-most of the time, and shrinks by a request at a time when nobody waits. So a decode step pays for less than twice its
-rows, and an extend step beyond the smallest size for less than twice its tokens; the scheduler sheds tails that would
-be padded much (scheduler/chunks.py). Knows nothing about requests.
+The shapes are derived from the capacity, given by flags, or read from the file of `--auto-buckets`. Few buckets mean a
+short warm-up, many mean little waste. Derived sizes double. Those of decode go on in equal steps once such a step is an
+eighth of all rows and at least 32: a batch is large most of the time, and shrinks by one request at a time when no
+request waits. So a decode step pays for less than twice its rows, and an extend step beyond the smallest size for less
+than twice its tokens; the scheduler defers tails of chunks that would be padded much. Knows nothing about requests.
+
+The file is what `scripts/bench_buckets.py --json` writes: a JSON object, of which only this part is read, so that one
+can be written by hand:
+
+    {"suggested": {"decode_buckets": [1, 4, 16, 32], "extend_buckets": [16, 128, 512]}}
+
+decode_buckets: sequences of decode programs; extend_buckets: tokens of extend programs; both ascending, 1 and more.
+Sizes that no batch can reach, since fewer requests run or chunks are shorter, are left out.
 """
 
 from __future__ import annotations
@@ -28,14 +36,14 @@ FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the s
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one engine can hold.
+    """What one engine can hold, fixed at start-up. Scheduler and engine share it.
 
     Attributes:
       page_size: tokens per page.
       num_pages: pages in the pool, the dummy page 0 included.
       num_rows: requests running at once; row `num_rows` is the dummy row of padding.
-      context_length: tokens of one request at most.
-      max_extend_tokens: tokens of one extend step at most.
+      context_length: the most tokens of one request.
+      max_extend_tokens: the most tokens of one extend step.
       vocab_size: size of the vocabulary.
     """
 
@@ -48,17 +56,17 @@ class Capacity:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens that all pages but the dummy page hold."""
+        """Tokens that all pages except the dummy page hold."""
         return tokens_in(self.num_pages - 1, self.page_size)
 
     @property
     def max_pages_per_seq(self) -> int:
-        """Width P of page tables: pages of a request that fills the context."""
+        """P, the width of page tables: pages of a request that fills the context."""
         return pages_for(self.context_length, self.page_size)
 
     @property
     def limits(self) -> Limits:
-        """What requests are checked against."""
+        """The limits that requests are checked against."""
         return Limits(self.vocab_size, self.context_length, self.pool_tokens)
 
 
@@ -71,7 +79,7 @@ class BucketSet:
       extend_sizes: T of extend programs, ascending.
       extend_seqs: S of extend programs, ascending; a program has S <= T.
       num_pages: P of all programs.
-      decode_steps: steps of the decode programs that take several; 1: there are none.
+      decode_steps: number of steps of the decode programs that take several steps; 1: there are no such programs.
     """
 
     decode_sizes: tuple[int, ...]
@@ -88,7 +96,10 @@ class BucketSet:
         extend_sizes: tuple[int, ...] = (),
         decode_steps: int = 1,
     ) -> BucketSet:
-        """The default list for `capacity`; lists that are given are taken, and must reach the largest batch."""
+        """The default shapes for `capacity`. Sizes that are given replace the default ones.
+
+        Raises `ConfigError` if the given sizes don't reach the largest batch.
+        """
         rows, tokens = capacity.num_rows, capacity.max_extend_tokens
         decode_sizes = tuple(sorted(set(decode_sizes))) or _default_decode_sizes(rows)
         extend_sizes = tuple(sorted(set(extend_sizes))) or doubling(min(MIN_EXTEND_TOKENS, tokens), tokens)
@@ -117,12 +128,12 @@ class BucketSet:
         return Bucket("extend", tokens, min(seqs, tokens), self.num_pages, sampled or featured, featured)
 
     def score(self, sampled: bool, featured: bool = False) -> Bucket:
-        """The one shape that extends with log-probabilities of the prompt: rarely used, so one program must do."""
+        """The only shape that extends with log-probabilities of the prompt: a rare need, so one program suffices."""
         tokens, seqs = self.extend_sizes[-1], self.extend_seqs[-1]
         return Bucket("score", tokens, min(seqs, tokens), self.num_pages, sampled or featured, featured)
 
     def all(self) -> list[Bucket]:
-        """Every program that warm-up compiles; larger ones first, so that the last to finish are short."""
+        """Every bucket that warm-up compiles; larger ones first, so that the last programs to compile are short."""
         buckets = {self.score(*variant) for variant in VARIANTS}
         for variant in VARIANTS:
             buckets |= {self.decode(size, *variant) for size in self.decode_sizes}
@@ -139,7 +150,7 @@ class BucketSet:
 
 
 def _default_decode_sizes(rows: int) -> tuple[int, ...]:
-    """Doubling up to a step, then in such steps: the least power of two that takes 8 to `rows` at most."""
+    """Doubles up to a step, then adds that step: the least power of two that reaches `rows` in 8 steps at most."""
     step = MIN_DECODE_STEP
     while 8 * step < rows:
         step *= 2

@@ -1,4 +1,7 @@
-"""What the serving loop asks of an engine. The real one is `engine.Engine`, the fake one `testing.FakeEngine`."""
+"""What the serving loop needs of an engine: the protocol `StepEngine`, and the results of a step.
+
+`engine.Engine` implements it on a device, `testing.FakeEngine` without one.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ class TokenScores:
 
     Attributes:
       logprobs: `[n]` float32, of the tokens.
-      top_ids: `[n, K]` int32, the most likely ones in their places, best first; fewer where the vocabulary ends.
-      top_logprobs: `[n, K]` float32, theirs.
+      top_ids: `[n, K]` int32, the most likely tokens in their places, best first; fewer if the vocabulary is smaller.
+      top_logprobs: `[n, K]` float32, of `top_ids`.
     """
 
     logprobs: npt.NDArray[np.float32]
@@ -28,11 +31,11 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class StepScores:
-    """What a step yields besides tokens.
+    """The log-probabilities that a step yields besides tokens.
 
     Attributes:
-      sampled: of the sampled tokens `[num_seqs]`, if the batch asked for it.
-      prompt: of the `targets` of a "score" step, `[num_tokens]` in the order of its tokens.
+      sampled: those of the sampled tokens `[num_seqs]`, if the batch asked for them.
+      prompt: those of the `targets` of a "score" step, `[num_tokens]` in the order of its tokens.
     """
 
     sampled: TokenScores | None = None
@@ -45,12 +48,12 @@ class StepHandle(Protocol):
     def tokens(self) -> npt.NDArray[np.int32]:
         """Waits for the step; sampled token ids `[num_seqs]`, in the order of the batch.
 
-        Of a program of several steps `[num_steps, num_seqs]`, where those behind a sequence's own steps mean nothing.
+        A program of several steps yields `[num_steps, num_seqs]`; tokens after a sequence's own steps are undefined.
         """
         ...
 
     def scores(self) -> StepScores:
-        """Log-probabilities, where the batch asked for some; waits like `tokens`."""
+        """Waits like `tokens`; the log-probabilities that the batch asked for."""
         ...
 
 
@@ -63,11 +66,11 @@ class StepEngine(Protocol):
 
     @property
     def recompiles(self) -> int:
-        """Programs compiled since the engine is ready; more than 0 is a bug."""
+        """Programs compiled since the engine was ready; more than 0 is a bug."""
         ...
 
     def start_profile(self, folder: str) -> None:
-        """Records from now on what device and host do.
+        """Starts to record what device and host do.
 
         Raises OSError or ValueError if `folder` can't be made or written, RuntimeError if the profiler can't start.
         """
@@ -76,6 +79,6 @@ class StepEngine(Protocol):
     def stop_profile(self) -> None:
         """Stops recording and writes the trace, which takes seconds; may be called from a thread beside `submit`.
 
-        Raises whatever went wrong if it can't be written: it may be called again then.
+        Raises the profiler's error if the trace can't be written; it may be called again then.
         """
         ...

@@ -27,6 +27,7 @@ from jaxsgl.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 ArrayT = TypeVar("ArrayT", bound=Any)
 Bits: TypeAlias = type[np.int32] | type[np.float32]  # of 32 bits each, so that one int32 array holds all fields
+Value: TypeAlias = Callable[[SamplingParams, int], float | np.int32]
 Bitcast: TypeAlias = Callable[[ArrayT, Bits], ArrayT]
 
 MAX_EOS_TOKEN_IDS = 20  # models have 1 to 5
@@ -51,10 +52,10 @@ class Column:
 
     dtype: Bits
     neutral: float
-    value: Callable[[SamplingParams, int], float]
+    value: Value
 
 
-def _column(dtype: Bits, neutral: float, value: Callable[[SamplingParams, int], float]) -> dict[str, Column]:
+def _column(dtype: Bits, neutral: float, value: Value) -> dict[str, Column]:
     return {"column": Column(dtype, neutral, value)}
 
 

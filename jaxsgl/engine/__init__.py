@@ -1,1 +1,1 @@
-"""Everything that touches the device: weights and KV buffers on a mesh, one compiled step per bucket, sampling."""
+"""All code that touches the device: sizes and state, one compiled step per bucket, sampling."""

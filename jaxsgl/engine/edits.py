@@ -7,7 +7,7 @@ host doesn't know them yet when it launches the next step. Knows nothing about r
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,9 @@ def table_bytes(num_rows: int, vocab_size: int) -> int:
 
 def neutral_tables(num_rows: int, vocab_size: int) -> EditTables:
     """Tables that change nothing, as NumPy arrays."""
-    edits = np.tile(neutral_edits(), (num_rows + 1, 1))
-    return EditTables(edits, np.zeros((num_rows + 1, vocab_size), np.int32))
+    edits: Any = np.tile(neutral_edits(), (num_rows + 1, 1))
+    counts: Any = np.zeros((num_rows + 1, vocab_size), np.int32)
+    return EditTables(edits, counts)
 
 
 def set_row(tables: EditTables, setup: jax.Array) -> EditTables:

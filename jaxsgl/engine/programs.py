@@ -36,7 +36,7 @@ from jaxsgl.engine.step import (
 )
 from jaxsgl.engine.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
-from jaxsgl.models import Decoder
+from jaxsgl.models import Decoder, Params
 from jaxsgl.weights.sharding import replicated
 
 
@@ -53,7 +53,7 @@ class ProgramSpec:
     """
 
     graphdef: nnx.GraphDef[Decoder]
-    params: nnx.State
+    params: Params
     state: DeviceState
     attention_backend: str
     mesh: Mesh
@@ -74,7 +74,7 @@ class ProgramSpec:
     def trace_forward(self, bucket: Bucket) -> jax.stages.Traced:
         """The forward program of `bucket`, traced."""
         leaves, treedef = jax.tree.flatten(self.params)
-        everywhere = replicated(self.mesh)
+        everywhere: Any = replicated(self.mesh)  # takes the place of an array in the trees of shardings
         state_shardings = jax.tree.map(lambda array: array.sharding, self.state)
         if bucket.num_steps > 1:
             program: Forward | DecodeSteps = make_decode_steps(self.graphdef, treedef, bucket, self.attention_backend)

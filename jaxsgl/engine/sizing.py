@@ -35,11 +35,11 @@ CGROUP_FILES = (  # limit and usage of the control group, version 2 then 1
 
 @dataclass(frozen=True)
 class KvShape:
-    """What one page looks like.
+    """The shape of one page.
 
     Attributes:
-      num_layers, num_kv_heads, head_dim: of the model; K and H.
-      page_size: tokens.
+      num_layers, num_kv_heads, head_dim: of the model.
+      page_size: tokens per page.
       dtype: of keys and values.
     """
 
@@ -51,13 +51,13 @@ class KvShape:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page id over all layers, K and V together."""
+        """Bytes of one page over all layers, K and V together."""
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return per_token * tokens_in(1, self.page_size)
 
 
 def kv_shape(arch: ModelArch, page_size: int, dtype: jnp.dtype) -> KvShape:
-    """What a page of this model looks like."""
+    """The shape of a page of `arch`."""
     return KvShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, page_size, dtype)
 
 
@@ -110,11 +110,11 @@ def choose_num_pages(
 
     Args:
       shape: of a page.
-      device: where the pool goes; weights are there already.
-      max_total_tokens: asked for, else as many as fit.
+      device: where the pool goes; the weights are there already.
+      max_total_tokens: tokens that the pool must hold; None: as many as fit.
       mem_fraction_static: share of an accelerator's memory for weights and pool together.
-      useful_tokens: more than all rows can fill; bounds the pool on CPU, where memory is shared with everything else.
-      reserved_bytes: that other tables will take.
+      useful_tokens: tokens that fill all rows; bounds the pool on a CPU, whose memory other programs need too.
+      reserved_bytes: bytes that other tables will take.
 
     Raises:
       ConfigError: the pool doesn't fit into memory, or can't hold one request of one prompt token.
@@ -137,8 +137,10 @@ def choose_num_pages(
 
 
 def _steady(num_pages: int) -> int:
-    """The next 2^k or 3 x 2^k below: free memory differs a little at each start, but programs are compiled for one
-    number of pages, so another number would not find them in the compilation cache."""
+    """The next smaller 2^k or 3 x 2^k, so that restarts find their programs in the compilation cache.
+
+    Programs are compiled for one number of pages, and free memory differs a little at each start.
+    """
     grain = 1 << max(num_pages.bit_length() - 2, 0)
     return num_pages // grain * grain
 
@@ -159,8 +161,11 @@ def _asked_pages(shape: KvShape, max_total_tokens: int, memory: int) -> int:
 
 
 def free_bytes(device: jax.Device, mem_fraction_static: float) -> int:
-    """Bytes that a buffer on `device` may take: of its limit, the given fraction less what is in use; on CPU, what
-    the host and the process's control group have left."""
+    """Bytes that a buffer on `device` may take.
+
+    On an accelerator, the given fraction of its limit less what is in use; on a CPU, what the host and the process's
+    control group have left.
+    """
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * mem_fraction_static) - int(stats["bytes_in_use"])
@@ -168,7 +173,7 @@ def free_bytes(device: jax.Device, mem_fraction_static: float) -> int:
 
 
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Free memory of the host, or of the control group where that is less."""
+    """Free bytes of the host, or of the control group if it has fewer."""
     limits = [_available(meminfo)]
     for limit_file, used_file in CGROUP_FILES:
         limit, used = _number(Path(limit_file)), _number(Path(used_file))
@@ -178,7 +183,7 @@ def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def _available(meminfo: Path) -> int:
-    """MemAvailable, which counts reclaimable caches as free; all memory where the system doesn't say."""
+    """MemAvailable, which counts reclaimable caches as free; all memory if the system doesn't tell."""
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -28,7 +28,7 @@ from jaxsgl.engine import edits, sampler
 from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.sampler import Logprobs, score, score_in_slices
 from jaxsgl.engine.state import DeviceState, KvBuffers
-from jaxsgl.models import Decoder
+from jaxsgl.models import Decoder, Params
 from pallas_kernels import STORE_BACKENDS, paged_decode_attention, paged_extend_attention, store_kv
 
 SAMPLING_ROWS = 2 + len(COLUMNS)  # of `pack_sampling`
@@ -93,7 +93,7 @@ class Featured(NamedTuple):
     scores: Logprobs
 
 
-Step: TypeAlias = Callable[[nnx.State, DeviceState, StepArrays[jax.Array]], Stepped]
+Step: TypeAlias = Callable[[Params, DeviceState, StepArrays[jax.Array]], Stepped]
 Forward: TypeAlias = Callable[[list[jax.Array], DeviceState, jax.Array], Forwarded]
 DecodeSteps: TypeAlias = Callable[[list[jax.Array], DeviceState, jax.Array], Decoded]
 FORWARD_DONATES = (1,)  # state
@@ -105,7 +105,7 @@ SET_ROW_DONATES = (0,)  # tables
 def make_step(graphdef: nnx.GraphDef[Decoder], kind: StepKind, attention_backend: str) -> Step:
     """`step(params, state, arrays) -> Stepped` of the model. Padding writes only the dummy page and the dummy row."""
 
-    def step(params: nnx.State, state: DeviceState, arrays: StepArrays[jax.Array]) -> Stepped:
+    def step(params: Params, state: DeviceState, arrays: StepArrays[jax.Array]) -> Stepped:
         model = nnx.merge(graphdef, params)
         pages = Pages(state.kv, arrays, kind, attention_backend)
         hidden = model(_token_ids(arrays.token_ids, state.last_tokens), arrays.positions, pages.attend)

@@ -1,7 +1,7 @@
-"""Compiling many programs at start-up: in parallel, with a progress bar, from the persistent cache where it can.
+"""Compiles many programs at start-up: in parallel, with a progress bar, from the persistent cache where it can.
 
-Knows nothing about steps or buckets. Tracing holds Python's lock, so it stays in the calling thread and feeds
-threads in which XLA compiles. Called by `programs` and `engine`.
+Knows nothing about steps or buckets. Tracing holds Python's lock, so it stays in the calling thread and feeds threads
+in which XLA compiles. Called by `programs` and `engine`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -24,12 +24,12 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class Compilation(NamedTuple):
-    """A program, and what it took, in seconds on the clock: other programs are lowered and compiled meanwhile.
+    """A program, and the time that it took, in seconds on the clock: other programs are lowered and compiled meanwhile.
 
     Attributes:
-      compiled: ready to run.
-      lower_s: of tracing and lowering.
-      compile_s: of XLA, or of reading the persistent cache.
+      compiled: the program, ready to run.
+      lower_s: time of tracing and lowering.
+      compile_s: time of XLA, or of reading the persistent cache.
     """
 
     compiled: jax.stages.Compiled
@@ -38,9 +38,9 @@ class Compilation(NamedTuple):
 
 
 def use_compilation_cache(directory: str | None) -> None:
-    """Keeps every compiled program in `directory` between starts; None: the default one; "": nowhere.
+    """Keeps every compiled program in `directory` between starts; None: in the default directory; "": nowhere.
 
-    A setting of JAX's, so of the whole process.
+    This sets JAX's configuration, and so holds for the whole process.
     """
     if directory == "":
         return
@@ -48,12 +48,12 @@ def use_compilation_cache(directory: str | None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # JAX decides once per process whether it has a cache: without this, a program compiled before settles it.
+    # JAX decides once per process whether it has a cache: without this, a program compiled earlier would decide it.
     compilation_cache.reset_cache()
 
 
 def _default_cache_dir() -> Path:
-    """In the user's cache folder, which XDG_CACHE_HOME may move."""
+    """A folder in the user's cache folder, which XDG_CACHE_HOME may move."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxsgl" / "xla"
 
 
@@ -82,7 +82,7 @@ def _compile(lowered: jax.stages.Lowered, lower_s: float) -> Compilation:
 
 
 class CompileCounter:
-    """Counts what XLA compiles in this process, from any thread, programs taken from the cache included."""
+    """Counts the programs that XLA compiles in this process, in any thread, including those taken from the cache."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -92,6 +92,6 @@ class CompileCounter:
         """Stops counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
-    def _listen(self, event: str, duration_s: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILE_EVENT:
             self.count += 1

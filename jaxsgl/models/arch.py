@@ -1,7 +1,10 @@
-"""What a checkpoint is: the numbers that differ between models, read from a Hugging Face folder's JSON files.
+"""The shape of a model: the numbers that differ between checkpoints, read from a Hugging Face folder's JSON files.
 
-Everything that models, weights and the engine need to know about a model is in `ModelArch`; nobody else reads
-config.json. Plain JSON is read, so that no framework is imported and no code of the folder ever runs.
+`ModelArch` holds everything that models, weights and the engine need to know about a model; no other file reads
+config.json. It is read as plain JSON, so that no framework is imported and no code of the folder runs.
+
+What differs between model families is data: a new family of dense decoders is a new entry of `FAMILIES` (and, if its
+tensors have other names, one in `weights/names.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ class ModelArch:
       attention_bias: q, k and v have biases.  attention_out_bias, mlp_bias: so have the output projection, the MLP.
       qk_norm: q and k are normalized per head.
       rope: rotary position embedding.
-      max_context: tokens of one sequence that the model was made for.
-      dtype: dtype name of the checkpoint.
+      max_context: the most tokens of one sequence that the model was made for.
+      dtype: name of the checkpoint's dtype.
       eos_token_ids: ids that end a generation; may be empty.
     """
 
@@ -56,7 +59,7 @@ class ModelArch:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelArch:
-        """Reads config.json and generation_config.json. Raises `CheckpointError` for what can't be served."""
+        """Reads config.json and generation_config.json. Raises `CheckpointError` for a model that can't be served."""
         if not folder.is_dir():
             raise CheckpointError(f"no model folder at {folder}")
         if not (folder / "config.json").is_file():
@@ -68,7 +71,7 @@ class ModelArch:
 
 
 class _Config:
-    """A JSON file's values, with errors that name the file."""
+    """The values of a JSON file, with errors that name the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,7 +136,7 @@ def _read_arch(config: _Config, generation: _Config | None) -> ModelArch:
 
 
 def _refuse_unsupported(config: _Config) -> None:
-    """Settings that would change the result and that the dense decoder doesn't have."""
+    """Raises `CheckpointError` for settings that change the result and that the dense decoder doesn't implement."""
     if config.get("use_sliding_window", False):
         raise CheckpointError(f"{config.path}: use_sliding_window is true, but only full attention is supported")
     if config.get("hidden_act", "silu") != "silu":
@@ -145,7 +148,7 @@ def _refuse_unsupported(config: _Config) -> None:
 
 
 def _read_rope(config: _Config, max_context: int) -> RopeParams:
-    """`rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of older folders."""
+    """Reads `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of older folders."""
     scaling: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta") or config.get("rope_theta", 10000.0)
     word = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -181,7 +184,7 @@ def _read_dtype(config: _Config) -> str:
 
 
 def _read_eos(config: _Config, generation: _Config | None) -> tuple[int, ...]:
-    """Ids of generation_config.json (a number or a list), else of config.json, else none."""
+    """The ids of generation_config.json (a number or a list), else those of config.json, else none."""
     ids = generation.get("eos_token_id") if generation else None
     if ids is None:
         ids = config.get("eos_token_id", [])
@@ -193,11 +196,11 @@ class Family:
     """What the name of an architecture implies beyond its config.json.
 
     Attributes:
-      qk_norm: RMSNorm over the head size of every q and k, before rope.
-      qkv_bias: whether q, k and v have biases; None: config.json says it in `attention_bias`.
+      qk_norm: whether every q and k is normalized (RMSNorm over the head size) before rope.
+      qkv_bias: whether q, k and v have biases; None: as `attention_bias` of config.json says.
       attention_out_bias: the same for the output projection.
-      mlp_bias: the same for the MLP, in `mlp_bias`.
-      default_head_dim: H where config.json has no `head_dim`; None: D / N.
+      mlp_bias: whether the MLP has biases; None: as `mlp_bias` of config.json says.
+      default_head_dim: H if config.json has no `head_dim`; None: D / N.
     """
 
     qk_norm: bool = False

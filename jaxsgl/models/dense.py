@@ -1,11 +1,13 @@
 """The dense decoder: embed, layers, norm, logits. One class for Llama, Qwen2, Qwen3; `ModelArch` holds what differs.
 
-Token-flat: all sequences of a step lie behind one another on one axis T, and the caller's `Attend` tells them apart.
-The engine merges it with parameters inside its jitted step. Products are of the parameters' dtype, what lies between
-them of `activations`; RMSNorm statistics, rope and logits are float32.
+Token-flat: all sequences of a step lie one after another on one axis T, and the caller's `Attend` tells them apart. The
+engine merges the model with parameters inside its jitted step. Products are computed in the parameters' dtype, what
+lies between them in `activations`; RMSNorm statistics, rope and logits are float32.
 """
 
 from __future__ import annotations
+
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from jaxsgl.models.layers import MLP, Attend, Attention, RMSNorm, weight
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import rope_tables
 
-__all__ = ["Attend", "Decoder"]
+Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
 
 
 class DecoderLayer(nnx.Module):
@@ -61,20 +63,19 @@ class Decoder(nnx.Module):
         return normed
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits `[R, V]` float32 of the R rows `hidden [R, D]` that a token is wanted for."""
+        """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens."""
         head = self.embedding if self.lm_head is None else self.lm_head
         return product(hidden, head[...], jnp.float32)
 
 
 def abstract_model(
     arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype | None = None
-) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
+) -> tuple[nnx.GraphDef[Decoder], Params]:
     """The model's structure, and its parameters as shapes in `dtype`; allocates nothing.
 
-    `activations` is the format of what lies between products (default: `dtype`).
-
-    Merge the structure with parameters from `weights` inside a jitted function: `nnx.merge(graphdef, params)`.
-    Each abstract parameter carries its logical `axes` and its initial `mean` and `std` as metadata.
+    `activations` is the dtype of what lies between products (default: `dtype`). Merge the structure with parameters
+    from `weights` inside a jitted function: `nnx.merge(graphdef, params)`. Each abstract parameter carries its logical
+    `axes` and its initial `mean` and `std` as metadata.
     """
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(arch, dtype, activations or dtype)))
     return graphdef, params

@@ -1,10 +1,10 @@
 """The parts of a decoder layer: RMSNorm, attention projections, SwiGLU MLP. Token-flat: the first axis is T.
 
 Every parameter is declared with its logical axes (`weights/sharding.py` maps them to mesh axes) and its initial
-distribution (`weights/dummy.py` draws from it). Knows nothing of pages, KV buffers or checkpoints.
+distribution (`weights/loading.py` draws dummy weights from it). Knows nothing of pages, KV buffers or checkpoints.
 
-Matrices are stored `[..., in]`, as checkpoints have them: what a CPU multiplies fastest (`precision.py`), and all the
-same to the others.
+Matrices are stored `[..., in]`, as in checkpoints: a CPU multiplies that form fastest (`precision.py`), and
+accelerators multiply both forms equally fast.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Axes = tuple[str | None, ...]
 
 
 class Attend(Protocol):
-    """Stores this step's keys and values, and attends to all of the sequence's; the caller of the model brings it."""
+    """Stores this step's keys and values, and attends to all of each sequence; the caller of the model provides it."""
 
     def __call__(self, layer_index: int, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, /) -> jax.Array:
         """Returns the attention output `[T, N, H]`, softmax scale 1 / sqrt(H)."""
         ...
 
 
-def weight(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, fan_in: int) -> nnx.Param:
-    """A matrix, declared; its value is a placeholder until parameters are loaded."""
+def weight(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, fan_in: int) -> nnx.Param[jax.Array]:
+    """Declares a matrix; its value is a placeholder until parameters are loaded."""
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=0.0, std=1 / math.sqrt(fan_in))
 
 
-def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float) -> nnx.Param:
-    """A bias (mean 0) or a norm's scale (mean 1), declared."""
+def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float) -> nnx.Param[jax.Array]:
+    """Declares a bias (mean 0) or a norm's scale (mean 1)."""
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=mean, std=0.0)
 
 
@@ -56,8 +56,11 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections around `Attend`. qkv holds, per kv head, its G query heads, then k, then v: tensor parallelism
-    cuts the K axis, and each part keeps whole groups."""
+    """The projections around `Attend`.
+
+    qkv holds, per kv head, its G query heads, then k, then v: tensor parallelism splits the K axis, and each part keeps
+    whole groups.
+    """
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
         d, n, k, h = arch.hidden_size, arch.num_heads, arch.num_kv_heads, arch.head_dim
@@ -73,7 +76,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, tables: tuple[jax.Array, jax.Array], layer_index: int, attend: Attend
     ) -> jax.Array:
-        """`x [T, D]` and the rope tables of its tokens, to `[T, D]`."""
+        """`x [T, D]` to `[T, D]`; `tables` are the rope tables of the tokens."""
         qkv = product(x_TD, self.qkv[...])
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias[...]

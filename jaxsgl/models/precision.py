@@ -1,9 +1,12 @@
-"""Which number formats a model runs in: of weights, of activations, of the KV cache. Called by the engine at start-up.
+"""Number formats of weights, activations and KV cache, and products of activations and weights in those formats.
 
-Accelerators use one format for all. A CPU multiplies 16 bit weights with float32 accumulation (see `product`),
-but does everything else in float32: XLA has no vector code for 16 bit arithmetic there, and so widens and narrows
-around each operation. The KV cache has 16 bits there too: it is read as much as the weights. For bfloat16 those are
-kept as uint16 (`pallas_kernels.bfloat16_bits`), since XLA would widen the whole cache in order to write a row of it.
+Accelerators use one format for all, and XLA and its libraries choose how to multiply. A CPU multiplies 16 bit weights
+with float32 accumulation (see `product`), but does everything else in float32: XLA has no vector code for 16 bit
+arithmetic there, and so widens and narrows around each operation. The KV cache has 16 bits on a CPU too, since it is
+read as much as the weights. For bfloat16 it is kept as uint16 (`pallas_kernels.bfloat16_bits`), since XLA would widen
+the whole cache in order to write a row of it.
+
+The engine calls `resolve_precision` at start-up; the layers call `product`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from pallas_kernels.native import library as native_library
 from pallas_kernels.native import product as native_product
 from pallas_kernels.target import CPUINFO, processor_flags, target_device
 
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of what a processor can
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of a processor's features
+FEW_ROWS = 128  # up to as many rows, packing the weights costs more than the multiplications save
 
 
 class Precision(NamedTuple):
@@ -38,8 +42,8 @@ def resolve_precision(
 ) -> Precision:
     """The formats for the `--dtype` flag on a platform ("cpu", "gpu", "tpu").
 
-    auto: the checkpoint's; on a CPU float32, unless the checkpoint is bfloat16 and that is multiplied fast there. Asks
-    for the latter only if it matters, as it may have kernels compiled.
+    auto: the checkpoint's; on a CPU float32, unless the checkpoint is bfloat16 and the CPU multiplies that fast.
+    `cpu_multiplies_bfloat16` is called only if its answer matters, since it may compile kernels.
     """
     if flag == "auto":
         keeps = platform != "cpu" or (arch.dtype == "bfloat16" and cpu_multiplies_bfloat16())
@@ -53,9 +57,6 @@ def resolve_precision(
 def cpu_multiplies_bfloat16(cpuinfo: Path = CPUINFO) -> bool:
     """Whether bfloat16 weights are fast: Linux lists products of them for the processor, or our kernels run on it."""
     return not BFLOAT16_FLAGS.isdisjoint(processor_flags(cpuinfo)) or native_library.load() is None
-
-
-FEW_ROWS = 128  # up to so many, packing the weights costs more than the multiplications save
 
 
 def product(x_TD: jax.Array, weights: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
@@ -76,12 +77,14 @@ def product(x_TD: jax.Array, weights: jax.Array, dtype: DTypeLike | None = None)
 
 
 def weights_first(x_TD: jax.Array, weights_ND: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`x [T, D]` times `weights [N, D]`, as XLA's CPU library does it best for few rows: `[T, N]`.
+    """`x [T, D]` times `weights [N, D]` in the form that is fastest in XLA's CPU library for few rows: `[T, N]`.
 
-    It packs its right operand before it multiplies, and so should be given the smaller one there; the barrier keeps XLA
-    from turning the product around again. 16 bit vectors it multiplies 10 times slower than matrices of two rows.
+    The library packs its right operand before it multiplies, so the smaller operand should be on the right; the barrier
+    keeps XLA from turning the product around again. It multiplies 16 bit vectors 10 times slower than matrices of two
+    rows.
     """
     twice = len(x_TD) == 1 and x_TD.dtype.itemsize == 2
     rows = jnp.concatenate([x_TD, x_TD]) if twice else x_TD
-    out = jax.lax.optimization_barrier(jnp.einsum("nd,td->nt", weights_ND, rows, preferred_element_type=dtype)).T
-    return out[:1] if twice else out
+    out_NT = jnp.einsum("nd,td->nt", weights_ND, rows, preferred_element_type=dtype)
+    out_TN: jax.Array = jax.lax.optimization_barrier(out_NT).T
+    return out_TN[:1] if twice else out_TN

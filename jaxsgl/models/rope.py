@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles of every position, and their application. Split-half pairing (i, i + H / 2).
+"""Rotary position embedding: the angles of every position, and the rotation by them. Pairs dimensions i and i + H / 2.
 
 Source: RoFormer (arXiv 2104.09864); the llama3 scaling is the one published with Llama 3.1. `arch.py` reads the
 parameters, `dense.py` computes the tables once per step, `layers.py` applies them in every layer.
@@ -61,15 +61,15 @@ def rope_tables(positions_T: jax.Array, rope: RopeParams, head_dim: int) -> tupl
 
     if target_device().platform != "cpu":
         return tables()
-    # There XLA would compute them anew in every layer, for every head. It does not look into a branch, and this one is
-    # always taken, which XLA can't know.
+    # On a CPU, XLA would compute them again in every layer, for every head. It does not look into a branch, and can't
+    # know that this one is always taken.
     zeros = jnp.zeros((len(positions_T), 1, head_dim // 2), jnp.float32)
     cos_and_sin: tuple[jax.Array, jax.Array] = jax.lax.cond(positions_T[0] >= 0, tables, lambda: (zeros, zeros))
     return cos_and_sin
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns every head of `x [T, heads, H]` by its token's angles; computed in float32, returned in x's dtype."""
+    """Rotates every head of `x [T, heads, H]` by its token's angles; computed in float32, returned in x's dtype."""
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,4 +1,4 @@
-"""Parameters: where a model's folder is, and how its tensors become sharded device arrays. The engine calls it.
+"""Parameters: finds a model's folder, and makes sharded device arrays of its tensors. The engine calls it.
 
 `resolve_model_folder` finds the folder, `load_params` reads it, `random_params` makes parameters without one.
 """

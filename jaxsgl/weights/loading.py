@@ -1,7 +1,8 @@
-"""Reads a Hugging Face folder's safetensors files into sharded parameters, one parameter at a time.
+"""Finds a model's folder and makes its sharded parameters, read from safetensors files or drawn at random.
 
-Peak memory is the parameters plus the tensors of one of them: files are mapped, each tensor is read once, moved to
-the device as it is, and fused, transposed and cast there. Knows no names; `names.py` says what is wanted.
+Files are mapped; each tensor is read once, moved to the devices as it is stored, and fused and cast there. Peak memory
+is the parameters plus the tensors of one of them. Knows no tensor names: `names.py` says what each parameter is made
+of. The engine calls it at start-up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.weights.names import Fuse, Recipe, Source, is_harmless, recipe_of, sizes
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 
@@ -32,13 +33,39 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 
+# Configuration, weights, tokenizer, chat template; no other weight formats, no code.
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+
 logger = logging.getLogger(__name__)
 
 
-def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> nnx.State:
+def resolve_model_folder(name_or_path: str) -> Path:
+    """The local folder of that name, else the hub's snapshot of that id, downloaded or from the hub's cache.
+
+    Raises `CheckpointError`, which says why neither was found.
+    """
+    folder = Path(name_or_path).expanduser()
+    if name_or_path and folder.is_dir():
+        return folder
+    tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
+    if HUB_ID.fullmatch(name_or_path) is None:
+        raise CheckpointError(f"{tried}, and it is not a hub id (owner/name) either")
+
+    from huggingface_hub import snapshot_download  # seconds to import, and a local folder doesn't need it
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=list(HUB_FILES)))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{tried}, and fetching hub id {name_or_path} failed: {reason}") from error
+
+
+def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
     """The parameters of `folder` in `dtype`, sharded over `mesh`; a tree like `abstract_model`'s.
 
-    Raises `CheckpointError` for files or tensors that are missing, truncated or of another shape than `arch` says.
+    Raises `CheckpointError` for files or tensors that are missing, truncated, or of another shape than `arch` asks for.
     """
     check_divisible(arch, mesh)
     _, abstract = abstract_model(arch, dtype)
@@ -55,7 +82,7 @@ def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> 
 
 
 class TensorFiles:
-    """All tensors of a folder's safetensors files by name; reads one at a time and remembers which were read."""
+    """The tensors of a folder's safetensors files by name; reads one at a time and remembers which were read."""
 
     def __init__(self, folder: Path, open_files: ExitStack) -> None:
         self.folder = folder
@@ -91,12 +118,12 @@ class TensorFiles:
         return tensor
 
     def unread(self, arch: ModelArch) -> list[str]:
-        """Tensors that nothing asked for, the harmless ones left out."""
+        """Names of the tensors that no parameter was made of, except harmless ones."""
         return sorted(name for name in self._unread if not is_harmless(name, arch))
 
 
 def _listed_files(folder: Path) -> list[Path]:
-    """The one file, else those of the index, else every safetensors file of the folder."""
+    """The single file, else the files of the index, else every safetensors file of the folder."""
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
@@ -126,48 +153,24 @@ def _place(
 ) -> jax.Array:
     """Moves the stored tensors to the devices and makes the parameter there."""
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    return _fuse(jax.device_put(pieces, everywhere), arch, recipe.fuse, dtype, sharding)
+    placed: jax.Array = _fuse(jax.device_put(pieces, everywhere), arch, recipe.fuse, dtype, sharding)
+    return placed
 
 
 @partial(jax.jit, static_argnames=("arch", "fuse", "dtype", "sharding"))
 def _fuse(
     pieces: tuple[jax.Array, ...], arch: ModelArch, fuse: Fuse, dtype: jnp.dtype, sharding: NamedSharding
 ) -> jax.Array:
-    """One program per kind of parameter, the same for all layers."""
-    return jax.lax.with_sharding_constraint(fuse(arch, pieces).astype(dtype), sharding)
+    """Makes a parameter; one program per kind of parameter, the same for all layers."""
+    fused: jax.Array = jax.lax.with_sharding_constraint(fuse(arch, pieces).astype(dtype), sharding)
+    return fused
 
 
-# Configuration, weights, tokenizer, chat template; no other weight formats, no code.
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> Params:
+    """Random parameters, for tests and benchmarks of speed: a tree like `abstract_model`'s, made on the devices.
 
-
-def resolve_model_folder(name_or_path: str) -> Path:
-    """The local folder of that name, else the hub's snapshot of that id, downloaded or from the hub's cache.
-
-    Raises `CheckpointError`, saying both what was looked for and why each failed.
-    """
-    folder = Path(name_or_path).expanduser()
-    if name_or_path and folder.is_dir():
-        return folder
-    tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
-    if HUB_ID.fullmatch(name_or_path) is None:
-        raise CheckpointError(f"{tried}, and it is not a hub id (owner/name) either")
-
-    from huggingface_hub import snapshot_download  # seconds to import, and a local folder doesn't need it
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return Path(snapshot_download(name_or_path, allow_patterns=list(HUB_FILES)))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{tried}, and fetching hub id {name_or_path} failed: {reason}") from error
-
-
-def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> nnx.State:
-    """Parameters that keep activations and logits near unit scale; a tree like `abstract_model`'s.
-
-    The same seed gives the same values on every mesh (JAX's default generator is elementwise, so it shards).
+    They keep activations and logits near unit scale. The same seed gives the same values on every mesh (JAX's default
+    generator is elementwise, so it can be sharded).
     """
     check_divisible(arch, mesh)
     _, abstract = abstract_model(arch, dtype)
@@ -185,7 +188,8 @@ def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> n
 def _draw(
     key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, mean: float, std: float, sharding: NamedSharding
 ) -> jax.Array:
-    """Uniform values of the given mean and standard deviation; one program per kind of parameter."""
+    """Draws uniform values of the given mean and standard deviation; one program per kind of parameter."""
     half_width = std * 3**0.5
     values = jax.random.uniform(key, shape, jnp.float32, mean - half_width, mean + half_width)
-    return jax.lax.with_sharding_constraint(values.astype(dtype), sharding)
+    placed: jax.Array = jax.lax.with_sharding_constraint(values.astype(dtype), sharding)
+    return placed

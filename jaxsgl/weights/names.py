@@ -1,12 +1,12 @@
-"""From Hugging Face tensor names to our parameters, as data: which tensors make a parameter, and how they fuse.
+"""Maps Hugging Face tensor names to our parameters, as data: which tensors make a parameter, and how they are fused.
 
-A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. The fusing functions run inside a jit on the
-target device. Knows no files; `loading.py` reads this table.
+A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. The fusing functions run inside a jitted program
+on the target devices. Knows no files; `loading.py` reads this table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxsgl.models import ModelArch
 
-Path = tuple[str | int, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
+Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
 Fuse = Callable[[ModelArch, tuple[jax.Array, ...]], jax.Array]
 
 
@@ -23,8 +23,8 @@ class Source:
     """One tensor of a checkpoint.
 
     Attributes:
-      name: its name; `{}` stands for the layer's index.
-      axes: its shape in words of `sizes`.
+      name: the tensor's name; `{}` stands for the layer's index.
+      axes: the tensor's shape, as names of `sizes`.
     """
 
     name: str
@@ -56,14 +56,14 @@ def _as_is(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _fuse_heads(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
-    """q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; what trails stays: `[.., D]` to `[K, G + 2, H, D]`."""
+    """Fuses q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; a trailing axis D stays."""
     rest = tensors[0].shape[1:]
     per_group = [tensor.reshape(arch.num_kv_heads, -1, arch.head_dim, *rest) for tensor in tensors]
     return jnp.concatenate(per_group, axis=1)
 
 
 def _fuse_gate_up(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
-    """gate and up `[F, D]` to `[2, F, D]`; biases `[F]` to `[2, F]`."""
+    """Stacks gate and up `[F, D]` to `[2, F, D]`; biases `[F]` to `[2, F]`."""
     return jnp.stack(tensors)
 
 
@@ -120,5 +120,5 @@ def recipe_of(path: Path) -> Recipe:
 
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
-    """Whether a tensor that no parameter wants may be left unread: rope's constants, and the copy of a tied head."""
+    """Whether a tensor may be left unread without a warning: rope's constants, and the copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (arch.tie_embeddings and name == "lm_head.weight")

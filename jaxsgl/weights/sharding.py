@@ -1,11 +1,14 @@
-"""Where parameters live: one table from logical axes to mesh axes. The loaders and the engine read it.
+"""The device mesh and where arrays lie on it: one table maps logical axes to mesh axes.
 
-Tensor parallelism is a mesh shape: the axis `tp` cuts kv heads (with their query heads), the ffn and the vocabulary.
+Every parameter and buffer carries a `NamedSharding` over the mesh, so that tensor parallelism is a mesh shape and not a
+second code path: the axis `tp` splits kv heads (with their query heads), the ffn and the vocabulary. The loaders and
+the engine call it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, Params, abstract_model
 
 TENSOR_AXIS = "tp"
 MESH_AXIS_OF = {"kv_heads": TENSOR_AXIS, "ffn": TENSOR_AXIS, "vocab": TENSOR_AXIS}
@@ -27,22 +30,22 @@ def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Step inputs, the last-token table and sampled tokens: the same on every device."""
+    """The sharding of step inputs, the last-token table and sampled tokens: the same on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def kv_sharding(mesh: Mesh) -> NamedSharding:
-    """Pages `[num_pages, K, page_size, H]`: the kv heads are split."""
-    return NamedSharding(mesh, PartitionSpec(None, TENSOR_AXIS, None, None))
+    """The sharding of pages `[num_pages, K, page_size, H]`: the kv heads are split."""
+    return NamedSharding(mesh, PartitionSpec(None, MESH_AXIS_OF["kv_heads"], None, None))
 
 
-def param_sharding(param: nnx.Param, mesh: Mesh) -> NamedSharding:
+def param_sharding(param: nnx.Param[Any], mesh: Mesh) -> NamedSharding:
     """The sharding of one (abstract) parameter, by the logical axes that it carries."""
     return NamedSharding(mesh, PartitionSpec(*(MESH_AXIS_OF.get(axis) for axis in param.get_metadata("axes"))))
 
 
-def param_shardings(arch: ModelArch, mesh: Mesh) -> nnx.State:
-    """A tree like the parameters, of `NamedSharding`s. Raises `ConfigError` where the mesh doesn't divide the model."""
+def param_shardings(arch: ModelArch, mesh: Mesh) -> Params:
+    """The parameters' shardings, as a tree like theirs. Raises `ConfigError` if the mesh can't split the model."""
     check_divisible(arch, mesh)
     _, params = abstract_model(arch, jnp.dtype("float32"))
     flat = [(path, param.replace(param_sharding(param, mesh))) for path, param in nnx.to_flat_state(params)]
