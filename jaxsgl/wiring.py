@@ -1,4 +1,4 @@
-"""Puts engine and scheduler together. Used by the engine process and by the offline `LLM`; knows no front end."""
+"""Builds an engine and a scheduler for it. The engine process and the offline `LLM` call it; it knows no front end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def build(config: EngineConfig, limited: bool = True) -> tuple[Engine, Scheduler
 
     Args:
       config: flags.
-      limited: the flags that limit the queue and the time count, as in a server; not where whoever asks waits for all
-        answers anyway.
+      limited: whether the flags that limit the queue and the time of requests hold, as in a server. Offline use, whose
+        caller waits for all answers, sets them aside.
     """
     retract_every()  # fails now, not after minutes
     engine = Engine(config)
@@ -45,10 +45,10 @@ def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) 
 
 
 def retract_every() -> int | None:
-    """At every so-many-th step a request is to be retracted without need; None: never.
+    """Number of steps after which a test run retracts a request without need; None: never.
 
     Raises:
-      ConfigError: the variable is set to something else than a number of steps.
+      ConfigError: the variable is set to something other than a number of steps.
     """
     text = os.environ.get(RETRACT_VARIABLE, "")
     if not text:
