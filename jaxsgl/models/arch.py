@@ -22,6 +22,32 @@ ROPE_KINDS = {"default": "none", "linear": "linear", "llama3": "llama3"}  # conf
 
 
 @dataclass(frozen=True)
+class Family:
+    """What the name of an architecture implies beyond its config.json.
+
+    Attributes:
+      qk_norm: whether every q and k is normalized (RMSNorm over the head size) before rope.
+      qkv_bias: whether q, k and v have biases; None: as `attention_bias` of config.json says.
+      attention_out_bias: the same for the output projection.
+      mlp_bias: whether the MLP has biases; None: as `mlp_bias` of config.json says.
+      default_head_dim: H if config.json has no `head_dim`; None: D / N.
+    """
+
+    qk_norm: bool = False
+    qkv_bias: bool | None = None
+    attention_out_bias: bool | None = None
+    mlp_bias: bool | None = None
+    default_head_dim: int | None = None
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, attention_out_bias=False, mlp_bias=False),
+    "Qwen3ForCausalLM": Family(qk_norm=True, mlp_bias=False, default_head_dim=128),
+}
+
+
+@dataclass(frozen=True)
 class ModelArch:
     """The shape of a dense decoder.
 
@@ -189,29 +215,3 @@ def _read_eos(config: _Config, generation: _Config | None) -> tuple[int, ...]:
     if ids is None:
         ids = config.get("eos_token_id", [])
     return (ids,) if isinstance(ids, int) else tuple(ids)
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the name of an architecture implies beyond its config.json.
-
-    Attributes:
-      qk_norm: whether every q and k is normalized (RMSNorm over the head size) before rope.
-      qkv_bias: whether q, k and v have biases; None: as `attention_bias` of config.json says.
-      attention_out_bias: the same for the output projection.
-      mlp_bias: whether the MLP has biases; None: as `mlp_bias` of config.json says.
-      default_head_dim: H if config.json has no `head_dim`; None: D / N.
-    """
-
-    qk_norm: bool = False
-    qkv_bias: bool | None = None
-    attention_out_bias: bool | None = None
-    mlp_bias: bool | None = None
-    default_head_dim: int | None = None
-
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, attention_out_bias=False, mlp_bias=False),
-    "Qwen3ForCausalLM": Family(qk_norm=True, mlp_bias=False, default_head_dim=128),
-}

@@ -1,17 +1,64 @@
-"""A file of sizes is taken as it is as far as it fits, and refused with what is wrong with it."""
+"""The shapes that an engine compiles: derived, given, or read from a file."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, doubling
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import ConfigError
 
 SIZES = Capacity(page_size=4, num_pages=40, num_rows=6, context_length=24, max_extend_tokens=32, vocab_size=100)
+
+
+def test_buckets_double_up_to_the_largest_batch() -> None:
+    assert doubling(1, 6) == (1, 2, 4, 6)
+    buckets = BucketSet.derive(SIZES)
+    assert buckets.decode_sizes == (1, 2, 4, 6)
+    assert buckets.extend_sizes == (16, 32)
+    everything = set(buckets.all())
+    for sampled in (False, True):
+        for seqs in range(1, 7):
+            assert buckets.decode(seqs, sampled) in everything
+            for tokens in range(seqs, 33):
+                bucket = buckets.extend(tokens, seqs, sampled)
+                assert bucket in everything
+                assert bucket.num_tokens >= tokens
+                assert bucket.num_seqs >= seqs
+
+
+def test_programs_of_several_steps_exist_only_where_asked_for_and_never_with_features() -> None:
+    one, four = BucketSet.derive(SIZES).all(), BucketSet.derive(SIZES, decode_steps=4).all()
+    more = set(four) - set(one)
+    assert set(one) <= set(four) and {bucket.num_steps for bucket in one} == {1}
+    assert {(b.kind, b.num_seqs, b.sampled) for b in more} == {("decode", s, d) for s in (1, 2, 4, 6) for d in (0, 1)}
+    assert {(b.num_steps, b.featured) for b in more} == {(4, False)}
+
+
+def test_sizes_of_large_decode_batches_grow_in_steps_of_an_eighth() -> None:
+    def sizes(rows: int) -> tuple[int, ...]:
+        return BucketSet.derive(replace(SIZES, num_rows=rows)).decode_sizes
+
+    assert sizes(1) == (1,)
+    assert sizes(32) == (1, 2, 4, 8, 16, 32)
+    assert sizes(100) == (1, 2, 4, 8, 16, 32, 64, 96, 100)
+    assert sizes(256) == (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+    assert sizes(257) == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 257)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [({"decode_sizes": (1, 5)}, "--decode-buckets end at 5"), ({"extend_sizes": (8,)}, "--extend-buckets end at 8")],
+)
+def test_bucket_lists_that_leave_batches_without_a_program_are_refused(
+    lists: dict[str, tuple[int, ...]], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BucketSet.derive(SIZES, **lists)
 
 
 def from_file(path: Path, content: object) -> BucketSet:
