@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests import tiers
+from tests.kept import Programs
 
-_CACHE = tempfile.TemporaryDirectory(prefix="jaxsgl-tests-")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
 signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test inherit it, were it ignored
-os.environ["XDG_CACHE_HOME"] = _CACHE.name  # compiled programs are shared by the tests of one run, and by nothing else
+_PROGRAMS = Programs()  # before anything imports JAX
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -57,3 +56,13 @@ def _unit_tests_import_no_jax(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if all(tiers.tier_of(item.path) == "unit" for item in request.session.items):
         assert "jax" not in sys.modules, "a unit test imports JAX; it belongs to the tier `device`"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_programs_are_kept() -> Iterator[None]:
+    yield
+    _PROGRAMS.exchange()
+
+
+def pytest_unconfigure() -> None:
+    _PROGRAMS.close()

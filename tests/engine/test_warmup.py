@@ -33,6 +33,8 @@ def restored_cache_settings() -> Iterator[None]:
         "jax_persistent_cache_min_entry_size_bytes",
     )
     before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)  # the tests have one in their environment
+    compilation_cache.reset_cache()
     yield
     for name, value in before.items():
         jax.config.update(name, value)

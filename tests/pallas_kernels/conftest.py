@@ -8,17 +8,6 @@ import pytest
 
 from pallas_kernels.native import library
 from pallas_kernels.target import processor_flags
-from tests.pallas_kernels.elsewhere import Elsewhere
-
-
-@pytest.fixture(scope="session", autouse=True)
-def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
-    """Begins with the first test of a kernel, with what the tests to come will ask for."""
-    chosen = {item.path.stem for item in request.session.items}
-    folder = tmp_path_factory.mktemp("elsewhere")
-    running = Elsewhere(folder, lower="test_lowering" in chosen, compile="test_compile_targets" in chosen)
-    yield running
-    running.close()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 from bench.targets.gpu_code import kernels_in
 from bench.targets.targets import TARGETS, Target
 
-from tests.pallas_kernels.elsewhere import ENVIRONMENTS, Elsewhere
+from tests.pallas_kernels.elsewhere import ENVIRONMENTS, compile_for
 
 pytestmark = pytest.mark.foreign
 
@@ -30,8 +30,8 @@ PTX = """
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_everything_compiles_in_place_without_spills(target: Target, elsewhere: Elsewhere) -> None:
-    results = elsewhere.compiled[target.name].result()
+def test_everything_compiles_in_place_without_spills(target: Target, tmp_path: Path) -> None:
+    results = compile_for(target, tmp_path)
     if isinstance(results, str):
         pytest.skip(results)
     assert not [result for result in results if result["problems"]]

@@ -7,7 +7,6 @@ when it starts, sets the size of the pool.
 """
 
 import os
-import subprocess
 from pathlib import Path
 
 import jax
@@ -18,10 +17,13 @@ import pytest
 from pallas_kernels import paged_extend_attention, tuning
 from pallas_kernels.arg_specs import ArgSpec
 from pallas_kernels.extend_attention.mosaic_gpu import refuse_shapes
+from tests.kept import environment
 from tests.pallas_kernels.cases import build_case, cases
-from tests.pallas_kernels.elsewhere import find_python
+from tests.pallas_kernels.elsewhere import find_python, run
 from tests.pallas_kernels.lower_everything import on_a_device
 from tests.pallas_kernels.test_attention import check, compiled, run_examples
+
+pytestmark = pytest.mark.foreign
 
 ROOT = Path(__file__).parents[2]
 INTERPRETS_THREADS = jax.__version_info__ >= (0, 11)
@@ -64,19 +66,13 @@ def check_without_races(spec: ArgSpec, case) -> None:
 
 @pytest.mark.skipif(INTERPRETS_THREADS and POOL_THREADS >= 4, reason="this process runs the tests below itself")
 @pytest.mark.timeout(600)
-def test_the_newest_jax_passes_these_tests(tmp_path: Path) -> None:
+def test_the_newest_jax_passes_these_tests() -> None:
     python = find_python((3, 12))
     if python is None:
         pytest.skip("JAX 0.12 needs Python 3.12 or newer, and this machine has none")
-    subprocess.run([python, "-m", "venv", str(tmp_path)], check=True)
-    mine = str(tmp_path / "bin/python")
-    wanted = ["jax>=0.12,<0.13", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
-    subprocess.run([mine, "-m", "pip", "install", "-q", "--no-compile", *wanted], check=True)
-    done = subprocess.run(
-        [mine, "-m", "pytest", "-c", os.devnull, "--rootdir", ROOT, "-q", "-p", "no:cacheprovider", "-n2", __file__],
-        cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "8"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    with environment(python, "jax>=0.12,<0.13", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis") as mine:
+        options = ["-c", os.devnull, "--rootdir", ROOT, "-q", "-p", "no:cacheprovider"]
+        done = run([mine, "-m", "pytest", *options, __file__], NPROC="8")
     assert " passed" in done.stdout
 
 

@@ -1,0 +1,136 @@
+"""What a run of the tests keeps for the next in `.cache/tests`: compiled programs, environments of other JAX versions.
+
+Compiled programs are kept per version of jaxlib and kind of processor. Each process of a run, a worker of a parallel
+one say, has a cache folder of its own and exchanges programs with the kept ones between files of tests: JAX writes its
+cache in place, so another process could read half a program, and a killed server leaves half of one behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / ".cache" / "tests"
+MOST_BYTES = 2 << 30
+_DAY_S = 24 * 3600.0
+
+
+class Programs:
+    """The cache folder of this process and of those that it starts; XDG_CACHE_HOME and JAX's variables name it."""
+
+    def __init__(self) -> None:
+        runs = FOLDER / "runs"
+        runs.mkdir(parents=True, exist_ok=True)
+        for left in runs.iterdir():  # of a run that was killed
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - left.stat().st_mtime > _DAY_S:
+                    shutil.rmtree(left, ignore_errors=True)
+        self._home = tempfile.TemporaryDirectory(dir=runs)
+        self._kept = FOLDER / f"jaxlib-{metadata.version('jaxlib')}-{_processor()}"
+        os.environ |= {
+            "XDG_CACHE_HOME": self._home.name,
+            "JAX_COMPILATION_CACHE_DIR": str(self._folder("xla")),  # where jaxsgl would look too
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        for kind in ("xla", "native"):
+            for folder in self._folders(kind):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._shrink()
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Keeps what was compiled here, and takes what others kept meanwhile. Files are linked, not copied."""
+        for kind in ("xla", "native"):
+            mine, kept = ({path.name: path for path in folder.iterdir()} for folder in self._folders(kind))
+            for name in mine.keys() - kept.keys():
+                if _is_whole(mine[name]):
+                    _link(mine[name], self._kept / kind / name)
+            for name in kept.keys() - mine.keys():
+                _link(kept[name], self._folder(kind) / name)
+
+    def close(self) -> None:
+        """Keeps what is left to keep."""
+        self.exchange()
+        self._home.cleanup()
+
+    def _folder(self, kind: str) -> Path:
+        return Path(self._home.name) / "jaxsgl" / kind
+
+    def _folders(self, kind: str) -> tuple[Path, Path]:
+        return self._folder(kind), self._kept / kind
+
+    def _shrink(self) -> None:
+        """Removes what was not read for longest until half is left, if there is too much."""
+        files = []
+        for path in (self._kept / "xla").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another run does the same
+                files.append((path.stat().st_atime, path.stat().st_size, path))
+        total = sum(size for _, size, _ in files)
+        if total > MOST_BYTES:
+            for _, size, path in sorted(files):
+                path.unlink(missing_ok=True)
+                total -= size
+                if total < MOST_BYTES / 2:
+                    break
+
+
+@contextlib.contextmanager
+def environment(python: str, *requirements: str) -> Iterator[Path]:
+    """A Python in a virtual environment with just these requirements; made unless an earlier run made it.
+
+    Held by one process at a time.
+
+    Raises:
+      subprocess.CalledProcessError: an installation failed.
+    """
+    version = subprocess.run([python, "--version"], capture_output=True, text=True, check=True).stdout
+    key = hashlib.sha256("\0".join((version, *requirements)).encode()).hexdigest()[:16]
+    home = FOLDER / "environments" / key
+    home.mkdir(parents=True, exist_ok=True)
+    with (home.parent / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        mine = home / "bin/python"
+        if not (home / "complete").exists():
+            subprocess.run([python, "-m", "venv", "--clear", str(home)], check=True)
+            subprocess.run([mine, "-m", "pip", "install", "-q", "--no-compile", *requirements], check=True)
+            (home / "complete").write_text("\n".join(requirements))
+        yield mine
+
+
+def _processor() -> str:
+    """Programs are compiled for one set of instructions."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        return hashlib.sha256(flags.encode()).hexdigest()[:8]
+    return "any"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a program was written to its end."""
+    if path.suffix == ".so":  # renamed when it was
+        return True
+    if not path.name.endswith("-cache"):
+        return False
+    from jax._src.compilation_cache import decompress_executable
+
+    try:
+        decompress_executable(path.read_bytes())
+    except Exception:  # of whichever library compresses
+        return False
+    return True
+
+
+def _link(source: Path, to: Path) -> None:
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        os.link(source, to)
