@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import numpy as np
@@ -44,15 +43,38 @@ def test_freeing_more_pages_than_are_out_is_caught() -> None:
         allocator.free(np.array([1], dtype=np.int32))
 
 
+def page_arithmetic(source: str) -> list[str]:
+    """Products, quotients and remainders in which a name that ends in `page_size` takes part."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.BinOp(left, ast.Mult() | ast.FloorDiv() | ast.Mod() | ast.Div(), right):
+                operands = [left, right]
+            case ast.AugAssign(target, ast.Mult() | ast.FloorDiv() | ast.Mod() | ast.Div(), value):
+                operands = [target, value]
+            case ast.Call(ast.Name("divmod"), arguments):
+                operands = arguments
+            case _:
+                continue
+        names = [getattr(operand, "attr", getattr(operand, "id", "")) for operand in operands]
+        if any(name.endswith("page_size") for name in names):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["n // page_size", "n % self._page_size", "config.page_size * 2", "n /= page_size", "divmod(n, cache.page_size)"],
+)
+def test_page_arithmetic_is_found_in_every_form(source: str) -> None:
+    assert page_arithmetic(source)
+
+
 def test_only_pages_py_multiplies_or_divides_by_the_page_size() -> None:
     root = Path(jaxsgl.__file__).parent
-    offenders = []
-    for path in root.rglob("*.py"):
-        if path.name == "pages.py" or "_pb2" in path.name:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Mod | ast.Div):
-                sides = (ast.unparse(node.left), ast.unparse(node.right))
-                if any(re.search(r"\bpage_size$", side) for side in sides):
-                    offenders.append(f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}")
+    offenders = {
+        str(path.relative_to(root)): found
+        for path in root.rglob("*.py")
+        if path != root / "cache/pages.py" and (found := page_arithmetic(path.read_text()))
+    }
     assert not offenders
