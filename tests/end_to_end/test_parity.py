@@ -17,6 +17,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.request import Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_logits
 from tests.end_to_end.offline import new_scheduler, outputs, serve
+from tests.grids import pairwise
 
 pytestmark = pytest.mark.device
 
@@ -36,7 +37,7 @@ def prompts() -> list[list[int]]:
     return [*shared, *own_ends, [5], texts[1][:64]]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3)
 
@@ -61,8 +62,9 @@ def expected(checkpoint: Path) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize("chunk", [64, UNLIMITED])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("checkpoint", "page_size", "chunk"), pairwise(KINDS, [1, 16, 64], [64, UNLIMITED]), indirect=["checkpoint"]
+)
 def test_greedy_tokens_equal_those_of_transformers(
     checkpoint: Path, expected: list[list[int]], page_size: int, chunk: int, tmp_path: Path
 ) -> None:

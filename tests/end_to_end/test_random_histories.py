@@ -13,6 +13,7 @@ from jaxsgl.messages import Abort, ContinueGeneration, PauseGeneration, PauseMod
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve
+from tests.grids import count
 
 pytestmark = pytest.mark.device
 
@@ -93,8 +94,9 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("seed", range(len(CONFIGS)))
+@pytest.mark.parametrize(
+    ("seed", "overlap"), [(i % len(CONFIGS), i % 2 == 0) for i in range(count(len(CONFIGS), 2 * len(CONFIGS)))]
+)
 def test_two_hundred_random_requests_yield_their_unbatched_tokens_without_a_recompile(
     engine: Engine, seed: int, overlap: bool
 ) -> None:

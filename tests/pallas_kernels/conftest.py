@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels.native import library
 from pallas_kernels.target import processor_flags
+from tests.pallas_kernels.native_cases import WAYS
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +32,7 @@ def narrow_kernels(native_runs_here: None) -> tuple[str, str]:
     return names
 
 
-@pytest.fixture(scope="module", params=["paired", "widened", *(["narrow"] if library.has_pairs() else [])])
+@pytest.fixture(scope="module", params=WAYS)
 def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator[None]:
     """All native kernels of a module multiply in one way, then in the others, whatever this processor is faster at."""
     if request.param == "paired" and not library.has_pairs():

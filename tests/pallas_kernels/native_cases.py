@@ -17,10 +17,13 @@ import pytest
 
 from pallas_kernels import paged_decode_attention, paged_extend_attention
 from pallas_kernels.bfloat16_bits import to_bits
+from pallas_kernels.native import library
 from tests.pallas_kernels.cases import dense_attention
 from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, family, lay_out, own, unseen_places
 
 K = 2
+# Whether kernels multiply pairs of bfloat16 or widen it, and as on a processor that can only do that.
+WAYS = ("paired", "widened", *(["narrow"] if library.has_pairs() else []))
 MEAN_TOLERANCE, TOLERANCE = 1e-5, 1e-2  # a weight is off by 2^-9 of itself, a value is 4 at most
 
 

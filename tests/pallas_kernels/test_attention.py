@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from pallas_kernels import paged_decode_attention, paged_extend_attention, tuning
 from pallas_kernels.arg_specs import SMALL_SPECS, ArgSpec
+from tests.grids import count
 from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, dense_attention
 
 BY_NAME = {spec.name: spec for spec in SMALL_SPECS}
 each_spec = pytest.mark.parametrize("name", BY_NAME)
 
 # Fewer examples in the interpreter, whose price is the time of each; the specs multiply either number.
-XLA = pytest.param("xla", 12, id="xla")
-PALLAS_GPU = pytest.param("triton", 4, id="triton")
+XLA = pytest.param("xla", count(6, 12), id="xla")
+PALLAS_GPU = pytest.param("triton", count(3, 4), id="triton")
 each_backend = pytest.mark.parametrize(("backend", "num_examples"), [XLA, PALLAS_GPU])
 
 

@@ -72,7 +72,7 @@ def test_the_newest_jax_passes_these_tests() -> None:
         pytest.skip("JAX 0.12 needs Python 3.12 or newer, and this machine has none")
     with environment(python, "jax>=0.12,<0.13", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis") as mine:
         options = ["-c", os.devnull, "--rootdir", ROOT, "-q", "-p", "no:cacheprovider"]
-        done = run([mine, "-m", "pytest", *options, __file__], NPROC="8")
+        done = run([mine, "-m", "pytest", *options, __file__], NPROC="8", PYTHONPATH=str(ROOT / "scripts"))
     assert " passed" in done.stdout
 
 

@@ -11,20 +11,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.pallas_kernels.native_cases import MANY, RAGGED, attend, build, check, each_op, long_prompt
+from tests.grids import pairwise
+from tests.pallas_kernels.native_cases import MANY, RAGGED, WAYS, attend, build, check, long_prompt
 from tests.pallas_kernels.texts import TEXTS, own
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
 
-@each_op
+SHAPES = [  # query heads per kv head, head size, page size
+    (1, 32, 16), (2, 32, 1), (8, 32, 7), (1, 64, 128), (2, 64, 16), (8, 64, 1), (1, 96, 7), (2, 96, 128), (8, 96, 16),
+    (1, 128, 1), (2, 128, 7), (8, 128, 128), (1, 256, 16), (2, 256, 1), (4, 256, 128), (2, 160, 16),
+    (3, 64, 16), (5, 32, 64), (48, 32, 16), (128, 32, 16),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("group", "head_dim", "page_size"),
-    [(1, 32, 16), (2, 32, 1), (8, 32, 7), (1, 64, 128), (2, 64, 16), (8, 64, 1), (1, 96, 7), (2, 96, 128), (8, 96, 16),
-     (1, 128, 1), (2, 128, 7), (8, 128, 128), (1, 256, 16), (2, 256, 1), (4, 256, 128), (2, 160, 16),
-     (3, 64, 16), (5, 32, 64), (48, 32, 16), (128, 32, 16)],
-)  # fmt: skip
-def test_attention_equals_a_float64_softmax(is_decode: bool, group: int, head_dim: int, page_size: int) -> None:
+    ("each_way", "shape", "is_decode"), pairwise(WAYS, SHAPES, [True, False]), indirect=["each_way"], ids=str
+)
+def test_attention_equals_a_float64_softmax(shape: tuple[int, int, int], is_decode: bool) -> None:
+    group, head_dim, page_size = shape
     check(build(RAGGED, page_size, group=group, head_dim=head_dim, seed=page_size, most_new=40), is_decode)
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from pallas_kernels.native import library
 from pallas_kernels.native.product import refuse, rows_product
+from tests.grids import pairwise
+from tests.pallas_kernels.native_cases import WAYS
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -25,9 +27,15 @@ def expected(x: jax.Array, weights: jax.Array) -> np.ndarray:
     return np.asarray(x.astype(jnp.bfloat16), np.float64) @ np.asarray(weights, np.float64).T
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 16, 17, 33, 49, 64, 65, 200])
-@pytest.mark.parametrize(("num_out", "num_in"), [(16, 32), (48, 96), (1024, 256), (4112, 64)])
-def test_each_row_is_multiplied_with_all_weights(num_rows: int, num_out: int, num_in: int) -> None:
+NUM_ROWS = [1, 7, 8, 9, 16, 17, 33, 49, 64, 65, 200]
+SHAPES = [(16, 32), (48, 96), (1024, 256), (4112, 64)]
+
+
+@pytest.mark.parametrize(
+    ("each_way", "num_rows", "shape"), pairwise(WAYS, NUM_ROWS, SHAPES), indirect=["each_way"], ids=str
+)
+def test_each_row_is_multiplied_with_all_weights(num_rows: int, shape: tuple[int, int]) -> None:
+    num_out, num_in = shape
     x, weights = rows_and_weights(num_rows, num_out, num_in)
     out = jax.jit(rows_product)(x, weights)
     assert out.dtype == jnp.float32

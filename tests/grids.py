@@ -1,0 +1,44 @@
+"""Grids of parameters, thin enough for every day; JAXSGL_TEST_NIGHTLY=1 asks for the whole ones, and long histories."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+NIGHTLY = bool(os.environ.get("JAXSGL_TEST_NIGHTLY"))
+
+ValueT = TypeVar("ValueT")
+
+
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """So many points of the axes' product that each two values of two axes meet in one of them; by night, all points.
+
+    The same ones in every run, in the product's order: a fixture that is dear to set up belongs on the first axis.
+    """
+    points = list(itertools.product(*map(range, map(len, axes))))
+    if not NIGHTLY:
+        points = _cover(points)
+    return [tuple(axis[i] for axis, i in zip(axes, point, strict=True)) for point in points]
+
+
+def daily(values: Sequence[ValueT], *, every: int) -> list[ValueT]:
+    """Every so many-th value, the first among them; by night, all values."""
+    return list(values[:: 1 if NIGHTLY else every])
+
+
+def count(of_a_day: int, of_a_night: int) -> int:
+    """How many examples, steps or requests."""
+    return of_a_night if NIGHTLY else of_a_day
+
+
+def _cover(points: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    pairs = {point: set(itertools.combinations(enumerate(point), 2)) for point in points}
+    missing = set[Any]().union(*pairs.values())
+    cover = []
+    while missing:
+        best = max(points, key=lambda point: len(pairs[point] & missing))  # the first of those with most new pairs
+        cover.append(best)
+        missing -= pairs[best]
+    return sorted(cover)
