@@ -1,12 +1,14 @@
 """Kernels and engine steps compile for GPUs and TPUs that aren't there, and the compilers made what was meant."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from bench.targets.gpu_code import kernels_in
 from bench.targets.targets import TARGETS, Target
 
+from tests.grids import daily
 from tests.pallas_kernels.elsewhere import ENVIRONMENTS, compile_for
 
 pytestmark = pytest.mark.foreign
@@ -29,7 +31,7 @@ PTX = """
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("target", daily(list(TARGETS.values()), every=2), ids=attrgetter("name"))  # a GPU and a TPU
 def test_everything_compiles_in_place_without_spills(target: Target, tmp_path: Path) -> None:
     results = compile_for(target, tmp_path)
     if isinstance(results, str):
