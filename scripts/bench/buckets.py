@@ -1,4 +1,4 @@
-"""Which steps a workload takes, what they cost with a list of compiled sizes, and the list that costs least.
+"""The steps of a workload, their cost with a list of compiled sizes, and the list that costs least.
 
 Demand: the real scheduler runs on an engine that only counts. All requests are there at the start, so the steps depend
 on lengths and sizes alone, not on time. Costs: times that were measured at some sizes are interpolated. Decode steps
@@ -186,7 +186,7 @@ def padding(steps: Steps, buckets: BucketSet) -> dict[str, dict[str, float]]:
     return found
 
 
-MOST_SIZES = 24  # of a kind
+MOST_SIZES = 24  # largest number of sizes of one kind
 DECODE_UNIT = 4
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""What kernels and engine must reach on a GPU, and the page that says whether a report shows it.
+"""The criteria for kernels and engine on a GPU, and the page that says whether a report meets them.
 
 Pure functions of the results of a report's sections. A kernel's share is of what the same run measured: copy bandwidth
 for decode and store, the bfloat16 matrix product for extend. The engine's shares of the roofline are those of
@@ -103,11 +103,11 @@ def _judge_baselines(rows: Rows) -> list[Verdict]:
 
 
 SHAPES = ("qwen3-0.6b", "qwen3-8b")
-LEAST_SHARE, GOAL_SHARE = 0.60, 0.85  # of the roofline
+LEAST_SHARE, GOAL_SHARE = 0.60, 0.85  # shares of the roofline
 MOST_IDLE = 0.05
 ROWS, VOCAB = 256, 151_936
-MOST_SAMPLING = 0.05  # of a step
-LEAST_RATIO = 3.0  # to transformers' best
+MOST_SAMPLING = 0.05  # share of a step
+LEAST_RATIO = 3.0  # our output tokens/s over those of transformers' best mode
 
 Results = Mapping[str, Any]
 

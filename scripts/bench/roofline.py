@@ -44,7 +44,7 @@ class Roofline:
         return max(work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
     def bound(self, work: Work) -> str:
-        """Which ceiling the floor comes from: "memory" or "compute"."""
+        """The ceiling that the floor comes from: "memory" or "compute"."""
         return "memory" if work.num_bytes / self.bytes_per_s >= work.flops / self.flops_per_s else "compute"
 
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from bench.requests import OUTPUT, Ask
 from jaxsgl.config import flag
 from jaxsgl.errors import ConfigError
 
+T = TypeVar("T")
 UNIQUE = 1 << 62  # seeds from here on belong to one request; smaller ones may be shared
 
 
@@ -83,6 +84,11 @@ def made_up(config: TraceConfig, seed: int) -> Iterator[Ask]:
     return MAKERS[config.trace](_Dice(full, seed), full)
 
 
+def _filled(value: T | None) -> T:
+    assert value is not None, "made_up fills in the defaults"
+    return value
+
+
 class _Dice:
     """Draws arrivals and lengths, and gives out seeds for pieces that no other request has."""
 
@@ -92,10 +98,10 @@ class _Dice:
         self._seeds = itertools.count(UNIQUE)
 
     def input_len(self) -> int:
-        return self._length(self._config.input_len)
+        return self._length(_filled(self._config.input_len))
 
     def output_len(self) -> int:
-        return self._length(self._config.output_len)
+        return self._length(_filled(self._config.output_len))
 
     def seed(self) -> int:
         return next(self._seeds)
@@ -103,11 +109,11 @@ class _Dice:
     def arrivals(self) -> Iterator[float]:
         now_s = 0.0
         while True:
-            now_s += float(self.rng.exponential(1 / self._config.request_rate))
+            now_s += float(self.rng.exponential(1 / _filled(self._config.request_rate)))
             yield now_s
 
     def _length(self, most: int) -> int:
-        return int(self.rng.integers(max(1, int(most * self._config.range_ratio)), most, endpoint=True))
+        return int(self.rng.integers(max(1, int(most * _filled(self._config.range_ratio))), most, endpoint=True))
 
 
 def _random(dice: _Dice, config: TraceConfig) -> Iterator[Ask]:
@@ -118,7 +124,7 @@ def _random(dice: _Dice, config: TraceConfig) -> Iterator[Ask]:
 def _shared_prefix(dice: _Dice, config: TraceConfig) -> Iterator[Ask]:
     groups = dice.rng.permutation(np.arange(config.num_prompts) % config.groups).tolist()
     for at_s, group in zip(dice.arrivals(), groups, strict=False):
-        lengths = (config.system_len, dice.input_len())
+        lengths = (_filled(config.system_len), dice.input_len())
         yield Ask(at_s, (group, dice.seed()), lengths, dice.output_len())
 
 
@@ -135,7 +141,7 @@ def _chat(dice: _Dice, config: TraceConfig) -> Iterator[Ask]:
 def _conversation(dice: _Dice, config: TraceConfig, at_s: float, num_turns: int) -> Ask:
     """The first turn, linked to the later ones; each prompt holds all earlier prompts and outputs."""
     seeds: tuple[int, ...] = (0,)
-    lengths: tuple[int, ...] = (config.system_len,)
+    lengths: tuple[int, ...] = (_filled(config.system_len),)
     first = last = Ask(at_s, (), (), 0)
     for turn in range(num_turns):
         if turn:

@@ -1,4 +1,4 @@
-"""What a run does, known to all its processes: which tokens each stream gets, when, and whether they arrived.
+"""The plan of a run, known to all its processes: the tokens of each stream and their times; and the check of them.
 
 The script writes a `Plan` to a file; the fake engine, the server and the load read it. The load's clients only keep the
 bytes they receive. They are read after the run: so the load costs little while it is measured, and yet every token of
@@ -31,7 +31,7 @@ Monday, Tuesday, Wednesday... こんにちは! 👋 Grüße aus Köln, ça va? �
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a run does.
+    """The plan of a run.
 
     Attributes:
       num_streams: requests at the same time.

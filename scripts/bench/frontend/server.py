@@ -20,7 +20,7 @@ from types import CodeType, FrameType
 from bench.frontend.plan import Plan, write_whole
 from jaxsgl.serve import run
 
-PERIOD_S = 0.004  # of processor time; Linux's clock for this is no finer
+PERIOD_S = 0.004  # seconds of processor time between samples; Linux's clock for it is no finer
 START = signal.SIGUSR1
 STOP = signal.SIGUSR2
 

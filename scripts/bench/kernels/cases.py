@@ -1,4 +1,4 @@
-"""Which calls are measured: batches given by what each sequence has cached and what is new.
+"""The calls that are measured: batches, given by the cached and the new tokens of each sequence.
 
 Owns the lists of cases and the one definition of a call's useful work, from which all figures are made. Never knows
 arrays, backends or times; `inputs` fills a case with numbers.

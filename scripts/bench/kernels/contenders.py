@@ -1,4 +1,4 @@
-"""What is measured on a case: the backends of `pallas_kernels`, and baselines that do the same work through JAX.
+"""The contenders for a case: the backends of `pallas_kernels`, and baselines that do the same work through JAX.
 
 A contender takes the inputs of a case and returns a `Prepared`, or raises `Unsupported` with the reason, which the
 table then prints. Backends are called through the public functions of `pallas_kernels` only. Each baseline prepares its

@@ -268,7 +268,7 @@ def _overlap_s(ones: Sequence[Interval], others: Sequence[Interval]) -> float:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What the work of a step follows from.
+    """Sizes of a model, from which the work of a step follows.
 
     Attributes:
       layer_params, head_params: numbers of weights in all layers, and in the output head.

@@ -59,7 +59,7 @@ class Step:
 
     @property
     def waited_s(self) -> float:
-        """How long the loop waited for the step; 0 if it was ready before."""
+        """Seconds that the loop waited for the step; 0 if it was ready before."""
         return self.read_s - self.read_from_s if self.ready_s > self.read_from_s else 0.0
 
 

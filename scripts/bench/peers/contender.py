@@ -1,4 +1,7 @@
-"""What a contender is, its set-up, and the list of contenders. Imports no engine: each runs in a process of its own."""
+"""The protocol of a contender, its set-up, and the list of contenders.
+
+Imports no engine: each contender runs in a process of its own.
+"""
 
 from __future__ import annotations
 

@@ -149,8 +149,6 @@ class Llama:
         params.n_batch = params.n_ubatch = STEP_TOKENS
         params.n_seq_max = setup.num_jobs
         params.n_threads = params.n_threads_batch = setup.num_threads
-        params.kv_unified = (
-            False  # with one buffer for all sequences, attention would look at the tokens of all of them
-        )
+        params.kv_unified = False  # one buffer for all sequences would make attention look at all tokens
         params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED
         return params

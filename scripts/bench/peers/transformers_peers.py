@@ -82,9 +82,8 @@ class Continuous(_Model):
     def reset(self) -> None:
         """Starts a new manager with an empty cache."""
         self.close()
-        blocks = (
-            (self._setup.total // PAGE_SIZE + 2 * self._setup.num_jobs) * 5 // 4
-        )  # with the manager's own safety margin
+        # A quarter more, for the manager's own safety margin.
+        blocks = (self._setup.total // PAGE_SIZE + 2 * self._setup.num_jobs) * 5 // 4
         config = ContinuousBatchingConfig(
             page_size=PAGE_SIZE,
             num_blocks=blocks,

@@ -1,4 +1,4 @@
-"""What every backend of the load generator does: it takes a `Turn`, and fills an `Answer` while the answer streams.
+"""The protocol of a backend of the load generator: it sends a `Turn`, and fills an `Answer` while the answer streams.
 
 Metrics read the answers when the run is over.
 """

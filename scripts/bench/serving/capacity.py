@@ -1,4 +1,4 @@
-"""How many chunks per second one process of the load generator can receive.
+"""Measure how many chunks per second one process of the load generator can receive.
 
     cd scripts && python -m bench.serving.capacity
 
@@ -19,6 +19,7 @@ from bench_frontend import server
 
 from bench.frontend.plan import Plan
 from bench.output import command_parser
+from bench.serving.http_backends import DIALECTS
 
 
 def measure(backend: str, streams: int, rate: float, tokens: int) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256, help="open at once (default 256)")
     parser.add_argument("--rate", type=float, default=20_000, help="tokens/s of the engine (default 20000)")
     parser.add_argument("--seconds", type=float, default=10, help="length of a run (default 10)")
-    parser.add_argument("--backends", nargs="+", default=[*bench_serving.DIALECTS, bench_serving.GRPC])
+    parser.add_argument("--backends", nargs="+", default=[*DIALECTS, bench_serving.GRPC])
     args = parser.parse_args()
     tokens = max(1, round(args.seconds * args.rate / args.streams))
     for backend in args.backends:

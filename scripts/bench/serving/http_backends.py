@@ -172,7 +172,7 @@ def _common(turn: Turn, model: str, ignore_eos: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """What differs between the protocols.
+    """A protocol over HTTP.
 
     Attributes:
       path: of the request.

@@ -1,4 +1,4 @@
-"""From answers to the figures of SGLang's bench_serving, by its definitions and under its names, and their table.
+"""The figures of SGLang's bench_serving, computed from answers by its definitions and names, and their table.
 
 TTFT: first text - send. E2E: last event - send. TPOT: (E2E - TTFT) / (output tokens - 1), of answers with more than
 one token. ITL: gap between chunks, divided by the tokens of the later one. Concurrency: sum of E2E / duration. Goodput

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bench.requests import Ask, prompt_pieces
 from bench.serving.backend import Answer, Backend, BackendError, Turn
 
-WARM_UP_SEED = (1 << 62) - 1  # of a prompt that shares nothing with the prompts of the run
+WARM_UP_SEED = (1 << 62) - 1  # gives a prompt that shares nothing with the prompts of the run
 WARM_UP_OUTPUT_LEN = 32  # at most
 
 

@@ -1,4 +1,4 @@
-"""How long a step takes on the device: a formula of a few coefficients per kind of step.
+"""The time of a step on the device: a formula with a few coefficients per kind of step.
 
     seconds = launch + max(weights, token x T) + max(kv_token x KV, pair x pairs)
 

@@ -174,3 +174,9 @@ class SimulatedEngine:
         counts.padded += bucket.padded_tokens
         counts.busy_s += seconds
         return SimulatedHandle(clock, self._free_at_s, (bucket.num_steps, inputs.num_seqs))
+
+    def start_profile(self, folder: str) -> None:
+        """Does nothing: a simulated device has no profile."""
+
+    def stop_profile(self) -> None:
+        """Does nothing, see `start_profile`."""

@@ -53,7 +53,8 @@ class Distribution:
         values, ends = values[order], np.cumsum(counts[order])
         rank = np.array(PERCENTILES) / 100 * (ends[-1] - 1)
         low, high = (values[np.searchsorted(ends, place, side="right")] for place in (np.floor(rank), np.ceil(rank)))
-        return (low + (high - low) * (rank % 1)).tolist()
+        found: list[float] = (low + (high - low) * (rank % 1)).tolist()
+        return found
 
 
 @dataclass(slots=True)

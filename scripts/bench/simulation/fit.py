@@ -49,7 +49,7 @@ def fit(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, StepCost], dict[s
 
 def _fit_kind(tokens: Floats, kv: Floats, pairs: Floats, seconds: Floats) -> tuple[StepCost, float]:
     per_kv = pairs / np.maximum(kv, 1)
-    best: tuple[float, StepCost] | None = None
+    best: tuple[float, StepCost, float] | None = None
     for tokens_switch in _switches(tokens):
         computing = tokens >= tokens_switch
         for pairs_switch in _switches(per_kv):
@@ -80,7 +80,8 @@ def _least_squares(columns: Floats, seconds: Floats) -> list[float]:
     weighted = columns / seconds[:, None]
     scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)
     solution, _ = nnls(weighted / scale, np.ones(len(seconds)))
-    return (solution / scale).tolist()
+    coefficients: list[float] = (solution / scale).tolist()
+    return coefficients
 
 
 LENGTHS = (1, 1 / 4, 1 / 16)  # lengths of sequences, as shares of the longest that fit

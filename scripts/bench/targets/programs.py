@@ -49,7 +49,7 @@ class Program:
     @property
     def cache_bytes(self) -> int:
         """Bytes of one cache array."""
-        return int(self.cache.size) * jnp.dtype(self.cache.dtype).itemsize
+        return int(self.cache.size * jnp.dtype(self.cache.dtype).itemsize)
 
 
 def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program]:

@@ -93,7 +93,7 @@ def prepare_environment(dump_folder: Path) -> None:
 
 # Includes room for the wheels while they are unpacked; 4.8 GB and 1.6 GB were seen installed.
 DISK_GB = {"cuda13": 11, "tpu": 4}
-OLDEST_PYTHON = (3, 12)  # of JAX_VERSION
+OLDEST_PYTHON = (3, 12)  # oldest Python for JAX_VERSION
 
 
 def missing_for(extra: str, folder: Path) -> str | None:
