@@ -43,7 +43,8 @@ def prompt_ids(ask: Ask, vocab_size: int) -> list[int]:
 
     Outputs of earlier turns stand as `OUTPUT_TOKEN`.
     """
-    return _prompt_ids(ask, vocab_size).tolist()
+    ids: list[int] = _prompt_ids(ask, vocab_size).tolist()
+    return ids
 
 
 def prompt_pieces(ask: Ask, vocab_size: int, salt: int) -> list[list[int] | None]:
@@ -74,7 +75,8 @@ def _mixed(seeds: npt.NDArray[np.int64], places: npt.NDArray[np.int64], salt: in
     x += np.uint64(salt * 0xA0761D6478BD642F % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    hashed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return hashed
 
 
 FIRST_ID = 2  # ids below are BOS and EOS in the shapes of `models`

@@ -35,9 +35,11 @@ class Run:
     """One run against one server.
 
     Args:
-      backend: the server. vocab_size: ids of prompts are below this. salt: makes the prompts differ from those of
-      another run. max_concurrency: largest number of open requests; further ones wait here, which counts in no latency.
-      None: no limit.
+      backend: the server.
+      vocab_size: ids of prompts are below this.
+      salt: makes the prompts differ from those of another run.
+      max_concurrency: largest number of open requests; further ones wait here, which counts in no latency. None: no
+        limit.
     """
 
     def __init__(self, backend: Backend, vocab_size: int, salt: int, max_concurrency: int | None = None) -> None:

@@ -33,9 +33,11 @@ class Clients:
     """All clients of the simulated engine.
 
     Args:
-      trace: requests in order of arrival. clock: moved forward when the engine has nothing to do until the next
-      request. vocab_size: ids of prompts are below this. max_concurrency: largest number of open requests; further ones
-      wait at the client, which counts in no latency. None: no limit.
+      trace: requests in order of arrival.
+      clock: moved forward when the engine has nothing to do until the next request.
+      vocab_size: ids of prompts are below this.
+      max_concurrency: largest number of open requests; further ones wait at the client, which counts in no latency.
+        None: no limit.
     """
 
     def __init__(self, trace: Iterable[Ask], clock: Clock, vocab_size: int, max_concurrency: int | None = None) -> None:
