@@ -17,8 +17,7 @@ from jaxsgl.cache.pages import IntArray
 _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """The longest cached prefix.
 
     Attributes:
@@ -44,8 +43,7 @@ class Span(NamedTuple):
     locks: int
 
 
-@dataclass(frozen=True)
-class Peek:
+class Peek(NamedTuple):
     """What a match would find.
 
     Attributes:
@@ -57,8 +55,7 @@ class Peek:
     spans: tuple[Span, ...] = ()
 
 
-@dataclass(frozen=True)
-class Insertion:
+class Insertion(NamedTuple):
     """The result of an insertion.
 
     Attributes:

@@ -102,7 +102,8 @@ class RadixCache:
                 self._lengthen(node, new_tokens, new_pages)
             else:
                 node = self._add_leaf(node, new_tokens.copy(), new_pages.copy())
-        return Insertion(node, num_existing, np.concatenate((existing, pages[num_existing:])))
+        taken = np.concatenate((existing, pages[num_existing:])) if num_existing else pages.copy()
+        return Insertion(node, num_existing, taken)
 
     def lock(self, handle: Hashable) -> None:
         """Counts one lock on the node and its ancestors."""
@@ -189,7 +190,7 @@ class RadixCache:
         """Descends as far as `token_pages` goes, touching and if need be splitting nodes."""
         self._clock += 1
         node, depth = self._root, 0
-        found: list[IntArray] = [_NO_PAGES]
+        found: list[IntArray] = []
         while depth < len(token_pages):
             child = node.children.get(token_pages[depth].tobytes())
             if child is None:
@@ -201,7 +202,7 @@ class RadixCache:
             found.append(child.pages)
             depth += shared
             node = child
-        return node, np.concatenate(found)
+        return node, np.concatenate(found) if found else _NO_PAGES
 
     def _split(self, node: _Node, num_pages: int) -> _Node:
         """Puts a new parent over `node` that takes its first `num_pages` pages; handles to `node` stay right."""

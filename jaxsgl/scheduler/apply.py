@@ -160,8 +160,8 @@ class Applier:
 
     def _admit(self, admission: Admission) -> None:
         req, state = admission.req, self._state
-        match = self._cache.match(req.matchable_ids)
-        lease = self._cache.acquire(match, req.name)
+        planned = req.matchable_ids[: admission.cached_tokens + 1]  # no more was locked in the plan's ledger
+        lease = self._cache.acquire(self._cache.match(planned), req.name)
         assert lease.num_tokens == admission.cached_tokens, f"{req.name}: the cache changed since the plan"
         req.admit(lease, admission.cached_tokens)
         self._requests.moved(req)
@@ -203,8 +203,7 @@ class Applier:
             positions.append(start)
             if start + count > lease.num_tokens:
                 self._cache.grow(lease, start + count)
-            req.launch_decode(count)
-            if not req.can_launch:
+            if not req.launch_decode(count):
                 self._requests.moved(req)
         rows_S, positions_S = np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32)
         steps_S = np.array(counts, dtype=np.int32)
@@ -222,11 +221,11 @@ class Applier:
         self._cache.grow(req.lease, start + chunk.num_tokens)
         token_ids = req.known_ids[start : start + chunk.num_tokens]
         req.launch_chunk(chunk.num_tokens)
-        self._requests.moved(req)
-        last = req.state is State.RUNNING
-        setup = req.edit_setup(self._state.capacity.vocab_size) if last else None
+        last, setup = req.state is State.RUNNING, None
         if last:
+            self._requests.moved(req)
             self._sampling.set(req.lease.row, req.sampling, req.seed)
+            setup = req.edit_setup(self._state.capacity.vocab_size)
         return Work(req.lease.row, token_ids, start, last, req.targets(start, req.kv_len), setup)
 
     def _decode_one(self, req: Req) -> Work:
@@ -234,8 +233,7 @@ class Applier:
         assert req.lease is not None
         row, start = req.lease.row, req.kv_len
         self._cache.grow(req.lease, start + 1)
-        req.launch_decode()
-        if not req.can_launch:
+        if not req.launch_decode():
             self._requests.moved(req)
         return Work(row, np.array([~row], dtype=np.int32), start, True)
 

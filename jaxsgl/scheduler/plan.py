@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.manager import CacheManager
@@ -68,16 +68,14 @@ class SchedulerState:
 RetractAlso: TypeAlias = Callable[[SchedulerState], Sequence[Req]]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Extend `req` by its next `num_tokens` known tokens."""
 
     req: Req
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """Give `req` a row and lock its cached prefix of `cached_tokens` tokens."""
 
     req: Req

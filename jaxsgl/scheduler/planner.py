@@ -56,7 +56,8 @@ class _Planner:
     @property
     def admitted(self) -> list[Req]:
         """Requests that hold a lease, without those taken back and those that this plan admits."""
-        return [req for req in self.view.requests.admitted.values() if req not in self.taken_back]
+        admitted = self.view.requests.admitted.values()
+        return [req for req in admitted if req not in self.taken_back] if self.taken_back else list(admitted)
 
     @property
     def num_free_rows(self) -> int:
@@ -293,7 +294,8 @@ class _ExtendStep:
         prefix = self._cache.peek(req.matchable_ids)
         claim = Claim.planned(req, prefix, self._cache)
         self._ledger.lock(prefix)  # before anything else: what it locks can't be evicted for it
-        if not self._fits(claim):
+        pages = pages_to_come(claim, claim.tokens_to_come, self._cache)
+        if not self._fits(claim, pages):
             self.no_room = NoRoom.TOKENS
         else:
             self._add(claim, self._budget.num_tokens)
@@ -306,7 +308,7 @@ class _ExtendStep:
         self._all_go_on = self._all_go_on and req.sampling.ignore_eos
         if self._forecast is not None:
             self._forecast.add(claim)
-        self._pages_held += pages_to_come(claim, claim.tokens_to_come, self._cache)
+        self._pages_held += pages
         return True
 
     def finished(self) -> list[tuple[Claim, int]]:
@@ -322,11 +324,11 @@ class _ExtendStep:
             return NoRoom.CHUNK
         return None
 
-    def _fits(self, claim: Claim) -> bool:
+    def _fits(self, claim: Claim, pages: int) -> bool:
+        """Whether the pool suffices for the `pages` to come of a claim besides those held for running requests."""
         if not (self._admitted or self._planner.admissions):
             return True
-        needed = pages_to_come(claim, claim.tokens_to_come, self._cache) + SPARE_PAGES
-        self.pages_short = max(needed + self._pages_held - self._ledger.available, 0)
+        self.pages_short = max(pages + SPARE_PAGES + self._pages_held - self._ledger.available, 0)
         if not (self._all_go_on and claim.req.sampling.ignore_eos):
             return self.pages_short == 0
         if self._forecast is None:
@@ -340,10 +342,11 @@ class _ExtendStep:
         if not before and not self._seqs_left:
             return
         count = min(before + min(budget, self._budget.num_tokens), self._in_time(claim, before), claim.extend_left)
-        count = self._chunk_len(claim, count)
+        pages_before = _new_pages(claim, before, self._cache) if before else 0
+        count = self._chunk_len(claim, count, pages_before)
         if count <= before:
             return
-        self._pages_taken += _new_pages(claim, count, self._cache) - _new_pages(claim, before, self._cache)
+        self._pages_taken += _new_pages(claim, count, self._cache) - pages_before
         self._budget.take(claim.kv_len, before, count)
         self._seqs_left -= not before
         self._chunks[claim] = count
@@ -353,11 +356,10 @@ class _ExtendStep:
         longest = self._budget.longest_chunk(claim.kv_len, before)
         return longest if self._chunks else max(longest, self._cache.page_size)
 
-    def _chunk_len(self, claim: Claim, count: int) -> int:
+    def _chunk_len(self, claim: Claim, count: int, pages_before: int) -> int:
         """At most `count`: what pages can be allocated for, and unless it is the rest, up to a page border."""
         cache = self._cache
-        pages_left = self._ledger.available - self._pages_taken
-        pages_left += _new_pages(claim, self._chunks.get(claim, 0), cache)
+        pages_left = self._ledger.available - self._pages_taken + pages_before
         count = min(count, cache.tokens_of(claim.num_pages + max(pages_left, 0)) - claim.kv_len)
         if count >= claim.extend_left:
             return claim.extend_left
@@ -375,4 +377,5 @@ class _ExtendStep:
 
 
 def _new_pages(claim: Claim, count: int, cache: CacheManager) -> int:
-    return max(cache.pages_for(claim.kv_len + count) - claim.num_pages, 0) if count else 0
+    """Pages that a chunk of `count` tokens takes."""
+    return max(cache.pages_for(claim.kv_len + count) - claim.num_pages, 0)

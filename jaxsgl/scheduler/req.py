@@ -230,28 +230,21 @@ class Req:
             self.prefilled = True
             self.num_launched = len(self.output_ids) + 1
 
-    def launch_decode(self, num_tokens: int = 1) -> None:
-        """Counts `num_tokens` more sampled tokens as in flight."""
+    def launch_decode(self, num_tokens: int = 1) -> bool:
+        """Counts `num_tokens` more sampled tokens as in flight; False if they are the last that it may generate."""
         self.kv_len += num_tokens
         self.num_launched += num_tokens
-
-    def append(self, token_id: int) -> FinishReason | None:
-        """Takes one token that was read from the device; returns why the request ends with it, if it does."""
-        self.output_ids.append(token_id)
-        if token_id in self.stop_ids:
-            return FinishReason.STOP
-        if len(self.output_ids) == self.max_new_tokens:
-            return FinishReason.LENGTH
-        return None
+        return self.num_launched < self.max_new_tokens
 
     def take(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Takes `token_ids` up to the one that ends the request; returns those taken, and why it ended if it did."""
-        if len(token_ids) == 1:  # the common case, for each request in each step
-            return token_ids, self.append(token_ids[0])
+        output_ids, stop_ids, most = self.output_ids, self.stop_ids, self.max_new_tokens
         for count, token_id in enumerate(token_ids, 1):
-            reason = self.append(token_id)
-            if reason is not None:
-                return token_ids[:count], reason
+            output_ids.append(token_id)
+            if token_id in stop_ids:
+                return token_ids[:count], FinishReason.STOP
+            if len(output_ids) == most:
+                return token_ids[:count], FinishReason.LENGTH
         return token_ids, None
 
     def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprob]) -> None:

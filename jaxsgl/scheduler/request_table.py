@@ -60,20 +60,26 @@ class RequestTable:
 
     def moved(self, req: Req) -> None:
         """Files `req` by its state and lengths, which have just changed; if it was retracted, at the queue's head."""
-        if req.state is State.WAITING:
-            self._enqueue(req)
-            self.waiting.move_to_end(req.key, last=False)
-            self._retracted.add(req.key)
-        elif self.waiting.pop(req.key, None) is not None:
-            self.num_waiting_tokens -= req.prompt_len
-            self._retracted.discard(req.key)
-            if req.lease is not None and self._waiting_since.pop(req.request_id, None) is not None:
-                self._running_since[req.request_id] = self._clock()
-        _file(req, self.admitted, req.lease is not None)
-        _file(req, self.extending, req.state is State.EXTENDING)
-        _file(req, self.decoding, req.can_launch)
-        if req.state is State.FINISHED:
-            self._remove(req)
+        key = req.key
+        if req.state is State.RUNNING:
+            self.extending.pop(key, None)
+            if req.can_launch:
+                self.decoding[key] = req
+            else:
+                self.decoding.pop(key, None)
+        elif req.state is State.EXTENDING:
+            self._leave_queue(req)
+            self.admitted[key] = self.extending[key] = req
+        else:
+            for reqs in (self.admitted, self.extending, self.decoding):
+                reqs.pop(key, None)
+            if req.state is State.WAITING:
+                self._enqueue(req)
+                self.waiting.move_to_end(key, last=False)
+                self._retracted.add(key)
+            else:
+                self._leave_queue(req)
+                self._remove(req)
 
     def in_turn(self) -> list[Req]:
         """Waiting requests that may be admitted, in their order; a sample may not until its leader is launched."""
@@ -133,6 +139,15 @@ class RequestTable:
         self.waiting[req.key] = req
         self.num_waiting_tokens += req.prompt_len
 
+    def _leave_queue(self, req: Req) -> None:
+        """Takes `req` off the queue, if it waits. The first admission of any of its samples begins its running time."""
+        if self.waiting.pop(req.key, None) is None:
+            return
+        self.num_waiting_tokens -= req.prompt_len
+        self._retracted.discard(req.key)
+        if req.lease is not None and self._waiting_since.pop(req.request_id, None) is not None:
+            self._running_since[req.request_id] = self._clock()
+
     def _remove(self, req: Req) -> None:
         samples = self._samples[req.request_id]
         samples.remove(req)
@@ -140,13 +155,6 @@ class RequestTable:
             del self._samples[req.request_id]
             self._waiting_since.pop(req.request_id, None)
             self._running_since.pop(req.request_id, None)
-
-
-def _file(req: Req, reqs: dict[Key, Req], belongs: bool) -> None:
-    if belongs:
-        reqs[req.key] = req
-    else:
-        reqs.pop(req.key, None)
 
 
 def _waited(limit_s: float) -> Refusal:

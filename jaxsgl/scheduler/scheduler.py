@@ -171,17 +171,19 @@ class Scheduler:
         """Takes what the oldest step in flight yields: tokens as `StepHandle.tokens` gives them, and scores."""
         step = self._applier.collected()
         step.take_prompt_scores(scores)
+        num_tokens = 0
         for place, req, sampled in step.yielded(np.asarray(tokens)):
             token_ids, reason = req.take(sampled)
+            num_tokens += len(token_ids)
             logprob, of_prompt = None, None
             if req.wants_scores:
                 logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
             self._replies.append(
                 Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index, logprob, of_prompt)
             )
-            self.state.totals.output_tokens += len(token_ids)
             if reason is not None:
                 self._applier.end(req)
+        self.state.totals.output_tokens += num_tokens
 
     def take_replies(self) -> list[Reply]:
         """All replies since the last call."""
