@@ -44,9 +44,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     print(HEAD)
-    for weights in options.weights:
+    for num_out, num_in in options.weights:
         for num_rows in options.rows:
-            for found in measure(num_rows, *weights, options.repeats):
+            for found in measure(num_rows, num_out, num_in, options.repeats):
                 rows.append(found)
                 print(line(found), flush=True)
     if options.json:
@@ -70,7 +70,7 @@ def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, ja
     def turned(x: jax.Array, weights: jax.Array) -> jax.Array:
         return weights_first(x.astype(weights.dtype), weights, jnp.float32)
 
-    ways = {name: as_is, f"{name}, weights first": turned}
+    ways: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {name: as_is, f"{name}, weights first": turned}
     if weights.dtype == jnp.bfloat16:
         ways[f"{name}, into {name}"] = functools.partial(as_is, dtype=jnp.bfloat16)
         if native.refuse(x, weights) is None:

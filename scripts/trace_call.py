@@ -31,6 +31,7 @@ from bench.output import command_parser, write_json
 import jaxsgl
 from jaxsgl import testing
 from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.ipc import Endpoints, EngineMailbox
 from jaxsgl.messages import FromEngine, News, Replies, Shutdown, ToEngine
 from jaxsgl.request import Request, SamplingParams
@@ -150,6 +151,7 @@ class TracedMailbox:
 
 def traced_call(prompt_len: int, output_len: int, real_engine: bool = False) -> Trace:
     """Serves two requests of this size one after the other; returns what the second one passed through."""
+    engine: StepEngine
     if real_engine:
         from jaxsgl.config import EngineConfig
         from jaxsgl.wiring import build

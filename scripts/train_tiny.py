@@ -16,6 +16,7 @@ import time
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -198,7 +199,7 @@ def train(out: Path, steps: int, seed: int, state_file: Path | None) -> dict[str
         state = jax.tree.unflatten(tree, [jnp.asarray(saved[f"{i}"]) for i in range(len(leaves))])
 
     @partial(jax.jit, donate_argnums=0)
-    def update(state: tuple, batch: list[Rows]) -> tuple[tuple, jax.Array]:
+    def update(state: tuple[Any, Any], batch: list[Rows]) -> tuple[tuple[Any, Any], jax.Array]:
         params, moments = state
         loss, gradients = jax.value_and_grad(batch_loss)(params, batch)
         updates, moments = optimizer.update(gradients, moments, params)

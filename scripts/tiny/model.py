@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from tiny.documents import END_OF_TEXT, SPECIAL_TOKENS, TURN_END
 
-Array = jax.Array | np.ndarray
+Array: TypeAlias = jax.Array | np.ndarray
 Params = dict[str, jax.Array]
 
 VOCABULARY = 1024

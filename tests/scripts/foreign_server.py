@@ -1,4 +1,4 @@
-"""A server with an OpenAI API that differs from ours as those of others do."""
+"""A server with an OpenAI API that differs from ours as the servers of other projects do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suggestion is the best there is, padding is what counting gives, and a server takes what the script writes."""
+"""The suggestion is the best list, padding is counted right, and a server accepts what the script writes."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_a_recorded_run_serves_every_request_and_stamps_every_step(overlap: bool
 
 
 class Computing:
-    """A step that is ready after a moment, whoever waits."""
+    """A step that is ready after a moment, whichever thread waits."""
 
     def __init__(self) -> None:
         self.ready_s = time.perf_counter() + 0.02
@@ -179,7 +179,7 @@ def test_stamps_are_late_by_less_than_a_step_takes() -> None:
     assert 0 < late["seen_late_us"] <= late["seen_late_p99_us"]
 
 
-def test_a_run_tells_every_figure(tmp_path: Path) -> None:
+def test_a_run_reports_every_figure(tmp_path: Path) -> None:
     report_file = tmp_path / "run.json"
     flags = ("--num", 6, "--input", "8:40", "--output", "4:12", "--at-running", 4, *TINY)
     text = run_script("bench_offline.py", *flags, "--json", report_file).stdout
@@ -204,7 +204,7 @@ def test_a_run_tells_every_figure(tmp_path: Path) -> None:
     assert report["host"]["wall_ms"]["median"] > 0 and report["recording"]["loop_us"] > 0
 
 
-def test_lengths_that_are_none_are_refused_with_the_way_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_lengths_are_refused_with_the_way_out(capfd: pytest.CaptureFixture[str]) -> None:
     from bench_offline import main
 
     assert main(["--num", "1", "--input", "9:3"]) == 1

@@ -1,4 +1,4 @@
-"""Contenders get the same requests in turns, and a wrong or missing one is noticed."""
+"""Contenders get the same requests in turns, and wrong outputs or missing contenders are noticed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_contenders_take_turns_and_start_each_run_clean(tmp_path: Path) -> None:
     assert match.entries["a"].outputs == [[5] * 2, [8] * 12]
 
 
-def test_those_that_cannot_run_are_told_and_stop_nobody(tmp_path: Path) -> None:
+def test_contenders_that_cannot_run_are_listed_and_the_rest_run(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     match = Match(SETUP, JOBS, tmp_path, say=lambda line: None)
     match.enter("refuses", fake("refuses", notes, "Refuses"))

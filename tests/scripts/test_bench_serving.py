@@ -52,7 +52,7 @@ def test_figures_are_those_that_a_calculation_by_hand_gives() -> None:
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
-def test_chunks_whose_tokens_nobody_counts_are_one_gap_each() -> None:
+def test_chunks_without_a_token_count_are_one_gap_each() -> None:
     answer = answer_of([(1.0, "ab", 0), (1.5, "c", 0), (3.0, "", 4)], sent_s=0.0, input_len=1)
     assert (answer.itls_s, answer.ttft_s, answer.tpot_s, answer.e2e_s) == ([0.5], 1.0, 2.0 / 3, 3.0)
 
@@ -62,7 +62,7 @@ def test_a_count_at_the_end_alone_leaves_the_chunk_before_it_one_gap() -> None:
     assert answer.itls_s == [0.5, 1.5]
 
 
-def test_half_characters_count_as_come_with_the_text_that_completes_them() -> None:
+def test_half_characters_count_with_the_text_that_completes_them() -> None:
     answer = answer_of([(1.0, "", 1), (2.0, "a", 2), (2.5, "", 3), (4.0, "é", 4)], sent_s=0.0, input_len=1)
     assert (answer.ttft_s, answer.itls_s) == (2.0, [1.0, 1.0])
 
@@ -91,7 +91,7 @@ def test_a_limit_on_something_unknown_is_refused() -> None:
         parse_goodput("ttft:1 itl:5")
 
 
-def test_details_are_by_request_and_failures_are_told_by_kind() -> None:
+def test_details_are_by_request_and_failures_are_listed_by_error() -> None:
     found = details([LONG, FAILED])
     assert found["input_lens"] == [10, 40] and found["output_lens"] == [7, 0] and found["ttfts"] == [0.5, 0.0]
     assert found["itls"] == [[0.5, 0.25, 0.25, 0.25, 0.25], []] and found["errors"] == ["", "out of luck"]
@@ -99,7 +99,7 @@ def test_details_are_by_request_and_failures_are_told_by_kind() -> None:
     assert failures([LONG, FAILED, FAILED]) == "2 x out of luck"
 
 
-def test_defaults_are_sglangs() -> None:
+def test_defaults_are_those_of_sglang() -> None:
     random, shared = DatasetConfig(), DatasetConfig(dataset_name="generated-shared-prefix")
     lengths = [sum(ask.lengths) for ask in random.asks()]
     assert len(lengths) == 1000 and 1 <= min(lengths) < 20 and 1000 < max(lengths) <= 1024

@@ -1,4 +1,4 @@
-"""Steps are what their texts say, and variants are measured side by side."""
+"""Steps are built as their texts say, and variants are measured side by side."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_a_text_names_every_sequence_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "32", "x5", "2x0+5", "2x5+", "2x1+16@32:2", "1x5 1x6"])
-def test_a_text_that_is_no_step_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_step_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"write COUNTxNEW|1 and more"):
         parse_step(text)
 
 
-def test_sequences_share_the_pages_they_say_and_no_others() -> None:
+def test_sequences_share_the_named_pages_and_no_more() -> None:
     capacity = Capacity(page_size=16, num_pages=100, num_rows=4, context_length=128, max_extend_tokens=1, vocab_size=10)
     tables = page_tables(capacity, parse_step("4x1+50@40:2"), np.random.default_rng(0))
     assert tables.shape == (4, 8)
@@ -60,7 +60,7 @@ def test_variants_take_turns_on_the_same_steps(tmp_path: Path) -> None:
         assert second["times_of_first"]["most"] == max(ratios)
 
 
-def test_a_variant_that_cannot_start_is_told_by_its_name(tmp_path: Path) -> None:
+def test_a_variant_that_cannot_start_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     flags = ["--model", tmp_path, "--load-format", "dummy", "--steps", "1x16", "--variants", "--page-size 999"]
     with pytest.raises(subprocess.CalledProcessError) as failed:

@@ -51,7 +51,7 @@ def test_a_result_that_moves_fails(extend) -> None:
     assert check.verdict == FAILED and check.note.startswith("moved between runs")
 
 
-def test_a_hole_fails(extend) -> None:
+def test_an_element_that_is_not_written_fails(extend) -> None:
     inputs, right = extend
     check = judge_runs(inputs, "fake", Results(right.at[3].set(jnp.nan)), None, runs=2)
     assert check.verdict == FAILED and "error nan" in check.note

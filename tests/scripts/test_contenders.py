@@ -1,4 +1,4 @@
-"""Every contender of the benchmark computes the same function; what is wrong is marked as wrong."""
+"""Every contender of the benchmark computes the same function, and wrong results are marked."""
 
 import contextlib
 import dataclasses
@@ -68,7 +68,7 @@ def test_a_cache_of_bits_is_read_as_the_numbers_it_means(case) -> None:
     assert case.op == STORE or len(right) > 1
 
 
-def test_jax_paged_attention_is_called_rightly() -> None:
+def test_jax_paged_attention_is_called_correctly() -> None:
     case = decode("decode", [33, 64, 7], **{**SMALL, "page_size": 8})
     inputs = make_inputs(case)
     prepared = contenders.jax_paged_attention(inputs, k_splits=2, tile_tokens=16, interpret=True)

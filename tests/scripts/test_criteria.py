@@ -1,4 +1,4 @@
-"""A summary passes what was reached, fails what wasn't, and never takes silence or a wrong result for success."""
+"""A summary passes a criterion only if a right result reached it; missing results never pass."""
 
 import pytest
 from bench.gpu_summary import CRITERIA, judge, judge_checks, judge_engine, summary
@@ -59,7 +59,7 @@ def test_a_backend_that_refused_everything_has_not_passed() -> None:
     assert verdict.passed is None
 
 
-def test_without_a_benchmark_each_criterion_is_told_as_not_measured() -> None:
+def test_without_a_benchmark_each_criterion_is_not_measured() -> None:
     text, _ = summary({}, nothing_but())
     assert text.count("- not measured: ") == len(CRITERIA) + len(judge_engine(nothing_but()))
 
@@ -78,7 +78,7 @@ def test_a_summary_is_wrong_if_a_section_died_or_a_result_is_wrong() -> None:
     assert is_wrong and "wrong result: triton on decode 8 x 4096, page 16" in text
 
 
-def test_slowness_is_told_but_is_no_error() -> None:
+def test_slowness_is_reported_but_is_no_error() -> None:
     slow = row("decode 8 x 4096, page 16", "triton", 0.2)
     text, is_wrong = summary({}, nothing_but(bench=[slow], rooflines=[ROOFLINE]))
     assert not is_wrong

@@ -1,4 +1,4 @@
-"""Servers of others have ways of their own: they are measured nevertheless, or it is said why they can't be."""
+"""Servers of other projects differ from ours: they are measured all the same, or the reason why not is printed."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_refused_field_is_named_and_can_be_left_out(tmp_path: Path, capsys: py
     ],
     ids=["models fail", "no models", "another model", "no usage"],
 )
-def test_what_makes_a_run_impossible_is_said(
+def test_the_reason_why_a_run_is_impossible_is_printed(
     foreign: Foreign, flags: tuple[str, ...], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not bench(foreign, tmp_path, *RANDOM, *flags)
@@ -109,7 +109,7 @@ def test_what_makes_a_run_impossible_is_said(
     ],
     ids=["SGLang", "vLLM", "older vLLM", "vLLM fails", "no way"],
 )
-def test_the_prefix_cache_is_flushed_in_the_servers_way(
+def test_the_prefix_cache_is_flushed_as_the_server_wants_it(
     replies: dict[str, bytes], flushed: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert bool(bench(Foreign(replies=replies), tmp_path, *RANDOM, "--flush-cache")) == flushed

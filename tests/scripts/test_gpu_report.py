@@ -1,4 +1,4 @@
-"""One call runs every section, and what happens to one section costs no other."""
+"""One call runs every section, and the failure of one section does not affect the rest."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ def test_a_hanging_section_is_ended_and_keeps_what_it_had_written(tmp_path: Path
     assert report.found_wrong
 
 
-def test_a_crash_leaves_its_last_words_and_the_others_results(tmp_path: Path) -> None:
+def test_a_crash_leaves_the_end_of_its_log_and_the_results_of_other_sections(tmp_path: Path) -> None:
     crash = python(tmp_path, "crash", "print('illegal address'); import os; os.abort()")
     report, result = run(tmp_path, crash, python(tmp_path, "fine", write(PASSED)))
     crashed, fine = result["sections"]
@@ -58,7 +58,7 @@ def test_a_crash_leaves_its_last_words_and_the_others_results(tmp_path: Path) ->
     assert "illegal address" in (tmp_path / "log.txt").read_text()
 
 
-def test_sections_are_told_their_time(tmp_path: Path) -> None:
+def test_sections_get_their_time_on_the_command_line(tmp_path: Path) -> None:
     report, result = run(tmp_path, python(tmp_path, "fine", write(PASSED)), budget_s=100)
     assert not report.found_wrong
     assert "told 85" in (tmp_path / "log.txt").read_text()
@@ -91,7 +91,7 @@ def test_only_chosen_sections_are_planned(tmp_path: Path) -> None:
     assert names == ["offline qwen3-0.6b", "offline qwen3-8b", "sampling"]
 
 
-def test_a_section_whose_package_is_missing_is_passed_over_and_says_so(tmp_path: Path) -> None:
+def test_a_section_whose_package_is_missing_is_skipped_with_a_note(tmp_path: Path) -> None:
     section = dataclasses.replace(python(tmp_path, "peers", write(PASSED)), needs=("torch", "transformers"))
     report = Report(tmp_path, tmp_path, 60)
     report.machine["packages"] = {"torch": "2", "transformers": None}
@@ -123,7 +123,7 @@ def test_the_engine_passes_what_it_reaches_and_fails_what_it_misses() -> None:
     assert {verdict.passed for verdict in judge_engine({"offline": {}})} == {None}
 
 
-def test_a_smoke_run_does_all_of_it(tmp_path: Path) -> None:
+def test_a_smoke_run_runs_every_section(tmp_path: Path) -> None:
     run_script("gpu_report.py", "--smoke", "--tune", "--out", tmp_path, "--budget-s", 1200)
     report = json.loads((tmp_path / "report.json").read_text())
     assert all(section["status"] == 0 for section in report["sections"]), report["sections"]

@@ -1,4 +1,4 @@
-"""Inputs are what a case says, and hostile where checks want them."""
+"""Inputs match their case, and are adverse where checks ask for it."""
 
 import jax.numpy as jnp
 import numpy as np

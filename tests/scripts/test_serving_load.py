@@ -1,4 +1,4 @@
-"""The load goes out when it should, and answers are read however servers send and networks cut them."""
+"""Requests are sent when they are due, and answers are read however servers send and networks cut them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.serving.run import Outcome, Run
 
 
 class EchoBackend:
-    """Answers with the request's number after some turns of the event loop, and remembers who asked when."""
+    """Answers with the request's number after some turns of the event loop, and notes when each request came."""
 
     def __init__(self, failing: Sequence[int] = ()) -> None:
         self.turns: list[Turn] = []
@@ -190,7 +190,7 @@ ERROR = b'data: {"error": {"message": "out of luck"}}\n\n'
     ],
     ids=["refused", "error", "no end", "cut", "no usage", "no JSON", "no HTTP", "nothing"],
 )
-def test_an_answer_that_is_none_is_an_error_that_says_why(wire: bytes, told: str) -> None:
+def test_a_broken_answer_is_an_error_that_says_why(wire: bytes, told: str) -> None:
     assert told in answered(wire).error
 
 

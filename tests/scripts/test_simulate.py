@@ -88,7 +88,7 @@ def test_overlap_hides_the_hosts_time_and_without_it_the_device_waits() -> None:
         assert summary["duration_s"] == pytest.approx(duration_s), f"overlap off: {disabled}"
 
 
-def test_percentiles_are_numpys() -> None:
+def test_percentiles_are_those_of_numpy() -> None:
     rng = np.random.default_rng(0)
     values, counts = rng.exponential(size=50), rng.integers(1, 9, 50)
     distribution = Distribution()
@@ -114,7 +114,7 @@ def test_the_prefix_cache_serves_groups_and_turns() -> None:
     assert groups.duration_s < without.duration_s
 
 
-def test_equal_pieces_have_equal_tokens_and_others_do_not() -> None:
+def test_equal_pieces_have_equal_tokens_and_different_pieces_do_not() -> None:
     one = prompt_ids(Ask(0.0, (7, 8, OUTPUT), (100, 50, 3), 1), 1000)
     two = prompt_ids(Ask(0.0, (7, 9), (120, 50), 1), 1000)
     assert one[:100] == two[:100] and one[100:116] != two[100:116]
@@ -130,12 +130,12 @@ def test_a_request_that_the_client_holds_back_counts_from_when_it_is_sent() -> N
     assert (summary["duration_s"], summary["concurrency"], summary["waiting"]["max"]) == (4.0, 1.0, 0)
 
 
-def test_a_request_that_can_never_run_is_refused_and_the_others_go_on() -> None:
+def test_a_request_that_can_never_run_is_refused_and_the_rest_are_served() -> None:
     _, summary = served([Ask(0.0, (1,), (3000,), 5), Ask(0.0, (2,), (20,), 5)])
     assert (summary["refused"], summary["completed"]) == (1, 1)
 
 
-def test_a_scheduler_that_stands_still_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_launches_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "launch", lambda self: None)
     with pytest.raises(RuntimeError, match=r"stands still at 0\.500 s with 1 open requests"):
         served([Ask(0.5, (1,), (20,), 5)])

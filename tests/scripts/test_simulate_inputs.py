@@ -1,4 +1,4 @@
-"""What the simulator is fed: replayed traces, and device models from measured steps."""
+"""Inputs of the simulator: replayed traces, and device models fitted to measured steps."""
 
 from dataclasses import astuple
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_a_bailian_trace_has_seconds_and_blocks_of_16(tmp_path: Path) -> None:
     assert (first.at_s, second.at_s) == (0.0, 5.0)
     ids = [prompt_ids(ask, 1000) for ask in (first, second)]
     assert ids[0][:32] == ids[1][:32] and ids[0][32:40] != ids[1][32:40]
-    assert len(ids[1]) == 60, "12 tokens behind the last block are nobody else's"
+    assert len(ids[1]) == 60, "12 tokens behind the last block are shared with no other request"
 
 
 def test_only_the_first_requests_are_replayed(trace: Path) -> None:
@@ -64,7 +64,7 @@ def test_only_the_first_requests_are_replayed(trace: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["{", "[1]", '{"timestamp": 1}', '{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}']
 )
-def test_a_line_that_is_no_request_is_named(trace: Path, line: str) -> None:
+def test_a_line_that_is_not_a_request_is_named(trace: Path, line: str) -> None:
     trace.write_text(MOONCAKE + line)
     with pytest.raises(ValueError, match="line 5"):
         replayed(trace, "mooncake", 10)

@@ -1,4 +1,4 @@
-"""The search finds what is faster among what is right, and the table says what was found."""
+"""The search finds the fastest sizes that give right results, and the table records them."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The useful bytes and FLOPs of a call are what counting one by one gives."""
+"""The useful bytes and FLOPs of a call equal a count one by one."""
 
 import numpy as np
 import pytest
