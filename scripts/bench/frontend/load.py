@@ -16,8 +16,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
@@ -189,7 +189,8 @@ def parse_sglang(received: Received) -> list[Chunk]:
     return [Chunk(time_s, None, reply.chunk.token_ids) for time_s, reply in replies]
 
 
-PROTOCOLS = {
+Run: TypeAlias = Callable[[Plan, str, list[Received], Callable[[], None]], Coroutine[Any, Any, None]]
+PROTOCOLS: dict[str, tuple[Run, Callable[[Received], list[Chunk]]]] = {
     "http": (run_http, parse_http),
     "grpc": (functools.partial(run_grpc, OWN), parse_own),
     "sglang": (functools.partial(run_grpc, SGLANG), parse_sglang),
