@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -111,5 +112,5 @@ def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
 def load_reference(folder: Path) -> PreTrainedModel:
     """The checkpoint in `folder` as a transformers model in float32."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    classes = {model_class.__name__: model_class for _, model_class, _ in _KINDS.values()}
+    classes: dict[str, Any] = {model_class.__name__: model_class for _, model_class, _ in _KINDS.values()}
     return classes[architecture].from_pretrained(folder, dtype=torch.float32).eval()

@@ -54,7 +54,7 @@ def junk_message(rng: random.Random, kind: type[MessageT], density: float, depth
 
 def spoil(rng: random.Random, message: Message) -> None:
     """Sets one field, somewhere in the message, to anything."""
-    field = rng.choice(message.DESCRIPTOR.fields)
+    field: Any = rng.choice(list(message.DESCRIPTOR.fields))
     if field.message_type is not None and not field.is_repeated and rng.random() < 0.8 and field.message_type.fields:
         spoil(rng, getattr(message, field.name))
     else:
@@ -75,7 +75,7 @@ def junk_bytes(rng: random.Random, message: Message) -> bytes:
     return bytes(data) + b"\xfa\x7f" + struct.pack("B", 3) + b"abc"
 
 
-def _fill(rng: random.Random, message: Any, field: FieldDescriptor, density: float, depth: int) -> None:
+def _fill(rng: random.Random, message: Any, field: Any, density: float, depth: int) -> None:
     target = getattr(message, field.name)
     if _is_map(field):
         key, value = field.message_type.fields
@@ -99,11 +99,11 @@ def _inner(rng: random.Random, of: Descriptor, density: float, depth: int) -> Me
     return junk_message(rng, message_factory.GetMessageClass(of), max(density, 0.3), depth + 1)
 
 
-def _is_map(field: FieldDescriptor) -> bool:
+def _is_map(field: Any) -> bool:
     return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
-def _scalar(rng: random.Random, field: FieldDescriptor) -> Any:
+def _scalar(rng: random.Random, field: Any) -> Any:
     kind = field.cpp_type
     if kind in _BITS:
         low, high = _BITS[kind]

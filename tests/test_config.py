@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_sizes_come_from_a_list_or_from_a_file_but_not_from_both(name: str) -> N
         {"max_tokens": True},
     ],
 )
-def test_sampling_parameters_out_of_range_are_refused(values: dict[str, float]) -> None:
+def test_sampling_parameters_out_of_range_are_refused(values: dict[str, Any]) -> None:
     (name,) = values
     with pytest.raises(InvalidRequest, match=f"{name} is"):
         SamplingParams(**values)
@@ -96,7 +97,7 @@ def test_sampling_parameters_out_of_range_are_refused(values: dict[str, float]) 
         ([1] * 48, {}, "need 49 tokens of KV cache"),
     ],
 )
-def test_requests_that_can_never_be_served_are_refused(prompt: list[int], params: dict[str, int], message: str) -> None:
+def test_requests_that_can_never_be_served_are_refused(prompt: list[int], params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         check_request(Request("r", prompt, SamplingParams(**params)), LIMITS)
 

@@ -155,7 +155,7 @@ def _own_input(prompt: Prompt) -> dict[str, Any]:
         return {"text": prompt}
     if is_chat(prompt):
         return {"chat": pb.ChatMessages(messages=[pb.ChatMessage(**turn) for turn in prompt])}  # type: ignore[arg-type]
-    return {"token_ids": pb.TokenIds(ids=prompt)}
+    return {"token_ids": pb.TokenIds(ids=prompt)}  # type: ignore[arg-type]
 
 
 def ids_of(http: httpx.Client, prompt: str | Chat) -> list[int]:

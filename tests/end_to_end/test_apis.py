@@ -290,7 +290,7 @@ def test_several_prompts_in_one_body_are_answered_as_each_alone(apis: dict[str, 
     """With n, echoed prompts and log-probabilities; choices are numbered prompt by prompt."""
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=9, n=2, stop=("e",))
     alone = [ask(apis["completions"], text, params, False).samples for text in TEXTS]
-    texts = [sample.text for samples in alone for sample in samples]
+    texts = [sample.text or "" for samples in alone for sample in samples]
     reasons = [sample.reason for samples in alone for sample in samples]
     shared = {"temperature": 1.0, "n": 2, "stop": "e"}
 
@@ -320,7 +320,7 @@ def test_several_prompts_in_one_body_are_answered_as_each_alone(apis: dict[str, 
 def test_aborted_requests_end_with_what_they_have(apis: dict[str, Api], http: httpx.Client, stream: bool) -> None:
     """Over all protocols, running or queued: each sample has its end, its usage, and scores of what came."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=1, max_tokens=1500, n=3)
-    prompts: dict[str, Prompt] = {kind: [5, 6, 7] for kind in KINDS} | {"chat": [{"role": "user", "content": "Hi"}]}
+    prompts: dict[str, Prompt] = {**{kind: [5, 6, 7] for kind in KINDS}, "chat": [{"role": "user", "content": "Hi"}]}
     requests = [(apis[kind], prompts[kind], changed, stream) for kind in KINDS for changed in variants(params, kind)]
     ended = threading.Event()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.end_to_end.offline import ends, outputs, serve
 pytestmark = pytest.mark.device
 
 STEPS = 4
-FLAGS = {
+FLAGS: dict[str, Any] = {
     "page_size": 4,
     "chunked_prefill_size": 64,
     "context_length": 160,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -126,7 +127,7 @@ async def leave_http(address: str, number: int) -> None:
     """In the middle of a stream, or while waiting for a whole answer."""
     stream = number % 3 > 0
     sampling = {"max_new_tokens": CONTEXT, "ignore_eos": True, "n": 1 + number % 2}
-    bodies = {
+    bodies: dict[str, dict[str, Any]] = {
         "/generate": {"input_ids": [5, number], "sampling_params": sampling},
         "/v1/completions": {"prompt": [[6, number], [7]], "max_tokens": CONTEXT, "ignore_eos": True},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": f"{number}"}], "ignore_eos": True},

@@ -33,12 +33,14 @@ GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=32)
 
 def test_prompts_may_be_texts_or_token_ids_one_or_many(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     ids = llm.tokenizer.encode("3 + 4 =")
-    completions = llm.generate(["3 + 4 =", ids], GREEDY)
+    array: Any = np.array(ids)
+    both: list[str | list[int]] = ["3 + 4 =", ids]
+    completions = llm.generate(both, GREEDY)
     assert "requests: 100%" in capfd.readouterr().err
     assert completions[0].token_ids == completions[1].token_ids
     assert llm.generate(ids, GREEDY, progress=False)[0].token_ids == completions[0].token_ids
     assert capfd.readouterr().err == ""
-    assert llm.generate(np.array(ids), GREEDY, progress=False)[0].token_ids == completions[0].token_ids
+    assert llm.generate(array, GREEDY, progress=False)[0].token_ids == completions[0].token_ids
     assert completions[0].prompt_tokens == len(ids)
 
 
@@ -108,7 +110,8 @@ def test_priorities_may_differ_by_prompt(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 def test_a_prompt_that_cannot_be_served_is_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="the context holds"):
-        llm.generate(["fine", [5] * 5000], GREEDY)
+        prompts: list[str | list[int]] = ["fine", [5] * 5000]
+        llm.generate(prompts, GREEDY)
     assert llm.generate("fine", GREEDY, progress=False)[0].token_ids
 
 
@@ -116,7 +119,7 @@ def test_an_interrupted_call_leaves_a_usable_model(llm: LLM, monkeypatch: pytest
     expected = llm.generate("Count from 1 to 30", GREEDY, progress=False)[0].token_ids
     collect, calls = type(llm._scheduler).collect, 0
 
-    def interrupted(self: object, tokens: object, scores: object) -> None:
+    def interrupted(self: Any, tokens: Any, scores: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:

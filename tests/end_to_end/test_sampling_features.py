@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -122,7 +123,7 @@ def test_log_probabilities_of_outputs_are_those_of_the_models_own_logits(
 ) -> None:
     """Before penalties, bias and temperature."""
     prompt = prompt_of(61)
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0.0, "logprobs": 20},
         "alone": {"temperature": 0.0, "logprobs": 0},
         "without": {"temperature": 0.0},
@@ -189,7 +190,7 @@ def test_no_stop_token_comes_before_min_tokens_and_the_most_likely_one_right_aft
     engine: Engine, reference: Callable[[Sequence[int]], np.ndarray]
 ) -> None:
     prompt = prompt_of(20)
-    params = {"temperature": 0.0, "max_tokens": 20, "logit_bias": {EOS_TOKEN_ID: 100.0, 77: 90.0}}
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20, "logit_bias": {EOS_TOKEN_ID: 100.0, 77: 90.0}}
     for min_tokens in (0, 1, 9):
         stops = SamplingParams(**params, min_tokens=min_tokens)
         both = SamplingParams(**params, min_tokens=min_tokens, stop_token_ids=(77,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,8 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> ConfigMaker:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(MODEL))
 
-    def make(**changes: object) -> EngineConfig:
-        settings = {
+    def make(**changes: Any) -> EngineConfig:
+        settings: dict[str, Any] = {
             "model": str(folder),
             "load_format": "dummy",
             "page_size": 4,

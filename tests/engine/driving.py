@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Driver:
     def run(self, inputs: StepInputs) -> list[int]:
         return self.engine.submit(inputs).tokens().tolist()
 
-    def generate(self, prompts: dict[int, Sequence[int]], num_tokens: int, chunk: int = 16) -> dict[int, list[int]]:
+    def generate(self, prompts: Mapping[int, Sequence[int]], num_tokens: int, chunk: int = 16) -> dict[int, list[int]]:
         """Prompts in chunks, one row after the other; then all rows decode together, launched ahead of reading."""
         out = {}
         for row, prompt in prompts.items():
@@ -74,7 +74,7 @@ class Plain:
         self._seed = seed
 
     @cached_property
-    def _run(self):  # type: ignore[no-untyped-def]
+    def _run(self):
         graphdef, _ = abstract_model(self.arch, jnp.dtype("float32"))
         model = nnx.merge(graphdef, random_params(self.arch, jnp.dtype("float32"), mesh_of(), self._seed))
         positions = jnp.arange(self.arch.max_context)

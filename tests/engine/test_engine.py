@@ -159,7 +159,8 @@ def test_submit_returns_before_the_step_is_done(engine: Engine) -> None:
     driver = Driver(engine)
     inputs = driver.extend(*((row, [5, 6, 7, 8], 56) for row in range(4)))
     handles = [engine.submit(inputs) for _ in range(30)]
-    assert not all(handle._tokens.is_ready() for handle in handles)
+    tokens: list[Any] = [handle._tokens for handle in handles]
+    assert not all(array.is_ready() for array in tokens)
     assert len({tuple(handle.tokens()) for handle in handles}) == 1
 
 
@@ -177,9 +178,9 @@ def test_a_step_transfers_one_array_to_the_device_and_with_features_two(
     seen = []
     real = engine.programs.of
 
-    def recorded(bucket):  # type: ignore[no-untyped-def]
-        def record(program):  # type: ignore[no-untyped-def]
-            def call(*args):  # type: ignore[no-untyped-def]
+    def recorded(bucket):
+        def record(program):
+            def call(*args):
                 seen.append(sum(not isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(args)))
                 return program(*args)
 
@@ -199,7 +200,8 @@ def test_log_probabilities_are_copied_to_the_host_only_where_asked_for(engine: E
     driver.sampling.set(0, SamplingParams(temperature=0.0, logprobs=0), 0)
     scored = engine.submit(driver.extend((0, [1, 2], 0), (1, [3], 0)))
     assert scored.scores().prompt is None
-    assert scored.scores().sampled.logprobs.shape == (2,)
+    sampled = scored.scores().sampled
+    assert sampled is not None and sampled.logprobs.shape == (2,)
     driver.sampling.set(0, SamplingParams(temperature=0.0, presence_penalty=1.0), 0)
     edited = engine.submit(driver.extend((0, [1, 2], 0), (1, [3], 0)))
     driver.sampling.set(0, SamplingParams(temperature=1.0), 0)
@@ -231,7 +233,7 @@ def test_where_a_backend_is_attention_alone_another_one_stores(monkeypatch: pyte
     monkeypatch.setattr(library, "load", lambda: None)  # as on a machine that can run it
 
     def step(pages: jax.Array, q: jax.Array, new: jax.Array, ints: jax.Array, table: jax.Array) -> jax.Array:
-        arrays = SimpleNamespace(slots=ints, lengths=ints, page_table=table)
+        arrays: Any = SimpleNamespace(slots=ints, lengths=ints, page_table=table)
         kv = KvBuffers((pages,), (pages,))
         return Pages(kv, arrays, "decode", "native").attend(0, q, new, new)
 

@@ -40,7 +40,7 @@ SHAPE = Capacity(
 
 def spec_of(plain: Plain, dtype: str, activations: str | None = None) -> ProgramSpec:
     arch, mesh, weights = plain.arch, mesh_of(), jnp.dtype(dtype)
-    graphdef, _ = abstract_model(arch, weights, activations and jnp.dtype(activations))
+    graphdef, _ = abstract_model(arch, weights, jnp.dtype(activations) if activations else None)
     state = allocate(kv_shape(arch, SHAPE.page_size, jnp.dtype("float32")), SHAPE, mesh)
     return ProgramSpec(graphdef, random_params(arch, weights, mesh, 0), state, "xla", mesh)
 
@@ -52,7 +52,7 @@ def spec(plain: Plain) -> ProgramSpec:
 
 def copies(compiled: jax.stages.Compiled, size: int) -> list[str]:
     """The instructions of a program that copy an array whose first dimension is `size`."""
-    hlo = compiled.as_text()
+    hlo = compiled.as_text() or ""
     assert f"[{size}," in hlo
     return re.findall(rf"= \w+\[{size},[^=]* (?:copy|transpose|convert)\(.*", hlo)
 

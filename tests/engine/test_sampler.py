@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 
 import jax
@@ -38,7 +39,7 @@ def draw(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, **params:
     return np.asarray(sample(logits, arrays, positions.astype(np.int32)))
 
 
-def per_row(num_rows: int, params: dict[str, object]) -> dict[str, np.ndarray]:
+def per_row(num_rows: int, params: Mapping[str, object]) -> dict[str, np.ndarray]:
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
     return {name: np.broadcast_to(np.asarray(values[name], DTYPES[name]), num_rows) for name in PARAMETERS}
 

@@ -69,7 +69,7 @@ def test_too_many_tokens_asked_for_are_an_error_that_says_what_is_free() -> None
 
 
 @pytest.mark.parametrize("options", [{"max_total_tokens": 1}, {}])
-def test_a_pool_that_holds_no_request_is_an_error(options: dict[str, int]) -> None:
+def test_a_pool_that_holds_no_request_is_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"--max-total-tokens is 1|MiB are the least"):
         num_pages(Accelerator(limit=GIB, used=int(0.84999 * GIB)), **options)
 

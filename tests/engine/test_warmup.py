@@ -41,7 +41,7 @@ def restored_cache_settings() -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-def lowering(factor: int):  # type: ignore[no-untyped-def]
+def lowering(factor: int):
     return lambda: jax.jit(lambda x: jnp.sin(x) * factor).lower(jax.ShapeDtypeStruct((4,), jnp.float32))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -22,8 +23,8 @@ def ask(
     *ids: int,
     stream: bool = True,
     request_id: str = "",
-    of_request: dict[str, object] | None = None,
-    **sampling: object,
+    of_request: dict[str, Any] | None = None,
+    **sampling: Any,
 ) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         request_id=request_id,

@@ -11,7 +11,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import pytest
 from fake_engine_process import LIMITS, Script
@@ -48,8 +49,11 @@ def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     server.end()
 
 
+Say: TypeAlias = Callable[..., str]
+
+
 @pytest.fixture
-def say(server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def say(server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
     """Pipes lines into the chat; returns exit status, standard output and standard error."""
 
     def run(*lines: str | bytes, flags: tuple[str, ...] = ()) -> tuple[int, str, str]:
@@ -62,40 +66,40 @@ def say(server: ServerProcess, capsys: pytest.CaptureFixture[str], monkeypatch: 
     return run
 
 
-def test_each_turn_is_sent_with_the_ones_before(say) -> None:  # type: ignore[no-untyped-def]
+def test_each_turn_is_sent_with_the_ones_before(say: Say) -> None:
     assert say("hello", "and") == (0, "u(hello)\nu(hello)a(u(hello))u(and)\n", "")
 
 
-def test_reset_forgets_the_turns_but_not_the_system(say) -> None:  # type: ignore[no-untyped-def]
+def test_reset_forgets_the_turns_but_not_the_system(say: Say) -> None:
     status, out, _ = say("hello", "/reset", "and", flags=("--system", "be brief"))
     assert (status, out) == (0, "s(be brief)u(hello)\ns(be brief)u(and)\n")
 
 
-def test_the_system_turn_can_be_changed_and_removed(say) -> None:  # type: ignore[no-untyped-def]
+def test_the_system_turn_can_be_changed_and_removed(say: Say) -> None:
     assert say("/system be kind", "hello", "/reset", "/system", "you")[1] == "s(be kind)u(hello)\nu(you)\n"
 
 
-def test_characters_of_several_bytes_travel_both_ways(say) -> None:  # type: ignore[no-untyped-def]
+def test_characters_of_several_bytes_travel_both_ways(say: Say) -> None:
     assert say("naïve 🦊 日本")[1] == "u(naïve 🦊 日本)\n"
 
 
-def test_bytes_that_are_no_text_do_no_harm(say) -> None:  # type: ignore[no-untyped-def]
+def test_bytes_that_are_no_text_do_no_harm(say: Say) -> None:
     assert say(b"caf\xe9") == (0, "u(caf\N{REPLACEMENT CHARACTER})\n", "")
 
 
-def test_exit_ends_and_help_explains(say) -> None:  # type: ignore[no-untyped-def]
+def test_exit_ends_and_help_explains(say: Say) -> None:
     status, out, err = say("", "/help", "/exit", "hello")
     assert (status, out) == (0, "")
     assert all(command in err for command in ("/reset", "/system", "/help", "/exit", "Ctrl-C"))
 
 
-def test_a_line_with_a_slash_is_a_turn_only_behind_a_space(say) -> None:  # type: ignore[no-untyped-def]
+def test_a_line_with_a_slash_is_a_turn_only_behind_a_space(say: Say) -> None:
     status, out, err = say("/etc is what", " /etc is what")
     assert (status, out) == (0, "u(/etc is what)\n")
     assert "/etc is no command: /help lists them" in err
 
 
-def test_a_conversation_that_is_too_long_is_told_and_can_be_reset(say) -> None:  # type: ignore[no-untyped-def]
+def test_a_conversation_that_is_too_long_is_told_and_can_be_reset(say: Say) -> None:
     status, out, err = say(*["hello"] * 8, "/reset", "you")
     assert status == 1
     assert re.search(r"error: INVALID_ARGUMENT: .*\nif the conversation has grown too long: /reset", err)
@@ -103,7 +107,7 @@ def test_a_conversation_that_is_too_long_is_told_and_can_be_reset(say) -> None: 
     assert out.endswith("\nu(you)\n")
 
 
-def test_an_answer_that_is_cut_says_why(say) -> None:  # type: ignore[no-untyped-def]
+def test_an_answer_that_is_cut_says_why(say: Say) -> None:
     assert "(cut after 2 tokens, by --max-tokens)" in say("hello", flags=("--max-tokens", "2"))[2]
     limit = min(LIMITS.context_length, LIMITS.pool_tokens)
     status, _, err = say("<unused 600>")
@@ -111,7 +115,7 @@ def test_an_answer_that_is_cut_says_why(say) -> None:  # type: ignore[no-untyped
     assert f"(cut: all {limit} tokens of context are in use; /reset forgets the conversation)" in err
 
 
-def test_a_refused_first_turn_says_nothing_of_length(say) -> None:  # type: ignore[no-untyped-def]
+def test_a_refused_first_turn_says_nothing_of_length(say: Say) -> None:
     status, out, err = say("hello", flags=("--top-p", "2"))
     assert (status, out, err) == (1, "\n", err)
     assert err.startswith("error: INVALID_ARGUMENT: top_p is 2.0")
@@ -126,14 +130,19 @@ def test_flags_are_checked_before_a_server_is_asked(capsys: pytest.CaptureFixtur
     assert no_text.startswith("error: --system is no valid text from character 0 on")
 
 
-def test_without_a_chat_template_it_names_the_other_client(start_server, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_without_a_chat_template_it_names_the_other_client(
+    start_server: Callable[..., ServerProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--addr", start_server().address, "--wait-s", str(PATIENCE_S)]) == 1
     assert "has no chat template, so it can't take turns: use `python -m jaxsgl.client" in capsys.readouterr().err
 
 
 def test_an_engine_that_dies_is_told_and_the_chat_goes_on(
-    start_server, model_folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
+    start_server: Callable[..., ServerProcess],
+    model_folder: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = start_server(model=model_folder)
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{DIE}\nhello\n"))
     assert main(["--addr", server.address, "--wait-s", str(PATIENCE_S)]) == 1

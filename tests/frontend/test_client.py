@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 from fake_engine_process import EOS_ID, Script
@@ -14,9 +16,11 @@ from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request, wait_fo
 from jaxsgl.client import main
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer
 
+Ask: TypeAlias = Callable[..., tuple[int, str, str]]
+
 
 @pytest.fixture
-def ask(server: ServerProcess, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def ask(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Runs the client; returns exit status, standard output and standard error."""
 
     def run(*flags: str) -> tuple[int, str, str]:
@@ -27,13 +31,13 @@ def ask(server: ServerProcess, capsys: pytest.CaptureFixture[str]):  # type: ign
     return run
 
 
-def test_raw_text_is_continued(ask, tokenizer: Tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_raw_text_is_continued(ask: Ask, tokenizer: Tokenizer) -> None:
     text = "hello 🦊 world"
     count = str(len(tokenizer.encode(text)))
     assert ask(text, "--raw", "--max-tokens", count) == (0, text + "\n", "")
 
 
-def test_a_prompt_is_a_users_turn(ask, tokenizer: Tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_a_prompt_is_a_users_turn(ask: Ask, tokenizer: Tokenizer) -> None:
     status, out, _ = ask("hello", "--json")  # the echo ends at the template's first <|end|>, an EOS
     ids = tokenizer.encode_chat([ChatMessage("user", "hello")])
     answer = json.loads(out)
@@ -49,18 +53,18 @@ def test_a_prompt_is_a_users_turn(ask, tokenizer: Tokenizer) -> None:  # type: i
     }
 
 
-def test_the_system_turn_comes_first(ask) -> None:  # type: ignore[no-untyped-def]
+def test_the_system_turn_comes_first(ask: Ask) -> None:
     assert ask("hello", "--system", "be brief")[:2] == (0, "system\nbe brief\n")
 
 
-def test_token_ids_are_sent_as_they_are(ask) -> None:  # type: ignore[no-untyped-def]
+def test_token_ids_are_sent_as_they_are(ask: Ask) -> None:
     status, out, _ = ask("--token-ids", "5,6,7", "--json", "--max-tokens", "4")
     answer = json.loads(out)
     assert (status, answer["token_ids"], answer["finish_reason"]) == (0, [5, 6, 7, 5], "length")
     assert answer["matched_stop_token"] is None
 
 
-def test_several_answers_are_a_line_each_with_log_probabilities_if_asked_for(ask) -> None:
+def test_several_answers_are_a_line_each_with_log_probabilities_if_asked_for(ask: Ask) -> None:
     status, out, _ = ask("--token-ids", "8,16,24", "--json", "--max-tokens", "2", "-n", "2", "--logprobs", "1")
     one, two = (json.loads(line) for line in out.splitlines())
     assert status == 0
@@ -70,7 +74,7 @@ def test_several_answers_are_a_line_each_with_log_probabilities_if_asked_for(ask
     assert "prompt_logprobs" not in one
 
 
-def test_a_stop_string_ends_the_answer(ask) -> None:
+def test_a_stop_string_ends_the_answer(ask: Ask) -> None:
     assert ask("hello world", "--raw", "--stop", "never", "--stop", "wor") == (0, "hello \n", "")
     answer = json.loads(ask("hello world", "--raw", "--stop", "wor", "--json")[1])
     assert (answer["text"], answer["matched_stop_string"], answer["matched_stop_token"]) == ("hello ", "wor", None)
@@ -99,7 +103,7 @@ def test_a_stop_string_ends_the_answer(ask) -> None:
         (["--token-ids", "99999"], "INVALID_ARGUMENT: prompt holds token id 99999"),
     ],
 )
-def test_errors_are_one_line_and_status_1(ask, flags: list[str], words: str) -> None:  # type: ignore[no-untyped-def]
+def test_errors_are_one_line_and_status_1(ask: Ask, flags: list[str], words: str) -> None:
     status, out, err = ask(*flags)
     assert (status, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("error: ")
@@ -155,7 +159,9 @@ def test_without_a_server_it_gives_up_after_the_wait(capsys: pytest.CaptureFixtu
     assert "no server is ready at 127.0.0.1:1 after 0.3 s (nothing answers)" in err
 
 
-def test_it_waits_for_a_server_that_still_loads(start_server, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_it_waits_for_a_server_that_still_loads(
+    start_server: Callable[..., ServerProcess], capsys: pytest.CaptureFixture[str]
+) -> None:
     server = start_server("--random-seed", str(Script.START_HANGS))
     assert main(["hello", "--addr", server.address, "--wait-s", "0.3"]) == 1
     assert "still loading" in capsys.readouterr().err
@@ -170,7 +176,7 @@ def test_ctrl_c_cancels_the_call(server: ServerProcess) -> None:
 
         def hangs() -> bool:
             (reply,) = stub.Generate(ids_request(Script.REPORT, stream=False, ignore_eos=True, max_tokens=1))
-            return reply.token_ids[0] == 1
+            return bool(reply.token_ids[0] == 1)
 
         wait_for(hangs, "call in the engine")
     client.send_signal(signal.SIGINT)

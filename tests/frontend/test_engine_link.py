@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from played_link import PlayedLink
@@ -35,7 +36,8 @@ def test_a_dead_engine_fails_every_open_call_and_refuses_new_ones_for_good() -> 
             await asyncio.sleep(0)
             link.receive(EngineFailed("the engine failed: why"))
             assert await link.death() == "the engine failed: why"
-            for call in (*reading, asking):
+            calls: list[asyncio.Future[Any]] = [*reading, asking]
+            for call in calls:
                 with pytest.raises(EngineUnavailable, match="the engine failed: why"):
                     await call
         link.accept()

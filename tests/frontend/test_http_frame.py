@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -104,7 +105,7 @@ def test_a_request_keeps_its_id(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("given", [None, "", "x" * 257, "\xfcber"])
 def test_a_request_without_a_good_id_gets_one(http: httpx.Client, given: str | None) -> None:
-    headers = {} if given is None else {"x-request-id": given.encode("latin-1")}
+    headers: dict[str, Any] = {} if given is None else {"x-request-id": given.encode("latin-1")}
     ids = [http.get("/health", headers=headers).headers["x-request-id"] for _ in range(2)]
     assert all(len(id) == 32 for id in ids)
     assert ids[0] != ids[1]
@@ -164,7 +165,7 @@ def test_internal_errors_are_logged_and_not_shown_to_the_client(caplog: pytest.L
         raise KeyError("a secret")
 
     with caplog.at_level(logging.ERROR), TestClient(app, raise_server_exceptions=False) as http:
-        response = http.get("/broken", headers={"x-request-id": "r"})
+        response: Any = http.get("/broken", headers={"x-request-id": "r"})
     assert response.status_code == 500
     assert error_of(response)["type"] == "server_error"
     assert "secret" not in response.text

@@ -48,7 +48,7 @@ def test_messages_arrive_whole_and_in_order_both_ways(endpoints: Endpoints) -> N
         with line_to(endpoints, heard) as line, contextlib.closing(EngineMailbox(endpoints)) as mailbox:
             mailbox.send(Replies([]))
             await until(lambda: len(heard) == 1)  # the processes are connected
-            sent = [REQUEST, Abort("r"), Shutdown()]
+            sent: list[ToEngine] = [REQUEST, Abort("r"), Shutdown()]
             for message in sent:
                 line.send(message)
             received: list[ToEngine] = []

@@ -5,6 +5,7 @@ import itertools
 import random
 import urllib.request
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import prometheus_client
@@ -138,7 +139,7 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_the_engines_numbers_come_from_its_latest_load() -> None:
-    values = iter(range(1, 100))
+    values: Any = iter(range(1, 100))
     load = Load(*itertools.islice(values, len(Load.__struct_fields__)))
     samples = samples_of(metrics_of(load))
     assert samples["sglang:num_running_reqs"] == samples["vllm:num_requests_running"] == load.num_running
@@ -181,8 +182,8 @@ def test_tokens_that_come_at_once_share_the_time_that_they_took() -> None:
         timing.tokens(0, 4)
         assert timing.first_token_s == pytest.approx(0.3)
     samples = samples_of(metrics)
-    assert (samples[f"{TTFT}_count"], samples[f"{TTFT}_sum"]) == (2, pytest.approx(0.3 + 0.4))
-    assert (samples[f"{ITL}_count"], samples[f"{ITL}_sum"]) == (4, pytest.approx(0.4))
+    assert (samples[f"{TTFT}_count"], samples[f"{TTFT}_sum"]) == pytest.approx((2, 0.3 + 0.4))
+    assert (samples[f"{ITL}_count"], samples[f"{ITL}_sum"]) == pytest.approx((4, 0.4))
     assert (samples[f"{ITL}_bucket.0.05"], samples[f"{ITL}_bucket.0.2"]) == (0, 4)
 
 

@@ -147,7 +147,8 @@ def test_a_developer_message_is_a_system_message_where_templates_lack_the_role(
     assert choice["message"]["content"] == "system\nbe brief"
     knows = load_tokenizer(save(byte_level(), tmp_path, "{% if messages[0].role == 'developer' %}yes{% endif %}"))
     prompt = prompt_of(knows, messages=[{"role": "developer", "content": "be brief"}])
-    assert knows.render_chat(prompt.messages, prompt.options) == "yes"
+    messages: Any = prompt.messages
+    assert knows.render_chat(messages, prompt.options) == "yes"
 
 
 def test_the_last_message_can_be_continued(http: httpx.Client, tokenizer: Tokenizer) -> None:
@@ -162,7 +163,7 @@ def test_the_last_message_can_be_continued(http: httpx.Client, tokenizer: Tokeni
 def test_the_template_is_given_tools_and_variables(telling: Tokenizer) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}, "strict": True}}
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "hi", "name": "Ann"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "ok", "tool_call_id": "c1"},

@@ -34,7 +34,7 @@ def http(server: ServerProcess) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def model(client: openai.OpenAI) -> str:
     (model,) = client.models.list().data
-    return model.id
+    return str(model.id)
 
 
 def test_openai_chats(client: openai.OpenAI, model: str) -> None:

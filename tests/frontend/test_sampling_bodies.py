@@ -36,14 +36,15 @@ def test_schemas_and_sampling_params_accept_the_same_values(schema: type[Body], 
     step = 1 if isinstance(low, int) else 0.001
     prompt = {"prompt": "a"} if schema is CompletionRequest else {}
     for value, fits in ((low - step, False), (low, not bounds.above_low), (high, True), (high + step, False)):
+        params: dict[str, Any] = {name: value}
         if fits:
             schema.model_validate({**prompt, field: value})
-            SamplingParams(**{name: value})
+            SamplingParams(**params)
         else:
             with pytest.raises(ValidationError, match=field):
                 schema.model_validate({**prompt, field: value})
             with pytest.raises(InvalidRequest, match=name):
-                SamplingParams(**{name: value})
+                SamplingParams(**params)
 
 
 def test_both_apis_ask_for_the_same_sampling() -> None:

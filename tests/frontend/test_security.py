@@ -9,6 +9,7 @@ import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -41,7 +42,7 @@ def guarded(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_http_asks_for_the_key(guarded: ServerProcess) -> None:
     with connect(guarded) as http:
         for given in WRONG:
-            headers = {} if given is None else {"authorization": given.encode("latin-1")}
+            headers: dict[str, Any] = {} if given is None else {"authorization": given.encode("latin-1")}
             for path in ("/generate", "/nowhere"):
                 refused = http.post(path, json=generate_body(5), headers=headers)
                 assert refused.status_code == 401

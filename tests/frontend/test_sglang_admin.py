@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -10,6 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
@@ -32,7 +34,7 @@ from jaxsgl.frontend.metrics import Rates
 from jaxsgl.messages import EngineInfo, Load
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
-Stub = pb_grpc.SglangSchedulerStub
+Stub: TypeAlias = pb_grpc.SglangSchedulerStub
 SERVICE = "sglang.grpc.scheduler.SglangScheduler"
 HEALTH = pb.HealthCheckRequest()
 
@@ -279,11 +281,11 @@ def test_the_cache_is_flushed_when_nothing_runs(sglang: Stub) -> None:
     waiter.join()
     assert waiting[0].success
     for timeout_s in (-1.0, float("nan"), 1e9):
-        assert status_of(lambda timeout_s=timeout_s: flush(timeout_s))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        assert status_of(functools.partial(flush, timeout_s))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_profiles_start_and_stop(sglang: Stub, tmp_path: Path) -> None:
-    def start(**fields: object) -> common_pb2.ProfileResponse:
+    def start(**fields: Any) -> common_pb2.ProfileResponse:
         return sglang.StartProfile(common_pb2.StartProfileRequest(**fields))
 
     started = start(output_dir=str(tmp_path), num_steps=3, activities=["CPU"])
@@ -292,7 +294,7 @@ def test_profiles_start_and_stop(sglang: Stub, tmp_path: Path) -> None:
     stopped = sglang.StopProfile(common_pb2.StopProfileRequest())
     assert (stopped.success, stopped.message) == (False, "no profile is being recorded")
     for fields in ({"start_step": 5}, {"profile_by_stage": True}, {"num_steps": 0}):
-        code, words = status_of(lambda fields=fields: start(**fields))
+        code, words = status_of(functools.partial(start, **fields))
         assert (code, next(iter(fields)) in words) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 

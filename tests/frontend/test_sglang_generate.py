@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -14,7 +15,7 @@ from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 
 from jaxsgl.text.tokenizer import Tokenizer
 
-Stub = pb_grpc.SglangSchedulerStub
+Stub: TypeAlias = pb_grpc.SglangSchedulerStub
 PROMPT = (5, 6, 7, 8)
 
 

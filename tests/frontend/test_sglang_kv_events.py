@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -13,8 +14,8 @@ from sglang_calls import ask, sglang_stub
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
-Stub = pb_grpc.SglangSchedulerStub
-Batch = common_pb2.KvEventBatch
+Stub: TypeAlias = pb_grpc.SglangSchedulerStub
+Batch: TypeAlias = common_pb2.KvEventBatch
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def test_a_subscriber_resumes_where_it_was(sglang: Stub) -> None:
         flush(sglang)
     for seen in (start, start + 1, start + 2):
         with subscribed(sglang, start=seen) as batches:
-            numbers = []
+            numbers: list[int] = []
             while not numbers or numbers[-1] < start + 3:
                 numbers.append(next_with_events(batches).sequence_number)
         assert numbers == list(range(numbers[0], start + 4)), "no gap"

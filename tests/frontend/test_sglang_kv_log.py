@@ -11,7 +11,7 @@ from jaxsgl.config import Limits
 from jaxsgl.frontend.grpc.sglang.kv_events import DataLoss, KvLog, KvStream, OutOfRange, batch_of, snapshot_chunks
 from jaxsgl.frontend.grpc.sglang.loads import Busy
 from jaxsgl.frontend.metrics import Rates
-from jaxsgl.messages import CacheCleared, CacheEvents, EngineInfo, PagesRemoved, PagesStored, WatchCache
+from jaxsgl.messages import CacheCleared, CacheEvent, CacheEvents, EngineInfo, PagesRemoved, PagesStored, WatchCache
 
 INFO = EngineInfo(
     model_path="/models/a", architecture="FakeForCausalLM", dtype="float32",
@@ -181,7 +181,7 @@ def test_a_snapshots_numbers_fit_before_the_last_batch(num_pages: int, last: int
 
 
 def test_events_keep_their_order_in_a_batch() -> None:
-    events = [PagesRemoved([-1, 2]), CacheCleared(), PagesStored([3, 4], [30, 31, 40, 41], -9)]
+    events: list[CacheEvent] = [PagesRemoved([-1, 2]), CacheCleared(), PagesStored([3, 4], [30, 31, 40, 41], -9)]
     removed, cleared, stored = batch_of(events, 7, iter([100, 101, 102])).events
     assert [event.event_id for event in (removed, cleared, stored)] == [100, 101, 102]
     assert list(removed.removed.block_hashes) == [-1, 2]

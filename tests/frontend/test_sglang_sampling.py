@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from sglang_calls import ask
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
@@ -90,7 +92,7 @@ def test_max_new_tokens_0_is_prefill_only() -> None:
         ({"stop": [""]}, "stop string"),
     ],
 )
-def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, object], word: str) -> None:
+def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, Any], word: str) -> None:
     with pytest.raises(InvalidRequest, match=word):
         options_of(ask(1, **sampling))
 

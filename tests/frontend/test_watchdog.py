@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -78,7 +79,7 @@ def test_whatever_the_engine_says_is_a_sign_of_life() -> None:
 
 
 @pytest.mark.parametrize("work", [{"num_running": 1}, {"num_waiting": 1}])
-def test_an_engine_that_answers_but_makes_no_step_is_a_problem(work: dict[str, int]) -> None:
+def test_an_engine_that_answers_but_makes_no_step_is_a_problem(work: dict[str, Any]) -> None:
     engine = Engine()
     told = []
     for _ in range(TICKS + 1):

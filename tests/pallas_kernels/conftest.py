@@ -26,7 +26,9 @@ def narrow_kernels(native_runs_here: None) -> tuple[str, str]:
     """XLA's names of attention and products compiled as for a processor that has AVX2 only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_OPTIONS", (*library._OPTIONS, "-mno-avx512f"))
-        path = library._compiled(library.compiler(), processor_flags())
+        compiler = library.compiler()
+        assert compiler is not None
+        path = library._compiled(compiler, processor_flags())
     names = f"{library.PAGED_ATTENTION}_narrow", f"{library.ROWS_PRODUCT}_narrow"
     library._register(ctypes.CDLL(str(path)), *names)
     return names

@@ -8,6 +8,7 @@ day; by night it is all of it.
 import inspect
 import json
 import sys
+from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -25,7 +26,7 @@ CUSTOM_CALLS = ("triton_kernel_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "tpu
 
 def on_a_device(platform: str, kind: str, num_cores: int):
     """Traces inside see this device as their target, without it being there."""
-    fields = {"device_kind": kind, "num_cores": num_cores, "platform": platform}
+    fields: dict[str, Any] = {"device_kind": kind, "num_cores": num_cores, "platform": platform}
     known = inspect.signature(AbstractDevice).parameters  # `platform` isn't there in every version
     device = AbstractDevice(**{name: value for name, value in fields.items() if name in known})
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
@@ -65,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,18 +66,18 @@ def build(
 
 
 @functools.cache
-def compiled(is_decode: bool, options: tuple[tuple[str, float], ...]):
+def compiled(is_decode: bool, options: tuple[tuple[str, Any], ...]):
     op = paged_decode_attention if is_decode else paged_extend_attention
     return jax.jit(functools.partial(op, backend="native", **dict(options)))
 
 
-def attend(case: Case, is_decode: bool = False, **options: float) -> np.ndarray:
+def attend(case: Case, is_decode: bool = False, **options: Any) -> np.ndarray:
     bits = (to_bits(jnp.asarray(pages)) for pages in (case.k_pages, case.v_pages))
     ints = [jnp.asarray(a, jnp.int32) for a in (case.table, case.lengths, case.offsets)]
     return np.asarray(compiled(is_decode, tuple(options.items()))(case.q, *bits, *ints[: 2 if is_decode else 3]))
 
 
-def dense(case: Case, **options: float) -> np.ndarray:
+def dense(case: Case, **options: Any) -> np.ndarray:
     """The float64 softmax with queries as the kernel rounds them; zeros for padding rows of a decode."""
     head_dim = case.q.shape[2]
     scaled = case.q * np.float32(options.pop("k_scale", 1)) * np.float32(options.pop("sm_scale", head_dim**-0.5))
@@ -91,7 +92,7 @@ def dense(case: Case, **options: float) -> np.ndarray:
     return out
 
 
-def check(case: Case, is_decode: bool = False, **options: float) -> None:
+def check(case: Case, is_decode: bool = False, **options: Any) -> None:
     case = case.decode() if is_decode else case
     for each, tolerance in ((case.of_zeros(), MEAN_TOLERANCE), (case, TOLERANCE)):
         expected = dense(each, **options)

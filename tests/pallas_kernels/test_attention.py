@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +61,8 @@ def test_reference_equals_a_dense_softmax(name: str) -> None:
     def prop(case: Case) -> None:
         args = case.extend_args()
         actual = compiled(paged_extend_attention, case.spec, "reference")(*args)
-        assert_close(actual, dense_attention(*args, case.spec.options), case.spec.dtype)
+        with_options: Any = (*args, case.spec.options)
+        assert_close(actual, dense_attention(*with_options), case.spec.dtype)
 
     run_examples(prop, cases(BY_NAME[name]), 4)
 

@@ -53,10 +53,10 @@ def test_attention_over_bits_is_attention_over_the_numbers(op: str, page_size: i
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_a_store_rounds_to_bfloat16(backend: str) -> None:
     k, v = pages_of(16, 1), pages_of(16, 2)
-    new = jax.random.normal(jax.random.key(4), (2, 3, K, H), jnp.float32)
+    new_k, new_v = jax.random.normal(jax.random.key(4), (2, 3, K, H), jnp.float32)
     slots = jnp.array([0, 17, 100], jnp.int32)
-    stored = store_kv(to_bits(k), to_bits(v), *new, slots, backend=backend)
-    expected = store_kv(k, v, *new, slots, backend="reference")
+    stored = store_kv(to_bits(k), to_bits(v), new_k, new_v, slots, backend=backend)
+    expected = store_kv(k, v, new_k, new_v, slots, backend="reference")
     for bits, numbers in zip(stored, expected, strict=True):
         assert bits.dtype == jnp.uint16
         np.testing.assert_array_equal(to_numbers(bits).astype(jnp.float32), numbers.astype(jnp.float32))

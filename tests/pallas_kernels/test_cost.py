@@ -4,8 +4,10 @@ Times are the fastest of many, the variants taking turns, so that a busy machine
 times before it counts as missed. The bounds are loose against what docs/kernels/xla.md measured (4 to 5 times).
 """
 
+import functools
 import time
 from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,10 @@ from pallas_kernels import paged_decode_attention, paged_extend_attention
 NUM_SEQS, LENGTH, NUM_KV_HEADS, NUM_GROUPS, HEAD_DIM = 32, 512, 8, 2, 64
 
 
-def fastest(calls: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[str, float]:
+Calls: TypeAlias = dict[str, Callable[[], jax.Array]]
+
+
+def fastest(calls: Calls, repeats: int) -> dict[str, float]:
     """Seconds of each call, which take turns."""
     seconds = dict.fromkeys(calls, float("inf"))
     for _ in range(repeats):
@@ -28,7 +33,7 @@ def fastest(calls: dict[str, Callable[[], jax.Array]], repeats: int) -> dict[str
     return seconds
 
 
-def holds_in_some_round(calls: dict[str, Callable[[], jax.Array]], holds: Callable[[dict[str, float]], bool]) -> None:
+def holds_in_some_round(calls: Calls, holds: Callable[[dict[str, float]], bool]) -> None:
     rounds = []
     for _ in range(5):
         rounds.append(fastest(calls, repeats=8))
@@ -42,14 +47,14 @@ def test_a_wide_page_table_costs_no_time(op, num_tokens: int) -> None:
     cache = jnp.ones((33, 2, 16, 64), jnp.float32)
     q = jnp.ones((num_tokens, 4, 64))
     step = jax.jit(op)
-    calls = {}
+    calls: Calls = {}
     for name, pages_per_seq in (("narrow", 4), ("wide", 2048)):
         table = np.zeros((4, pages_per_seq), np.int32)
         table[:, :4] = 1 + np.arange(16).reshape(4, 4)
         args = [q, cache, cache, jnp.asarray(table), jnp.full((4,), 64, jnp.int32)]
         if op is paged_extend_attention:
             args.append(jnp.arange(5, dtype=jnp.int32) * 8)
-        calls[name] = lambda args=args: step(*args)
+        calls[name] = functools.partial(step, *args)
     fastest(calls, repeats=1)  # compiles
     # Work in proportion to the width would be 512 times as much.
     holds_in_some_round(calls, lambda seconds: seconds["wide"] < 4 * seconds["narrow"])
@@ -92,7 +97,7 @@ def test_decode_takes_time_for_the_real_lengths_only() -> None:
         "one long": [LENGTH] + [8] * (NUM_SEQS - 1),
         "padding": [LENGTH] * 2 + [0] * (NUM_SEQS - 2),
     }
-    calls = {name: (lambda n=jnp.asarray(n, jnp.int32): ours(*args, n)) for name, n in lengths.items()}
+    calls: Calls = {name: functools.partial(ours, *args, jnp.asarray(n, jnp.int32)) for name, n in lengths.items()}
     fastest(calls, repeats=1)  # compiles
     holds_in_some_round(calls, lambda seconds: all(3 * seconds[name] < seconds["full"] for name in list(lengths)[1:]))
 
@@ -105,6 +110,8 @@ def test_pages_that_eight_sequences_share_cost_less_than_own_ones() -> None:
     shared[:, : 448 // page_size] = shared[np.arange(NUM_SEQS) % 4, : 448 // page_size]
     tables = {"own": own_table, "shared": jnp.asarray(shared)}
     lengths, ours = jnp.full((NUM_SEQS,), LENGTH, jnp.int32), jax.jit(paged_decode_attention)
-    calls = {name: (lambda table=table: ours(q, k_pages, v_pages, table, lengths)) for name, table in tables.items()}
+    calls: Calls = {
+        name: functools.partial(ours, q, k_pages, v_pages, table, lengths) for name, table in tables.items()
+    }
     fastest(calls, repeats=1)  # compiles
     holds_in_some_round(calls, lambda seconds: seconds["shared"] < 0.7 * seconds["own"])

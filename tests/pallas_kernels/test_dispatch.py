@@ -5,6 +5,7 @@ import inspect
 import logging
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ EVERYTHING = {"reference": takes_all_shapes, "xla": takes_all_shapes, "triton": 
 
 def on_a_device(platform: str, kind: str):
     """Traces inside see this device as their target, without it being there."""
-    fields = {"device_kind": kind, "num_cores": 132, "platform": platform}
+    fields: dict[str, Any] = {"device_kind": kind, "num_cores": 132, "platform": platform}
     known = inspect.signature(AbstractDevice).parameters  # `platform` isn't there in every version
     device = AbstractDevice(**{name: value for name, value in fields.items() if name in known})
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
@@ -45,7 +46,7 @@ def test_auto_follows_the_platform_and_its_table() -> None:
 
 
 def test_auto_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
-    refusing = {**EVERYTHING, "triton": lambda: "head size is 80 in this test"}
+    refusing: dict[str, Any] = {**EVERYTHING, "triton": lambda: "head size is 80 in this test"}
     with on_an_h100(), caplog.at_level(logging.INFO, logger="pallas_kernels"):
         for _ in range(3):
             assert choose_backend("paged_decode_attention", "auto", refusing) == "xla"
@@ -105,7 +106,7 @@ def test_shapes_that_a_named_backend_refuses_are_an_error() -> None:
 
 @pytest.mark.parametrize("spec", GRID_SPECS, ids=lambda spec: spec.name)
 def test_every_op_lowers_for_cuda_through_triton(spec: ArgSpec) -> None:
-    ops = (
+    ops: tuple[Any, ...] = (
         (store_kv, spec.store_args(), {}),
         (paged_decode_attention, spec.decode_args(), spec.options),
         (paged_extend_attention, spec.extend_args(), spec.options),
@@ -159,7 +160,7 @@ OPTIONS_OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize("option", OPTIONS_OUT_OF_RANGE)
-def test_options_out_of_range_are_errors(option: dict[str, float]) -> None:
+def test_options_out_of_range_are_errors(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
         jax.eval_shape(lambda *a: paged_decode_attention(*a, **option), *PLAIN.decode_args())
 

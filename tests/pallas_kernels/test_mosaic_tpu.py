@@ -1,6 +1,7 @@
 """The TPU kernels in their interpreter: it starts copies late, fills unwritten memory with NaN and can detect races."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,12 @@ def detecting_races():
     return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan"))
 
 
+def found_races() -> bool:
+    races = interpret_pallas_call.races
+    assert races is not None
+    return races.races_found
+
+
 def test_mixed_batches_over_many_tiles_have_no_races() -> None:
     """Query tiles of 32 and of 1, parts of one also at the end of q, rings that go round across sequences' borders."""
     spec = ArgSpec("many_tiles", 4, 80, 24, 16, 1, 2, 128)
@@ -71,7 +78,7 @@ def test_mixed_batches_over_many_tiles_have_no_races() -> None:
     with small_tiles(EXTEND, tile_rows=64), detecting_races():
         for num_queries in ([75, 1, 0, 1], [1, 33, 0, 40]):
             check(paged_extend_attention, build_case(spec, [384, 303, 0, 150], num_queries, 5, seed=7), run)
-            assert not interpret_pallas_call.races.races_found
+            assert not found_races()
 
 
 def test_a_window_skips_tiles_of_a_decode_without_races() -> None:
@@ -79,13 +86,13 @@ def test_a_window_skips_tiles_of_a_decode_without_races() -> None:
     run = interpreted(paged_decode_attention, spec)
     with small_tiles(DECODE, num_buffers=3), detecting_races():
         check(paged_decode_attention, build_case(spec, [384, 0, 227, 1, 0], [1, 0, 1, 1, 0], 5, seed=7), run)
-    assert not interpret_pallas_call.races.races_found
+    assert not found_races()
 
 
 def test_padding_yields_exact_zeros() -> None:
     spec = SPECS["rows"]
     case = build_case(spec, [0, 30, 0, 7], [0, 20, 0, 2], 0, seed=1)
-    run = {"backend": "mosaic_tpu", "interpret": True}
+    run: dict[str, Any] = {"backend": "mosaic_tpu", "interpret": True}
     decoded = np.asarray(paged_decode_attention(*case.decode_args(), **run))
     assert (decoded[[0, 2]] == 0).all() and (decoded[[1, 3]] != 0).any(axis=2).all()
     extended = np.asarray(paged_extend_attention(*case.extend_args(), **run))
@@ -110,7 +117,7 @@ def test_stores_in_any_order_equal_the_reference_without_races(spec: ArgSpec) ->
     num_slots = spec.num_pages * spec.page_size
     rng = np.random.default_rng(0)
     cache_and_new = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in spec.store_args()[:4]]
-    scales = {"k_scale": 0.5, "v_scale": 2.0} if spec.float8_cache else {}
+    scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if spec.float8_cache else {}
     free = np.arange(spec.page_size, num_slots)
     store = jax.jit(functools.partial(store_kv, backend="mosaic_tpu", interpret=True, **scales))
     for kind in ("shuffled", "runs"):
@@ -120,7 +127,7 @@ def test_stores_in_any_order_equal_the_reference_without_races(spec: ArgSpec) ->
         args = (*cache_and_new, jnp.asarray(slots, jnp.int32))
         with tuning.override("store_kv", "mosaic_tpu", {"chunk_tokens": 32, "num_buffers": 4}), detecting_races():
             stored = jax.block_until_ready(store(*args))
-        assert not interpret_pallas_call.races.races_found
+        assert not found_races()
         reference = jax.block_until_ready(store_kv(*args, backend="reference", **scales))
         for actual, expected in zip(stored, reference, strict=True):
             assert (np.asarray(actual, np.float32)[1:] == np.asarray(expected, np.float32)[1:]).all()
@@ -132,8 +139,9 @@ def test_more_tokens_than_a_work_list_holds_are_stored_by_several_kernels(monkey
     rng = np.random.default_rng(0)
     cache_and_new = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in spec.store_args()[:4]]
     slots = jnp.asarray(16 + rng.permutation(100)[:37], jnp.int32)
-    stored = jax.block_until_ready(store_kv(*cache_and_new, slots, backend="mosaic_tpu", interpret=True))
-    reference = jax.block_until_ready(store_kv(*cache_and_new, slots, backend="reference"))
+    args: Any = (*cache_and_new, slots)
+    stored = jax.block_until_ready(store_kv(*args, backend="mosaic_tpu", interpret=True))
+    reference = jax.block_until_ready(store_kv(*args, backend="reference"))
     for actual, expected in zip(stored, reference, strict=True):
         assert (actual == expected).all()
 
@@ -185,5 +193,6 @@ def check_runs(num_tokens: int, chunk_tokens: int, tile_slots: int, seed: int) -
     ids=lambda value: value.name if isinstance(value, ArgSpec) else "",
 )
 def test_shapes_that_would_copy_the_cache_are_refused(spec: ArgSpec, reason: str) -> None:
-    q, k_pages, *_ = spec.decode_args()
+    args: Any = spec.decode_args()
+    q, k_pages, *_ = args
     assert reason in str(refuse_shapes(q, k_pages))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def test_a_prompt_in_any_chunks_is_the_same_to_the_bit(page_size: int, group: in
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"logit_soft_cap": 2.0}], ids=str)
 @pytest.mark.parametrize("name", ["nested", "equal to the end", "cut off anywhere"])
-def test_a_sequence_is_the_same_to_the_bit_whatever_else_is_in_the_batch(name: str, options: dict[str, float]) -> None:
+def test_a_sequence_is_the_same_to_the_bit_whatever_else_is_in_the_batch(name: str, options: dict[str, Any]) -> None:
     case = build(TEXTS[name], 16, seed=4, most_new=30)
     together = attend(case, **options)
     for s in np.flatnonzero(np.diff(case.offsets))[::4]:

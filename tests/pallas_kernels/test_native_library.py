@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -182,7 +183,7 @@ def test_several_devices_get_xla() -> None:
 
 def arrays(
     head_dim: int = 64, group: int = 2, q_dtype: str = "float32", cache_dtype: str = "uint16"
-) -> tuple[jax.ShapeDtypeStruct, ...]:
+) -> tuple[Any, ...]:
     """q, k_pages, v_pages, page_table, lengths of a decode."""
     pages = jax.ShapeDtypeStruct((5, 2, 16, head_dim), cache_dtype)
     q = jax.ShapeDtypeStruct((3, 2 * group, head_dim), q_dtype)
@@ -218,7 +219,7 @@ def test_another_platform_is_named(a_library: None) -> None:
         assert attention.refuse(*arrays()[:2]) == "it needs a cpu, this is a gpu"
 
 
-def text_of(**options: str) -> str:
+def text_of(**options: Any) -> str:
     """The traced calls of both ops."""
     q, *cache = arrays()
     offsets = jax.ShapeDtypeStruct((4,), jnp.int32)

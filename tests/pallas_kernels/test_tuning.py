@@ -66,7 +66,7 @@ def test_a_table_is_for_devices_that_have_its_names_as_whole_words(
     for num_warps, (name, devices) in enumerate(named.items(), start=1):
         table = {"devices": devices, "backends": {}, "blocks": [entry(num_warps)]}
         (tmp_path / "tables" / f"{name}.json").write_text(json.dumps(table))
-    monkeypatch.setattr(tuning.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
     monkeypatch.setattr(tuning, "_tables", tuning._tables.__wrapped__)  # which remembers nothing
     with on_a_device("cuda", kind, 1):
         assert tuning.blocks(OP, BACKEND, SHAPE) == {"num_warps": expected}

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,9 @@ def test_decode_is_right_for_any_block_sizes(page_size, tile_tokens, batch_token
     q, *cache = case.decode_args()
     is_real = np.array(LENGTHS) > 0
     offsets = np.concatenate([[0], np.cumsum(is_real)])  # an extend gives padding no row
+    args: Any = (q[is_real], *cache, offsets, case.spec.options)
     expected = np.zeros(q.shape)
-    expected[is_real] = dense_attention(q[is_real], *cache, offsets, case.spec.options)
+    expected[is_real] = dense_attention(*args)
     with tuning.override("paged_decode_attention", "xla", sizes):
         actual = paged_decode_attention(*case.decode_args(), backend="xla", **case.spec.options)
     assert_close(actual, expected, case.spec.dtype)
@@ -45,7 +47,8 @@ def test_decode_is_right_for_any_block_sizes(page_size, tile_tokens, batch_token
 def test_extend_is_right_for_any_block_sizes(page_size, tile_queries, tile_tokens, window) -> None:
     case = case_of(page_size, window)
     sizes = {"min_tile_queries": tile_queries, "max_tile_queries": tile_queries, "tile_tokens": tile_tokens}
-    expected = dense_attention(*case.extend_args(), case.spec.options)
+    args: Any = (*case.extend_args(), case.spec.options)
+    expected = dense_attention(*args)
     with tuning.override("paged_extend_attention", "xla", sizes):
         actual = paged_extend_attention(*case.extend_args(), backend="xla", **case.spec.options)
     assert_close(actual, expected, case.spec.dtype)
@@ -64,7 +67,8 @@ def test_a_narrow_cache_is_never_widened(op, narrow: str) -> None:
     compiled = jax.jit(functools.partial(op, backend="xla")).lower(*args[op]()).compile()
     cache_shapes = (spec.num_pages, 2, 16, 16), (spec.num_pages * 2, 16, 16)
     in_hlo = [",".join(map(str, shape)) for shape in cache_shapes]
-    types = {kind for shape in in_hlo for kind in re.findall(rf"(\w+)\[{shape}\]", compiled.as_text())}
+    types = {kind for shape in in_hlo for kind in re.findall(rf"(\w+)\[{shape}\]", compiled.as_text() or "")}
     assert types <= ({"f8e4m3fn", "u8"} if narrow == "float8" else {"bf16", "u16"})
     cache_bytes = args[op]()[1].size * jnp.dtype(spec.cache_dtype).itemsize
-    assert compiled.memory_analysis().temp_size_in_bytes < 2.2 * cache_bytes  # the bits of K and V, once
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2.2 * cache_bytes  # the bits of K and V, once

@@ -1,6 +1,7 @@
 """Decode reads pages that sequences share once for several of them: who shares what, and that outputs stay right."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +31,11 @@ def decode_args(texts: list[str], page_size: int, cache_dtype: str, seed: int) -
 
 
 @functools.cache
-def compiled(backend: str, **options: float):
+def compiled(backend: str, **options: Any):
     return jax.jit(functools.partial(paged_decode_attention, backend=backend, **options))
 
 
-def check(texts: list[str], page_size: int, cache_dtype: str, seed: int, **options: float) -> None:
+def check(texts: list[str], page_size: int, cache_dtype: str, seed: int, **options: Any) -> None:
     args = decode_args(texts, page_size, cache_dtype, seed)
     assert_close(compiled("xla", **options)(*args), compiled("reference", **options)(*args), "float32")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.messages import Reply, ToEngine
@@ -13,6 +14,7 @@ from jaxsgl.testing import FakeEngine, ScriptedMailbox, generate
 from tests.checked import CheckedScheduler
 
 VOCAB = 1000
+Script: TypeAlias = list[list[ToEngine]]  # what arrives before each turn of the loop
 
 
 def capacity(

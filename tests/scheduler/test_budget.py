@@ -92,7 +92,7 @@ def test_it_agrees_with_growing_all_requests_step_by_step(
 def test_requests_that_are_planned_count_like_admitted_ones(page_size: int, sizes: list[tuple[int, int, int]]) -> None:
     """What the ledger says of locks in one plan is what the cache says once they are taken."""
     cache = CacheManager(MANY_PAGES, page_size, PageTable(len(sizes) + 1, MANY_PAGES), RadixCache(page_size))
-    lease = cache.acquire(cache.match(np.arange(1)))
+    lease = cache.acquire(cache.match(np.arange(1, dtype=np.int32)))
     cache.grow(lease, 60)
     cache.release(lease, np.arange(60, dtype=np.int32))  # a prefix that no request locks
     holder = admitted(cache, *sizes[0])

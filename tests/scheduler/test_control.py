@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
@@ -26,7 +26,7 @@ from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import FakeEngine, ScriptedMailbox
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import CheckedScheduler
-from tests.scheduler.serving import capacity, expected, last_reply, request, serve
+from tests.scheduler.serving import Script, capacity, expected, last_reply, request, serve
 
 both_loops = pytest.mark.parametrize("overlap", [True, False])
 PROMPT = list(range(40))
@@ -55,8 +55,8 @@ def watched(mailbox: ScriptedMailbox, number: int) -> dict[int, tuple[int, ...]]
 
 
 def profiled(
-    script: Sequence[Sequence[ToEngine]], overlap: bool = True, make_engine: Callable[[Capacity], EngineT] = FakeEngine
-) -> tuple[ScriptedMailbox, EngineT]:
+    script: Sequence[Sequence[ToEngine]], overlap: bool = True, make_engine: type[FakeEngine] = FakeEngine
+) -> tuple[ScriptedMailbox, FakeEngine]:
     sizes = capacity()
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), ())
     mailbox, engine = ScriptedMailbox(script), make_engine(sizes)
@@ -68,7 +68,7 @@ def profiled(
 def test_every_command_is_answered_once_while_requests_run(overlap: bool) -> None:
     commands: list[ToEngine] = [Ping(1), FlushCache(2), StartProfile(3, "/a"), StopProfile(4), WatchCache(5), Ping(6)]
     for turns in range(6):
-        script = [[request("a", PROMPT, 6)], *[[]] * turns, commands, *[[]] * 9, [FlushCache(7)]]
+        script: Script = [[request("a", PROMPT, 6)], *[[]] * turns, commands, *[[]] * 9, [FlushCache(7)]]
         mailbox, _ = serve(capacity(max_extend_tokens=16), script, overlap=overlap)
         assert {number: answer.ok for number, answer in answers(mailbox).items()} == {
             1: True, 2: False, 3: True, 4: True, 6: True, 7: True,
@@ -83,7 +83,7 @@ def test_an_idle_engine_answers_a_ping() -> None:
 
 
 def test_the_cache_is_flushed_only_while_nothing_waits_or_runs() -> None:
-    script = [
+    script: Script = [
         [request("first", PROMPT), request("waits", PROMPT), FlushCache(1)],
         [FlushCache(2)],
         *[[]] * 9,
@@ -107,7 +107,15 @@ def test_a_flush_shows_in_the_load() -> None:
 @pytest.mark.parametrize("running", [True, False])
 def test_a_profile_holds_the_steps_that_it_was_asked_for(running: bool, overlap: bool) -> None:
     before: list[ToEngine] = [request("a", PROMPT, 30)] if running else []
-    script = [before, [], [], [StartProfile(1, "/traces", 5)], [request("b", PROMPT, 20)], *[[]] * 20, [StopProfile(2)]]
+    script: Script = [
+        before,
+        [],
+        [],
+        [StartProfile(1, "/traces", 5)],
+        [request("b", PROMPT, 20)],
+        *[[]] * 20,
+        [StopProfile(2)],
+    ]
     mailbox, engine = profiled(script, overlap)
     assert answers(mailbox)[1] == Answer(1, True, "/traces")
     assert answers(mailbox)[2] == Answer(2, False, "no profile is being recorded")
@@ -117,7 +125,12 @@ def test_a_profile_holds_the_steps_that_it_was_asked_for(running: bool, overlap:
 
 
 def test_a_profile_without_a_number_of_steps_lasts_until_it_is_stopped() -> None:
-    script = [[StartProfile(1, "/traces"), request("a", PROMPT, 30)], *[[]] * 9, [StopProfile(2)], *[[]] * 4]
+    script: Script = [
+        [StartProfile(1, "/traces"), request("a", PROMPT, 30)],
+        *[[]] * 9,
+        [StopProfile(2)],
+        *[[]] * 4,
+    ]
     mailbox, engine = profiled(script)
     assert answers(mailbox)[2] == Answer(2, True, "/traces")
     assert engine.profiles == [("/traces", 10)]
@@ -146,7 +159,12 @@ def test_there_is_one_profile_at_a_time(command: StartProfile, reason: str) -> N
     ],
 )
 def test_a_command_that_fails_says_why_and_the_engine_goes_on(command: ToEngine, reason: str) -> None:
-    script = [[request("a", PROMPT, 9)], [command], [StartProfile(2, "/traces")], [StopProfile(3)]]
+    script: Script = [
+        [request("a", PROMPT, 9)],
+        [command],
+        [StartProfile(2, "/traces")],
+        [StopProfile(3)],
+    ]
     mailbox, _ = profiled(script)
     assert not answers(mailbox)[1].ok and reason in answers(mailbox)[1].text
     assert answers(mailbox)[2].ok and answers(mailbox)[3].ok
@@ -168,7 +186,12 @@ class FullDisk(FakeEngine):
 @pytest.mark.parametrize("num_steps", [None, 2])
 def test_a_profile_that_could_not_be_written_can_be_stopped_again(num_steps: int | None) -> None:
     stop: list[ToEngine] = [StopProfile(2)] if num_steps is None else []
-    script = [[StartProfile(1, "/traces", num_steps), request("a", PROMPT, 9)], *[[]] * 5, stop, [StopProfile(3)]]
+    script: Script = [
+        [StartProfile(1, "/traces", num_steps), request("a", PROMPT, 9)],
+        *[[]] * 5,
+        stop,
+        [StopProfile(3)],
+    ]
     mailbox, engine = profiled(script, make_engine=FullDisk)
     assert engine.tried
     if num_steps is None:
@@ -208,7 +231,7 @@ class WaitingMailbox(ScriptedMailbox):
 def test_requests_and_commands_go_on_while_a_trace_is_written(running: bool, overlap: bool) -> None:
     requests: list[ToEngine] = [request("a", PROMPT, 20)] if running else []
     meanwhile: list[ToEngine] = [Ping(3), StartProfile(4, "/other"), StopProfile(5)]
-    script = [[StartProfile(1, "/traces"), *requests], [StopProfile(2)], meanwhile, *[[]] * 30]
+    script: Script = [[StartProfile(1, "/traces"), *requests], [StopProfile(2)], meanwhile, *[[]] * 30]
     sizes = capacity()
     mailbox = WaitingMailbox(script)
     mailbox.engine = SlowDisk(sizes)
@@ -225,7 +248,7 @@ def test_requests_and_commands_go_on_while_a_trace_is_written(running: bool, ove
 def test_whoever_watches_knows_what_is_cached_from_a_snapshot_and_news(watched_from: int, overlap: bool) -> None:
     """In a pool so small that pages are evicted; watched before, while and after the first request runs."""
     requests: list[ToEngine] = [request(f"r{i}", [*range(8 * (i % 3)), *range(100 * i, 100 * i + 9)]) for i in range(9)]
-    script: list[list[ToEngine]] = [turn for each in requests for turn in ([each], [], [])]
+    script: Script = [turn for each in requests for turn in ([each], [], [])]
     script.insert(watched_from, [WatchCache(70)])
     script.insert(20, [WatchCache(71)])
     mailbox, scheduler = serve(capacity(num_pages=15, context=40), script, overlap=overlap)
@@ -235,7 +258,7 @@ def test_whoever_watches_knows_what_is_cached_from_a_snapshot_and_news(watched_f
 
 def test_what_happened_just_before_a_second_watch_is_news_for_the_first() -> None:
     """The abort stores two pages of output, in the same turn."""
-    script = [[WatchCache(70), request("a", PROMPT, 30)], *[[]] * 9, [Abort("a"), WatchCache(71)]]
+    script: Script = [[WatchCache(70), request("a", PROMPT, 30)], *[[]] * 9, [Abort("a"), WatchCache(71)]]
     mailbox, scheduler = serve(capacity(), script)
     cached = cached_prefixes(scheduler.cache.prefixes)
     assert watched(mailbox, 70) == watched(mailbox, 71) == cached
@@ -257,6 +280,6 @@ def test_a_flush_is_told_before_it_is_answered() -> None:
 
 
 def test_without_a_radix_tree_there_is_nothing_to_watch() -> None:
-    script = [[WatchCache(1), request("a", PROMPT)], *[[]] * 9, [FlushCache(2)], [WatchCache(3)]]
+    script: Script = [[WatchCache(1), request("a", PROMPT)], *[[]] * 9, [FlushCache(2)], [WatchCache(3)]]
     mailbox, _ = serve(capacity(), script, radix=False)
     assert mailbox.other_news == [CacheEvents([], 1), Answer(2, True), CacheEvents([], 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def of(name: str, prompt: Sequence[int], max_tokens: int = 4, priority: int = 0)
 class Serving:
     """A scheduler and a fake engine, a step at a time; notes the order in which requests get their first token."""
 
-    def __init__(self, policy: str = "fcfs", rows: int = 1, num_pages: int = 400, **config: object) -> None:
+    def __init__(self, policy: str = "fcfs", rows: int = 1, num_pages: int = 400, **config: Any) -> None:
         sizes = capacity(rows=rows, num_pages=num_pages)
         config = {"schedule_policy": policy, **config}
         max_queued = config.pop("max_queued", None)
@@ -36,7 +37,7 @@ class Serving:
             BucketSet.derive(sizes),
             (),
             SchedulingConfig(**config),
-            max_queued_requests=max_queued,  # type: ignore[arg-type]
+            max_queued_requests=max_queued,
         )
         self.engine = FakeEngine(sizes)
         self.order: list[str] = []

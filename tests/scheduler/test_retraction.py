@@ -16,7 +16,7 @@ from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
 from jaxsgl.testing import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
-from tests.scheduler.serving import capacity, expected, request
+from tests.scheduler.serving import Script, capacity, expected, request
 
 OPTIMIST = SchedulingConfig(schedule_conservativeness=0.01)
 
@@ -141,7 +141,7 @@ def test_a_request_that_found_no_room_has_no_cached_tokens() -> None:
     """It shares a cached prefix, but was never admitted, so it never used it."""
     sizes = capacity(num_pages=20)
     holder, tried = patient("holder", range(40), 30), patient("tried", range(40), 30)
-    script = [[holder], [], [tried], [], [], [Abort("tried")]]
+    script: Script = [[holder], [], [tried], [], [], [Abort("tried")]]
     mailbox = ScriptedMailbox(script)
     run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes), mailbox, True)
     (reply,) = (reply for reply in mailbox.replies if reply.request_id == "tried")

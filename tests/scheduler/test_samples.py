@@ -10,7 +10,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.messages import Abort
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.testing import ScriptedMailbox, next_token
-from tests.scheduler.serving import VOCAB, capacity, expected, new_scheduler, request, serve
+from tests.scheduler.serving import VOCAB, Script, capacity, expected, new_scheduler, request, serve
 
 PROMPT = list(range(100, 142))
 
@@ -48,7 +48,7 @@ def test_others_pass_while_samples_wait_for_their_prompt_and_none_waits_for_ever
 def test_an_abort_ends_all_samples_wherever_they_are_or_one_of_them() -> None:
     sizes = capacity(rows=2)
     for turns in range(6):
-        script = [
+        script: Script = [
             [sampled("all", n=4), sampled("one", n=2)],
             *[[] for _ in range(turns)],
             [Abort("all"), Abort("one", 1)],
@@ -71,7 +71,7 @@ def test_a_sample_goes_on_when_its_first_one_is_aborted_before_it_starts() -> No
 def test_seeds_of_samples_follow_one_another() -> None:
     scheduler = new_scheduler(capacity())
     scheduler.receive([Request("r", PROMPT, SamplingParams(seed=2**32 - 2, n=4))])
-    seeds = []
+    seeds: list[int] = []
     while len(seeds) < 4:
         inputs = scheduler.launch()
         assert inputs is not None
@@ -82,7 +82,7 @@ def test_seeds_of_samples_follow_one_another() -> None:
 
 
 def test_a_prompt_whose_logits_are_wanted_takes_nothing_from_the_cache_but_gives_to_it() -> None:
-    script = [
+    script: Script = [
         [request("before", PROMPT)],
         [],
         [],
@@ -109,7 +109,11 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
 
 
 def test_only_batches_with_features_bring_more_than_one_array() -> None:
-    features = {"penalty": {"presence_penalty": 0.5}, "logprobs": {"logprobs": 0}, "bias": {"logit_bias": {3: 1.0}}}
+    features: dict[str, dict[str, Any]] = {
+        "penalty": {"presence_penalty": 0.5},
+        "logprobs": {"logprobs": 0},
+        "bias": {"logit_bias": {3: 1.0}},
+    }
     for name, params in [("greedy", {}), ("drawn", {"temperature": 1.0, "seed": 1}), *features.items()]:
         kind = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, **params})
         _, scheduler = serve(capacity(), [[Request("r", PROMPT, kind)]])

@@ -7,7 +7,7 @@ import pytest
 
 from jaxsgl.messages import Abort
 from jaxsgl.request import FinishReason
-from tests.scheduler.serving import capacity, expected, finish_reason, last_reply, request, serve
+from tests.scheduler.serving import Script, capacity, expected, finish_reason, last_reply, request, serve
 
 both_loops = pytest.mark.parametrize("overlap", [True, False])
 both_caches = pytest.mark.parametrize("radix", [True, False])
@@ -19,7 +19,12 @@ def test_tokens_are_right_after_a_padded_prefill(overlap: bool, radix: bool) -> 
     """sglang-jax 1487: padding of a prefill overwrote last tokens of running requests under overlap."""
     prompts = {f"r{i}": list(range(i, i + 17 + i)) for i in range(3)}  # 54 tokens pad to 64, 3 sequences to 8
     late = list(range(500, 533))
-    script = [[request(key, prompt, 12) for key, prompt in prompts.items()], [], [], [request("late", late, 12)]]
+    script: Script = [
+        [request(key, prompt, 12) for key, prompt in prompts.items()],
+        [],
+        [],
+        [request("late", late, 12)],
+    ]
     mailbox, scheduler = serve(capacity(), script, overlap=overlap, radix=radix)
     assert any(inputs.num_tokens < inputs.bucket.num_tokens for inputs in scheduler.launched)
     for key, prompt in [*prompts.items(), ("late", late)]:
@@ -31,7 +36,7 @@ def test_pages_freed_while_a_step_is_in_flight_can_be_used_at_once(overlap: bool
     """mini-sglang 67, 102: overlap read memory that had been freed. The pool holds one request at a time here."""
     sizes = capacity(num_pages=6, rows=2, context=20)
     stop = expected(range(100, 110), 8)[3]
-    script = [
+    script: Script = [
         [request("a", range(100, 110), 8, stop=(stop,)), request("b", range(200, 212), 8)],
         *[[]] * 3,
         [request("c", range(300, 312), 8)],
@@ -67,7 +72,7 @@ def test_page_padding_is_harmless_in_batches(page_size: int, radix: bool) -> Non
 def test_a_fully_cached_prompt_is_answered(length: int, overlap: bool) -> None:
     """nano-vllm 144: a prompt that was cached to its last token had nothing left to compute."""
     prompt = list(range(length))
-    script = [[request("first", prompt, 8)], *[[]] * 20, [request("again", prompt, 8)]]
+    script: Script = [[request("first", prompt, 8)], *[[]] * 20, [request("again", prompt, 8)]]
     mailbox, _ = serve(capacity(), script, overlap=overlap)
     assert mailbox.output_ids("first") == mailbox.output_ids("again") == expected(prompt, 8)
     assert last_reply(mailbox, "again").cached_tokens == (length - 1) // 4 * 4
@@ -89,7 +94,7 @@ def test_a_request_prefills_again_after_its_cached_pages_were_evicted() -> None:
     """nano-vllm 211: prefill again after losing pages mixed old and new lengths."""
     sizes = capacity(num_pages=9, rows=1, context=32)
     prompt, other = list(range(20)), list(range(300, 320))
-    script = [
+    script: Script = [
         [request("first", prompt, 8)], *[[]] * 12,
         [request("other", other, 8)], *[[]] * 12,
         [request("again", prompt, 8)],
@@ -105,7 +110,11 @@ def test_an_unfinished_request_drops_its_duplicate_pages(overlap: bool) -> None:
     """mini-sglang 142: a request between chunks kept page-table entries to duplicates that had been freed."""
     sizes = capacity(max_extend_tokens=16)
     prompt = list(range(60))
-    script = [[request("a", prompt, 10)], [request("b", [*prompt[:50], 7], 10)], [request("c", prompt, 10)]]
+    script: Script = [
+        [request("a", prompt, 10)],
+        [request("b", [*prompt[:50], 7], 10)],
+        [request("c", prompt, 10)],
+    ]
     mailbox, scheduler = serve(sizes, script, overlap=overlap)
     for inputs in scheduler.launched:  # a row of a batch names a page once at most
         for s in range(inputs.num_seqs):
@@ -144,7 +153,7 @@ def test_a_disconnect_at_any_moment_leaves_nothing_behind(turns: int, overlap: b
     """sglang 36333 (zombies after a disconnect), 39216 (a disconnect kills the engine)."""
     sizes = capacity(max_extend_tokens=16, rows=2)
     prompt = list(range(40))  # three chunks, then decode; the third request waits for a row
-    script = [
+    script: Script = [
         [request("gone", prompt, 30), request("stays", range(50, 60), 9), request("waits", range(70, 99), 9)],
         *[[]] * turns,
         [Abort("gone"), Abort("waits"), Abort("unknown")],

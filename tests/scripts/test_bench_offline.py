@@ -128,7 +128,9 @@ def test_a_recorded_run_serves_every_request_and_stamps_every_step(overlap: bool
     recording, news = record_run(scheduler, OneAtATime(), greedy_requests(jobs), overlap)
     replies = [reply for message in news if isinstance(message, Replies) for reply in message.replies]
     assert sum(len(reply.token_ids) for reply in replies) == sum(job.output_len for job in jobs)
-    load = news[-1].load
+    last = news[-1]
+    assert isinstance(last, Replies)
+    load = last.load
     assert len(recording.steps) == load.totals.steps
     padding = waste(recording.steps)
     assert padding["decode_rows"] == pytest.approx(load.totals.decode_rows_padded / load.totals.decode_rows - 1)
@@ -159,6 +161,7 @@ def test_a_step_that_gets_ready_while_the_host_computes_is_seen_before_it_is_rea
     scheduler = Scheduler(CAPACITY, BucketSet.derive(CAPACITY), {0})
     scheduler.receive(greedy_requests(random_jobs(1, Lengths(3, 3), Lengths(2, 2), CAPACITY.vocab_size)))
     inputs = scheduler.launch()
+    assert inputs is not None
     recording = Recording()
     engine = RecordingEngine(ComputingEngine(), recording)
     recording.turn_begins()

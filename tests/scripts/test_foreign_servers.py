@@ -16,8 +16,8 @@ from bench.requests import Job
 from tests.scripts.foreign_server import Foreign, running
 
 RANDOM = ("--num-prompts", 4, "--random-input-len", 9, "--random-output-len", 6, "--random-range-ratio", 1)
-TALK = ("--dataset-name", "multi-turn", "--num-prompts", 2, "--turns", 2, "--turn-input-len", 4, "--turn-output-len", 3)
-TALK = (*TALK, "--turn-system-len", 5, "--random-range-ratio", 1)
+TALK = ("--dataset-name", "multi-turn", "--num-prompts", 2, "--turns", 2, "--turn-input-len", 4, "--turn-output-len", 3,
+        "--turn-system-len", 5, "--random-range-ratio", 1)  # fmt: skip
 JOBS = [Job([5, 6, 7], 2), Job([8, 9], 3)]
 SETUP = Setup("nowhere", "cpu", num_threads=1, num_jobs=2, longest=5, total=10, prefix_len=0)
 

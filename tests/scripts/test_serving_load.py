@@ -101,6 +101,7 @@ def test_a_failed_turn_ends_its_conversation_alone() -> None:
 def test_prompts_have_the_simulators_prefixes_and_differ_by_seed() -> None:
     ask = Ask(0.0, (1, OUTPUT, 2), (50, 3, 40), 3)
     (first, answer, last), other = prompt_pieces(ask, 900, 0), prompt_pieces(ask, 900, 5)
+    assert first is not None and last is not None
     assert answer is None and [*first, 0, 0, 0, *last] == prompt_ids(ask, 900)
     assert other[0] != first and other[0] == prompt_pieces(Ask(0.0, (1,), (50,), 3), 900, 5)[0]
 

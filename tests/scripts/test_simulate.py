@@ -145,7 +145,8 @@ def test_sizes_are_those_of_whole_batches() -> None:
     buckets = BucketSet.derive(SMALL)
     sampling = SamplingRows(SMALL.num_rows)
     tables = np.arange(SMALL.num_rows * SMALL.max_pages_per_seq, dtype=np.int32).reshape(SMALL.num_rows, -1)
-    whole, sizes = (kind(buckets, tables, sampling, SMALL.page_size) for kind in (BatchBuilder, SizesBuilder))
+    arguments = (buckets, tables, sampling, SMALL.page_size)
+    whole, sizes = BatchBuilder(*arguments), SizesBuilder(*arguments)
     ids = np.ones(40, dtype=np.int32)
     decode = Work(7, np.array([~7], dtype=np.int32), 99, True)
     works = [Work(0, ids, 16, True), Work(3, ids[:5], 0, False), decode]

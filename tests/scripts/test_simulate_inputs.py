@@ -2,6 +2,7 @@
 
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -135,7 +136,7 @@ def test_a_recording_has_each_size_once_and_says_what_ran(num_pages: int) -> Non
     engine = EngineThatLooks(
         Capacity(16, num_pages, num_rows=16, context_length=600, max_extend_tokens=256, vocab_size=9)
     )
-    steps = list(record(engine, repeats=1))
+    steps = list(record(cast(Any, engine), repeats=1))
     ran = engine.submitted[::2]
     assert {step["tokens"] for step in steps if step["kind"] == "decode"} == {1, 2, 4, 8, 16}
     assert {step["tokens"] for step in steps if step["kind"] == "extend"} == {16, 32, 64, 128, 256}

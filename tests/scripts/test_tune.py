@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from bench.kernels.cases import DECODE, EXTEND, STORE, store
 from bench.kernels.inputs import make_inputs
 from bench.kernels.search import Found, backend_order, neighbours, search, table_path, updated_table, write_table
 
-from pallas_kernels import tuning
+from pallas_kernels import store_kv, tuning
 from pallas_kernels.target import TargetDevice
 from tests.scripts.running import run_script
 
@@ -36,13 +37,13 @@ def fake_store(k_pages, v_pages, k, v, slots, *, backend: str, interpret: bool) 
     waste = jnp.cumsum(jnp.broadcast_to(k.sum(), (100_000 * abs(sizes["tile"] - 16),))).sum()
     k = jnp.where(waste == 0.123, 0.0, k)
     lies = sizes["tile"] == 16 and sizes["num_stages"] == 3
-    return bench_cases.store_kv(k_pages, v_pages, 2 * k if lies else k, v, slots, backend="reference")
+    return store_kv(k_pages, v_pages, 2 * k if lies else k, v, slots, backend="reference")
 
 
 @pytest.fixture
 def fake_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op with a backend "triton" whose sizes are those that `fake_store` reads."""
-    usual = {"devices": [], "backends": {}, "blocks": []}
+    usual: dict[str, Any] = {"devices": [], "backends": {}, "blocks": []}
     entry = {"op": STORE, "backend": "triton", "when": {}, "source": "a test"}
     usual["blocks"] = [{**entry, "blocks": {"tile": 32, "warps": 4, "num_stages": 2}}]
     monkeypatch.setattr(tuning, "_tables", lambda kind: (usual,))

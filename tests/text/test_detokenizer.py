@@ -115,6 +115,7 @@ def test_work_per_token_does_not_grow_with_the_stream(kind: str, tokenizers: dic
             detokenizer.feed([token_id])
         assert max(decoded) <= 8
     else:
+        assert isinstance(detokenizer, ByteDetokenizer)
         for token_id in tokenizer.encode(" ".join(TEXT * 20)):
             detokenizer.feed([token_id])
             assert len(detokenizer._decoder.getstate()[0]) <= 3

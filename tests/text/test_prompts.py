@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ class Uncopied(Sequence[int]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: object) -> int:
+    def __getitem__(self, index: Any) -> Any:
         raise AssertionError("an id was looked at")
 
 

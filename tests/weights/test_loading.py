@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +49,7 @@ def test_a_sharded_checkpoint_loads_as_the_single_file_does(kind: str, tmp_path:
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
 def test_every_stored_dtype_loads_as_every_wanted_dtype(stored: torch.dtype, wanted: str, tmp_path: Path) -> None:
     folder = make_checkpoint("llama_tied", tmp_path, dtype=stored)
-    embedding = load(folder, wanted)["embedding"][...]
+    embedding: Any = load(folder, wanted)["embedding"][...]
     assert embedding.dtype == jnp.dtype(wanted)
     expected = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(getattr(torch, wanted))
     np.testing.assert_array_equal(np.asarray(embedding.astype(jnp.float32)), expected.float().numpy())
