@@ -49,7 +49,8 @@ def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     server.end()
 
 
-Say: TypeAlias = Callable[..., str]
+StartServer: TypeAlias = Callable[..., ServerProcess]
+Say: TypeAlias = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -131,14 +132,14 @@ def test_flags_are_checked_before_a_server_is_asked(capsys: pytest.CaptureFixtur
 
 
 def test_without_a_chat_template_it_names_the_other_client(
-    start_server: Callable[..., ServerProcess], capsys: pytest.CaptureFixture[str]
+    start_server: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--addr", start_server().address, "--wait-s", str(PATIENCE_S)]) == 1
     assert "has no chat template, so it can't take turns: use `python -m jaxsgl.client" in capsys.readouterr().err
 
 
 def test_an_engine_that_dies_is_told_and_the_chat_goes_on(
-    start_server: Callable[..., ServerProcess],
+    start_server: StartServer,
     model_folder: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
