@@ -29,7 +29,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str)
-    return error  # type: ignore[no-any-return]
+    return error
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> Any:

@@ -128,7 +128,8 @@ def test_shapes_that_the_chip_can_not_take_are_refused(spec: ArgSpec, reason: st
 
 
 def test_other_gpus_are_refused() -> None:
-    q, k_pages, *_ = SPECS["page_16"].extend_args()
+    args: Any = SPECS["page_16"].extend_args()
+    q, k_pages, *_ = args
     with on_a_device("cuda", "NVIDIA A100-SXM4-80GB", 108):
         assert "A100-SXM4-80GB lacks" in (refuse_shapes(q, k_pages) or "")
 

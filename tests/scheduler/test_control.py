@@ -193,7 +193,7 @@ def test_a_profile_that_could_not_be_written_can_be_stopped_again(num_steps: int
         [StopProfile(3)],
     ]
     mailbox, engine = profiled(script, make_engine=FullDisk)
-    assert engine.tried
+    assert isinstance(engine, FullDisk) and engine.tried
     if num_steps is None:
         assert "'/traces': no space left" in answers(mailbox)[2].text
     assert answers(mailbox)[3].ok

@@ -5,6 +5,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ TINY = ("--max-running-requests", 4, "--decode-buckets", 4, "--extend-buckets", 
 
 def step(kind: str, num_tokens: int, padded: int, lengths: tuple[int, ...] = (1,), new: tuple[int, ...] = (1,)) -> Step:
     bucket = Bucket("decode" if kind == "decode" else "extend", padded, padded, 4, False)
-    return Step(kind, bucket, len(lengths), num_tokens, np.array(lengths), np.array(new), 0.0)
+    return Step(cast(Any, kind), bucket, len(lengths), num_tokens, np.array(lengths), np.array(new), 0.0)
 
 
 def test_overlapped_steps_keep_the_device_busy_without_a_gap() -> None:
@@ -125,7 +126,7 @@ def test_a_recorded_run_serves_every_request_and_stamps_every_step(overlap: bool
     buckets = BucketSet.derive(CAPACITY)
     scheduler = Scheduler(CAPACITY, buckets, {0})
     jobs = random_jobs(6, Lengths(3, 20), Lengths(2, 9), CAPACITY.vocab_size)
-    recording, news = record_run(scheduler, OneAtATime(), greedy_requests(jobs), overlap)
+    recording, news = record_run(scheduler, cast(Any, OneAtATime()), greedy_requests(jobs), overlap)
     replies = [reply for message in news if isinstance(message, Replies) for reply in message.replies]
     assert sum(len(reply.token_ids) for reply in replies) == sum(job.output_len for job in jobs)
     last = news[-1]
@@ -163,7 +164,7 @@ def test_a_step_that_gets_ready_while_the_host_computes_is_seen_before_it_is_rea
     inputs = scheduler.launch()
     assert inputs is not None
     recording = Recording()
-    engine = RecordingEngine(ComputingEngine(), recording)
+    engine = RecordingEngine(cast(Any, ComputingEngine()), recording)
     recording.turn_begins()
     handle = engine.submit(inputs)
     recording.turn_begins()

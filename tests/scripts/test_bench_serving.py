@@ -162,7 +162,7 @@ def test_every_dataset_runs_over_every_protocol(
     assert sum(with_details["output_lens"]) == plain["total_output_tokens"] == with_details["total_output_tokens"]
     assert 0 < plain["median_ttft_ms"] <= plain["p99_ttft_ms"] and 0 < plain["concurrency"] <= 4
     if backend in ("sglang", "jaxsgl-grpc"):
-        asks = script.DatasetConfig(dataset_name="random", num_prompts=8, random_input_len=20, random_output_len=9)
+        asks = DatasetConfig(dataset_name="random", num_prompts=8, random_input_len=20, random_output_len=9)
         if dataset == "random":
             assert sorted(with_details["input_lens"]) == sorted(sum(ask.lengths) for ask in asks.asks())
         if dataset == "mooncake":

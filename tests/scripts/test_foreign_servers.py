@@ -12,6 +12,7 @@ import pytest
 from bench.peers.contender import UNTOLD, CannotRun, Setup
 from bench.peers.endpoint import FLUSHED_BY, MAX_ERROR, NOTHING, Endpoint
 from bench.requests import Job
+from bench.serving.datasets import DatasetConfig
 
 from tests.scripts.foreign_server import Foreign, running
 
@@ -69,7 +70,7 @@ def test_a_turn_holds_the_answer_before_it(takes_ids: bool, tmp_path: Path) -> N
 
 def test_answers_that_end_early_are_counted(tmp_path: Path) -> None:
     found = bench(Foreign(most=4), tmp_path, *RANDOM[:-1], 0.1)
-    lengths = [ask.output_len for ask in bench_serving.DatasetConfig(
+    lengths = [ask.output_len for ask in DatasetConfig(
         num_prompts=4, random_input_len=9, random_output_len=6, random_range_ratio=0.1).asks()]  # fmt: skip
     assert 0 < sum(length > 4 for length in lengths) < 4, "the test needs both"
     assert found["short_answers"] == sum(length > 4 for length in lengths) and found["failed"] == 0

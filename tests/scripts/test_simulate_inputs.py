@@ -128,7 +128,7 @@ class EngineThatLooks:
         pages = np.concatenate([row[:count] for row, count in zip(arrays.page_table, needed, strict=True)])
         assert len(set(pages.tolist())) == len(pages) and pages.min() > 0 and pages.max() < capacity.num_pages
         self.submitted.append(inputs)
-        return SimulatedHandle(Clock(), 0.0, inputs.num_seqs)
+        return SimulatedHandle(Clock(), 0.0, (1, inputs.num_seqs))
 
 
 @pytest.mark.parametrize("num_pages", [2000, 40])

@@ -64,7 +64,8 @@ def test_four_devices_give_the_logits_of_one(kind: str, tmp_path: Path) -> None:
 
 
 def same_structure(one: Any, other: Any) -> bool:
-    return bool(jax.tree.structure(one) == jax.tree.structure(other))
+    first: Any = jax.tree.structure(one)
+    return bool(first == jax.tree.structure(other))
 
 
 def test_every_parameter_has_a_named_sharding(tmp_path: Path) -> None:

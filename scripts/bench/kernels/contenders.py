@@ -145,8 +145,10 @@ def cudnn_paged(inputs: Inputs) -> Prepared:
     equal_shape(inputs)
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
+    paged_attention: Any = fused.paged_attention
+
     def attend(_: None, q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array, *lengths: jax.Array) -> Any:
-        out = fused.paged_attention(
+        out = paged_attention(
             q[:, :, None], k, v, *lengths, table, table, scale=case.head_dim**-0.5,
             mask_type=fused.MaskType.PADDING, qkv_layout="BNTH",
         )  # fmt: skip

@@ -23,7 +23,7 @@ from bench.kernels.inputs import Inputs, Layer
 class TorchRunner:
     """Calls of torch, one for each layer; each writes its output to the same memory every time."""
 
-    def __init__(self, calls: list[Callable[[], Any]], finish: Callable[[Any], jax.Array], on_gpu: bool) -> None:
+    def __init__(self, calls: list[Callable[[], Any]], finish: Callable[[Any], Any], on_gpu: bool) -> None:
         """Runs each call once, and on a GPU records them as a graph."""
         import torch
 

@@ -86,7 +86,8 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
     placed = nnx.from_flat_state([(path, _placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
     shape = (NUM_PAGES, arch.num_kv_heads, PAGE_SIZE, arch.head_dim)
     pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=kv_sharding(mesh))
-    kv = KvBuffers((pages,) * arch.num_layers, (pages,) * arch.num_layers)
+    layers: Any = (pages,) * arch.num_layers  # descriptions in the place of arrays
+    kv = KvBuffers(layers, layers)
     tables = jax.tree.map(
         lambda array: _shape(array, mesh), (np.zeros(65, np.int32), neutral_tables(64, arch.vocab_size))
     )
@@ -106,7 +107,7 @@ def _shape(array: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated(mesh))
 
 
-def _placed(param: nnx.Param, mesh: Mesh) -> nnx.Param:
+def _placed(param: nnx.Param[Any], mesh: Mesh) -> Any:
     return param.replace(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(param, mesh)))
 
 
