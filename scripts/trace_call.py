@@ -156,7 +156,6 @@ def traced_call(prompt_len: int, output_len: int, real_engine: bool = False) -> 
         from jaxsgl.config import EngineConfig
         from jaxsgl.wiring import build
 
-        engine: StepEngine
         engine, scheduler = build(EngineConfig())
     else:
         engine, scheduler = testing.FakeEngine(CAPACITY), Scheduler(CAPACITY, BucketSet.derive(CAPACITY), (1,))
