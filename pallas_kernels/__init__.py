@@ -1,22 +1,23 @@
 """Paged attention kernels for JAX: KV store, decode attention and extend attention.
 
 Owns the arithmetic over a paged KV cache. Never knows requests, schedulers or models: it sees arrays only, and
-imports JAX and NumPy only. Callers are model code, tests and benchmarks, through the three functions below.
+imports JAX and NumPy only. Callers are model code, tests and benchmarks, through the three functions below, which take
+the cache as a `PagedKv` and what an attention is told besides its arrays as `AttentionOptions`.
 
-Cache layout, the same for every backend: `k_pages` and `v_pages` are `[num_pages, K, page_size, H]`, so that the
-tile of one page and one kv head is contiguous. Slot `s` is offset `s % page_size` of page `s // page_size`.
-Page 0 is the dummy page: padding writes there, and what it holds never matters.
+There is one package per platform, each with all the kernels for it: `xla`, `native` (C++ for CPUs), `triton`, `hopper`
+(Mosaic GPU) and `tpu`. `reference` defines what is right, `specs` names shapes for tests and benchmarks.
 """
 
-from pallas_kernels.decode_attention import paged_decode_attention
-from pallas_kernels.dispatch import BACKENDS, choose_backend
-from pallas_kernels.extend_attention import paged_extend_attention
-from pallas_kernels.store_kv import STORE_BACKENDS, store_kv
+from pallas_kernels.api import paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import PagedKv
 
 __all__ = [
     "BACKENDS",
     "STORE_BACKENDS",
-    "choose_backend",
+    "AttentionOptions",
+    "PagedKv",
     "paged_decode_attention",
     "paged_extend_attention",
     "store_kv",

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.target import target_device
 
 _DEFAULT = "default.json"
@@ -46,23 +47,17 @@ class ShapeClass:
     """Bits per element of the queries: those of the cache, unless it is float8."""
 
 
-def shape_class(
-    q_shape: tuple[int, ...],
-    pages_shape: tuple[int, ...],
-    pages_dtype: Any,
-    num_seqs: int,
-    q_dtype: Any = jnp.bfloat16,
-) -> ShapeClass:
-    """The class of a call with q `[T, N, H]` and pages `[num_pages, K, page_size, H]`."""
-    num_tokens, num_heads, head_dim = q_shape
+def shape_class(q: jax.Array, kv: PagedKv, num_seqs: int | None = None) -> ShapeClass:
+    """The class of a call with q `[T, N, H]`, or with the k `[T, K, H]` of a store, whose num_seqs is T."""
+    num_tokens, num_heads, head_dim = q.shape
     return ShapeClass(
         head_dim=head_dim,
-        num_groups=_power_of_two(num_heads // pages_shape[1]),
-        page_size=pages_shape[2],
-        kv_bits=jnp.dtype(pages_dtype).itemsize * 8,
-        num_seqs=_power_of_two(num_seqs),
+        num_groups=_power_of_two(num_heads // kv.num_kv_heads),
+        page_size=kv.page_size,
+        kv_bits=jnp.dtype(kv.dtype).itemsize * 8,
+        num_seqs=_power_of_two(kv.num_seqs if num_seqs is None else num_seqs),
         num_tokens=_power_of_two(num_tokens),
-        q_bits=jnp.dtype(q_dtype).itemsize * 8,
+        q_bits=jnp.dtype(q.dtype).itemsize * 8,
     )
 
 

@@ -1,0 +1,158 @@
+"""The public functions: `store_kv`, `paged_decode_attention`, `paged_extend_attention`.
+
+Owns the checks of their arguments and the cache's scales. Never knows how a backend computes: it asks `dispatch` for
+one and calls it.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import BITS, FLOAT8, QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_bits
+
+_DEFAULTS = AttentionOptions()
+
+
+def store_kv(
+    kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, *, backend: str = "auto", interpret: bool = False
+) -> PagedKv:
+    """Write the K and V of T tokens into the cache; returns the cache with the updated pages.
+
+    Args:
+        kv: the cache. Donate its pages to the surrounding jit and they are updated in place. Page table and lengths are
+            passed through unread.
+        k, v: `[T, K, H]`, divided by the cache's scales and cast to its dtype; what float8 can't hold becomes its
+            largest number.
+        slots: `[T]` int32, page * page_size + offset, each within the cache. Padding tokens use slots of page 0; only
+            there may a slot occur twice.
+        backend: one of `STORE_BACKENDS`, or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    check_pages(kv)
+    expected = (slots.shape[0] if slots.ndim == 1 else -1, kv.num_kv_heads, kv.head_dim)
+    if k.shape != expected or v.shape != expected or slots.dtype != jnp.int32:
+        raise ValueError(
+            f"k {k.shape} and v {v.shape} must be [T, K, H] and slots {slots.shape} {slots.dtype} [T] int32, "
+            f"with the K and H of kv.k {kv.k.shape}"
+        )
+    k = _to_cache_dtype(k, per_head_scale("k_scale", kv.k_scale, kv.num_kv_heads), kv.dtype)
+    v = _to_cache_dtype(v, per_head_scale("v_scale", kv.v_scale, kv.num_kv_heads), kv.dtype)
+    stores = {name: each.store for name, each in BACKEND_OF_NAME.items() if each.store is not None}
+    refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_store, kv) for name in stores}
+    chosen = choose_backend("store_kv", backend, refusals, interpret=interpret)
+    stored = stores[chosen.name](kv.unscaled(), k, v, slots, interpret)
+    return dataclasses.replace(kv, k=stored.k, v=stored.v)
+
+
+def paged_decode_attention(
+    q: jax.Array,
+    kv: PagedKv,
+    options: AttentionOptions = _DEFAULTS,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of the newest token of each sequence over all its KV; returns `[S, N, H]` in q's dtype.
+
+    Args:
+        q: `[S, N, H]`, the query at position lengths[s] - 1, whose KV is stored already. Query head n reads kv head
+            n // (N // K).
+        kv: the cache; a sequence of length 0 is a padding row, whose output is zeros.
+        options: softmax scale, sliding window, soft cap.
+        backend: one of `BACKENDS`. A named one runs or raises; "auto" takes the best that can run.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    _check_attention(q, kv)
+    if q.shape[0] != kv.num_seqs:
+        raise ValueError(f"q {q.shape} must hold one token for each of the {kv.num_seqs} sequences in lengths")
+    refusals = {name: functools.partial(each.refuse_decode, q, kv) for name, each in BACKEND_OF_NAME.items()}
+    chosen = choose_backend("paged_decode_attention", backend, refusals, interpret=interpret)
+    return _scale_output(chosen.decode(_scale_queries(q, kv), kv.unscaled(), options, interpret), kv)
+
+
+def paged_extend_attention(
+    q: jax.Array,
+    query_offsets: jax.Array,
+    kv: PagedKv,
+    options: AttentionOptions = _DEFAULTS,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention of each sequence's last tokens over its cached and new KV; `[T, N, H]` in q's dtype.
+
+    Args:
+        q: `[T, N, H]`; sequence s owns q[query_offsets[s]:query_offsets[s + 1]], its last tokens, so that its i-th
+            query stands at position lengths[s] - num_queries + i. Query head n reads kv head n // (N // K).
+        query_offsets: `[S + 1]` int32, ascending from 0. Padding sequences own no query and have length 0; tokens from
+            query_offsets[S] on are padding, and their output is zeros.
+        kv: the cache, the new tokens already stored.
+        options, backend, interpret: as in `paged_decode_attention`.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    _check_attention(q, kv)
+    if query_offsets.shape != (kv.num_seqs + 1,) or query_offsets.dtype != jnp.int32:
+        raise ValueError(
+            f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32, "
+            f"and lengths has S = {kv.num_seqs}"
+        )
+    refusals = {name: functools.partial(each.refuse_extend, q, kv) for name, each in BACKEND_OF_NAME.items()}
+    chosen = choose_backend("paged_extend_attention", backend, refusals, interpret=interpret)
+    out = chosen.extend(_scale_queries(q, kv), query_offsets, kv.unscaled(), options, interpret)
+    return _scale_output(out, kv)
+
+
+def _check_attention(q: jax.Array, kv: PagedKv) -> None:
+    """Check q `[T, N, H]`, page table `[S, P]` and lengths `[S]` against the cache."""
+    check_pages(kv)
+    if q.dtype not in QUERY_DTYPES:
+        raise ValueError(f"q has dtype {q.dtype}; it must be float32, bfloat16 or float16")
+    if q.ndim != 3 or q.shape[2] != kv.head_dim:
+        raise ValueError(f"q {q.shape} must be [T, N, H] with the H of kv.k {kv.k.shape}")
+    if q.shape[1] % kv.num_kv_heads:
+        raise ValueError(f"q has {q.shape[1]} heads; it must be a multiple of the {kv.num_kv_heads} kv heads")
+    if kv.page_table.ndim != 2 or kv.lengths.shape != kv.page_table.shape[:1]:
+        raise ValueError(f"page_table {kv.page_table.shape} must be [S, P] and lengths {kv.lengths.shape} [S]")
+    for name, array in (("page_table", kv.page_table), ("lengths", kv.lengths)):
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} has dtype {array.dtype}; it must be int32")
+
+
+# The scales commute with both products: that of K is applied to the queries, that of V to the output.
+
+
+def _scale_queries(q: jax.Array, kv: PagedKv) -> jax.Array:
+    return _multiply_heads(q, per_head_scale("k_scale", kv.k_scale, kv.num_kv_heads))
+
+
+def _scale_output(out: jax.Array, kv: PagedKv) -> jax.Array:
+    return _multiply_heads(out, per_head_scale("v_scale", kv.v_scale, kv.num_kv_heads))
+
+
+def _multiply_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """x `[T, N, H]` times `[K]` scales, each for the query heads of one kv head, in x's dtype; None is 1."""
+    if scale is None:
+        return x
+    per_query_head = jnp.repeat(scale, x.shape[1] // scale.shape[0])
+    return (x.astype(jnp.float32) * per_query_head[:, None]).astype(x.dtype)
+
+
+def _to_cache_dtype(new: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    if scale is not None:
+        new = new.astype(jnp.float32) / scale[:, None]
+    if dtype == FLOAT8:
+        largest = float(jnp.finfo(FLOAT8).max)
+        new = jnp.clip(new, -largest, largest)
+    return to_bits(new) if dtype == BITS else new.astype(dtype)

@@ -1,0 +1,79 @@
+"""What a backend is: the three ops with one typed signature each, and the reasons for which it refuses a call.
+
+Owns the contract between the public functions and the platforms. Each platform's package has one `BACKEND`; `dispatch`
+lists and chooses them. A backend gets checked arguments and knows no scales: `api` applies those.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import jax
+
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import PagedKv
+
+
+class Store(Protocol):
+    """`store_kv` on one backend."""
+
+    def __call__(self, kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, interpret: bool) -> PagedKv:
+        """Tokens k and v `[T, K, H]` of the cache's dtype at slots `[T]`; returns the changed cache."""
+        ...
+
+
+class Decode(Protocol):
+    """`paged_decode_attention` on one backend."""
+
+    def __call__(self, q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
+        """Queries `[S, N, H]`, one per sequence; returns `[S, N, H]` in q's dtype."""
+        ...
+
+
+class Extend(Protocol):
+    """`paged_extend_attention` on one backend."""
+
+    def __call__(
+        self, q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+    ) -> jax.Array:
+        """Ragged queries `[T, N, H]` at offsets `[S + 1]`; returns `[T, N, H]` in q's dtype."""
+        ...
+
+
+class RefuseStore(Protocol):
+    """Says why a backend can't store."""
+
+    def __call__(self, kv: PagedKv, /) -> str | None:
+        """The reason in words, or None when it can."""
+        ...
+
+
+class RefuseAttention(Protocol):
+    """Says why a backend can't attend."""
+
+    def __call__(self, q: jax.Array, kv: PagedKv, /) -> str | None:
+        """The reason in words, or None when it can."""
+        ...
+
+
+def refuse_nothing(*_arguments: object) -> str | None:
+    """The refusal of a backend that takes every call."""
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """The kernels of one platform."""
+
+    name: str
+    """As `backend=` and the tuning tables have it."""
+    decode: Decode
+    extend: Extend
+    store: Store | None = None
+    """None where the backend has attention only."""
+    refuse_decode: RefuseAttention = refuse_nothing
+    refuse_extend: RefuseAttention = refuse_nothing
+    refuse_store: RefuseStore = refuse_nothing
+    platform: str | None = None
+    """"cpu", "gpu" or "tpu", on which alone it runs; None is anywhere."""
+    has_interpreter: bool = False
+    """Whether `interpret=True` runs it on other platforms too; the backends without one ignore `interpret`."""

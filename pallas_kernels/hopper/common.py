@@ -1,0 +1,148 @@
+"""The parts of Pallas Mosaic GPU that differ between JAX versions, or that an interpreter can't run as the chip does.
+
+Owns the call of `plgpu.kernel`, the few operations that an interpreter on a CPU can't run as the chip does, and what
+the chip's copies and products can't take. Never knows attention. Called by the kernels of this package; everything else
+they take from `plgpu`, which is the same on JAX 0.10, 0.11 and 0.12.
+
+Where the versions differ: the names of `plgpu.kernel`'s arguments, thread semantics (0.10 lowers per lane by default,
+0.11 and later per warpgroup; every kernel here is written for, and lowered per, lane), and where the interpreter's
+parameters are found. What the interpreters lack, on 0.10: `wgmma` with a transposed operand, `layout_cast`, and on all:
+`wgmma` with an operand in registers. There the operations below compute the same on the values. Copies, barriers,
+loads, stores and loops are interpreted. JAX 0.10 imports the package absl-py here without requiring it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_kv import PagedKv, refuse_mixed_dtypes
+from pallas_kernels.target import target_device
+
+# Bytes in a row of a tile that `wgmma` reads from shared memory; TMA permutes the tile's 16-byte pieces to match.
+SWIZZLE_BYTES = 128
+# Rows of `wgmma`'s left operand and result.
+WGMMA_ROWS = 64
+# Rows that a copy between global and swizzled shared memory moves at least: the height of a swizzled tile.
+COPY_ROWS = 8
+
+
+def refuse_operands(q: jax.Array, kv: PagedKv) -> str | None:
+    """Why TMA and `wgmma` can't work on q `[T, N, H]` and the cache for the target device, or None when they can."""
+    device, page_size = target_device(), kv.page_size
+    if device.platform == "gpu" and not device.is_hopper:
+        return f"it needs TMA and wgmma, which Hopper GPUs have (H100, H200) and {device.kind} lacks"
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"q has dtype {q.dtype}; wgmma takes bfloat16 and float16"
+    if page_size % COPY_ROWS:
+        return f"page_size is {page_size}; TMA copies {COPY_ROWS} tokens at a time, so it takes multiples of that"
+    return refuse_mixed_dtypes(q, kv)
+
+
+def gpu_kernel(
+    body: Callable[..., None],
+    *,
+    name: str,
+    out_type: Any,
+    scratch_types: Mapping[str, Any],
+    grid: tuple[int, ...],
+    grid_names: tuple[str, ...],
+    interpret: bool,
+    num_warpgroups: int | None = None,
+    warpgroup_name: str | None = None,
+    **compiler_params: Any,
+) -> Callable[..., Any]:
+    """`plgpu.kernel`: body(*input refs, *output refs, **scratch refs) over the grid, each warpgroup its own thread."""
+    # JAX 0.10.0 has the old names only, 0.11 the new ones only.
+    names = ("out_type", "scratch_types")
+    if "out_type" not in inspect.signature(plgpu.kernel).parameters:
+        names = ("out_shape", "scratch_shapes")
+    kernel: Callable[..., Any] = plgpu.kernel(
+        body,
+        **dict(zip(names, (out_type, dict(scratch_types)), strict=True)),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **compiler_params),
+        grid=grid,
+        grid_names=grid_names,
+        num_threads=num_warpgroups,
+        thread_name=warpgroup_name,
+        kernel_name=name,
+        interpret=_interpret_params() if interpret else None,
+    )
+    return kernel
+
+
+def _interpret_params() -> Any:
+    """The interpreter looks for races too: a copy into memory that is still read, a read without a wait."""
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams(detect_races=True)
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # JAX 0.10 has it in no public place
+
+    return InterpretGPUParams(detect_races=True)
+
+
+def operand(shape: tuple[int, ...], dtype: Any, row_bytes: int = SWIZZLE_BYTES) -> Any:
+    """Shared memory for operands of `wgmma`, swizzled; row_bytes 128, 64 or 32 divide its last axis."""
+    itemsize = jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, row_bytes // itemsize)), plgpu.SwizzleTransform(row_bytes))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def matmul(
+    a: Any,
+    b: Any,
+    acc: jax.Array | None = None,
+    *,
+    transpose_b: bool = False,
+    meanwhile: Callable[[], None] | None = None,
+    interpret: bool,
+) -> jax.Array:
+    """acc + a @ b by `wgmma`, float32 in layout WGMMA; done, and its operands free for reuse by this warp, on return.
+
+    a: a ref made by `operand`, or an array `[64, k]` in layout WGMMA. b: a ref made by `operand`, `[k, n]`, or `[n, k]`
+    with transpose_b. acc `[rows, n]`, by default zero. meanwhile: called between the start and the wait.
+    """
+    shape = (a.shape[0], b.shape[0] if transpose_b else b.shape[1])
+    if interpret:
+        if meanwhile is not None:
+            meanwhile()
+        left = a if isinstance(a, jax.Array) else a[...]
+        right = b[...].T if transpose_b else b[...]
+        plgpu.commit_smem()  # as after the wait for `wgmma`: the operands may be overwritten by a copy
+        product = jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        return product if acc is None else acc + product
+
+    def accumulate(acc_ref: Any) -> None:
+        plgpu.wgmma(acc_ref, a, b.transpose((1, 0)) if transpose_b else b)
+        if meanwhile is not None:
+            meanwhile()
+
+    if acc is None:
+
+        def from_zero(acc_ref: Any) -> Any:
+            accumulate(acc_ref)
+            return acc_ref[...]
+
+        return pl.run_scoped(from_zero, plgpu.ACC(shape, jnp.float32))
+    return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+
+
+def in_layout(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+    """x in the given register layout; the interpreter knows none."""
+    return x if interpret else plgpu.layout_cast(x, layout)
+
+
+def iota(shape: tuple[int, ...], axis: int, layout: Any, *, interpret: bool) -> jax.Array:
+    """int32 numbers along one axis, in the given register layout."""
+    return in_layout(jax.lax.broadcasted_iota(jnp.int32, shape, axis), layout, interpret=interpret)
+
+
+def store_plain(ref: Any, value: jax.Array) -> None:
+    """To shared memory whose rows lie one after the other, unswizzled: slower, as they share banks, but sliceable."""
+    if hasattr(plgpu, "store"):  # JAX 0.12, which refuses `ref[...] = value` where banks conflict
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

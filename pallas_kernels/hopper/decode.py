@@ -1,0 +1,144 @@
+"""`paged_decode_attention` as a Pallas kernel for Hopper (Mosaic GPU): a program per (sequence, KV split, kv head).
+
+Owns the choice of splits and sizes, the call, and how results leave a program; `decode_program` computes them. K and V
+are read once for all query heads of a kv head, which are the first of 64 rows. Called through `hopper.BACKEND`.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import tuning
+from pallas_kernels.hopper.common import COPY_ROWS, SWIZZLE_BYTES, WGMMA_ROWS, gpu_kernel, operand, refuse_operands
+from pallas_kernels.hopper.decode_program import Program, Ring, float8_columns
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import FLOAT8, PagedKv
+from pallas_kernels.partition import EMPTY_LSE, choose_num_splits, merge_splits, split_tiles
+from pallas_kernels.target import target_device
+
+
+def refuse_decode(q: jax.Array, kv: PagedKv) -> str | None:
+    """Why the kernel can't take q `[S, N, H]` and the cache, or None when it can."""
+    if (reason := refuse_operands(q, kv)) is not None:
+        return reason
+    head_dim, num_groups = q.shape[2], q.shape[1] // kv.num_kv_heads
+    if head_dim % 64 or head_dim > 256:
+        return f"head size is {head_dim}; it takes multiples of 64 up to 256"
+    if num_groups > WGMMA_ROWS:
+        return f"{num_groups} query heads share a kv head; it takes at most {WGMMA_ROWS}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
+    """See `backend.Decode`."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = kv.num_kv_heads
+    num_groups = num_heads // num_kv_heads
+    blocks = tuning.blocks("paged_decode_attention", "mosaic_gpu", tuning.shape_class(q, kv))
+    num_splits = choose_num_splits(
+        num_seqs,
+        num_kv_heads,
+        options.longest_view(kv.max_len),
+        min_tokens=blocks["min_split_tokens"],
+        programs_at_once=target_device().num_cores * blocks["programs_per_core"],
+    )
+
+    grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
+    padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, -num_groups % COPY_ROWS), (0, 0)))
+    if num_splits == 1:
+        out_type: Any = jax.ShapeDtypeStruct(padded.shape, q.dtype)
+    else:
+        out_type = (
+            jax.ShapeDtypeStruct((2, num_splits, *padded.shape), q.dtype),
+            jax.ShapeDtypeStruct((num_splits, num_seqs, num_kv_heads, WGMMA_ROWS), jnp.float32),
+        )
+    out = gpu_kernel(
+        functools.partial(_decode_kernel, num_splits=num_splits, options=options, interpret=interpret),
+        name="paged_decode_attention",
+        out_type=out_type,
+        scratch_types=_scratch(q, kv, blocks),
+        grid=(num_seqs, num_splits, num_kv_heads),  # the last is the fastest: the heads of a page lie side by side
+        grid_names=("seq", "split", "kv_head"),
+        interpret=interpret,
+        approx_math=True,
+        reduction_scratch_bytes=0,  # rows are reduced within a warp
+    )(padded, kv.k, kv.v, kv.page_table, kv.lengths)
+    if num_splits == 1:
+        return out[:, :, :num_groups].reshape(q.shape)
+    rounded, rest = out[0][..., :num_groups, :].astype(jnp.float32)
+    parts = (rounded + rest).reshape(num_splits, *q.shape)
+    return merge_splits(parts, out[1][..., :num_groups].reshape(parts.shape[:3])).astype(q.dtype)
+
+
+def _scratch(q: jax.Array, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:
+    """The shared memory of a program."""
+    num_stages, tile_tokens = blocks["num_stages"], blocks["tile_tokens"]
+    is_float8 = kv.dtype == FLOAT8
+    row_bytes = float8_columns(q.shape[2]) if is_float8 else SWIZZLE_BYTES
+    tiles = operand((num_stages, tile_tokens, q.shape[2]), kv.dtype, row_bytes)
+    copies = tile_tokens // math.gcd(kv.page_size, tile_tokens)
+    arrived = plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages)
+    scratch = {
+        "q_tile": operand((WGMMA_ROWS, q.shape[2]), q.dtype),
+        "q_arrived": plgpu.Barrier(num_arrivals=1),
+        "k_tiles": tiles,
+        "k_arrived": arrived,
+        "v_tiles": tiles,
+        "v_arrived": arrived,
+    }
+    if is_float8:
+        scratch["wide_k"] = scratch["wide_v"] = operand((tile_tokens, q.shape[2]), q.dtype)
+    return scratch
+
+
+def _decode_kernel(
+    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, lengths_ref: Any, out_ref: Any,
+    lse_ref: Any = None, *, q_tile: Any, q_arrived: Any, k_tiles: Any, k_arrived: Any, v_tiles: Any, v_arrived: Any,
+    wide_k: Any = None, wide_v: Any = None, num_splits: int, options: AttentionOptions, interpret: bool,
+) -> None:  # fmt: skip
+    seq, split, kv_head = (lax.axis_index(name) for name in ("seq", "split", "kv_head"))
+    last = lengths_ref[seq] - 1
+    first = 0 if options.sliding_window is None else lax.max(last - options.sliding_window + 1, 0)
+    program = Program(
+        Ring(k_pages_ref, k_tiles, k_arrived, wide_k, kv_head), Ring(v_pages_ref, v_tiles, v_arrived, wide_v, kv_head),
+        page_table_ref, seq, first, last, options, interpret,
+    )  # fmt: skip
+    tiles = split_tiles((first, last), split, num_splits, program.tile_tokens)
+
+    def attend() -> tuple[jax.Array, jax.Array]:
+        plgpu.copy_gmem_to_smem(q_ref.at[seq, kv_head], q_tile.at[pl.ds(0, q_ref.shape[2])], q_arrived)
+        program.start_first_tiles(*tiles)
+        plgpu.barrier_wait(q_arrived)
+        return program.attend(q_tile, *tiles)
+
+    def write_part() -> None:
+        out, lse = attend()
+        lse_ref[split, seq, kv_head] = lse
+        # Its value in q's dtype, and what that lacks: a float32 in two rounds through the queries' shared memory.
+        rounded = out.astype(q_tile.dtype)
+        _write(rounded, q_tile, out_ref.at[0, split, seq, kv_head])
+        _write(out - rounded.astype(jnp.float32), q_tile, out_ref.at[1, split, seq, kv_head])
+
+    def write_empty() -> None:
+        lse_ref[split, seq, kv_head] = program.column(EMPTY_LSE)
+
+    if num_splits == 1:
+        _write(attend()[0], q_tile, out_ref.at[seq, kv_head])
+    else:
+        pl.when(tiles[0] < tiles[1])(write_part)
+        pl.when(tiles[0] >= tiles[1])(write_empty)
+
+
+def _write(rows: jax.Array, staging: Any, out_ref: Any) -> None:
+    """The first rows of `[64, H]` to global memory, through a tile of shared memory that is free again on return."""
+    staging[...] = rows.astype(staging.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, out_ref.shape[0])], out_ref)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,184 @@
+"""The computing warpgroups of the Hopper extend kernel: softmax(q k) v of 64 rows each, in registers.
+
+Owns the running softmax and the writing of the output. Never knows pages: tiles of K and V appear in shared memory.
+Called by `extend`.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.common import WGMMA_ROWS, in_layout, iota, matmul, store_plain
+from pallas_kernels.hopper.extend_plan import Item, Plan, Refs, for_each_item
+
+_LOG2_E = math.log2(math.e)
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+# Where a row's top score starts: below any real score, finite, so that hidden scores of -inf weigh 0 and not NaN.
+_LOWEST = -1e30
+
+
+def consume(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
+    """Compute this warpgroup's rows of all items of this program."""
+
+    def visit(item: Item, done: jax.Array) -> None:
+        def attend_and_write() -> None:
+            # The second consumer starts an item half a step late, and the first meets it once more at the end.
+            has_steps = item.num_steps > 0
+            pl.when(has_steps & (warpgroup == 1))(lambda: _take_turn(refs))
+            acc = _attend(plan, refs, warpgroup, item, done)
+            pl.when(has_steps & (warpgroup == 0))(lambda: plgpu.barrier_arrive(refs.turn))
+            _write(plan, refs, warpgroup, item, acc)
+            pl.when(has_steps & (warpgroup == 0))(lambda: plgpu.barrier_wait(refs.turn))
+
+        pl.when(item.num_queries > 0)(attend_and_write)
+
+    for_each_item(plan, refs.tiles, visit)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _take_turn(refs: Refs) -> None:
+    plgpu.barrier_arrive(refs.turn)
+    plgpu.barrier_wait(refs.turn)
+
+
+def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.Array) -> jax.Array:
+    """float32 `[64, H]`: this warpgroup's rows of the item; rows without a query hold anything."""
+    row = iota((WGMMA_ROWS,), 0, _ROWS, interpret=plan.interpret) + warpgroup * WGMMA_ROWS
+    # Where the lowest row stands, counted from the first KV tile: few scalars are to live through the loop.
+    origin = item.first_tile * plan.tile_tokens
+    lowest = item.position - item.begin + item.first_row(plan) - origin
+    place = lax.rem(row, plan.tile_queries) + lowest
+    last = item.last - origin
+
+    pl.when(item.num_steps > 0)(lambda: plgpu.barrier_wait(refs.q_arrived))
+
+    def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top, total, acc = state
+        turn = done + step
+        # Opaque, so that the addresses of the tiles' parts are computed in each step: kept over the loop they cost so
+        # many registers that others were spilled.
+        mine, stage = lax.optimization_barrier((warpgroup, lax.rem(turn, plan.num_stages)))
+        k_barrier, v_barrier = plan.barrier_of(turn, 0), plan.barrier_of(turn, 1)
+        plgpu.barrier_wait(refs.arrived.at[k_barrier])
+        scores = matmul(
+            refs.q_tile.at[mine],
+            refs.k_tiles.at[stage],
+            transpose_b=True,
+            meanwhile=lambda: _take_turn(refs),
+            interpret=plan.interpret,
+        )
+        plgpu.barrier_arrive(refs.free.at[k_barrier])
+        scores, factor = _shape_scores(plan, scores)
+        scores = _hide(plan, step * plan.tile_tokens, (lowest, last), place, scores)
+
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
+        weights = jnp.exp2(scores * factor - _to_rows(new_top, plan.tile_tokens))
+        shrink = jnp.exp2(top - new_top)
+        total = total * shrink + jnp.sum(weights, axis=1)
+        acc = acc * _to_rows(shrink, plan.head_dim)
+        weights = weights.astype(refs.v_tiles.dtype)
+        # Keeps the softmax before the turn: that is what the other warpgroup's products are to hide.
+        acc, total, weights = lax.optimization_barrier((acc, total, weights))
+        plgpu.barrier_arrive(refs.turn)
+        plgpu.barrier_wait(refs.arrived.at[v_barrier])
+        plgpu.barrier_wait(refs.turn)
+        acc = matmul(weights, refs.v_tiles.at[stage], acc, interpret=plan.interpret)
+        plgpu.barrier_arrive(refs.free.at[v_barrier])
+        return new_top, total, acc
+
+    state = (_full(plan, _LOWEST, None), _full(plan, 0.0, None), _full(plan, 0.0, plan.head_dim))
+    _, total, acc = lax.fori_loop(0, item.num_steps, add_tile, state)
+
+    pl.when(item.num_steps > 0)(lambda: plgpu.barrier_arrive(refs.free.at[2 * plan.num_stages]))
+    # A row that sees anything has a total of at least 1, the weight of its top score; without steps acc is 0.
+    return acc * _to_rows(1.0 / jnp.maximum(total, jnp.ones_like(total)), plan.head_dim)
+
+
+def _shape_scores(plan: Plan, scores: jax.Array) -> tuple[jax.Array, float]:
+    """Turn products q . k into values, and the factor by which they become softmax scores times log2(e).
+
+    The factor is left to the exponential, where it costs nothing.
+    """
+    scale, cap = plan.options.scale(plan.head_dim), plan.options.logit_soft_cap
+    if cap is None:
+        return scores, scale * _LOG2_E
+    # tanh(x) = 1 - 2 / (1 + exp(2 x)); the chip's own approximation of tanh is too coarse under a large cap.
+    growth = jnp.exp2(scores * (2 * _LOG2_E * scale / cap))
+    return 1.0 - 2.0 / (1.0 + growth), cap * _LOG2_E
+
+
+def _hide(
+    plan: Plan, tile_begin: jax.Array, places: tuple[jax.Array, jax.Array], place: jax.Array, scores: jax.Array
+) -> jax.Array:
+    """-inf for what a row doesn't see; tiles that all rows see whole are left alone.
+
+    `place` says where each row's query stands, `places` the lowest and the highest of them.
+    """
+    window = plan.options.sliding_window
+    is_border = tile_begin + plan.tile_tokens > places[0]
+    if window is not None:
+        is_border |= tile_begin + window <= places[1]
+
+    def hide(scores: jax.Array) -> jax.Array:
+        column = iota(scores.shape, 1, plgpu.Layout.WGMMA, interpret=plan.interpret)
+        limit = _to_rows(place - tile_begin, plan.tile_tokens)
+        is_seen = column <= limit
+        if window is not None:
+            is_seen &= column > limit - window
+        return jnp.where(is_seen, scores, -jnp.inf)
+
+    return lax.cond(is_border, hide, lambda scores: scores, scores)
+
+
+def _write(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, acc: jax.Array) -> None:
+    """The rows of acc that hold queries of the item, through shared memory to their places."""
+    begin_row = warpgroup * WGMMA_ROWS
+    for column in range(0, plan.head_dim, plan.staging_columns):
+        columns = pl.ds(column, plan.staging_columns)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # earlier copies have read out_tile
+        block = acc if plan.staging_columns == plan.head_dim else acc[:, column : column + plan.staging_columns]
+        store_plain(refs.out_tile.at[pl.ds(begin_row, WGMMA_ROWS)], block.astype(refs.out_tile.dtype))
+        plgpu.commit_smem()
+        write_group = functools.partial(_write_group, plan, refs, item, begin_row, columns)
+        lax.fori_loop(0, plan.num_groups, write_group, None)
+
+
+def _write_group(
+    plan: Plan, refs: Refs, item: Item, begin_row: jax.Array, columns: Any, group: jax.Array, _: None
+) -> None:
+    """This warpgroup's rows of one query head.
+
+    The tile may reach past its queries, into rows that other programs write. TMA copies a fixed number of rows, so
+    a count is put together from powers of two, the largest first.
+    """
+    token_of_row_0 = item.first_row(plan) - group * plan.tile_queries
+    first = lax.max(item.begin - token_of_row_0, begin_row)
+    end = lax.min(item.begin + item.num_queries - token_of_row_0, begin_row + WGMMA_ROWS)
+    count = lax.max(end - first, 0)
+    head = item.kv_head * plan.num_groups + group
+    size = 1 << (min(plan.tile_queries, WGMMA_ROWS).bit_length() - 1)
+    while size:
+
+        def copy(size: int = size) -> None:
+            row = first + lax.div(count, 2 * size) * (2 * size)
+            target = refs.out.at[pl.ds(token_of_row_0 + row, size), head, columns]
+            plgpu.copy_smem_to_gmem(refs.out_tile.at[pl.ds(row, size)], target)
+
+        pl.when((count & size) != 0)(copy)
+        size //= 2
+
+
+def _full(plan: Plan, value: float, width: int | None) -> jax.Array:
+    """A constant: one per row, or `[64, width]`."""
+    shape, layout = ((WGMMA_ROWS,), _ROWS) if width is None else ((WGMMA_ROWS, width), plgpu.Layout.WGMMA)
+    return in_layout(jnp.full(shape, value, jnp.float32), layout, interpret=plan.interpret)
+
+
+def _to_rows(column: jax.Array, width: int) -> jax.Array:
+    return lax.broadcast_in_dim(column, (WGMMA_ROWS, width), (0,))

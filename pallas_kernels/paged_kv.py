@@ -1,0 +1,131 @@
+"""The paged KV cache as one argument: `PagedKv`, the formats its pages come in, and the checks on it.
+
+Owns the cache's layout and its scales. Never knows queries' options or how a backend reads pages. Used by every kernel
+and by the callers of the public functions.
+"""
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+MAX_PAGE_SIZE = 256
+FLOAT8 = jnp.float8_e4m3fn
+# A cache of bfloat16 that a CPU can move: its numbers are kept as their bits. XLA has no moves of bfloat16 on a CPU and
+# would widen the whole cache to write a row of it or to read a page.
+BITS = jnp.dtype(jnp.uint16)
+QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+_CACHE_DTYPES = (*QUERY_DTYPES, FLOAT8, BITS)
+
+# One factor for a whole cache array, `[K]` of them, or None for 1.
+Scale: TypeAlias = float | jax.Array | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedKv:
+    """The keys and values of S sequences in pages; a JAX pytree, so that it passes through `jit` as it is.
+
+    Slot `s` is offset `s % page_size` of page `s // page_size`. Page 0 is the dummy page: padding tokens are written
+    there, and its contents never matter. Where several arrays of pages share one page table (the layers of a model),
+    each gets a PagedKv of its own.
+    """
+
+    k: jax.Array
+    """`[num_pages, K, page_size, H]`, so that the tile of one page and one kv head is contiguous. Unused places may hold
+    anything, NaN included. float32, bfloat16, float16, float8_e4m3fn, or uint16 for the bits of bfloat16 (`BITS`)."""
+    v: jax.Array
+    """As k."""
+    page_table: jax.Array
+    """`[S, P]` int32; entries past a sequence's pages may name any page that exists. A store doesn't read it."""
+    lengths: jax.Array
+    """`[S]` int32: KV tokens of each sequence, the new ones included, at most P * page_size. A padding sequence has
+    length 0. A store doesn't read it."""
+    k_scale: Scale = None
+    """A number of the cache stands for itself times its scale: one scale, or `[K]` of them."""
+    v_scale: Scale = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return int(self.k.shape[1])
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return int(self.k.shape[2])
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return int(self.k.shape[3])
+
+    @property
+    def dtype(self) -> Any:
+        """The format of the pages."""
+        return self.k.dtype
+
+    @property
+    def num_seqs(self) -> int:
+        """S."""
+        return int(self.lengths.shape[0])
+
+    @property
+    def max_len(self) -> int:
+        """The most tokens that a sequence can have: P * page_size."""
+        return int(self.page_table.shape[1]) * self.page_size
+
+    def unscaled(self) -> "PagedKv":
+        """The same cache without its scales."""
+        return dataclasses.replace(self, k_scale=None, v_scale=None)
+
+
+def to_bits(numbers: jax.Array) -> jax.Array:
+    """Numbers rounded to bfloat16, as a cache of `BITS` holds them."""
+    return lax.bitcast_convert_type(numbers.astype(jnp.bfloat16), BITS)
+
+
+def to_numbers(bits: jax.Array) -> jax.Array:
+    """The bfloat16 numbers of `BITS`."""
+    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+
+
+def check_pages(kv: PagedKv) -> None:
+    """Check the two arrays of pages.
+
+    Raises:
+        ValueError: shapes differ or aren't 4-dimensional, page size out of 1..256, or a dtype the cache can't have.
+    """
+    if kv.k.ndim != 4 or kv.k.shape != kv.v.shape:
+        raise ValueError(f"kv.k {kv.k.shape} and kv.v {kv.v.shape} must have one shape [num_pages, K, page_size, H]")
+    if not 1 <= kv.page_size <= MAX_PAGE_SIZE:
+        raise ValueError(f"page_size is {kv.page_size} (axis 2 of kv.k); it must be 1..{MAX_PAGE_SIZE}")
+    for name, pages in (("kv.k", kv.k), ("kv.v", kv.v)):
+        if pages.dtype not in _CACHE_DTYPES:
+            allowed = "float32, bfloat16 (or its bits, uint16), float16 or float8_e4m3fn"
+            raise ValueError(f"{name} has dtype {pages.dtype}; it must be {allowed}")
+    if kv.k.dtype != kv.v.dtype:
+        raise ValueError(f"kv.k has dtype {kv.k.dtype} and kv.v {kv.v.dtype}; they must have one")
+
+
+def refuse_mixed_dtypes(q: jax.Array, kv: PagedKv) -> str | None:
+    """Why a kernel on matrix units can't multiply q with the cache, or None: one dtype, or a float8 cache, is fine."""
+    if kv.dtype not in (q.dtype, FLOAT8):
+        return f"q is {q.dtype} and the cache {kv.dtype}; it takes equal dtypes, or a float8_e4m3fn cache"
+    return None
+
+
+def per_head_scale(name: str, scale: Scale, num_kv_heads: int) -> jax.Array | None:
+    """A scale of the cache as float32 `[K]`; None stays None.
+
+    Raises:
+        ValueError: it is neither one number nor one for each kv head.
+    """
+    if scale is None:
+        return None
+    array = jnp.asarray(scale, jnp.float32)
+    if array.shape not in ((), (num_kv_heads,)):
+        raise ValueError(f"{name} has shape {array.shape}; it must be one number or [{num_kv_heads}], one per kv head")
+    return jnp.broadcast_to(array, (num_kv_heads,))

@@ -1,0 +1,80 @@
+"""What the three ops mean, in the plainest way: scatter by slot; gather each token's whole sequence, mask, softmax.
+
+Owns the definition of right, by which the other backends are judged. Never fast: memory `[T, K, P * page_size, H]`, so
+for small shapes only. Chosen by its name alone.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import BITS, PagedKv, to_numbers
+
+
+def store_kv(kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, interpret: bool) -> PagedKv:
+    """Token t of k and v replaces the cache's entry at slots[t]; by way of a `[slots, K, H]` view of the cache."""
+    return dataclasses.replace(kv, k=_store(kv.k, k, slots), v=_store(kv.v, v, slots))
+
+
+def _store(pages: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    num_pages, num_kv_heads, page_size, head_dim = pages.shape
+    by_slot = jnp.swapaxes(pages, 1, 2).reshape(num_pages * page_size, num_kv_heads, head_dim)
+    by_slot = by_slot.at[slots].set(new)
+    return jnp.swapaxes(by_slot.reshape(num_pages, page_size, num_kv_heads, head_dim), 1, 2)
+
+
+def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
+    """An extend by one token for each sequence. A padding row, of length 0, sees nothing and yields zeros."""
+    offsets = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+    return extend_attention(q, offsets, kv, options, interpret)
+
+
+def extend_attention(
+    q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+) -> jax.Array:
+    """Each token attends to what it sees of its own sequence, in float32."""
+    num_tokens, num_heads, head_dim = q.shape
+    token = jnp.arange(num_tokens)
+    # The sequence of a token: how many sequences end at or before it. Padding tokens come out as S.
+    owner = jnp.sum(token[:, None] >= query_offsets[None, 1:], axis=1)
+    is_real = owner < kv.num_seqs
+    owner = jnp.where(is_real, owner, 0)
+    position = kv.lengths[owner] - query_offsets[owner + 1] + token
+
+    k = _gather(kv.k, kv.page_table[owner])  # [T, K, L, H]
+    v = _gather(kv.v, kv.page_table[owner])
+    kv_position = jnp.arange(k.shape[2])
+    seen = is_real[:, None] & (kv_position <= position[:, None])
+    if options.sliding_window is not None:
+        seen &= kv_position > position[:, None] - options.sliding_window
+    seen = seen[:, None, None, :]  # [T, 1, 1, L]
+
+    # Unused places may hold NaN, and 0 * NaN is NaN: they are cleared, not only weighted by zero.
+    v = jnp.where(seen.squeeze(2)[..., None], v, 0)
+    grouped = q.astype(jnp.float32).reshape(num_tokens, kv.num_kv_heads, -1, head_dim)
+    scores = jnp.einsum("tkgh,tklh->tkgl", grouped, k, precision="highest") * options.scale(head_dim)
+    if options.logit_soft_cap is not None:
+        scores = options.logit_soft_cap * jnp.tanh(scores / options.logit_soft_cap)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.where(seen, jnp.exp(scores - top), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1)
+    out = jnp.einsum("tkgl,tklh->tkgh", weights, v, precision="highest")
+    return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)
+
+
+def _gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
+    """`[T, P]` page ids to float32 `[T, K, P * page_size, H]`."""
+    if pages.dtype == BITS:
+        pages = to_numbers(pages)
+    _, num_kv_heads, page_size, head_dim = pages.shape
+    num_tokens, num_pages_per_token = page_ids.shape
+    gathered = jnp.swapaxes(pages[page_ids], 1, 2).astype(jnp.float32)  # [T, K, P, page_size, H]
+    return gathered.reshape(num_tokens, num_kv_heads, num_pages_per_token * page_size, head_dim)
+
+
+BACKEND = Backend("reference", decode_attention, extend_attention, store_kv)

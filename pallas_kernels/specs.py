@@ -1,0 +1,178 @@
+"""Named shapes of the ops' arguments, shared by tests and benchmarks.
+
+Owns which shapes are worth checking and measuring. Never knows backends, or contents: lengths and page ids are chosen
+where arrays are filled.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.api import paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import BITS, FLOAT8, PagedKv
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgSpec:
+    """The static side of a call: shapes, dtype and options. Letters as in the ops' docstrings."""
+
+    name: str
+    num_seqs: int
+    """S."""
+    num_tokens: int
+    """T of an extend; a decode has S."""
+    pages_per_seq: int
+    """P, the width of the page table."""
+    page_size: int
+    num_kv_heads: int
+    """K."""
+    num_groups: int
+    """Query heads per kv head, N / K."""
+    head_dim: int
+    """H."""
+    dtype: Any = jnp.float32
+    sliding_window: int | None = None
+    logit_soft_cap: float | None = None
+    float8_cache: bool = False
+    """The cache holds float8_e4m3fn, with one scale for K and one per head for V."""
+    bits_cache: bool = False
+    """The cache holds the bits of bfloat16 numbers, as the engine's does on a CPU."""
+
+    @property
+    def cache_dtype(self) -> Any:
+        """What the pages hold."""
+        if self.bits_cache:
+            return BITS
+        return FLOAT8 if self.float8_cache else self.dtype
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """k_scale and v_scale of a `PagedKv`; none for a cache of full width."""
+        if not self.float8_cache:
+            return {}
+        return {"k_scale": 0.02, "v_scale": 0.01 * jnp.arange(1, self.num_kv_heads + 1, dtype=jnp.float32)}
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache: one for every entry of the page table, and the dummy page."""
+        return 1 + self.num_seqs * self.pages_per_seq
+
+    @property
+    def options(self) -> AttentionOptions:
+        """The options of the attention ops."""
+        return AttentionOptions(sliding_window=self.sliding_window, logit_soft_cap=self.logit_soft_cap)
+
+    def paged_kv(self) -> PagedKv:
+        """The cache, its page table and lengths as shapes."""
+        shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
+        pages: Any = jax.ShapeDtypeStruct(shape, self.cache_dtype)
+        scales = {name: jax.ShapeDtypeStruct(jnp.shape(scale), jnp.float32) for name, scale in self.scales.items()}
+        table: Any = _int32(self.num_seqs, self.pages_per_seq)
+        lengths: Any = _int32(self.num_seqs)
+        return PagedKv(pages, pages, table, lengths, **scales)
+
+    def _queries(self, num_tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_tokens, self.num_kv_heads * self.num_groups, self.head_dim), self.dtype)
+
+    def store_args(self) -> tuple[Any, ...]:
+        """kv, k, v, slots of `store_kv`, as shapes."""
+        new = jax.ShapeDtypeStruct((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype)
+        return self.paged_kv(), new, new, _int32(self.num_tokens)
+
+    def decode_args(self) -> tuple[Any, ...]:
+        """q and kv of `paged_decode_attention`, as shapes."""
+        return self._queries(self.num_seqs), self.paged_kv()
+
+    def extend_args(self) -> tuple[Any, ...]:
+        """q, query_offsets and kv of `paged_extend_attention`, as shapes."""
+        return self._queries(self.num_tokens), _int32(self.num_seqs + 1), self.paged_kv()
+
+    def calls(self) -> tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]:
+        """Store, decode and extend with this spec: function, arguments as shapes, and keyword arguments."""
+        options = {"options": self.options}
+        return (
+            (store_kv, self.store_args(), {}),
+            (paged_decode_attention, self.decode_args(), options),
+            (paged_extend_attention, self.extend_args(), options),
+        )
+
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+# Small enough for an interpreter; each differs from the first in what its name says.
+SMALL_SPECS = (
+    ArgSpec("plain", 4, 24, 5, 16, 2, 2, 16),
+    ArgSpec("page_size_1", 3, 20, 70, 1, 1, 2, 16),
+    ArgSpec("page_size_64", 3, 20, 2, 64, 2, 1, 16),
+    ArgSpec("groups_3_odd_page_size", 3, 20, 6, 12, 2, 3, 32),
+    ArgSpec("groups_16", 2, 12, 4, 16, 1, 16, 16),
+    ArgSpec("one_sequence", 1, 40, 9, 16, 2, 2, 16),
+    ArgSpec("sliding_window", 4, 24, 10, 16, 1, 2, 16, sliding_window=9),
+    ArgSpec("soft_cap", 3, 20, 5, 16, 2, 2, 16, logit_soft_cap=3.0),
+    ArgSpec("window_and_cap", 3, 20, 5, 16, 2, 2, 16, sliding_window=33, logit_soft_cap=2.0),
+    ArgSpec("bfloat16", 3, 20, 5, 16, 2, 2, 16, dtype=jnp.bfloat16),
+    ArgSpec("float16", 3, 20, 5, 16, 2, 2, 16, dtype=jnp.float16),
+    ArgSpec("head_dim_64", 2, 12, 4, 16, 1, 4, 64),
+    ArgSpec("float8", 3, 20, 5, 16, 2, 2, 64, float8_cache=True),
+    ArgSpec("float8_bfloat16", 3, 20, 5, 16, 2, 4, 64, dtype=jnp.bfloat16, float8_cache=True),
+)
+
+
+def _serving_spec(head_dim: int, num_groups: int, page_size: int, dtype: str, extras: str = "") -> ArgSpec:
+    """32 sequences of up to 4096 tokens, 1024 new ones in an extend. `extras` names float8, window and cap."""
+    chosen = extras.split()
+    return ArgSpec(
+        name="_".join([f"h{head_dim}", f"g{num_groups}", f"p{page_size}", dtype, *chosen]),
+        num_seqs=32,
+        num_tokens=1024,
+        pages_per_seq=4096 // page_size,
+        page_size=page_size,
+        num_kv_heads=8 if num_groups < 8 else 4,
+        num_groups=num_groups,
+        head_dim=head_dim,
+        dtype={"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}[dtype],
+        sliding_window=1024 if "window" in chosen else None,
+        logit_soft_cap=50.0 if "cap" in chosen else None,
+        float8_cache="float8" in chosen,
+    )
+
+
+# What most models serve with.
+COMMON_SPECS = tuple(
+    _serving_spec(128, num_groups, page_size, "bf16") for num_groups in (2, 4, 8) for page_size in (16, 64)
+)
+
+# For lowering and compiling: any two values of two axes meet in some spec (a test holds the list to that).
+GRID_SPECS = (
+    *COMMON_SPECS,
+    _serving_spec(64, 1, 1, "bf16", "float8 window"),
+    _serving_spec(64, 2, 16, "bf16", "cap"),
+    _serving_spec(64, 2, 64, "f16", "float8"),
+    _serving_spec(64, 4, 64, "bf16", "window"),
+    _serving_spec(64, 7, 128, "f32", "float8"),
+    _serving_spec(64, 8, 128, "bf16", "float8 cap"),
+    _serving_spec(64, 16, 1, "f16", "cap"),
+    _serving_spec(64, 16, 64, "bf16", "cap"),
+    _serving_spec(128, 1, 128, "f32", "window cap"),
+    _serving_spec(128, 2, 1, "f32", "window"),
+    _serving_spec(128, 4, 1, "f32", "window cap"),
+    _serving_spec(128, 7, 16, "bf16", "window cap"),
+    _serving_spec(128, 7, 64, "f16", "window cap"),
+    _serving_spec(128, 8, 1, "f16", "float8 cap"),
+    _serving_spec(128, 8, 16, "bf16", "float8 window"),
+    _serving_spec(128, 16, 16, "f32", "float8"),
+    _serving_spec(256, 1, 16, "f16", "float8 window"),
+    _serving_spec(256, 1, 64, "bf16", "float8 cap"),
+    _serving_spec(256, 2, 128, "f16", "float8"),
+    _serving_spec(256, 4, 16, "f16", "float8"),
+    _serving_spec(256, 4, 128, "f16", "float8"),
+    _serving_spec(256, 7, 1, "f16", "cap"),
+    _serving_spec(256, 8, 64, "f32", "window cap"),
+    _serving_spec(256, 16, 128, "f16", "window"),
+)

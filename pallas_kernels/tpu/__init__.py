@@ -1,0 +1,17 @@
+"""Kernels for TPUs, on Pallas Mosaic. docs/kernels/tpu.md explains them."""
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.tpu.attention import decode_attention, extend_attention, refuse_attention
+from pallas_kernels.tpu.store import refuse_store, store_kv
+
+BACKEND = Backend(
+    "mosaic_tpu",
+    decode_attention,
+    extend_attention,
+    store_kv,
+    refuse_decode=refuse_attention,
+    refuse_extend=refuse_attention,
+    refuse_store=refuse_store,
+    platform="tpu",
+    has_interpreter=True,
+)

@@ -1,0 +1,166 @@
+"""Attention of a block of query rows of one kv head over the pages of one sequence, inside a Triton kernel.
+
+Owns the running softmax. Never knows the grid, nor how a tile of KV is read: a kernel says which rows it holds, at
+which position each stands, and which tiles they see. Every array here has power-of-two extents, as Triton demands.
+
+The loop's loads are what the Triton compiler turns into asynchronous copies, some tiles ahead (`num_stages`).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import FLOAT8, PagedKv
+from pallas_kernels.partition import EMPTY_LSE
+from pallas_kernels.triton.float8 import PLANES, UNPACKED_SCALE
+from pallas_kernels.triton.tiles import SequenceKv, holds_words, load_rows, store_rows
+
+# The smallest extent that Triton's dot takes on any axis.
+MIN_DOT = 16
+_LOG2_E = math.log2(math.e)
+
+# Arrays `[R, H / planes]`: one, or the planes of a float8 cache (see `float8`).
+Planes: TypeAlias = tuple[jax.Array, ...]
+
+
+def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:
+    """Why the attention kernels can't take q `[T, N, H]` and the cache, or None when they can."""
+    head_dim = q.shape[2]
+    smallest = MIN_DOT * PLANES if kv.dtype == FLOAT8 else MIN_DOT
+    if head_dim < smallest or head_dim & (head_dim - 1):
+        return f"head size is {head_dim}; with a {kv.dtype} cache it takes powers of two from {smallest}"
+    if q.shape[1] // kv.num_kv_heads > 16:
+        return f"{q.shape[1] // kv.num_kv_heads} query heads share a kv head; it takes at most 16"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The queries of a program."""
+
+    q: Planes
+    """As the dot products take them."""
+    scale: jax.Array | float
+    """A factor on the products q . k beside the softmax's own scale: `[R]` or one number."""
+    position: jax.Array
+    """`[R]`."""
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return int(self.q[0].shape[1]) * len(self.q)
+
+
+def load_queries(
+    q_ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, position: jax.Array, kv: SequenceKv
+) -> Rows:
+    """Row r is at `index` of q `[.., H]`, zeros unless is_real; in the order of planes for a cache of words."""
+    if not holds_words(kv.k_pages):
+        return Rows((load_rows(q_ref, index, is_real),), 1.0, position)
+    width = q_ref.shape[-1] // PLANES
+    q = [load_rows(q_ref, index, is_real, (plane * width, width)) for plane in range(PLANES)]
+    if q_ref.dtype == jnp.float32:
+        return Rows(tuple(q), UNPACKED_SCALE, position)
+    # K unpacks to float16. Queries become that too, each row brought to a largest element of 1 so that all of them fit.
+    wide = [plane.astype(jnp.float32) for plane in q]
+    largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(plane), axis=1) for plane in wide])
+    largest = jnp.where(largest > 0, largest, 1.0)
+    narrow = tuple((plane / largest[:, None]).astype(jnp.float16) for plane in wide)
+    return Rows(narrow, largest * UNPACKED_SCALE, position)
+
+
+def store_output(ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, out: Planes) -> None:
+    """The opposite of `load_queries` for a result of `attend_rows`; rows that aren't real are not written."""
+    width = ref.shape[-1] // len(out)
+    for plane, rows in enumerate(out):
+        store_rows(ref, index, is_real, rows, (plane * width, width))
+
+
+def attend_rows(
+    rows: Rows,
+    kv: SequenceKv,
+    tiles: tuple[jax.Array, jax.Array],
+    options: AttentionOptions,
+    all_seen_until: jax.Array | None = None,
+) -> tuple[Planes, jax.Array]:
+    """Attention of `rows` over the KV tiles from tiles[0] up to before tiles[1].
+
+    All rows see all of the tiles before `all_seen_until`, if given, which are then spared the masks. Returns the
+    output, float32, and `[R]` its log-sum-exp as `split_kv` defines it. A row that sees nothing yields zeros.
+    """
+    num_rows = rows.position.shape[0]
+    width = kv.v_pages.shape[3]
+    num_planes = len(rows.q)
+    begin, end = tiles
+    state: Any = (
+        kv.page(begin),
+        jnp.full((num_rows,), -jnp.inf, jnp.float32),
+        jnp.zeros((num_rows,), jnp.float32),
+        tuple(jnp.zeros((num_rows, width), jnp.float32) for _ in range(num_planes)),
+    )
+    if all_seen_until is not None:
+        middle = jnp.clip(all_seen_until, begin, end)
+        state = lax.fori_loop(begin, middle, functools.partial(_add_tile, rows, kv, options, False), state)
+        begin = middle
+    _, top, total, acc = lax.fori_loop(begin, end, functools.partial(_add_tile, rows, kv, options, True), state)
+    factor = (UNPACKED_SCALE if num_planes > 1 else 1.0) / jnp.where(total > 0, total, 1.0)
+    lse = jnp.where(total > 0, top + jnp.log(total) * _LOG2_E, EMPTY_LSE)
+    return tuple(plane * factor[:, None] for plane in acc), lse
+
+
+def _add_tile(
+    rows: Rows, kv: SequenceKv, options: AttentionOptions, is_masked: bool, tile: jax.Array, state: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, Planes]:
+    """One step of the running softmax, in powers of two: what the state holds of a score is score * log2(e).
+
+    The page of a tile is looked up one step before: a chain of two loads within a step would cost the compiler's
+    pipeline a stage, and the copies their head start.
+    """
+    page, top, total, acc = state
+    k, v = kv.load(tile, page, is_masked, rows.q[0].dtype)
+    kv_position = kv.position(tile)
+    products = functools.reduce(jnp.add, map(_dot_transposed, rows.q, k))
+    scores, scale = _scaled(products, rows.scale, options.scale(rows.head_dim), options.logit_soft_cap)
+    if is_masked:
+        seen = kv_position[None, :] <= rows.position[:, None]
+        if options.sliding_window is not None:
+            seen &= kv_position[None, :] > rows.position[:, None] - options.sliding_window
+        scores = jnp.where(seen, scores, -jnp.inf)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1) * scale)
+    # While a row has seen nothing its top is -inf; any finite number then keeps the differences from being NaN.
+    base = jnp.where(new_top > -jnp.inf, new_top, 0.0) if is_masked else new_top
+    weights = jnp.exp2(scores * _column(scale) - base[:, None])
+    shrink = jnp.exp2(top - base)
+    total = total * shrink + jnp.sum(weights, axis=1)
+    weights = weights.astype(v[0].dtype)
+    acc = tuple(a * shrink[:, None] + _dot(weights, plane) for a, plane in zip(acc, v, strict=True))
+    return kv.page(tile + 1), new_top, total, acc
+
+
+def _scaled(
+    scores: jax.Array, scale: jax.Array | float, sm_scale: float, soft_cap: float | None
+) -> tuple[jax.Array, jax.Array | float]:
+    """Scores, and the positive factor that makes them the exponents of 2; it is left to the exponent's own product."""
+    if soft_cap is not None:
+        return jnp.tanh(scores * _column(scale * (sm_scale / soft_cap))), soft_cap * _LOG2_E
+    return scores, scale * (sm_scale * _LOG2_E)
+
+
+def _column(scale: jax.Array | float) -> jax.Array | float:
+    return scale if isinstance(scale, float) else scale[:, None]
+
+
+def _dot_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
+    return _dot(a, b.T)
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    # float32 stays float32: the default would round it to TF32.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,79 @@
+"""`paged_extend_attention` as a Pallas kernel for the Triton backend: one program per (kv head, query tile).
+
+A query tile holds queries of one sequence; the sequence and where the tile starts stand in a small table computed on the
+device before the kernel. The query heads that share a kv head are packed into the rows beside the queries, so that K and V
+are loaded once for all of them. Called through `triton.BACKEND`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels import tuning
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import FLOAT8, PagedKv
+from pallas_kernels.partition import BEGIN, END, POSITION, SEQUENCE, query_tiles
+from pallas_kernels.triton import float8
+from pallas_kernels.triton.common import attend_rows, load_queries, store_output
+from pallas_kernels.triton.tiles import SequenceKv
+
+
+@functools.partial(jax.jit, static_argnames=("options", "interpret"))
+def extend_attention(
+    q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+) -> jax.Array:
+    """See `backend.Extend`."""
+    num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
+    blocks = tuning.blocks("paged_extend_attention", "triton", tuning.shape_class(q, kv))
+    tile_queries = blocks["tile_rows"] // pl.next_power_of_2(q.shape[1] // num_kv_heads)
+    tiles = query_tiles(kv.lengths, query_offsets, q.shape[0], tile_queries)
+    is_float8 = kv.dtype == FLOAT8
+    if is_float8:
+        q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
+    out: jax.Array = pl.pallas_call(
+        functools.partial(
+            _extend_kernel, tile_queries=tile_queries, tile_tokens=blocks["tile_tokens"], options=options
+        ),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(num_kv_heads, tiles.shape[0]),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
+        interpret=interpret,
+        name="paged_extend_attention",
+    )(q, k_pages, v_pages, kv.page_table, tiles)
+    return float8.planes_last(out) if is_float8 else out
+
+
+def _extend_kernel(
+    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, tiles_ref: Any, out_ref: Any,
+    *, tile_queries: int, tile_tokens: int, options: AttentionOptions
+) -> None:  # fmt: skip
+    kv_head = pl.program_id(0)
+    # From the last tile on: later ones of a sequence see more KV, and the long ones should not begin last.
+    tile = tiles_ref.shape[0] - 1 - pl.program_id(1)
+    num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
+    num_groups_padded = pl.next_power_of_2(num_groups)
+    seq, begin, end, first = (tiles_ref[tile, column] for column in (SEQUENCE, BEGIN, END, POSITION))
+
+    row = jnp.arange(tile_queries * num_groups_padded, dtype=jnp.int32)
+    query, group = row // num_groups_padded, row % num_groups_padded
+    token, head = begin + query, kv_head * num_groups + group
+    is_real = (token < end) & (group < num_groups)
+    kv = SequenceKv(
+        k_pages_ref,
+        v_pages_ref,
+        page_table_ref,
+        seq,
+        kv_head,
+        options.first_visible(first),
+        first + end - begin - 1,
+        tile_tokens,
+    )
+    rows = load_queries(q_ref, (token, head), is_real, first + query, kv)
+    # Without a window, what lies before the first query is seen by all: most tiles of a long prompt.
+    all_seen_until = (first + 1) // tile_tokens if options.sliding_window is None else None
+    out, _ = attend_rows(rows, kv, kv.tile_range, options, all_seen_until)
+    store_output(out_ref, (token, head), is_real, out)

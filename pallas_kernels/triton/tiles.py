@@ -1,0 +1,106 @@
+"""Moves rows of arrays and tiles of KV pages between memory and a Triton kernel.
+
+Owns addresses and masks. Never knows queries or softmax. Called by the kernels of this package and by `common`.
+
+Offsets are 32-bit unless an array exceeds 2**32 bytes, as Pallas chooses them: enough for elements of 16 bits and more,
+and for the 32-bit words as which a float8 cache comes here. A cache of single bytes would overflow at half of that.
+"""
+
+import dataclasses
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.triton.float8 import unpack
+
+# First column and number of columns.
+Columns: TypeAlias = tuple[int, int]
+
+
+def holds_words(pages_ref: Any) -> bool:
+    """Whether these are pages of a float8 cache."""
+    return bool(pages_ref.dtype == jnp.uint32)
+
+
+def load_rows(
+    ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array | None, columns: Columns | None = None
+) -> jax.Array:
+    """`[R, columns]` of a ref whose last axis is that of the columns, all of them by default.
+
+    Row r is at `index` (each `[R]` or a scalar, at least one `[R]`), and zeros unless is_real (None: all are).
+    """
+    where = _address(ref, index, columns)
+    if is_real is None:
+        return plgpu.load(ref.at[where])
+    return plgpu.load(ref.at[where], mask=jnp.broadcast_to(is_real[:, None], where[0].shape), other=0)
+
+
+def store_rows(
+    ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, rows: jax.Array, columns: Columns | None = None
+) -> None:
+    """The opposite of `load_rows`; rows that aren't real are not written."""
+    where = _address(ref, index, columns)
+    plgpu.store(ref.at[where], rows.astype(ref.dtype), mask=jnp.broadcast_to(is_real[:, None], where[0].shape))
+
+
+def _address(ref: Any, index: tuple[jax.Array, ...], columns: Columns | None) -> tuple[jax.Array, ...]:
+    # The last axis is indexed too, and not sliced: JAX's interpreter takes no mixture of index arrays and slices.
+    first, width = columns or (0, ref.shape[-1])
+    (num_rows,) = {i.shape[0] for i in index if jnp.ndim(i)}
+    column = first + jnp.arange(width, dtype=jnp.int32)
+    rows = (jnp.broadcast_to(i[:, None] if jnp.ndim(i) else i, (num_rows, width)) for i in index)
+    return (*rows, jnp.broadcast_to(column[None, :], (num_rows, width)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceKv:
+    """K and V of one kv head of one sequence, in tiles of `tile_tokens`."""
+
+    k_pages: Any
+    """The cache's refs `[num_pages, K, page_size, H]`, of words `[.., H / 4]` where it is float8."""
+    v_pages: Any
+    page_table: Any
+    """Ref `[S, P]`."""
+    seq: jax.Array
+    head: jax.Array
+    first: jax.Array
+    """KV positions in view, first and last: outside of them V may hold NaN and is read as zeros."""
+    last: jax.Array
+    tile_tokens: int
+
+    @property
+    def tile_range(self) -> tuple[jax.Array, jax.Array]:
+        """The first tile in view, and the tile after the last."""
+        return self.first // self.tile_tokens, (self.last + self.tile_tokens) // self.tile_tokens
+
+    def position(self, tile: jax.Array) -> jax.Array:
+        """KV positions of a tile, `[tile_tokens]`."""
+        return tile * self.tile_tokens + jnp.arange(self.tile_tokens, dtype=jnp.int32)
+
+    def page(self, tile: jax.Array) -> jax.Array:
+        """The page of a tile that lies in one, else of each of its tokens `[tile_tokens]`; any page past the end."""
+        page_size = self.k_pages.shape[2]
+        position = tile * self.tile_tokens if page_size % self.tile_tokens == 0 else self.position(tile)
+        # A padding row has no last position, but looks up a page like all others. Positions aren't negative, so that
+        # lax's division does, which is shorter than a rounding one.
+        page_index = lax.div(jnp.minimum(position, jnp.maximum(self.last, 0)), jnp.int32(page_size))
+        return self.page_table[self.seq, page_index]
+
+    def load(self, tile: jax.Array, page: jax.Array, is_masked: bool, dtype: Any) -> tuple[Any, Any]:
+        """K and V of a tile whose page is known, for dot products with `dtype`.
+
+        They are tuples of arrays `[tile_tokens, ...]`: one, or the planes of a float8 cache. Unless is_masked, all of
+        the tile has to be in view. K may hold anything where it isn't: its scores are masked.
+        """
+        position = self.position(tile)
+        in_view = (position >= self.first) & (position <= self.last) if is_masked else None
+        index = (page, self.head, lax.rem(position, jnp.int32(self.k_pages.shape[2])))
+        k = load_rows(self.k_pages, index, None)
+        v = load_rows(self.v_pages, index, in_view)
+        if not holds_words(self.k_pages):
+            return (k.astype(dtype),), (v.astype(dtype),)
+        k, v = (tuple(plane.astype(dtype) for plane in unpack(words)) for words in (k, v))
+        return k, v

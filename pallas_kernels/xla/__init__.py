@@ -1,0 +1,8 @@
+"""The ops as plain XLA: what runs on a CPU without the C++ kernels, and what "auto" falls back to anywhere."""
+
+from pallas_kernels.backend import Backend
+from pallas_kernels.xla.decode import decode_attention
+from pallas_kernels.xla.extend import extend_attention
+from pallas_kernels.xla.store import store_kv
+
+BACKEND = Backend("xla", decode_attention, extend_attention, store_kv)
