@@ -34,8 +34,8 @@ class PagedKv:
     """
 
     k: jax.Array
-    """`[num_pages, K, page_size, H]`, so that the tile of one page and one kv head is contiguous. Unused places may hold
-    anything, NaN included. float32, bfloat16, float16, float8_e4m3fn, or uint16 for the bits of bfloat16 (`BITS`)."""
+    """`[num_pages, K, page_size, H]`, so that the tile of one page and one kv head is contiguous; float32, bfloat16,
+    float16, float8_e4m3fn, or uint16 for the bits of bfloat16 (`BITS`). Unused places may hold anything, also NaN."""
     v: jax.Array
     """As k."""
     page_table: jax.Array

@@ -3,7 +3,7 @@
     python scripts/check_kernels.py --json checks.json
     python scripts/check_kernels.py --backends triton --budget-s 120
 
-Each spec of `pallas_kernels.arg_specs.GRID_SPECS` gets a ragged batch (padding rows and tokens, one token, full pages,
+Each spec of `pallas_kernels.specs.GRID_SPECS` gets a ragged batch (padding rows and tokens, one token, full pages,
 shared and permuted pages, NaN in every place that no sequence owns). Each result is compared with float64, with the XLA
 backend, and with itself over many runs. Exits with status 1 if anything failed.
 """
@@ -20,7 +20,7 @@ from bench.kernels.check import CRASHED, FAILED, Check, check_spec
 from bench.kernels.contenders import backends_for
 from bench.output import command_parser, write_json
 
-from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS
+from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS
 from pallas_kernels.target import target_device
 
 

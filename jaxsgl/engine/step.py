@@ -29,7 +29,7 @@ from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.sampler import Logprobs, score, score_in_slices
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import Decoder, Params
-from pallas_kernels import STORE_BACKENDS, paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels import STORE_BACKENDS, PagedKv, paged_decode_attention, paged_extend_attention, store_kv
 
 SAMPLING_ROWS = 2 + len(COLUMNS)  # of `pack_sampling`
 
@@ -223,13 +223,11 @@ class Pages:
         a, backend = self._arrays, self._backend
         old = self._k[layer_index], self._v[layer_index]
         store_backend = backend if backend in STORE_BACKENDS else "auto"
-        k_pages, v_pages = store_kv(*old, k_TKH, v_TKH, a.slots, backend=store_backend)
-        self._k[layer_index], self._v[layer_index] = k_pages, v_pages
+        kv = store_kv(PagedKv(*old, a.page_table, a.lengths), k_TKH, v_TKH, a.slots, backend=store_backend)
+        self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
-            return paged_decode_attention(q_TNH, k_pages, v_pages, a.page_table, a.lengths, backend=backend)
-        return paged_extend_attention(
-            q_TNH, k_pages, v_pages, a.page_table, a.lengths, a.query_offsets, backend=backend
-        )
+            return paged_decode_attention(q_TNH, kv, backend=backend)
+        return paged_extend_attention(q_TNH, a.query_offsets, kv, backend=backend)
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""

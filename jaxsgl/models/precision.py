@@ -3,7 +3,7 @@
 Accelerators use one format for all, and XLA and its libraries choose how to multiply. A CPU multiplies 16 bit weights
 with float32 accumulation (see `product`), but does everything else in float32: XLA has no vector code for 16 bit
 arithmetic there, and so widens and narrows around each operation. The KV cache has 16 bits on a CPU too, since it is
-read as much as the weights. For bfloat16 it is kept as uint16 (`pallas_kernels.bfloat16_bits`), since XLA would widen
+read as much as the weights. For bfloat16 it is kept as uint16 (`pallas_kernels.paged_kv`), since XLA would widen
 the whole cache in order to write a row of it.
 
 The engine calls `resolve_precision` at start-up; the layers call `product`.
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxsgl.models.arch import ModelArch
-from pallas_kernels.bfloat16_bits import DTYPE as BITS
 from pallas_kernels.native import library as native_library
 from pallas_kernels.native import product as native_product
+from pallas_kernels.paged_kv import BITS
 from pallas_kernels.target import CPUINFO, processor_flags, target_device
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of a processor's features

@@ -53,7 +53,9 @@ def extend_attention(
     num_kv_heads = kv.num_kv_heads
     sizes = tuning.blocks("paged_extend_attention", "mosaic_gpu", tuning.shape_class(q, kv))
     tile_queries = max_tile_queries(num_heads // num_kv_heads)
-    tiles = _longest_first(query_tiles(kv.lengths, query_offsets, num_tokens, tile_queries), options, sizes["tile_tokens"])
+    tiles = _longest_first(
+        query_tiles(kv.lengths, query_offsets, num_tokens, tile_queries), options, sizes["tile_tokens"]
+    )
     # A copy must not reach past the end of q.
     padded = jnp.pad(q, ((0, max(0, tile_queries - num_tokens)), (0, 0), (0, 0)))
     plan = Plan(

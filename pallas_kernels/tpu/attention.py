@@ -111,9 +111,7 @@ def _attend_query_tiles(
     tile_list = jnp.concatenate([tiles.reshape(-1), num_tiles[None]])
     k_view, v_view = (keep_in_hbm(view_pages(pages), interpret) for pages in (kv.k, kv.v))
     scratch = _scratch(q, k_view, kv.page_table.shape[1], chosen)
-    kernel = functools.partial(
-        _kernel, chosen=chosen, page_size=kv.page_size, form=page_form(kv.k), options=options
-    )
+    kernel = functools.partial(_kernel, chosen=chosen, page_size=kv.page_size, form=page_form(kv.k), options=options)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     out: jax.Array = pl.pallas_call(
         kernel,

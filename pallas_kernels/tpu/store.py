@@ -4,7 +4,7 @@ Owns the merging of new tokens into tiles of the memory. Called through `tpu.BAC
 
 TPU memory is written by whole tiles, several tokens each. So tokens are sorted by slot first, and each tile that any of
 them touches is read, changed and written once: two tokens of one tile never race, whatever their order. A tile that is
-entirely new isn't read. Several tiles are in flight. In a cache with pages of one token each token is a tile of its own.
+entirely new isn't read. Several tiles are in flight. In a cache with pages of one token, each token is its own tile.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """`paged_extend_attention` as a Pallas kernel for the Triton backend: one program per (kv head, query tile).
 
-A query tile holds queries of one sequence; the sequence and where the tile starts stand in a small table computed on the
-device before the kernel. The query heads that share a kv head are packed into the rows beside the queries, so that K and V
-are loaded once for all of them. Called through `triton.BACKEND`.
+A query tile holds queries of one sequence; a small table, computed on the device before the kernel, has the sequence of
+each tile and where it starts. The query heads that share a kv head are packed into the rows beside the queries, so that
+K and V are loaded once for all of them. Called through `triton.BACKEND`.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """`paged_decode_attention` as plain XLA: a loop over equal shares of all KV tiles. Called through `xla.BACKEND`.
 
 A tile is some consecutive tokens of one sequence. The tiles of all sequences form one list, and each iteration takes
-the next few of it, whichever sequences they belong to (flash-decoding's split of the KV, walked in order), so that short
+the next few of it, whichever sequences they belong to (flash-decoding's split of the KV, walked in order). So short
 sequences fill an iteration as well as long ones do. Each tile has its own softmax; those of one sequence are merged
 by log-sum-exp into a running state per sequence. Tiles that several sequences share come first: `decode_shared`.
 

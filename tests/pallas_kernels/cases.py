@@ -1,4 +1,4 @@
-"""Random ragged contents for the shapes of `arg_specs`, and what attention over them should give, by plain NumPy.
+"""Random ragged contents for the shapes of `specs`, and what attention over them should give, by plain NumPy.
 
 A case is built so that mistakes show: pages are permuted and shared, table entries past a sequence's pages name
 other sequences' pages, and every place of the cache that no sequence owns holds NaN.
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels import AttentionOptions, PagedKv
+from pallas_kernels.specs import ArgSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Case:
     lengths: np.ndarray
     query_offsets: np.ndarray
 
-    def extend_args(self):
+    def paged_kv(self) -> PagedKv:
         k_scale, v_scale = (
             np.broadcast_to(self.spec.scales.get(name, 1.0), self.spec.num_kv_heads) for name in ("k_scale", "v_scale")
         )
@@ -33,12 +34,16 @@ class Case:
             jnp.asarray(pages / scale[:, None, None], self.spec.cache_dtype)
             for pages, scale in ((self.k_pages, k_scale), (self.v_pages, v_scale))
         )
-        ints = (jnp.asarray(a, jnp.int32) for a in (self.page_table, self.lengths, self.query_offsets))
-        return jnp.asarray(self.q, self.spec.dtype), *cache, *ints
+        ints = (jnp.asarray(a, jnp.int32) for a in (self.page_table, self.lengths))
+        return PagedKv(*cache, *ints, **self.spec.scales)
+
+    def extend_args(self):
+        """q, query_offsets, kv."""
+        return jnp.asarray(self.q, self.spec.dtype), jnp.asarray(self.query_offsets, jnp.int32), self.paged_kv()
 
     def decode_args(self):
-        q, *rest = self.extend_args()
-        return q[: self.spec.num_seqs], *rest[:-1]
+        """q, kv."""
+        return jnp.asarray(self.q, self.spec.dtype)[: self.spec.num_seqs], self.paged_kv()
 
 
 @st.composite
@@ -83,17 +88,17 @@ def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared
     return Case(spec, q, k_pages, v_pages, page_table, np.array(lengths), offsets)
 
 
-def dense_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, options) -> np.ndarray:
+def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions) -> np.ndarray:
     """Attention in float64, one query and head at a time over a sequence laid out flat. Zeros where nothing is."""
-    q, k_pages, v_pages = (np.asarray(a, np.float64) for a in (q, k_pages, v_pages))
+    q, k_pages, v_pages = (np.asarray(a, np.float64) for a in (q, kv.k, kv.v))
     k_pages, v_pages = (
-        pages * np.broadcast_to(options.get(name, 1.0), pages.shape[1])[:, None, None]
-        for pages, name in ((k_pages, "k_scale"), (v_pages, "v_scale"))
+        pages * np.broadcast_to(1.0 if scale is None else scale, pages.shape[1])[:, None, None]
+        for pages, scale in ((k_pages, kv.k_scale), (v_pages, kv.v_scale))
     )
-    page_table, lengths, query_offsets = (np.asarray(a) for a in (page_table, lengths, query_offsets))
+    page_table, lengths, query_offsets = (np.asarray(a) for a in (kv.page_table, kv.lengths, query_offsets))
     num_groups = q.shape[1] // k_pages.shape[1]
-    window = options["sliding_window"] or np.inf
-    cap = options["logit_soft_cap"]
+    window = options.sliding_window or np.inf
+    cap = options.logit_soft_cap
     out = np.zeros(q.shape)
     for s, length in enumerate(lengths):
         begin, end = query_offsets[s : s + 2]
@@ -111,6 +116,14 @@ def dense_attention(q, k_pages, v_pages, page_table, lengths, query_offsets, opt
                 values = v[head // num_groups, first : position + 1]
                 out[token, head] = weights / weights.sum() @ values
     return out
+
+
+def random_store(spec: ArgSpec, rng: np.random.Generator, **scales: float):
+    """kv, k and v of a store with random contents; its page table and lengths are never read."""
+    shapes, k, v, _ = spec.store_args()
+    pages_and_new = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in (shapes.k, shapes.v, k, v)]
+    ints = (jnp.zeros(a.shape, jnp.int32) for a in (shapes.page_table, shapes.lengths))
+    return PagedKv(*pages_and_new[:2], *ints, **scales), *pages_and_new[2:]
 
 
 def assert_close(actual, expected, dtype) -> None:

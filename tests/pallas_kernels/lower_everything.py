@@ -13,8 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
-from pallas_kernels.arg_specs import GRID_SPECS, ArgSpec
+from pallas_kernels.specs import GRID_SPECS, ArgSpec
 from tests.grids import daily
 
 TARGETS = {
@@ -54,11 +53,7 @@ def main() -> None:
     for platform, (kind, num_cores, backends) in TARGETS.items():
         for backend in backends:
             for spec in specs:
-                for op, args, options in (
-                    (store_kv, spec.store_args(), spec.scales),
-                    (paged_decode_attention, spec.decode_args(), spec.options),
-                    (paged_extend_attention, spec.extend_args(), spec.options),
-                ):
+                for op, args, options in spec.calls():
                     with on_a_device(platform, kind, num_cores):
                         result = lower(op, args, options, backend, platform)
                     line = {"jax": jax.__version__, "backend": backend, "op": op.__name__, "spec": spec.name, **result}

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_decode_attention, paged_extend_attention
-from pallas_kernels.bfloat16_bits import to_bits
+from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, paged_extend_attention
 from pallas_kernels.native import library
+from pallas_kernels.paged_kv import to_bits
 from tests.pallas_kernels.cases import dense_attention
 from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, family, lay_out, own, unseen_places
 
@@ -66,15 +66,18 @@ def build(
 
 
 @functools.cache
-def compiled(is_decode: bool, options: tuple[tuple[str, Any], ...]):
+def compiled(is_decode: bool, options: AttentionOptions):
     op = paged_decode_attention if is_decode else paged_extend_attention
-    return jax.jit(functools.partial(op, backend="native", **dict(options)))
+    return jax.jit(functools.partial(op, backend="native", options=options))
 
 
 def attend(case: Case, is_decode: bool = False, **options: Any) -> np.ndarray:
     bits = (to_bits(jnp.asarray(pages)) for pages in (case.k_pages, case.v_pages))
-    ints = [jnp.asarray(a, jnp.int32) for a in (case.table, case.lengths, case.offsets)]
-    return np.asarray(compiled(is_decode, tuple(options.items()))(case.q, *bits, *ints[: 2 if is_decode else 3]))
+    table, lengths, offsets = (jnp.asarray(a, jnp.int32) for a in (case.table, case.lengths, case.offsets))
+    scales = {name: options.pop(name) for name in ("k_scale", "v_scale") if name in options}
+    kv = PagedKv(*bits, table, lengths, **scales)
+    queries = (case.q,) if is_decode else (case.q, offsets)
+    return np.asarray(compiled(is_decode, AttentionOptions(**options))(*queries, kv))
 
 
 def dense(case: Case, **options: Any) -> np.ndarray:
@@ -87,8 +90,8 @@ def dense(case: Case, **options: Any) -> np.ndarray:
     offsets = np.concatenate([[0], np.cumsum(counts)])
     rows = np.flatnonzero(has_query)
     out = np.zeros(q.shape)
-    options = {"sliding_window": None, "logit_soft_cap": None, **options}
-    out[rows] = dense_attention(q[rows], case.k_pages, case.v_pages, case.table, case.lengths, offsets, options)
+    kv = PagedKv(case.k_pages, case.v_pages, case.table, case.lengths, v_scale=options.pop("v_scale", None))
+    out[rows] = dense_attention(q[rows], offsets, kv, AttentionOptions(**options))
     return out
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import paged_decode_attention, paged_extend_attention, tuning
-from pallas_kernels.arg_specs import SMALL_SPECS, ArgSpec
+from pallas_kernels.specs import SMALL_SPECS, ArgSpec
 from tests.grids import count
 from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, dense_attention
 
@@ -28,7 +28,7 @@ each_backend = pytest.mark.parametrize(("backend", "num_examples"), [XLA, PALLAS
 def compiled(op, spec: ArgSpec, backend: str):
     """One compilation for all the examples of a spec."""
     interpret = backend not in ("reference", "xla")
-    return jax.jit(functools.partial(op, backend=backend, interpret=interpret, **spec.options))
+    return jax.jit(functools.partial(op, backend=backend, interpret=interpret, options=spec.options))
 
 
 def check(op, case: Case, backend: str) -> None:
@@ -71,9 +71,9 @@ def test_reference_equals_a_dense_softmax(name: str) -> None:
 def test_decode_is_an_extend_by_one_token(backend: str) -> None:
     spec = BY_NAME["plain"]
     case = build_case(spec, [17, 0, 80, 1], [1, 0, 1, 1], 1, seed=3)
-    q, *cache, _ = case.extend_args()
+    q, _, kv = case.extend_args()
     # A padding row owns a row of a decode's output, but no token of an extend's.
-    decoded = compiled(paged_decode_attention, spec, backend)(q[np.array([0, 3, 1, 2])], *cache)
+    decoded = compiled(paged_decode_attention, spec, backend)(q[np.array([0, 3, 1, 2])], kv)
     extended = compiled(paged_extend_attention, spec, backend)(*case.extend_args())
     assert_close(decoded[np.array([0, 2, 3])], extended[:3], spec.dtype)
 
@@ -106,7 +106,7 @@ def test_a_decode_in_several_splits_equals_the_reference(name: str) -> None:
     case = build_case(spec, lengths, [min(n, 1) for n in lengths], 0, seed=5)
     many_programs = {"programs_per_core": 1000, "min_split_tokens": 16, "tile_tokens": 16}
     with tuning.override("paged_decode_attention", "triton", many_programs):
-        decode = functools.partial(paged_decode_attention, backend="triton", interpret=True, **spec.options)
+        decode = functools.partial(paged_decode_attention, backend="triton", interpret=True, options=spec.options)
         lse = re.search(
             rf"f32\[(\d+),{spec.num_seqs},{case.q.shape[1]}\]", str(jax.make_jaxpr(decode)(*case.decode_args()))
         )
@@ -130,11 +130,9 @@ def test_extend_over_many_tiles_equals_the_reference(backend: str, num_queries: 
 def test_any_chunking_of_a_prompt_gives_the_same_output(length: int, chunk: int) -> None:
     spec = ArgSpec("chunks", 1, 512, 32, 16, 1, 2, 16)
     case = build_case(spec, [length], [length], 0, seed=length)
-    q, k_pages, v_pages, page_table, lengths, offsets = case.extend_args()
-    whole = compiled(paged_extend_attention, spec, "xla")(q, k_pages, v_pages, page_table, lengths, offsets)
+    q, offsets, kv = case.extend_args()
+    whole = compiled(paged_extend_attention, spec, "xla")(q, offsets, kv)
     begin = (length - 1) // chunk * chunk  # the last chunk
     count = length - begin
-    part = compiled(paged_extend_attention, spec, "xla")(
-        np.roll(q, -begin, axis=0), k_pages, v_pages, page_table, lengths, np.array([0, count], np.int32)
-    )
+    part = compiled(paged_extend_attention, spec, "xla")(np.roll(q, -begin, axis=0), np.array([0, count], np.int32), kv)
     assert_close(part[:count], whole[begin:length], spec.dtype)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
-from pallas_kernels.bfloat16_bits import to_bits, to_numbers
+from pallas_kernels import PagedKv, paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels.paged_kv import to_bits, to_numbers
 
 NUM_PAGES, K, G, H = 24, 2, 3, 16
 LENGTHS = np.array([1, 40, 0, 63, 64], np.int32)
@@ -40,9 +40,10 @@ def test_attention_over_bits_is_attention_over_the_numbers(op: str, page_size: i
     offsets = jnp.array([0, 1, 8, 8, 17, 20], jnp.int32)
 
     def attend(k: jax.Array, v: jax.Array, backend: str) -> jax.Array:
+        kv = PagedKv(k, v, table, lengths)
         if op == "decode":
-            return paged_decode_attention(q, k, v, table, lengths, backend=backend)
-        return paged_extend_attention(q, k, v, table, lengths, offsets, backend=backend)
+            return paged_decode_attention(q, kv, backend=backend)
+        return paged_extend_attention(q, offsets, kv, backend=backend)
 
     expected = attend(k, v, "reference")
     np.testing.assert_array_equal(attend(to_bits(k), to_bits(v), "reference"), expected)
@@ -55,9 +56,10 @@ def test_a_store_rounds_to_bfloat16(backend: str) -> None:
     k, v = pages_of(16, 1), pages_of(16, 2)
     new_k, new_v = jax.random.normal(jax.random.key(4), (2, 3, K, H), jnp.float32)
     slots = jnp.array([0, 17, 100], jnp.int32)
-    stored = store_kv(to_bits(k), to_bits(v), new_k, new_v, slots, backend=backend)
-    expected = store_kv(k, v, new_k, new_v, slots, backend="reference")
-    for bits, numbers in zip(stored, expected, strict=True):
+    tables = table_of(16), jnp.asarray(LENGTHS)
+    stored = store_kv(PagedKv(to_bits(k), to_bits(v), *tables), new_k, new_v, slots, backend=backend)
+    expected = store_kv(PagedKv(k, v, *tables), new_k, new_v, slots, backend="reference")
+    for bits, numbers in ((stored.k, expected.k), (stored.v, expected.v)):
         assert bits.dtype == jnp.uint16
         np.testing.assert_array_equal(to_numbers(bits).astype(jnp.float32), numbers.astype(jnp.float32))
 
@@ -65,7 +67,12 @@ def test_a_store_rounds_to_bfloat16(backend: str) -> None:
 def test_a_store_happens_in_place() -> None:
     k, v = to_bits(pages_of(16, 1)), to_bits(pages_of(16, 2))
     new, slots = jnp.ones((3, K, H), jnp.float32), jnp.array([0, 17, 100], jnp.int32)
-    compiled = jax.jit(store_kv, donate_argnums=(0, 1)).lower(k, v, new, new, slots).compile()
+
+    def store(k: jax.Array, v: jax.Array, new: jax.Array, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        stored = store_kv(PagedKv(k, v, table_of(16), jnp.asarray(LENGTHS)), new, new, slots)
+        return stored.k, stored.v
+
+    compiled = jax.jit(store, donate_argnums=(0, 1)).lower(k, v, new, slots).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes == k.nbytes + v.nbytes

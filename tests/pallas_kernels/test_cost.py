@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_decode_attention, paged_extend_attention
+from pallas_kernels import PagedKv, paged_decode_attention, paged_extend_attention
 
 NUM_SEQS, LENGTH, NUM_KV_HEADS, NUM_GROUPS, HEAD_DIM = 32, 512, 8, 2, 64
 
@@ -51,9 +51,9 @@ def test_a_wide_page_table_costs_no_time(op, num_tokens: int) -> None:
     for name, pages_per_seq in (("narrow", 4), ("wide", 2048)):
         table = np.zeros((4, pages_per_seq), np.int32)
         table[:, :4] = 1 + np.arange(16).reshape(4, 4)
-        args = [q, cache, cache, jnp.asarray(table), jnp.full((4,), 64, jnp.int32)]
+        args = [q, PagedKv(cache, cache, jnp.asarray(table), jnp.full((4,), 64, jnp.int32))]
         if op is paged_extend_attention:
-            args.append(jnp.arange(5, dtype=jnp.int32) * 8)
+            args.insert(1, jnp.arange(5, dtype=jnp.int32) * 8)
         calls[name] = functools.partial(step, *args)
     fastest(calls, repeats=1)  # compiles
     # Work in proportion to the width would be 512 times as much.
@@ -70,6 +70,10 @@ def decode_args(page_size: int) -> tuple[jax.Array, ...]:
     return *(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes), jnp.asarray(table, jnp.int32)
 
 
+def ours(q: jax.Array, *kv: jax.Array) -> jax.Array:
+    return paged_decode_attention(q, PagedKv(*kv))
+
+
 def gather_and_einsum(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, table: jax.Array, lengths: jax.Array):
     """The obvious way."""
     k, v = (jnp.swapaxes(p[table], 2, 3).reshape(NUM_SEQS, -1, NUM_KV_HEADS, HEAD_DIM) for p in (k_pages, v_pages))
@@ -83,21 +87,21 @@ def gather_and_einsum(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, tabl
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 def test_decode_is_far_ahead_of_gathering_all_pages(page_size: int) -> None:
     args = (*decode_args(page_size), jnp.full((NUM_SEQS,), LENGTH, jnp.int32))
-    ours, gather = jax.jit(paged_decode_attention), jax.jit(gather_and_einsum)
-    np.testing.assert_allclose(ours(*args), gather(*args), atol=1e-5)
-    calls = {"ours": lambda: ours(*args), "gather": lambda: gather(*args)}
+    decode, gather = jax.jit(ours), jax.jit(gather_and_einsum)
+    np.testing.assert_allclose(decode(*args), gather(*args), atol=1e-5)
+    calls = {"ours": lambda: decode(*args), "gather": lambda: gather(*args)}
     holds_in_some_round(calls, lambda seconds: 2 * seconds["ours"] < seconds["gather"])
 
 
 def test_decode_takes_time_for_the_real_lengths_only() -> None:
-    args, ours = decode_args(16), jax.jit(paged_decode_attention)
+    args, decode = decode_args(16), jax.jit(ours)
     lengths = {
         "full": [LENGTH] * NUM_SEQS,
         "an eighth": [LENGTH // 8] * NUM_SEQS,
         "one long": [LENGTH] + [8] * (NUM_SEQS - 1),
         "padding": [LENGTH] * 2 + [0] * (NUM_SEQS - 2),
     }
-    calls: Calls = {name: functools.partial(ours, *args, jnp.asarray(n, jnp.int32)) for name, n in lengths.items()}
+    calls: Calls = {name: functools.partial(decode, *args, jnp.asarray(n, jnp.int32)) for name, n in lengths.items()}
     fastest(calls, repeats=1)  # compiles
     holds_in_some_round(calls, lambda seconds: all(3 * seconds[name] < seconds["full"] for name in list(lengths)[1:]))
 
@@ -109,9 +113,9 @@ def test_pages_that_eight_sequences_share_cost_less_than_own_ones() -> None:
     shared = np.array(own_table)
     shared[:, : 448 // page_size] = shared[np.arange(NUM_SEQS) % 4, : 448 // page_size]
     tables = {"own": own_table, "shared": jnp.asarray(shared)}
-    lengths, ours = jnp.full((NUM_SEQS,), LENGTH, jnp.int32), jax.jit(paged_decode_attention)
+    lengths, decode = jnp.full((NUM_SEQS,), LENGTH, jnp.int32), jax.jit(ours)
     calls: Calls = {
-        name: functools.partial(ours, q, k_pages, v_pages, table, lengths) for name, table in tables.items()
+        name: functools.partial(decode, q, k_pages, v_pages, table, lengths) for name, table in tables.items()
     }
     fastest(calls, repeats=1)  # compiles
     holds_in_some_round(calls, lambda seconds: seconds["shared"] < 0.7 * seconds["own"])

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import choose_backend, paged_decode_attention, paged_extend_attention, store_kv, tuning
-from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS, ArgSpec
-from pallas_kernels.dispatch import takes_all_shapes
+from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, paged_extend_attention, store_kv, tuning
+from pallas_kernels.backend import refuse_nothing
+from pallas_kernels.dispatch import choose_backend
+from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS, ArgSpec
 
 PLAIN = SMALL_SPECS[0]
-EVERYTHING = {"reference": takes_all_shapes, "xla": takes_all_shapes, "triton": takes_all_shapes}
+EVERYTHING = {"reference": refuse_nothing, "xla": refuse_nothing, "triton": refuse_nothing}
 
 
 def on_a_device(platform: str, kind: str):
@@ -34,22 +35,22 @@ def on_an_h100():
 
 def test_auto_follows_the_platform_and_its_table() -> None:
     def chosen(implemented=EVERYTHING) -> str:
-        return choose_backend("paged_decode_attention", "auto", implemented)
+        return choose_backend("paged_decode_attention", "auto", implemented).name
 
     assert chosen() == "xla"
     with on_an_h100():
         assert chosen() == tuning.preferred_backends("paged_decode_attention")[0] == "triton"
-        assert chosen({"xla": takes_all_shapes, "mosaic_gpu": takes_all_shapes}) == "mosaic_gpu"
+        assert chosen({"xla": refuse_nothing, "mosaic_gpu": refuse_nothing}) == "mosaic_gpu"
     with on_a_device("tpu", "TPU v5 lite"):
         assert chosen() == "xla"
-        assert chosen({**EVERYTHING, "mosaic_tpu": takes_all_shapes}) == "mosaic_tpu"
+        assert chosen({**EVERYTHING, "mosaic_tpu": refuse_nothing}) == "mosaic_tpu"
 
 
 def test_auto_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     refusing: dict[str, Any] = {**EVERYTHING, "triton": lambda: "head size is 80 in this test"}
     with on_an_h100(), caplog.at_level(logging.INFO, logger="pallas_kernels"):
         for _ in range(3):
-            assert choose_backend("paged_decode_attention", "auto", refusing) == "xla"
+            assert choose_backend("paged_decode_attention", "auto", refusing).name == "xla"
     expected = "paged_decode_attention: not using triton: head size is 80 in this test"
     assert [r.message for r in caplog.records] == [expected]
 
@@ -70,7 +71,7 @@ class Gpu:
 )  # fmt: skip
 def test_gpus_older_than_ampere_get_xla(gpu: Gpu, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
-    assert choose_backend("store_kv", "auto", EVERYTHING) == expected
+    assert choose_backend("store_kv", "auto", EVERYTHING).name == expected
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_gpus_older_than_ampere_get_xla(gpu: Gpu, expected: str, monkeypatch: py
     ],
 )
 def test_an_impossible_backend_is_an_error_with_the_options(backend: str, message: str) -> None:
-    args = [jnp.zeros(a.shape, a.dtype) for a in PLAIN.decode_args()]
+    args = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), PLAIN.decode_args())
     with pytest.raises(ValueError, match="paged_decode_attention: ") as error:
         paged_decode_attention(*args, backend=backend)
     assert message in str(error.value)
@@ -95,23 +96,14 @@ def test_a_backend_that_the_op_lacks_is_an_error_with_the_options() -> None:
 
 def test_shapes_that_a_named_backend_refuses_are_an_error() -> None:
     spec = ArgSpec("head_dim_80", 2, 4, 2, 16, 1, 1, 80)
-    for op, args in (
-        (store_kv, spec.store_args()),
-        (paged_decode_attention, spec.decode_args()),
-        (paged_extend_attention, spec.extend_args()),
-    ):
+    for op, args, _ in spec.calls():
         with pytest.raises(ValueError, match=r"backend 'triton' is impossible here: head size is 80"):
             jax.eval_shape(lambda *a, op=op: op(*a, backend="triton", interpret=True), *args)
 
 
 @pytest.mark.parametrize("spec", GRID_SPECS, ids=lambda spec: spec.name)
 def test_every_op_lowers_for_cuda_through_triton(spec: ArgSpec) -> None:
-    ops: tuple[Any, ...] = (
-        (store_kv, spec.store_args(), {}),
-        (paged_decode_attention, spec.decode_args(), spec.options),
-        (paged_extend_attention, spec.extend_args(), spec.options),
-    )
-    for op, args, options in ops:
+    for op, args, options in spec.calls():
         with on_an_h100():
             traced = jax.jit(lambda *a, op=op, options=options: op(*a, **options)).trace(*args)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -121,12 +113,19 @@ def test_every_op_lowers_for_cuda_through_triton(spec: ArgSpec) -> None:
 
 
 BAD_CALLS = {
-    "different cache shapes": (store_kv, PLAIN.store_args, 1, (9, 2, 16, 16), jnp.float32, "must have one shape"),
-    "page size 512": (store_kv, PLAIN.store_args, None, (9, 2, 512, 16), jnp.float32, "page_size is 512"),
-    "int8 cache": (store_kv, PLAIN.store_args, None, (21, 2, 16, 16), jnp.int8, "k_pages has dtype int8"),
-    "too many slots": (store_kv, PLAIN.store_args, 4, (25,), jnp.int32, r"slots \(25,\)"),
-    "int16 lengths": (paged_decode_attention, PLAIN.decode_args, 4, (4,), jnp.int16, "lengths has dtype int16"),
-    "flat table": (paged_decode_attention, PLAIN.decode_args, 3, (20,), jnp.int32, r"page_table \(20,\)"),
+    "different cache shapes": (store_kv, PLAIN.store_args, "kv.v", (9, 2, 16, 16), jnp.float32, "must have one shape"),
+    "page size 512": (store_kv, PLAIN.store_args, "kv", (9, 2, 512, 16), jnp.float32, "page_size is 512"),
+    "int8 cache": (store_kv, PLAIN.store_args, "kv", (21, 2, 16, 16), jnp.int8, "kv.k has dtype int8"),
+    "too many slots": (store_kv, PLAIN.store_args, 3, (25,), jnp.int32, r"slots \(25,\)"),
+    "int16 lengths": (
+        paged_decode_attention,
+        PLAIN.decode_args,
+        "kv.lengths",
+        (4,),
+        jnp.int16,
+        "lengths has dtype int16",
+    ),
+    "flat table": (paged_decode_attention, PLAIN.decode_args, "kv.page_table", (20,), jnp.int32, r"page_table \(20,\)"),
     "odd heads": (paged_decode_attention, PLAIN.decode_args, 0, (4, 5, 16), jnp.float32, "multiple of the 2 kv heads"),
     "two tokens": (
         paged_decode_attention,
@@ -136,16 +135,19 @@ BAD_CALLS = {
         jnp.float32,
         "one token for each of the 4",
     ),
-    "short offsets": (paged_extend_attention, PLAIN.extend_args, 5, (4,), jnp.int32, r"query_offsets is \(4,\)"),
+    "short offsets": (paged_extend_attention, PLAIN.extend_args, 1, (4,), jnp.int32, r"query_offsets is \(4,\)"),
 }
 
 
 @pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
 def test_arguments_that_do_not_fit_are_errors(call) -> None:
-    op, make_args, index, shape, dtype, message = call
-    args = list(make_args())
-    for i in (0, 1) if index is None else (index,):
-        args[i] = jax.ShapeDtypeStruct(shape, dtype)
+    op, make_args, place, shape, dtype, message = call
+    args, wrong = list(make_args()), jax.ShapeDtypeStruct(shape, dtype)
+    if isinstance(place, int):
+        args[place] = wrong
+    else:
+        names = {"kv": ("k", "v")}.get(place, (place.removeprefix("kv."),))
+        args = [dataclasses.replace(a, **dict.fromkeys(names, wrong)) if isinstance(a, PagedKv) else a for a in args]
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(op, *args)
 
@@ -162,7 +164,7 @@ OPTIONS_OUT_OF_RANGE = [
 @pytest.mark.parametrize("option", OPTIONS_OUT_OF_RANGE)
 def test_options_out_of_range_are_errors(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(option))):
-        jax.eval_shape(lambda *a: paged_decode_attention(*a, **option), *PLAIN.decode_args())
+        AttentionOptions(**option)
 
 
 def test_the_package_is_importable_alone() -> None:

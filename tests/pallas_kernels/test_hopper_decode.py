@@ -1,7 +1,7 @@
 """The decode for Hopper in its interpreter: shapes that TMA and wgmma take, and the edges of tiles and splits."""
 
+import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call  # the detector's verdict has no public name
 
 from pallas_kernels import paged_decode_attention, tuning
-from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.decode_attention.mosaic_gpu import refuse_shapes
+from pallas_kernels.hopper.decode import refuse_decode
+from pallas_kernels.specs import ArgSpec
 from tests.pallas_kernels.cases import Case, assert_close, build_case, cases
 from tests.pallas_kernels.test_attention import check, compiled, run_examples
 
@@ -73,9 +73,11 @@ def test_splits_equal_the_reference(window: int | None) -> None:
     """Splits of several tiles, of one, and empty ones; a sequence of none."""
     spec = ArgSpec("splits", 4, 4, 20, 16, 1, 2, 64, dtype=jnp.float16, sliding_window=window)
     args = build_case(spec, [320, 0, 1, 129], [1, 0, 1, 1], 1, seed=5).decode_args()
-    expected = paged_decode_attention(*args, backend="reference", **spec.options)
+    expected = paged_decode_attention(*args, backend="reference", options=spec.options)
     with splitting(12):
-        run = jax.jit(functools.partial(paged_decode_attention, backend="mosaic_gpu", interpret=True, **spec.options))
+        run = jax.jit(
+            functools.partial(paged_decode_attention, backend="mosaic_gpu", interpret=True, options=spec.options)
+        )
         assert "f16[2,3,4,1,8,64]" in str(run.trace(*args).jaxpr)  # two parts of each of three splits
         actual = run(*args)
     assert_close(actual, expected, spec.dtype)
@@ -86,12 +88,12 @@ def test_splits_equal_the_reference(window: int | None) -> None:
 def test_the_merge_of_splits_rounds_once() -> None:
     """The mean of V over two splits is the float32 mean, rounded to bfloat16 at the very end and not in each split."""
     spec = ArgSpec("exact", 1, 1, 8, 16, 1, 2, 64, dtype=jnp.bfloat16)
-    q, k_pages, v_pages, *rest = build_case(spec, [128], [1], 0, seed=2).decode_args()
-    v_pages = jnp.nan_to_num(v_pages)
+    q, kv = build_case(spec, [128], [1], 0, seed=2).decode_args()
+    kv = dataclasses.replace(kv, k=jnp.zeros_like(kv.k), v=jnp.nan_to_num(kv.v))
     with splitting(2):
         run = functools.partial(paged_decode_attention, backend="mosaic_gpu", interpret=True)
-        actual = run(q, jnp.zeros_like(k_pages), v_pages, *rest)
-    used = np.asarray(v_pages[rest[0][0]], np.float64).reshape(128, 64)
+        actual = run(q, kv)
+    used = np.asarray(kv.v[kv.page_table[0]], np.float64).reshape(128, 64)
     expected = jnp.asarray(used.mean(axis=0), jnp.bfloat16)
     assert (actual[0] == expected).mean() > 0.97
 
@@ -107,6 +109,5 @@ def test_the_merge_of_splits_rounds_once() -> None:
     ],
 )
 def test_shapes_that_the_chip_can_not_take_are_refused(spec: ArgSpec, reason: str) -> None:
-    args: Any = spec.decode_args()
-    q, k_pages, *_ = args
-    assert reason in (refuse_shapes(q, k_pages) or "")
+    q, kv = spec.decode_args()
+    assert reason in refuse_decode(q, kv)

@@ -8,7 +8,6 @@ when it starts, sets the size of the pool.
 
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,8 @@ import pytest
 from bench.targets.targets import find_python
 
 from pallas_kernels import paged_extend_attention, tuning
-from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.extend_attention.mosaic_gpu import refuse_shapes
+from pallas_kernels.hopper.extend import refuse_extend
+from pallas_kernels.specs import ArgSpec
 from tests.kept import environment
 from tests.pallas_kernels.cases import build_case, cases
 from tests.pallas_kernels.elsewhere import run
@@ -122,16 +121,14 @@ def test_padding_yields_exact_zeros() -> None:
     ],
 )
 def test_shapes_that_the_chip_can_not_take_are_refused(spec: ArgSpec, reason: str) -> None:
-    args: Any = spec.extend_args()
-    q, k_pages, *_ = args
-    assert reason in (refuse_shapes(q, k_pages) or "")
+    q, _, kv = spec.extend_args()
+    assert reason in refuse_extend(q, kv)
 
 
 def test_other_gpus_are_refused() -> None:
-    args: Any = SPECS["page_16"].extend_args()
-    q, k_pages, *_ = args
+    q, _, kv = SPECS["page_16"].extend_args()
     with on_a_device("cuda", "NVIDIA A100-SXM4-80GB", 108):
-        assert "A100-SXM4-80GB lacks" in (refuse_shapes(q, k_pages) or "")
+        assert "A100-SXM4-80GB lacks" in refuse_extend(q, kv)
 
 
 def test_kv_tiles_that_could_not_be_cleared_are_an_error() -> None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import BACKENDS, paged_decode_attention, paged_extend_attention
+from pallas_kernels import BACKENDS, PagedKv, paged_decode_attention, paged_extend_attention
 from pallas_kernels.native import attention, library
 from pallas_kernels.native.product import rows_product
 from pallas_kernels.target import processor_flags, processor_maker
@@ -183,11 +183,11 @@ def test_several_devices_get_xla() -> None:
 
 def arrays(
     head_dim: int = 64, group: int = 2, q_dtype: str = "float32", cache_dtype: str = "uint16"
-) -> tuple[Any, ...]:
-    """q, k_pages, v_pages, page_table, lengths of a decode."""
+) -> tuple[jax.ShapeDtypeStruct, PagedKv]:
+    """q and kv of a decode."""
     pages = jax.ShapeDtypeStruct((5, 2, 16, head_dim), cache_dtype)
     q = jax.ShapeDtypeStruct((3, 2 * group, head_dim), q_dtype)
-    return q, pages, pages, jax.ShapeDtypeStruct((3, 2), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    return q, PagedKv(pages, pages, jax.ShapeDtypeStruct((3, 2), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32))
 
 
 @pytest.fixture
@@ -208,23 +208,23 @@ def a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_shapes_that_it_does_not_take_are_named(a_library: None, args: tuple, reason: str) -> None:
-    assert reason in (attention.refuse(*args[:2]) or "")
+    assert reason in (attention.refuse_attention(*args) or "")
     with pytest.raises(ValueError, match=f"backend 'native' is impossible here: .*{reason}"):
         jax.eval_shape(lambda *a: paged_decode_attention(*a, backend="native"), *args)
     jax.eval_shape(paged_decode_attention, *args)  # "auto" takes another
 
 
 def test_another_platform_is_named(a_library: None) -> None:
-    with on_an_h100():
-        assert attention.refuse(*arrays()[:2]) == "it needs a cpu, this is a gpu"
+    with on_an_h100(), pytest.raises(ValueError, match="it needs a cpu, this is a gpu; choose"):
+        jax.eval_shape(lambda *a: paged_decode_attention(*a, backend="native"), *arrays())
 
 
 def text_of(**options: Any) -> str:
     """The traced calls of both ops."""
-    q, *cache = arrays()
+    q, kv = arrays()
     offsets = jax.ShapeDtypeStruct((4,), jnp.int32)
-    decode = jax.make_jaxpr(lambda *a: paged_decode_attention(*a, **options))(q, *cache)
-    extend = jax.make_jaxpr(lambda *a: paged_extend_attention(*a, **options))(q, *cache, offsets)
+    decode = jax.make_jaxpr(lambda *a: paged_decode_attention(*a, **options))(q, kv)
+    extend = jax.make_jaxpr(lambda *a: paged_extend_attention(*a, **options))(q, offsets, kv)
     return f"{decode}\n{extend}"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.split_kv import EMPTY_LSE, choose_num_splits, merge_splits, split_tiles
+from pallas_kernels.partition import EMPTY_LSE, choose_num_splits, merge_splits, split_tiles
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 parts: Any = split_tiles  # takes numbers as well as arrays of them

@@ -4,7 +4,7 @@ import itertools
 
 import jax.numpy as jnp
 
-from pallas_kernels.arg_specs import GRID_SPECS, ArgSpec
+from pallas_kernels.specs import GRID_SPECS, ArgSpec
 
 AXES = {
     "head_dim": (64, 128, 256),

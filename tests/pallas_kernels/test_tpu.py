@@ -11,11 +11,11 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the detect
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv, tuning
-from pallas_kernels.arg_specs import ArgSpec
-from pallas_kernels.mosaic_tpu_attention import refuse_shapes
-from pallas_kernels.store_kv import mosaic_tpu
-from pallas_kernels.store_kv.token_runs import token_runs
-from tests.pallas_kernels.cases import Case, assert_close, build_case, cases
+from pallas_kernels.specs import ArgSpec
+from pallas_kernels.tpu import store as tpu_store
+from pallas_kernels.tpu.attention import refuse_attention
+from pallas_kernels.tpu.store_runs import token_runs
+from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, random_store
 from tests.pallas_kernels.test_attention import compiled, run_examples
 
 # One per form of a page, and between them every option and dtype.
@@ -42,7 +42,7 @@ def check(op, case: Case, run=None) -> None:
 
 def interpreted(op, spec: ArgSpec):
     """Compiled anew, for what is traced in a context."""
-    return jax.jit(functools.partial(op, backend="mosaic_tpu", interpret=True, **spec.options))
+    return jax.jit(functools.partial(op, backend="mosaic_tpu", interpret=True, options=spec.options))
 
 
 def small_tiles(op: str, **sizes: int):
@@ -116,10 +116,10 @@ def test_stores_in_any_order_equal_the_reference_without_races(spec: ArgSpec) ->
     """Tokens of one tile far apart, in chunks of 32 with fewer buffers than tiles; runs; repeated slots of page 0."""
     num_slots = spec.num_pages * spec.page_size
     rng = np.random.default_rng(0)
-    cache_and_new = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in spec.store_args()[:4]]
-    scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if spec.float8_cache else {}
+    scales = {"k_scale": 0.5, "v_scale": 2.0} if spec.float8_cache else {}
+    cache_and_new = random_store(spec, rng, **scales)
     free = np.arange(spec.page_size, num_slots)
-    store = jax.jit(functools.partial(store_kv, backend="mosaic_tpu", interpret=True, **scales))
+    store = jax.jit(functools.partial(store_kv, backend="mosaic_tpu", interpret=True))
     for kind in ("shuffled", "runs"):
         slots = rng.permutation(free) if kind == "shuffled" else np.roll(free, -spec.page_size - 3)
         slots = slots[: spec.num_tokens]
@@ -127,22 +127,21 @@ def test_stores_in_any_order_equal_the_reference_without_races(spec: ArgSpec) ->
         args = (*cache_and_new, jnp.asarray(slots, jnp.int32))
         with tuning.override("store_kv", "mosaic_tpu", {"chunk_tokens": 32, "num_buffers": 4}), detecting_races():
             stored = jax.block_until_ready(store(*args))
-        assert not found_races()
-        reference = jax.block_until_ready(store_kv(*args, backend="reference", **scales))
-        for actual, expected in zip(stored, reference, strict=True):
+        assert not interpret_pallas_call.races.races_found
+        reference = jax.block_until_ready(store_kv(*args, backend="reference"))
+        for actual, expected in ((stored.k, reference.k), (stored.v, reference.v)):
             assert (np.asarray(actual, np.float32)[1:] == np.asarray(expected, np.float32)[1:]).all()
 
 
 def test_more_tokens_than_a_work_list_holds_are_stored_by_several_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_tpu, "_MOST_TOKENS", 16)
+    monkeypatch.setattr(tpu_store, "_MOST_TOKENS", 16)
     spec = ArgSpec("three_kernels", 3, 37, 4, 16, 1, 1, 128)
     rng = np.random.default_rng(0)
-    cache_and_new = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in spec.store_args()[:4]]
+    cache_and_new = random_store(spec, rng)
     slots = jnp.asarray(16 + rng.permutation(100)[:37], jnp.int32)
-    args: Any = (*cache_and_new, slots)
-    stored = jax.block_until_ready(store_kv(*args, backend="mosaic_tpu", interpret=True))
-    reference = jax.block_until_ready(store_kv(*args, backend="reference"))
-    for actual, expected in zip(stored, reference, strict=True):
+    stored = jax.block_until_ready(store_kv(*cache_and_new, slots, backend="mosaic_tpu", interpret=True))
+    reference = jax.block_until_ready(store_kv(*cache_and_new, slots, backend="reference"))
+    for actual, expected in ((stored.k, reference.k), (stored.v, reference.v)):
         assert (actual == expected).all()
 
 
@@ -193,6 +192,5 @@ def check_runs(num_tokens: int, chunk_tokens: int, tile_slots: int, seed: int) -
     ids=lambda value: value.name if isinstance(value, ArgSpec) else "",
 )
 def test_shapes_that_would_copy_the_cache_are_refused(spec: ArgSpec, reason: str) -> None:
-    args: Any = spec.decode_args()
-    q, k_pages, *_ = args
-    assert reason in str(refuse_shapes(q, k_pages))
+    q, kv = spec.decode_args()
+    assert reason in str(refuse_attention(q, kv))

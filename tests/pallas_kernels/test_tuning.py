@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import BACKENDS, tuning
+from pallas_kernels.specs import ArgSpec
 from tests.pallas_kernels.lower_everything import on_a_device
 
 TABLES = Path(tuning.__file__).parent / "tables"
 FIELDS = {field.name for field in dataclasses.fields(tuning.ShapeClass)}
 OPS = ("store_kv", "paged_decode_attention", "paged_extend_attention")
 OP, BACKEND = "paged_extend_attention", "triton"
-SHAPE = tuning.shape_class((1000, 32, 128), (65, 8, 16, 128), jnp.bfloat16, num_seqs=3)
+SPEC = ArgSpec("tuned", 3, 1000, 8, 16, 8, 4, 128, jnp.bfloat16)
+SHAPE = tuning.shape_class(SPEC.extend_args()[0], SPEC.paged_kv())
 
 
 @jax.jit

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv, tuning
-from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.specs import ArgSpec
 from tests.pallas_kernels.cases import assert_close, build_case, dense_attention
 
 # Empty and full sequences, window borders inside a tile, fewer and more tiles than a batch.
@@ -29,14 +29,14 @@ def case_of(page_size: int, sliding_window: int | None):
 def test_decode_is_right_for_any_block_sizes(page_size, tile_tokens, batch_tokens, joined_heads, window) -> None:
     case = case_of(page_size, window)
     sizes = {"tile_tokens": tile_tokens, "batch_tokens": batch_tokens, "joined_heads": joined_heads}
-    q, *cache = case.decode_args()
+    q, kv = case.decode_args()
     is_real = np.array(LENGTHS) > 0
     offsets = np.concatenate([[0], np.cumsum(is_real)])  # an extend gives padding no row
     args: Any = (q[is_real], *cache, offsets, case.spec.options)
     expected = np.zeros(q.shape)
-    expected[is_real] = dense_attention(*args)
+    expected[is_real] = dense_attention(q[is_real], offsets, kv, case.spec.options)
     with tuning.override("paged_decode_attention", "xla", sizes):
-        actual = paged_decode_attention(*case.decode_args(), backend="xla", **case.spec.options)
+        actual = paged_decode_attention(*case.decode_args(), backend="xla", options=case.spec.options)
     assert_close(actual, expected, case.spec.dtype)
 
 
@@ -50,7 +50,7 @@ def test_extend_is_right_for_any_block_sizes(page_size, tile_queries, tile_token
     args: Any = (*case.extend_args(), case.spec.options)
     expected = dense_attention(*args)
     with tuning.override("paged_extend_attention", "xla", sizes):
-        actual = paged_extend_attention(*case.extend_args(), backend="xla", **case.spec.options)
+        actual = paged_extend_attention(*case.extend_args(), backend="xla", options=case.spec.options)
     assert_close(actual, expected, case.spec.dtype)
 
 
@@ -59,16 +59,11 @@ def test_extend_is_right_for_any_block_sizes(page_size, tile_queries, tile_token
 def test_a_narrow_cache_is_never_widened(op, narrow: str) -> None:
     """XLA's CPU back end moves no bfloat16 and no float8; converting the cache to move it would quadruple it."""
     spec = ArgSpec(narrow, 5, 11, 512, 16, 2, 2, 16, dtype=jnp.bfloat16, float8_cache=narrow == "float8")
-    args = {
-        store_kv: spec.store_args,
-        paged_decode_attention: spec.decode_args,
-        paged_extend_attention: spec.extend_args,
-    }
-    compiled = jax.jit(functools.partial(op, backend="xla")).lower(*args[op]()).compile()
+    (args,) = (args for each, args, _ in spec.calls() if each is op)
+    compiled = jax.jit(functools.partial(op, backend="xla")).lower(*args).compile()
     cache_shapes = (spec.num_pages, 2, 16, 16), (spec.num_pages * 2, 16, 16)
     in_hlo = [",".join(map(str, shape)) for shape in cache_shapes]
     types = {kind for shape in in_hlo for kind in re.findall(rf"(\w+)\[{shape}\]", compiled.as_text() or "")}
     assert types <= ({"f8e4m3fn", "u8"} if narrow == "float8" else {"bf16", "u16"})
-    cache_bytes = args[op]()[1].size * jnp.dtype(spec.cache_dtype).itemsize
-    memory: Any = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < 2.2 * cache_bytes  # the bits of K and V, once
+    cache_bytes = spec.paged_kv().k.size * jnp.dtype(spec.cache_dtype).itemsize
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.2 * cache_bytes  # the bits of K and V, once

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import paged_decode_attention, tuning
-from pallas_kernels.decode_attention.xla_shared import find_groups
+from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, tuning
+from pallas_kernels.xla.decode_shared import find_groups
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, TEXTS, lay_out, random_texts, unseen_places
 
 NUM_KV_HEADS, NUM_GROUPS, HEAD_DIM = 2, 2, 16
 
 
-def decode_args(texts: list[str], page_size: int, cache_dtype: str, seed: int) -> tuple[jax.Array, ...]:
+def decode_args(texts: list[str], page_size: int, cache_dtype: str, seed: int) -> tuple[jax.Array, PagedKv]:
     """float32 queries, a cache in `cache_dtype` with NaN wherever no sequence sees it, page table, lengths."""
     rng = np.random.default_rng(seed)
     table, lengths = lay_out(texts, page_size, seed)
@@ -27,12 +27,12 @@ def decode_args(texts: list[str], page_size: int, cache_dtype: str, seed: int) -
     cache = (np.where(unseen[:, None, :, None], np.nan, rng.normal(size=shape)) for _ in range(2))
     q = rng.normal(size=(NUM_SEQS, NUM_KV_HEADS * NUM_GROUPS, HEAD_DIM))
     ints = (jnp.asarray(a, jnp.int32) for a in (table, lengths))
-    return jnp.asarray(q, jnp.float32), *(jnp.asarray(pages, cache_dtype) for pages in cache), *ints
+    return jnp.asarray(q, jnp.float32), PagedKv(*(jnp.asarray(pages, cache_dtype) for pages in cache), *ints)
 
 
 @functools.cache
-def compiled(backend: str, **options: Any):
-    return jax.jit(functools.partial(paged_decode_attention, backend=backend, **options))
+def compiled(backend: str, **options: float):
+    return jax.jit(functools.partial(paged_decode_attention, backend=backend, options=AttentionOptions(**options)))
 
 
 def check(texts: list[str], page_size: int, cache_dtype: str, seed: int, **options: Any) -> None:

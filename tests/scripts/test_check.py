@@ -9,7 +9,7 @@ from bench.kernels.contenders import prepare_backend
 from bench.kernels.inputs import make_inputs
 from bench.kernels.runners import JaxRunner
 
-from pallas_kernels.arg_specs import GRID_SPECS, SMALL_SPECS, ArgSpec
+from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS, ArgSpec
 
 pytestmark = pytest.mark.device
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from bench.roofline import Work
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
-from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.specs import ArgSpec
 
 STORE, DECODE, EXTEND = "store_kv", "paged_decode_attention", "paged_extend_attention"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -91,7 +91,7 @@ class KernelCase:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the op."""
-        return self.spec.scales if self.op == STORE else self.spec.options
+        return {} if self.op == STORE else {"options": self.spec.options}
 
 
 def decode(name: str, lengths: list[int], **fields: Any) -> KernelCase:

@@ -19,7 +19,7 @@ from bench.kernels.contenders import Unsupported, prepare_backend
 from bench.kernels.inputs import Inputs, make_inputs
 from bench.kernels.measure import check_error
 from bench.kernels.runners import JaxRunner, Runner
-from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels.specs import ArgSpec
 
 # Relative to the norm (float64), or to the largest element (against XLA, and between runs).
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}

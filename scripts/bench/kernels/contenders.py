@@ -20,9 +20,8 @@ import numpy as np
 from bench.kernels.cases import DECODE, EXTEND, FUNCTIONS, STORE
 from bench.kernels.inputs import Inputs, Layer
 from bench.kernels.runners import Prepared
-from pallas_kernels import BACKENDS
-
-_NEEDS = {"native": "cpu", "triton": "gpu", "mosaic_gpu": "gpu", "mosaic_tpu": "tpu"}
+from pallas_kernels import PagedKv
+from pallas_kernels.dispatch import BACKEND_OF_NAME
 
 
 class Unsupported(Exception):
@@ -31,8 +30,8 @@ class Unsupported(Exception):
 
 def backends_for(platform: str) -> list[str]:
     """The backends that a platform ("cpu", "gpu", "tpu") can run, without the slow "reference"."""
-    real = [name for name in BACKENDS if name not in ("auto", "reference")]
-    return [name for name in real if _NEEDS.get(name, platform) == platform]
+    real = [each for name, each in BACKEND_OF_NAME.items() if name != "reference"]
+    return [each.name for each in real if each.platform in (None, platform)]
 
 
 def prepare_backend(backend: str, inputs: Inputs, *, interpret: bool = False) -> Prepared:
@@ -41,20 +40,29 @@ def prepare_backend(backend: str, inputs: Inputs, *, interpret: bool = False) ->
     Raises:
         Unsupported: the backend refuses the shapes.
     """
-    case = inputs.case
+    case, scales = inputs.case, inputs.case.spec.scales
+    table, lengths, offsets, slots = map(
+        jnp.asarray, (inputs.page_table, inputs.lengths, inputs.query_offsets, inputs.slots)
+    )
     op = functools.partial(FUNCTIONS[case.op], backend=backend, interpret=interpret, **case.options)
     if case.op == STORE:
         states: list[Any] = [(layer.k_pages, layer.v_pages) for layer in inputs.layers]
         own: list[tuple[jax.Array, ...]] = [(layer.k, layer.v) for layer in inputs.layers]
-        prepared = Prepared(
-            lambda cache, k, v, slots: (op(*cache, k, v, slots), None), states, own, (jnp.asarray(inputs.slots),)
-        )
+
+        def store(cache: Any, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[Any, None]:
+            stored = op(PagedKv(*cache, table, lengths, **scales), k, v, slots)
+            return (stored.k, stored.v), None
+
+        prepared = Prepared(store, states, own, (slots,))
     else:
-        tables = [inputs.page_table, inputs.lengths]
-        if case.op != DECODE:
-            tables.append(inputs.query_offsets)
+
+        def attend(_: None, q: jax.Array, k: jax.Array, v: jax.Array, *tables: jax.Array) -> tuple[None, jax.Array]:
+            table, lengths, offsets = tables
+            kv = PagedKv(k, v, table, lengths, **scales)
+            return None, op(q, kv) if case.op == DECODE else op(q, offsets, kv)
+
         own = [(layer.q, layer.k_pages, layer.v_pages) for layer in inputs.layers]
-        prepared = Prepared(lambda _, *args: (None, op(*args)), [None] * len(own), own, tuple(map(jnp.asarray, tables)))
+        prepared = Prepared(attend, [None] * len(own), own, (table, lengths, offsets))
     try:
         jax.eval_shape(prepared.call, prepared.states[0], *prepared.own[0], *prepared.shared)
     except ValueError as error:

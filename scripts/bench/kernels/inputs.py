@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.kernels.cases import DECODE, STORE, KernelCase, work_of
-from pallas_kernels import bfloat16_bits
-from pallas_kernels.bfloat16_bits import to_bits, to_numbers
-from pallas_kernels.options import FLOAT8
+from pallas_kernels.paged_kv import BITS, FLOAT8, to_bits, to_numbers
 
 _ROTATED_BYTES = 1 << 30  # many times the largest L2, and so long a program that starting it costs nothing
 _MIN_LAYERS, _MAX_LAYERS = 4, 32
@@ -35,7 +33,7 @@ class Layer:
 
     def cache_numbers(self) -> tuple[jax.Array, jax.Array]:
         """K and V pages as numbers, also where they are kept as bits."""
-        k, v = (to_numbers(a) if a.dtype == bfloat16_bits.DTYPE else a for a in (self.k_pages, self.v_pages))
+        k, v = (to_numbers(a) if a.dtype == BITS else a for a in (self.k_pages, self.v_pages))
         return k, v
 
 
@@ -86,15 +84,15 @@ def make_inputs(case: KernelCase, num_layers: int = 1, seed: int = 0, *, adverse
 
 def _make_layer(case: KernelCase, key: jax.Array, used: np.ndarray | None) -> Layer:
     spec = case.spec
-    k_pages, v_pages, k, v, _ = spec.store_args()
+    kv, k, v, _ = spec.store_args()
     q = (spec.decode_args() if case.op == DECODE else spec.extend_args())[0]
     scales = [spec.scales.get(name, 1.0) for name in ("k_scale", "v_scale")]
     per_head = [jnp.broadcast_to(jnp.asarray(s, jnp.float32), case.num_kv_heads)[:, None, None] for s in scales]
     keys = jax.random.split(key, 5)
-    dtype = bfloat16_bits.NUMBERS if case.bits_cache else k_pages.dtype
+    dtype = jnp.dtype(jnp.bfloat16) if case.bits_cache else spec.cache_dtype
     pages = [
         _normal(each, scale, shape=a.shape, dtype=dtype)
-        for each, scale, a in zip(keys, per_head, (k_pages, v_pages), strict=False)
+        for each, scale, a in zip(keys, per_head, (kv.k, kv.v), strict=False)
     ]
     if used is not None:
         pages = [jnp.where(used[:, None, :, None], a, jnp.asarray(jnp.nan, a.dtype)) for a in pages]

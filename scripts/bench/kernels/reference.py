@@ -10,12 +10,12 @@ import functools
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bench.kernels.cases import DECODE, KernelCase
 from bench.kernels.inputs import Inputs, Layer
-from pallas_kernels import bfloat16_bits
-from pallas_kernels.options import FLOAT8
+from pallas_kernels.paged_kv import BITS, FLOAT8
 
 # Pairs of a query and a KV token, for one head: about a second on one core.
 _MAX_PAIRS = 1 << 17
@@ -126,7 +126,7 @@ def _attend(inputs: Inputs, layer: Layer, s: int, sampled: np.ndarray) -> np.nda
 
 def _numbers(pages: jax.Array) -> np.ndarray:
     array = np.asarray(pages)
-    return array.view(bfloat16_bits.NUMBERS) if array.dtype == bfloat16_bits.DTYPE else array
+    return array.view(jnp.bfloat16) if array.dtype == BITS else array
 
 
 def _flat(pages: jax.Array, length: int) -> np.ndarray:

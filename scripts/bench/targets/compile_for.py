@@ -33,7 +33,7 @@ def compile_all(target: Target, grid: str, share: tuple[int, int], ptxas: Path) 
     with tempfile.TemporaryDirectory() as folder:
         prepare_environment(Path(folder))
         from bench.targets import programs
-        from pallas_kernels.arg_specs import COMMON_SPECS, GRID_SPECS
+        from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS
 
         devices = target.devices()
         mesh = programs.mesh_of(devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +20,8 @@ from jaxsgl.engine.programs import ProgramSpec
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights.sharding import kv_sharding, make_mesh, param_sharding, replicated
-from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
-from pallas_kernels.arg_specs import ArgSpec
+from pallas_kernels import STORE_BACKENDS, store_kv
+from pallas_kernels.specs import ArgSpec
 
 BUNDLED_MODEL = ROOT / "jaxsgl/bundled_model"
 PAGE_SIZE, NUM_PAGES = 16, 8192
@@ -53,27 +54,26 @@ class Program:
 
 
 def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program]:
-    """Yields the ops on one spec; Mosaic GPU has no store."""
-    ops: tuple[tuple[Any, Any, dict[str, Any], tuple[int, ...]], ...] = (
-        (store_kv, spec.store_args(), spec.scales, (0, 1)),
-        (paged_decode_attention, spec.decode_args(), spec.options, ()),
-        (paged_extend_attention, spec.extend_args(), spec.options, ()),
-    )
-    for op, args, options, donated in ops[1:] if backend == "mosaic_gpu" else ops:
+    """Yields the ops on one spec, as far as the backend has them."""
+    for op, args, options in spec.calls():
+        stores = op is store_kv
+        if stores and backend not in STORE_BACKENDS:
+            continue
         name = f"{op.__name__}_{spec.name}_{backend}"
 
         def trace(
-            op: Any = op, args: Any = args, options: Any = options, donated: Any = donated, name: str = name
+            op: Any = op, args: Any = args, options: Any = options, stores: bool = stores, name: str = name
         ) -> jax.stages.Traced:
-            def program(*arrays: jax.Array) -> Any:
+            def program(*arrays: Any) -> Any:
                 return op(*arrays, backend=backend, **options)
 
             program.__name__ = name
-            placed = [_shape(a, mesh) for a in args]
-            return jax.jit(program, donate_argnums=donated).trace(*placed)
+            placed = jax.tree.map(functools.partial(_shape, mesh=mesh), args)
+            return jax.jit(program, donate_argnums=(0,) if stores else ()).trace(*placed)
 
-        on_matrix_units = op is not store_kv and spec.dtype != jnp.float32
-        yield Program(name, backend, trace, spec.store_args()[0], len(donated), on_matrix_units)
+        on_matrix_units = not stores and spec.dtype != jnp.float32
+        cache: Any = spec.paged_kv().k
+        yield Program(name, backend, trace, cache, 2 if stores else 0, on_matrix_units)
 
 
 def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
