@@ -23,7 +23,7 @@ from pallas_kernels.partition import BEGIN, END, POSITION, SEQUENCE
 
 @dataclasses.dataclass(frozen=True)
 class QueryTiles:
-    """The list in SMEM: four columns per tile (see `partition`), flat, and at its end the number of tiles that exist."""
+    """The list in SMEM: four columns per tile (see `partition`), flat, and then the number of tiles that exist."""
 
     ref: Any
     tile_tokens: int
