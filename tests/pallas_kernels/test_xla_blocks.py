@@ -32,7 +32,6 @@ def test_decode_is_right_for_any_block_sizes(page_size, tile_tokens, batch_token
     q, kv = case.decode_args()
     is_real = np.array(LENGTHS) > 0
     offsets = np.concatenate([[0], np.cumsum(is_real)])  # an extend gives padding no row
-    args: Any = (q[is_real], *cache, offsets, case.spec.options)
     expected = np.zeros(q.shape)
     expected[is_real] = dense_attention(q[is_real], offsets, kv, case.spec.options)
     with tuning.override("paged_decode_attention", "xla", sizes):

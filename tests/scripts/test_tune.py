@@ -13,7 +13,8 @@ from bench.kernels.cases import DECODE, EXTEND, STORE, store
 from bench.kernels.inputs import make_inputs
 from bench.kernels.search import Found, backend_order, neighbours, search, table_path, updated_table, write_table
 
-from pallas_kernels import store_kv, tuning
+from pallas_kernels import PagedKv, tuning
+from pallas_kernels.specs import ArgSpec
 from pallas_kernels.target import TargetDevice
 from tests.scripts.running import run_script
 
@@ -22,22 +23,23 @@ CASE = store(8, num_kv_heads=2, num_groups=1, head_dim=16, dtype="float32")
 
 
 def shape(num_seqs: int, num_tokens: int, page_size: int = 16) -> tuning.ShapeClass:
-    return tuning.shape_class((num_tokens, 32, 128), (9, 8, page_size, 128), jnp.bfloat16, num_seqs)
+    spec = ArgSpec("shape", num_seqs, num_tokens, 1, page_size, 8, 4, 128, jnp.bfloat16)
+    return tuning.shape_class(spec.extend_args()[0], spec.paged_kv())
 
 
 def found(op: str, backend: str, case: str, seconds: float, asked=None, **best: int) -> Found:
     return Found(op, backend, case, asked, {}, seconds, best, seconds)
 
 
-def fake_store(k_pages, v_pages, k, v, slots, *, backend: str, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def fake_store(kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, *, backend: str, interpret: bool) -> PagedKv:
     """Right and fast with a tile of 16, slower the further away; fails or lies where a test needs it."""
-    sizes = tuning.blocks(STORE, backend, tuning.shape_class(k.shape, k_pages.shape, k_pages.dtype, 1, k.dtype))
+    sizes = tuning.blocks(STORE, backend, tuning.shape_class(k, kv, 1))
     if sizes["warps"] == 8:
         raise NotImplementedError("more registers than there are")
     waste = jnp.cumsum(jnp.broadcast_to(k.sum(), (100_000 * abs(sizes["tile"] - 16),))).sum()
     k = jnp.where(waste == 0.123, 0.0, k)
     lies = sizes["tile"] == 16 and sizes["num_stages"] == 3
-    return store_kv(k_pages, v_pages, 2 * k if lies else k, v, slots, backend="reference")
+    return bench_cases.store_kv(kv, 2 * k if lies else k, v, slots, backend="reference")
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_the_search_ends_at_the_fastest_right_sizes(fake_kernel: None) -> None:
     assert result is not None
     assert result.best["tile"] == 16 and result.best_s < result.usual_s
     assert result.usual == {"tile": 32, "warps": 4, "num_stages": 2}
-    assert result.shape == tuning.shape_class((8, 2, 16), (2, 2, 16, 16), jnp.float32, 1, jnp.float32)
+    assert result.shape == tuning.shape_class(CASE.spec.store_args()[1], CASE.spec.paged_kv(), 1)
     assert not [line for line in lines if "'warps': 8" in line]  # it doesn't compile
     assert not [line for line in lines if "'tile': 16" in line and "'num_stages': 3" in line]  # it lies
 
