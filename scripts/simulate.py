@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class SimulationConfig:
     record: str | None = flag(None, "measure steps of the real engine, write them to this file, and exit")
     json: str | None = flag(None, "write flags and figures to this file")
     plot: str | None = flag(None, "draw the run into this file (needs matplotlib)")
+    plans: str | None = flag(None, "write the scheduler's plan of each step to this file, a line each")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,10 +77,11 @@ def run(config: SimulationConfig) -> int:
     hardware, arch = HARDWARE[config.hardware], arch_of(config.engine.model)
     capacity = capacity_on(hardware, arch, config.engine)
     costs, source = costs_of(config, arch)
-    figures, summary = simulate(
-        config.engine, arch, capacity, costs, trace_of(config), max_concurrency=config.max_concurrency,
-        host_step_s=1e-6 * config.host_us, host_seq_s=1e-6 * config.host_us_per_seq,
-    )  # fmt: skip
+    with nullcontext() if config.plans is None else Path(config.plans).open("w") as plans:
+        figures, summary = simulate(
+            config.engine, arch, capacity, costs, trace_of(config), max_concurrency=config.max_concurrency,
+            host_step_s=1e-6 * config.host_us, host_seq_s=1e-6 * config.host_us_per_seq, plans=plans,
+        )  # fmt: skip
     print(f"{config.trace.trace} on {config.engine.model}, {capacity.pool_tokens:,} tokens of KV; {source}")
     print(table(summary))
     if config.json:

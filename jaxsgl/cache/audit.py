@@ -24,8 +24,8 @@ class LastOwners:
     """
 
     def __init__(self, num_pages: int, num_rows: int) -> None:
-        self.of_page: npt.NDArray[np.object_] = np.full(num_pages, "nobody", dtype=object)
-        self.of_row = ["nobody"] * num_rows
+        self.of_page: npt.NDArray[np.object_] = np.full(num_pages, "no request", dtype=object)
+        self.of_row = ["no request"] * num_rows
 
 
 def audit(

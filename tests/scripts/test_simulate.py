@@ -223,3 +223,14 @@ def test_every_made_up_trace_has_defaults_and_runs_in_order_of_time() -> None:
     for name in DEFAULTS:
         times = [ask.at_s for ask in made_up(TraceConfig(trace=name, num_prompts=50), seed=0)]
         assert times == sorted(times)
+
+
+def test_the_plans_of_a_run_are_written_in_order_of_simulated_time(tmp_path: Path) -> None:
+    file = tmp_path / "plans"
+    flags = ["--model", "qwen3-0.6b", "--trace", "chat", "--num-prompts", "4", "--plans", str(file)]
+    assert script.main(flags) == 0
+    lines = file.read_text().splitlines()
+    times = [float(line.split()[0]) for line in lines]
+    assert times == sorted(times)
+    assert any("plan: extend 0/0+" in line and "admit 0/0" in line for line in lines)
+    assert any("plan: decode" in line for line in lines)

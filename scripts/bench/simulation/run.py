@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, TextIO
 
 from bench.requests import Ask, prompt_ids
 from bench.simulation.cost import Costs
@@ -148,6 +150,7 @@ def simulate(
     host_step_s: float = 0.0,
     host_seq_s: float = 0.0,
     max_concurrency: int | None = None,
+    plans: TextIO | None = None,
 ) -> tuple[Figures, dict[str, Any]]:
     """Serves `trace` to its end. Returns the figures and a summary of them.
 
@@ -157,6 +160,7 @@ def simulate(
       trace: requests in order of arrival.
       host_step_s, host_seq_s: seconds of the host for a step, and for each of its sequences on top.
       max_concurrency: largest number of requests that clients keep open.
+      plans: takes the scheduler's plan of each step, a line each.
     """
     clock = Clock()
     buckets = BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, config.decode_steps)
@@ -174,7 +178,8 @@ def simulate(
     )
     clients = Clients(trace, clock, capacity.vocab_size, max_concurrency)
     start_s = time.process_time()
-    run_loop(scheduler, engine, clients, overlap=not config.disable_overlap_schedule)
+    with nullcontext() if plans is None else _written_plans(plans, clock):
+        run_loop(scheduler, engine, clients, overlap=not config.disable_overlap_schedule)
     cpu_s = time.process_time() - start_s
     scheduler.check()
     num_steps = sum(counts.steps for counts in engine.counts.values())
@@ -184,3 +189,32 @@ def simulate(
         "cpu_s_per_step": cpu_s / max(num_steps, 1),
     }
     return clients.figures, clients.figures.summary(engine) | {"speed": speed}
+
+
+class _SimulatedTime(logging.Formatter):
+    """Puts the simulated second before a message."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return f"{self._clock.now_s:.6f} {record.getMessage()}"
+
+
+@contextmanager
+def _written_plans(file: TextIO, clock: Clock) -> Iterator[None]:
+    """Writes the scheduler's debug log of plans to `file`, each line after the simulated second of its step."""
+    logger, handler = logging.getLogger(Scheduler.__module__), logging.StreamHandler(file)
+    handler.setFormatter(_SimulatedTime(clock))
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
