@@ -1,4 +1,4 @@
-"""What somebody outside knows of the prefix cache: built from its events alone, and what must be in it."""
+"""A copy of the prefix cache that is built from its events alone, and what must be in it."""
 
 from __future__ import annotations
 

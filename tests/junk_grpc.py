@@ -1,4 +1,4 @@
-"""gRPC calls that nobody would make, to every method of both services."""
+"""Malformed gRPC calls to every method of both services."""
 
 from __future__ import annotations
 

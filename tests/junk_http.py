@@ -1,4 +1,4 @@
-"""HTTP that nobody would send: bodies, heads and connections that are wrong in many ways."""
+"""Malformed HTTP: bodies, heads and connections that are wrong in many ways."""
 
 from __future__ import annotations
 

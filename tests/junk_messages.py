@@ -1,4 +1,4 @@
-"""Protobuf messages that nobody would send, built from descriptors: every field, at the edges of its type."""
+"""Malformed protobuf messages, built from descriptors: every field, at the edges of its type."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def spoil(rng: random.Random, message: Message) -> None:
 
 
 def junk_bytes(rng: random.Random, message: Message) -> bytes:
-    """No message, or one that is cut or has bytes that were changed, or fields that nobody knows."""
+    """No message, or one that is cut or has bytes that were changed, or unknown fields."""
     data = bytearray(message.SerializeToString())
     match rng.randrange(4):
         case 0:

@@ -81,7 +81,7 @@ def test_a_split_is_no_event_and_evictions_are() -> None:
     cache.check([other])
 
 
-def test_a_flush_clears_all_or_removes_what_nobody_uses() -> None:
+def test_a_flush_clears_everything_or_removes_the_unused_pages() -> None:
     cache, heard = observed()
     cache.flush()
     cache.release(leased(cache, ids(8)), ids(8))

@@ -41,7 +41,7 @@ def test_sharing_frees_the_duplicate_and_renames_it_in_the_row() -> None:
     cache.check([first, second])
 
 
-def test_growing_evicts_what_nobody_uses() -> None:
+def test_growing_evicts_prefixes_that_no_request_uses() -> None:
     cache = manager(num_pages=5)
     lease = cache.acquire(cache.match(ids(16)))
     cache.grow(lease, 16)

@@ -196,7 +196,7 @@ def test_a_prefix_that_one_alone_holds_grows_without_new_edges() -> None:
     tree.lock(handle)
     assert tree.insert(token_pages([1, 2, 3]), page_ids(10, 11, 12), handle).handle is handle
     assert (tree.num_pages, tree.num_evictable) == (3, 0)
-    tree.lock(handle)  # somebody else holds it as well: its end must stay where it is
+    tree.lock(handle)  # another lock holds it as well: its end must stay where it is
     longer = tree.insert(token_pages([1, 2, 3, 4]), page_ids(10, 11, 12, 13), handle)
     assert longer.handle is not handle
     assert longer.pages.tolist() == [10, 11, 12, 13]

@@ -67,7 +67,7 @@ def running_server(folder: Path, flags: Sequence[str] = ()) -> Iterator[RunningS
 
 
 def check_log(server: RunningServer) -> None:
-    """Nothing went wrong that nobody was told of: no error, no exception, no task that was forgotten."""
+    """The log holds no error, no exception and no forgotten task."""
     lines = server.log.read_text().splitlines()
     signs = ("Traceback", "ERROR", "CRITICAL", "Warning", "never retrieved", "never awaited", "was destroyed")
     found = [number for number, line in enumerate(lines) if any(sign in line for sign in signs)]

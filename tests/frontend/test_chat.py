@@ -153,7 +153,7 @@ def test_an_engine_that_dies_is_told_and_the_chat_goes_on(
 
 
 class Terminal:
-    """A chat in a terminal of its own, as somebody sits in front of it."""
+    """A chat in a terminal of its own, as for a person in front of it."""
 
     def __init__(self, address: str) -> None:
         self.screen = ""

@@ -1,4 +1,4 @@
-"""gRPC messages that nobody would send, to every method of both services: all are answered, none as a fault of ours."""
+"""Malformed gRPC messages to every method of both services: all are answered, none as a fault of ours."""
 
 from __future__ import annotations
 

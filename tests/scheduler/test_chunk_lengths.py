@@ -9,7 +9,7 @@ SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 @given(st.lists(st.integers(0, 5000), max_size=12), st.integers(0, 4096))
-def test_a_share_is_small_only_where_nobody_gets_much_more(wanted: list[int], budget: int) -> None:
+def test_a_share_is_small_only_where_no_share_is_much_larger(wanted: list[int], budget: int) -> None:
     shares = fair_shares(wanted, budget)
     assert sum(shares) == min(sum(wanted), budget)
     assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))

@@ -245,7 +245,7 @@ def test_requests_and_commands_go_on_while_a_trace_is_written(running: bool, ove
 
 @both_loops
 @pytest.mark.parametrize("watched_from", range(7))
-def test_whoever_watches_knows_what_is_cached_from_a_snapshot_and_news(watched_from: int, overlap: bool) -> None:
+def test_a_watcher_knows_the_cache_from_a_snapshot_and_the_events_after_it(watched_from: int, overlap: bool) -> None:
     """In a pool so small that pages are evicted; watched before, while and after the first request runs."""
     requests: list[ToEngine] = [request(f"r{i}", [*range(8 * (i % 3)), *range(100 * i, 100 * i + 9)]) for i in range(9)]
     script: Script = [turn for each in requests for turn in ([each], [], [])]
@@ -265,7 +265,7 @@ def test_what_happened_just_before_a_second_watch_is_news_for_the_first() -> Non
     assert len(cached) == 12
 
 
-def test_nothing_is_told_unless_somebody_watches() -> None:
+def test_no_cache_events_are_sent_before_a_watch() -> None:
     mailbox, _ = serve(capacity(), [[request("a", PROMPT)], *[[]] * 9, [FlushCache(1)]])
     assert mailbox.other_news == [Answer(1, True)]
 

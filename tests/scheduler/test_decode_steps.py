@@ -1,4 +1,4 @@
-"""`--decode-steps`: several steps in one program where nobody needs the host in between; tokens are the same."""
+"""`--decode-steps`: several steps in one program where no request needs the host in between; same tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_tokens_are_the_same_whatever_the_number_of_steps(decode_steps: int, ove
 
 def test_all_tokens_of_a_program_come_in_one_reply_and_cost_one_launch() -> None:
     mailbox, scheduler = serve(capacity(), [[request("a", PROMPT, 1 + 4 + 4 + 3)]])
-    assert steps_of(scheduler) == [4, 4, 1, 1, 1]  # no step is for nobody
+    assert steps_of(scheduler) == [4, 4, 1, 1, 1]  # every step yields a token
     assert [len(reply.token_ids) for reply in mailbox.replies] == [1, 4, 4, 1, 1, 1]
     load = scheduler.load(0)
     assert (load.totals.steps, load.totals.decode_rows, load.totals.decode_rows_padded) == (6, 11, 11)
@@ -89,7 +89,7 @@ def test_what_follows_a_stop_token_is_dropped_and_never_cached(overlap: bool) ->
 @pytest.mark.parametrize(
     "features", [{"presence_penalty": 1.0}, {"logprobs": 0}, {"min_tokens": 2}, {"logit_bias": {3: 1.0}}]
 )
-def test_who_needs_more_than_plain_sampling_gets_single_steps_and_so_do_those_beside(features: dict) -> None:
+def test_requests_with_features_get_single_steps_and_so_do_all_in_their_batch(features: dict) -> None:
     asked = Request("f", list(PROMPT), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, **features))
     _, scheduler = serve(capacity(), [[request("a", range(4), 14), asked]])
     assert steps_of(scheduler) == [1] * 5 + [4, 4]
@@ -106,7 +106,7 @@ def test_prompts_between_chunks_are_not_kept_waiting() -> None:
     assert ("decode", 4) in kinds[:first] and ("decode", 4) in kinds[last:]
 
 
-def test_who_waits_for_a_row_does_not_keep_the_others_from_several_steps() -> None:
+def test_a_request_that_waits_for_a_row_does_not_prevent_several_steps() -> None:
     requests: list[ToEngine] = [request(f"r{i}", range(i, i + 4), 33) for i in range(6)]
     mailbox, scheduler = serve(capacity(rows=2), [requests])
     assert steps_of(scheduler).count(4) == 3 * 8
@@ -119,8 +119,8 @@ def test_several_steps_are_left_where_most_rows_would_idle() -> None:
     assert steps_of(scheduler)[0] == 1
 
 
-def test_several_steps_never_retract_anybody() -> None:
-    """With a forecast that knows the ends, the pool is full to the last page, and nobody has to go."""
+def test_several_steps_never_retract_a_request() -> None:
+    """With a forecast that knows the ends, the pool is full to the last page, and no request is retracted."""
     for num_pages in (25, 40, 60, 90):
         params = [SamplingParams(temperature=0.0, max_tokens=10 + 7 * i, ignore_eos=True) for i in range(9)]
         prompts = [list(range(i, i + 5 + 3 * i)) for i in range(9)]

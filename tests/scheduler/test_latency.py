@@ -110,7 +110,7 @@ def test_without_the_bound_the_same_prompts_stall_those_that_run() -> None:
         assert np.mean(np.array(gaps_ms(engine, 800)) > 5.0) > 0.01
 
 
-def test_chunks_are_full_while_nobody_runs() -> None:
+def test_chunks_are_full_while_no_request_decodes() -> None:
     engine, _ = served(SchedulingConfig(max_itl_ms=0.5), [long_prompts(0, 1)])
     counts = [inputs.num_tokens for inputs, _ in engine.steps if inputs.bucket.kind == "extend"]
     assert counts == [256] * 5 + [1500 - 5 * 256]

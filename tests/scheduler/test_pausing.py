@@ -125,7 +125,7 @@ def test_a_pause_that_retracts_opens_an_admission_that_a_retraction_had_closed()
                 return [PauseGeneration(1, PauseMode.RETRACT)]
             if self.loads and self.loads[-1].paused:
                 return [ContinueGeneration(2)]
-            assert self.num_calls < 2000, "nobody is admitted any more"
+            assert self.num_calls < 2000, "no request is admitted any more"
             return super().receive(block)
 
     sizes = capacity(num_pages=60)
@@ -164,7 +164,7 @@ def test_continuing_what_is_not_paused_changes_nothing() -> None:
     assert mailbox.output_ids("a") == expected(PROMPT)
 
 
-def test_whoever_reads_an_answer_knows_the_load_behind_it() -> None:
+def test_an_answer_comes_after_the_load_that_it_changed() -> None:
     order: list[str] = []
 
     class Ordered(ScriptedMailbox):
@@ -180,7 +180,7 @@ def test_whoever_reads_an_answer_knows_the_load_behind_it() -> None:
 @pytest.mark.parametrize(
     ("mode", "flushed"), [(PauseMode.IN_PLACE, False), (PauseMode.RETRACT, True), (PauseMode.ABORT, True)]
 )
-def test_while_paused_the_cache_is_flushed_if_nobody_holds_pages(mode: PauseMode, flushed: bool) -> None:
+def test_while_paused_the_cache_is_flushed_if_no_request_holds_pages(mode: PauseMode, flushed: bool) -> None:
     mailbox, _ = pause_while_two_run(mode, FlushCache(5, 1e6))
     answer = next(answer for answer in answers(mailbox) if answer.number == 5)
     assert answer.ok is flushed
@@ -221,7 +221,7 @@ def dump_of(mailbox: ScriptedMailbox, number: int) -> dict[str, object]:
     return state
 
 
-def test_a_dump_tells_who_runs_who_waits_and_why() -> None:
+def test_a_dump_names_running_and_waiting_requests_and_why_they_wait() -> None:
     script: Script = [[request(f"r{i}", PROMPT[i:], 9) for i in range(4)], [], [], [], [DumpState(1, check=True)]]
     mailbox, _ = serve(capacity(rows=2), script)
     state = dump_of(mailbox, 1)

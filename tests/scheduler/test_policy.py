@@ -1,4 +1,4 @@
-"""Which waiting request goes first, and that nobody waits for ever."""
+"""Which waiting request goes first, and that none waits forever."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_full_queue_refuses_the_lowest_priority() -> None:
     assert serving.serve() == ["c", "b"]
 
 
-def test_who_found_no_room_in_the_pool_can_still_be_refused_for_a_higher_priority() -> None:
+def test_a_request_that_found_no_room_can_still_be_refused_for_a_higher_priority() -> None:
     serving = Serving(rows=2, num_pages=20, enable_priority_scheduling=True, max_queued=1)
     serving.scheduler.receive([of("runs", A, 30, 3)])
     serving.step()

@@ -1,4 +1,4 @@
-"""When the estimate was too low: who is retracted, and that nobody notices."""
+"""When the estimate was too low: which request is retracted, and that its client sees no difference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_retracted_requests_yield_the_same_tokens(overlap: bool) -> None:
         assert mailbox.output_ids(f"r{i}") == expected(range(i, i + 20), 60)
 
 
-def test_a_cautious_reserve_retracts_nobody() -> None:
+def test_a_cautious_reserve_retracts_no_request() -> None:
     requests = [forgetful(f"r{i}", range(i, i + 20), 60) for i in range(8)]
     _, scheduler = serve(capacity(num_pages=60), requests, SchedulingConfig(schedule_conservativeness=100.0))
     assert scheduler.load(0).totals.retractions == 0
@@ -85,7 +85,7 @@ def reqs_with(*lengths: tuple[int, int]) -> Iterator[Req]:
         yield req
 
 
-def test_who_has_least_to_lose_goes_first() -> None:
+def test_the_request_with_least_to_lose_is_retracted_first() -> None:
     reqs = list(reqs_with((10, 5), (10, 2), (30, 2), (10, 2), (10, 9)))
     assert [req.request_id for req in in_order_of_loss(reqs)] == ["r2", "r3", "r1", "r0", "r4"]
 
@@ -146,3 +146,22 @@ def test_a_request_that_found_no_room_has_no_cached_tokens() -> None:
     run_loop(CheckedScheduler(sizes, BucketSet.derive(sizes), ()), FakeEngine(sizes), mailbox, True)
     (reply,) = (reply for reply in mailbox.replies if reply.request_id == "tried")
     assert (reply.finish_reason, reply.cached_tokens) == (FinishReason.ABORT, 0)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_ratio_falls_once_a_decode_step_and_not_in_idle_turns(mixed: bool) -> None:
+    sizes = capacity()
+    config = SchedulingConfig(enable_mixed_chunk=mixed)
+    scheduler, engine = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config), FakeEngine(sizes)
+    for _ in range(50):
+        assert scheduler.launch() is None
+    first = scheduler.state.ratio.value
+    assert first == NewTokenRatio(1.0).value, "idle turns teach nothing"
+    scheduler.receive([forgetful("a", range(20), 12)])
+    for _ in range(9):
+        inputs = scheduler.launch()
+        assert inputs is not None
+        scheduler.collect(engine.submit(inputs).tokens())
+    decoded = NewTokenRatio(1.0)
+    decoded.decoded(8)
+    assert scheduler.state.ratio.value == pytest.approx(decoded.value)

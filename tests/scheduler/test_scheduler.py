@@ -109,7 +109,7 @@ def test_output_of_a_finished_request_is_cached_for_the_next_turn() -> None:
     assert mailbox.output_ids("b") == expected([*turn, 5, 6], 3)
 
 
-def test_requests_wait_for_rows_and_nobody_starves() -> None:
+def test_requests_wait_for_rows_and_none_starves() -> None:
     sizes = capacity(rows=3)
     prompts = {f"r{i:02}": list(range(i, i + 1 + i % 7)) for i in range(40)}
     mailbox, scheduler = serve(sizes, [[request(k, p, 5)] for k, p in prompts.items()])

@@ -147,7 +147,7 @@ def test_what_ended_in_time_is_never_overdue() -> None:
     assert [reply.finish_reason for reply in served.replies].count(FinishReason.ABORT) == 2
 
 
-def test_without_timeouts_nobody_is_overdue() -> None:
+def test_without_timeouts_no_request_is_overdue() -> None:
     served = Served()
     served.scheduler.receive([request("a", PROMPT, 9), request("b", PROMPT, 9)])
     served.turns(2)

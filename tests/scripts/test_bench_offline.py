@@ -91,7 +91,7 @@ def test_host_time_is_a_turn_without_its_wait_and_without_recording() -> None:
     phases = {name: told["median"] for name, told in found["phases_ms"].items()}
     assert phases == {"receive": 500, "launch": 500, "submit": 1000, "collect": 1250, "encode": 500, "rest": 500}
     assert found["wall_ms"]["median"] == 4250 and found["cpu_ms"]["median"] == 2000
-    read.seen_s = 2.5  # it was ready before anybody waited: reading it is the host's work
+    read.seen_s = 2.5  # it was ready before the host waited: reading it is the host's work
     assert host([turn])["phases_ms"]["collect"]["median"] == 6750
     assert host([turn], at_running=3)["turns"] == 1 and host([turn], at_running=4)["turns"] == 0
 
