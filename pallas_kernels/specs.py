@@ -70,7 +70,9 @@ class ArgSpec:
         """The cache, its page table and lengths as shapes."""
         shape = (self.num_pages, self.num_kv_heads, self.page_size, self.head_dim)
         pages: Any = jax.ShapeDtypeStruct(shape, self.cache_dtype)
-        scales = {name: jax.ShapeDtypeStruct(jnp.shape(scale), jnp.float32) for name, scale in self.scales.items()}
+        scales: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct(jnp.shape(scale), jnp.float32) for name, scale in self.scales.items()
+        }
         table: Any = _int32(self.num_seqs, self.pages_per_seq)
         lengths: Any = _int32(self.num_seqs)
         return PagedKv(pages, pages, table, lengths, **scales)

@@ -126,8 +126,8 @@ def matmul(
             accumulate(acc_ref)
             return acc_ref[...]
 
-        return pl.run_scoped(from_zero, plgpu.ACC(shape, jnp.float32))
-    return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+        return pl.run_scoped(from_zero, plgpu.ACC(shape, jnp.float32))  # type: ignore[attr-defined]
+    return pl.run_state(accumulate)(plgpu.ACC.init(acc))  # type: ignore[attr-defined]
 
 
 def in_layout(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:

@@ -105,7 +105,7 @@ def _decode_kernel(
 ) -> None:  # fmt: skip
     seq, split, kv_head = (lax.axis_index(name) for name in ("seq", "split", "kv_head"))
     last = lengths_ref[seq] - 1
-    first = 0 if options.sliding_window is None else lax.max(last - options.sliding_window + 1, 0)
+    first: Any = 0 if options.sliding_window is None else lax.max(last - options.sliding_window + 1, 0)
     program = Program(
         Ring(k_pages_ref, k_tiles, k_arrived, wide_k, kv_head), Ring(v_pages_ref, v_tiles, v_arrived, wide_v, kv_head),
         page_table_ref, seq, first, last, options, interpret,

@@ -183,7 +183,7 @@ class _Tiles:
     def store_all(self) -> None:
         """Keep half of the buffers being read and half being written."""
         num_buffers = self.buf.shape[0]
-        end = self.runs.count[self.chunk]
+        end = self.runs.num_entries[self.chunk]
 
         def ask(asked: jax.Array, entry: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Start reading the tile of the next entry, when there is one, into the buffer used longest ago."""
@@ -197,7 +197,7 @@ class _Tiles:
             following: tuple[jax.Array, jax.Array] = lax.cond(entry < end, start, lambda: (asked, entry))
             return following
 
-        def change(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def change(state: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> Any:
             asked, to_ask, changed, entry = state
             asked, to_ask = ask(asked, to_ask)
             number = changed % num_buffers

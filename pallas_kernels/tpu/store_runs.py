@@ -27,7 +27,7 @@ class TokenRuns(NamedTuple):
     """Index of the entry after the run to which this entry belongs."""
     tile_end: jax.Array
     """The same for its tile."""
-    count: jax.Array
+    num_entries: jax.Array
     """`[chunks]`: entries that exist."""
 
 

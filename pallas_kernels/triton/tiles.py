@@ -102,5 +102,5 @@ class SequenceKv:
         v = load_rows(self.v_pages, index, in_view)
         if not holds_words(self.k_pages):
             return (k.astype(dtype),), (v.astype(dtype),)
-        k, v = (tuple(plane.astype(dtype) for plane in unpack(words)) for words in (k, v))
-        return k, v
+        k_planes, v_planes = (tuple(plane.astype(dtype) for plane in unpack(words)) for words in (k, v))
+        return k_planes, v_planes

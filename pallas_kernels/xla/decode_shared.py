@@ -96,9 +96,9 @@ def attend_shared(
             x = x.reshape(batch, num_kv_heads, SEATS, num_groups, *x.shape[3:])
             return x.swapaxes(1, 2).reshape(-1, num_kv_heads, num_groups, *x.shape[4:])
 
-        mine = tuple(by_seat(x) for x in tile_softmax(scores, v, precision))
+        top, total, acc = (by_seat(x) for x in tile_softmax(scores, v, precision))
         # Empty seats get the softmax of other queries, and tiles beyond the list perhaps of NaN.
-        return merge(state, jnp.int32(0), num_seqs, places.reshape(-1), mine, precision, taken.reshape(-1))
+        return merge(state, jnp.int32(0), num_seqs, places.reshape(-1), (top, total, acc), precision, taken.reshape(-1))
 
     done: State = lax.fori_loop(0, (ends[-1] + batch - 1) // batch, add_tiles, state)
     return done

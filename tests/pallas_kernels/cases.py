@@ -6,6 +6,7 @@ other sequences' pages, and every place of the cache that no sequence owns holds
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
@@ -118,12 +119,12 @@ def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions) ->
     return out
 
 
-def random_store(spec: ArgSpec, rng: np.random.Generator, **scales: float):
+def random_store(spec: ArgSpec, rng: np.random.Generator, **scales: float) -> tuple[PagedKv, jax.Array, jax.Array]:
     """kv, k and v of a store with random contents; its page table and lengths are never read."""
     shapes, k, v, _ = spec.store_args()
-    pages_and_new = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in (shapes.k, shapes.v, k, v)]
-    ints = (jnp.zeros(a.shape, jnp.int32) for a in (shapes.page_table, shapes.lengths))
-    return PagedKv(*pages_and_new[:2], *ints, **scales), *pages_and_new[2:]
+    k_pages, v_pages, k, v = (jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in (shapes.k, shapes.v, k, v))
+    table, lengths = (jnp.zeros(a.shape, jnp.int32) for a in (shapes.page_table, shapes.lengths))
+    return PagedKv(k_pages, v_pages, table, lengths, scales.get("k_scale"), scales.get("v_scale")), k, v
 
 
 def assert_close(actual, expected, dtype) -> None:

@@ -72,11 +72,10 @@ def compiled(is_decode: bool, options: AttentionOptions):
 
 
 def attend(case: Case, is_decode: bool = False, **options: Any) -> np.ndarray:
-    bits = (to_bits(jnp.asarray(pages)) for pages in (case.k_pages, case.v_pages))
     table, lengths, offsets = (jnp.asarray(a, jnp.int32) for a in (case.table, case.lengths, case.offsets))
-    scales = {name: options.pop(name) for name in ("k_scale", "v_scale") if name in options}
-    kv = PagedKv(*bits, table, lengths, **scales)
-    queries = (case.q,) if is_decode else (case.q, offsets)
+    k, v = (to_bits(jnp.asarray(pages)) for pages in (case.k_pages, case.v_pages))
+    kv = PagedKv(k, v, table, lengths, options.pop("k_scale", None), options.pop("v_scale", None))
+    queries: Any = (case.q,) if is_decode else (case.q, offsets)
     return np.asarray(compiled(is_decode, AttentionOptions(**options))(*queries, kv))
 
 
@@ -90,7 +89,8 @@ def dense(case: Case, **options: Any) -> np.ndarray:
     offsets = np.concatenate([[0], np.cumsum(counts)])
     rows = np.flatnonzero(has_query)
     out = np.zeros(q.shape)
-    kv = PagedKv(case.k_pages, case.v_pages, case.table, case.lengths, v_scale=options.pop("v_scale", None))
+    cache: Any = (case.k_pages, case.v_pages, case.table, case.lengths, None, options.pop("v_scale", None))
+    kv = PagedKv(*cache)
     out[rows] = dense_attention(q[rows], offsets, kv, AttentionOptions(**options))
     return out
 

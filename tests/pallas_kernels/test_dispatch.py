@@ -142,12 +142,14 @@ BAD_CALLS = {
 @pytest.mark.parametrize("call", BAD_CALLS.values(), ids=BAD_CALLS)
 def test_arguments_that_do_not_fit_are_errors(call) -> None:
     op, make_args, place, shape, dtype, message = call
-    args, wrong = list(make_args()), jax.ShapeDtypeStruct(shape, dtype)
+    args = list(make_args())
+    wrong: Any = jax.ShapeDtypeStruct(shape, dtype)
     if isinstance(place, int):
         args[place] = wrong
     else:
         names = {"kv": ("k", "v")}.get(place, (place.removeprefix("kv."),))
-        args = [dataclasses.replace(a, **dict.fromkeys(names, wrong)) if isinstance(a, PagedKv) else a for a in args]
+        changes: dict[str, Any] = dict.fromkeys(names, wrong)
+        args = [dataclasses.replace(a, **changes) if isinstance(a, PagedKv) else a for a in args]
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(op, *args)
 

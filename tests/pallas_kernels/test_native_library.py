@@ -183,11 +183,13 @@ def test_several_devices_get_xla() -> None:
 
 def arrays(
     head_dim: int = 64, group: int = 2, q_dtype: str = "float32", cache_dtype: str = "uint16"
-) -> tuple[jax.ShapeDtypeStruct, PagedKv]:
+) -> tuple[jax.Array, PagedKv]:
     """q and kv of a decode."""
-    pages = jax.ShapeDtypeStruct((5, 2, 16, head_dim), cache_dtype)
-    q = jax.ShapeDtypeStruct((3, 2 * group, head_dim), q_dtype)
-    return q, PagedKv(pages, pages, jax.ShapeDtypeStruct((3, 2), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32))
+    pages: Any = jax.ShapeDtypeStruct((5, 2, 16, head_dim), cache_dtype)
+    table: Any = jax.ShapeDtypeStruct((3, 2), jnp.int32)
+    lengths: Any = jax.ShapeDtypeStruct((3,), jnp.int32)
+    q: Any = jax.ShapeDtypeStruct((3, 2 * group, head_dim), q_dtype)
+    return q, PagedKv(pages, pages, table, lengths)
 
 
 @pytest.fixture

@@ -117,17 +117,17 @@ def test_stores_in_any_order_equal_the_reference_without_races(spec: ArgSpec) ->
     num_slots = spec.num_pages * spec.page_size
     rng = np.random.default_rng(0)
     scales = {"k_scale": 0.5, "v_scale": 2.0} if spec.float8_cache else {}
-    cache_and_new = random_store(spec, rng, **scales)
+    kv, k, v = random_store(spec, rng, **scales)
     free = np.arange(spec.page_size, num_slots)
     store = jax.jit(functools.partial(store_kv, backend="mosaic_tpu", interpret=True))
     for kind in ("shuffled", "runs"):
         slots = rng.permutation(free) if kind == "shuffled" else np.roll(free, -spec.page_size - 3)
         slots = slots[: spec.num_tokens]
         slots[rng.integers(0, spec.num_tokens, 5)] = rng.integers(0, spec.page_size, 5)
-        args = (*cache_and_new, jnp.asarray(slots, jnp.int32))
+        args = (kv, k, v, jnp.asarray(slots, jnp.int32))
         with tuning.override("store_kv", "mosaic_tpu", {"chunk_tokens": 32, "num_buffers": 4}), detecting_races():
             stored = jax.block_until_ready(store(*args))
-        assert not interpret_pallas_call.races.races_found
+        assert not found_races()
         reference = jax.block_until_ready(store_kv(*args, backend="reference"))
         for actual, expected in ((stored.k, reference.k), (stored.v, reference.v)):
             assert (np.asarray(actual, np.float32)[1:] == np.asarray(expected, np.float32)[1:]).all()
@@ -137,10 +137,10 @@ def test_more_tokens_than_a_work_list_holds_are_stored_by_several_kernels(monkey
     monkeypatch.setattr(tpu_store, "_MOST_TOKENS", 16)
     spec = ArgSpec("three_kernels", 3, 37, 4, 16, 1, 1, 128)
     rng = np.random.default_rng(0)
-    cache_and_new = random_store(spec, rng)
+    kv, k, v = random_store(spec, rng)
     slots = jnp.asarray(16 + rng.permutation(100)[:37], jnp.int32)
-    stored = jax.block_until_ready(store_kv(*cache_and_new, slots, backend="mosaic_tpu", interpret=True))
-    reference = jax.block_until_ready(store_kv(*cache_and_new, slots, backend="reference"))
+    stored = jax.block_until_ready(store_kv(kv, k, v, slots, backend="mosaic_tpu", interpret=True))
+    reference = jax.block_until_ready(store_kv(kv, k, v, slots, backend="reference"))
     for actual, expected in ((stored.k, reference.k), (stored.v, reference.v)):
         assert (actual == expected).all()
 
@@ -160,7 +160,7 @@ def check_runs(num_tokens: int, chunk_tokens: int, tile_slots: int, seed: int) -
     compiled_runs = jax.jit(token_runs, static_argnums=(1, 2, 3))
     runs = jax.tree.map(np.asarray, compiled_runs(jnp.asarray(slots, jnp.int32), chunk_tokens, tile_slots, page_size))
     seen = []
-    for chunk, count in enumerate(runs.count):
+    for chunk, count in enumerate(runs.num_entries):
         start = min(chunk * chunk_tokens, num_tokens - chunk_tokens)
         tiles, entry = [], 0
         while entry < count:

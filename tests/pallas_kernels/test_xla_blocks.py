@@ -35,7 +35,7 @@ def test_decode_is_right_for_any_block_sizes(page_size, tile_tokens, batch_token
     expected = np.zeros(q.shape)
     expected[is_real] = dense_attention(q[is_real], offsets, kv, case.spec.options)
     with tuning.override("paged_decode_attention", "xla", sizes):
-        actual = paged_decode_attention(*case.decode_args(), backend="xla", options=case.spec.options)
+        actual = paged_decode_attention(q, kv, case.spec.options, backend="xla")
     assert_close(actual, expected, case.spec.dtype)
 
 
@@ -49,7 +49,7 @@ def test_extend_is_right_for_any_block_sizes(page_size, tile_queries, tile_token
     args: Any = (*case.extend_args(), case.spec.options)
     expected = dense_attention(*args)
     with tuning.override("paged_extend_attention", "xla", sizes):
-        actual = paged_extend_attention(*case.extend_args(), backend="xla", options=case.spec.options)
+        actual = paged_extend_attention(*args, backend="xla")
     assert_close(actual, expected, case.spec.dtype)
 
 
@@ -65,4 +65,5 @@ def test_a_narrow_cache_is_never_widened(op, narrow: str) -> None:
     types = {kind for shape in in_hlo for kind in re.findall(rf"(\w+)\[{shape}\]", compiled.as_text() or "")}
     assert types <= ({"f8e4m3fn", "u8"} if narrow == "float8" else {"bf16", "u16"})
     cache_bytes = spec.paged_kv().k.size * jnp.dtype(spec.cache_dtype).itemsize
-    assert compiled.memory_analysis().temp_size_in_bytes < 2.2 * cache_bytes  # the bits of K and V, once
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2.2 * cache_bytes  # the bits of K and V, once

@@ -31,7 +31,7 @@ def decode_args(texts: list[str], page_size: int, cache_dtype: str, seed: int) -
 
 
 @functools.cache
-def compiled(backend: str, **options: float):
+def compiled(backend: str, **options: Any):
     return jax.jit(functools.partial(paged_decode_attention, backend=backend, options=AttentionOptions(**options)))
 
 

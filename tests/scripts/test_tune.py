@@ -13,7 +13,7 @@ from bench.kernels.cases import DECODE, EXTEND, STORE, store
 from bench.kernels.inputs import make_inputs
 from bench.kernels.search import Found, backend_order, neighbours, search, table_path, updated_table, write_table
 
-from pallas_kernels import PagedKv, tuning
+from pallas_kernels import PagedKv, store_kv, tuning
 from pallas_kernels.specs import ArgSpec
 from pallas_kernels.target import TargetDevice
 from tests.scripts.running import run_script
@@ -39,7 +39,7 @@ def fake_store(kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, *, bac
     waste = jnp.cumsum(jnp.broadcast_to(k.sum(), (100_000 * abs(sizes["tile"] - 16),))).sum()
     k = jnp.where(waste == 0.123, 0.0, k)
     lies = sizes["tile"] == 16 and sizes["num_stages"] == 3
-    return bench_cases.store_kv(kv, 2 * k if lies else k, v, slots, backend="reference")
+    return store_kv(kv, 2 * k if lies else k, v, slots, backend="reference")
 
 
 @pytest.fixture

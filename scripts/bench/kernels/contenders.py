@@ -49,7 +49,7 @@ def prepare_backend(backend: str, inputs: Inputs, *, interpret: bool = False) ->
         states: list[Any] = [(layer.k_pages, layer.v_pages) for layer in inputs.layers]
         own: list[tuple[jax.Array, ...]] = [(layer.k, layer.v) for layer in inputs.layers]
 
-        def store(cache: Any, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[Any, None]:
+        def store(cache: tuple[jax.Array, jax.Array], k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[Any, None]:
             stored = op(PagedKv(*cache, table, lengths, **scales), k, v, slots)
             return (stored.k, stored.v), None
 
