@@ -23,8 +23,10 @@ def seconds_per_step(overlap: bool) -> float:
     return (time.perf_counter() - start) / STEPS
 
 
-def test_overlap_hides_three_milliseconds_of_host_work_behind_a_step_of_five() -> None:
-    assert any(seconds_per_step(overlap=True) < 0.0056 for _ in range(50))  # other programs may disturb some
+def test_overlap_hides_most_of_three_milliseconds_of_host_work_behind_a_step_of_five() -> None:
+    """Against the same work without overlap, since timers and other programs make both longer."""
+    hidden_s = max(seconds_per_step(overlap=False) - seconds_per_step(overlap=True) for _ in range(10))
+    assert hidden_s > 0.002
 
 
 def test_without_overlap_host_and_device_take_turns() -> None:
