@@ -17,7 +17,7 @@ from server_process import ROOT, ServerProcess, ids_request, wait_for
 from jaxsgl.frontend.exposition import TABLE, registry_of
 from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.messages import Load
+from jaxsgl.messages import Load, Totals
 from jaxsgl.request import FinishReason
 from jaxsgl.text.sample import End
 
@@ -140,7 +140,8 @@ def test_every_metric_is_documented() -> None:
 
 def test_the_engines_numbers_come_from_its_latest_load() -> None:
     values: Any = iter(range(1, 100))
-    load = Load(*itertools.islice(values, len(Load.__struct_fields__)))
+    totals = Totals(*itertools.islice(values, len(Totals.__struct_fields__)))
+    load = Load(*itertools.islice(values, len(Load.__struct_fields__) - 1), totals)
     samples = samples_of(metrics_of(load))
     assert samples["sglang:num_running_reqs"] == samples["vllm:num_requests_running"] == load.num_running
     assert samples["sglang:num_queue_reqs"] == samples["vllm:num_requests_waiting"] == load.num_waiting

@@ -198,6 +198,7 @@ def test_model_and_server_info_are_reported(http: httpx.Client) -> None:
     assert server["max_total_num_tokens"] == 160
     assert server["page_size"] == 16
     assert server["internal_states"][0]["num_running"] == 0
+    assert server["internal_states"][0]["steps_total"] >= 0 and "totals" not in server["internal_states"][0]
     assert http.get("/server_info").json().keys() == server.keys()
 
 

@@ -28,7 +28,7 @@ from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Choice, Writer
 from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, SamplingBody
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.messages import ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
+from jaxsgl.messages import ContinueGeneration, DumpState, FlushCache, Load, PauseGeneration, PauseMode
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 
@@ -221,9 +221,16 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
             **_flags(front_end.config),
             **msgspec.to_builtins(info),
             "max_total_num_tokens": info.limits.pool_tokens,
-            "internal_states": [msgspec.structs.asdict(front_end.engine.load)],
+            "internal_states": [_flat(front_end.engine.load)],
             "version": jaxsgl.__version__,
         }
+
+
+def _flat(load: Load) -> dict[str, Any]:
+    """Returns the load in one object; the names of its counters end in `_total`."""
+    fields = msgspec.structs.asdict(load)
+    totals = msgspec.structs.asdict(fields.pop("totals"))
+    return {**fields, **{f"{name}_total": count for name, count in totals.items()}}
 
 
 def _flags(config: ServerConfig) -> dict[str, Any]:
