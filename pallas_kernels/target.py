@@ -1,6 +1,6 @@
-"""Which device the program being traced is for: the process's own, or one that isn't there.
+"""The device that the program being traced is for: the process's own, or one that isn't there.
 
-Owns the reading of JAX's abstract mesh and the little that kernels need to know of a chip. Never knows kernels.
+Owns the reading of JAX's abstract mesh and of /proc/cpuinfo: the little that kernels need to know of a chip. Never knows kernels.
 Called by `dispatch`, `tuning` and kernels that need a minimum of hardware.
 """
 
@@ -22,7 +22,7 @@ class TargetDevice:
     num_cores: int
     """Streaming multiprocessors, or TensorCores."""
     compute_capability: float | None = None
-    """8.0 for an A100, say; None for what is no NVIDIA GPU, or isn't there."""
+    """For example 8.0 for an A100; None where the device isn't an NVIDIA GPU, or isn't there."""
 
     @property
     def is_before_ampere(self) -> bool:
@@ -36,7 +36,7 @@ class TargetDevice:
 
 
 def target_device() -> TargetDevice:
-    """What the program being traced is for.
+    """Return the device that the program being traced is for.
 
     The abstract mesh's device, when one is set, wins over the process's own devices: this is how JAX compiles
     for hardware that isn't there (`jax.sharding.use_abstract_mesh`).
@@ -53,12 +53,12 @@ def target_device() -> TargetDevice:
 
 
 def processor_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """What this machine's processor can, in Linux' words ("avx2", "avx512_bf16", ...); empty on other systems."""
+    """The flags of this machine's processor as Linux names them ("avx2", "avx512_bf16", ...); empty elsewhere."""
     return frozenset(_of_processor("flags", cpuinfo).split())
 
 
 def processor_maker(cpuinfo: Path = CPUINFO) -> str:
-    """Who made this machine's processor, in Linux' words ("GenuineIntel", "AuthenticAMD"); empty on other systems."""
+    """The maker of this machine's processor as Linux names it ("GenuineIntel", "AuthenticAMD"); empty elsewhere."""
     return _of_processor("vendor_id", cpuinfo)
 
 
@@ -72,7 +72,7 @@ def _of_processor(what: str, cpuinfo: Path) -> str:
 
 def _compute_capability(device: jax.Device) -> float | None:
     text = str(getattr(device, "compute_capability", ""))
-    return float(text) if text[:1].isdigit() else None  # other makers' GPUs have names there
+    return float(text) if text[:1].isdigit() else None  # GPUs of other makers have a name here
 
 
 def _family(platform: str) -> str:

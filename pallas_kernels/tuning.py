@@ -1,7 +1,7 @@
 """Block sizes and backend preferences: one table per device kind, looked up when a kernel is traced.
 
-Owns the reading of `tables/*.json`. Never knows what a size means: a kernel names its op and backend, says what
-shapes it has, and gets its own integers back. `scripts/tune_kernels.py` measures and writes the tables.
+Owns the reading of `tables/*.json`. Never knows what a size means: a kernel names its op and backend, describes
+its shapes, and gets its own integers back. `scripts/tune_kernels.py` measures and writes the tables.
 
 A table is `{"devices": [words of the device kind, ...], "backends": {op: [backend, ...]}, "blocks": [entry, ...]}`.
 An entry is `{"op", "backend", "when": {field: value or list of values}, "blocks": {name: integer}, "source": text}`.
@@ -29,7 +29,10 @@ _DEFAULT = "default.json"
 
 @dataclasses.dataclass(frozen=True)
 class ShapeClass:
-    """What a table may distinguish. Counts are rounded up to powers of two, so that near shapes share an entry."""
+    """The properties of a call that a table may distinguish.
+
+    Counts are rounded up to powers of two, so that similar shapes share an entry.
+    """
 
     head_dim: int
     """H."""

@@ -27,7 +27,7 @@ from pallas_kernels.target import target_device
 SWIZZLE_BYTES = 128
 # Rows of `wgmma`'s left operand and result.
 WGMMA_ROWS = 64
-# Rows that a copy between global and swizzled shared memory moves at least: the height of a swizzled tile.
+# The fewest rows that a copy between global and swizzled shared memory moves: the height of a swizzled tile.
 COPY_ROWS = 8
 
 

@@ -83,7 +83,7 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
         total = total * shrink + jnp.sum(weights, axis=1)
         acc = acc * _to_rows(shrink, plan.head_dim)
         weights = weights.astype(refs.v_tiles.dtype)
-        # Keeps the softmax before the turn: that is what the other warpgroup's products are to hide.
+        # Keeps the softmax before the turn, where the other warpgroup's products hide it.
         acc, total, weights = lax.optimization_barrier((acc, total, weights))
         plgpu.barrier_arrive(refs.turn)
         plgpu.barrier_wait(refs.arrived.at[v_barrier])

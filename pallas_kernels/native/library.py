@@ -1,4 +1,4 @@
-"""Compiles the C++ beside it for this machine's processor at its first use, keeps the result, and tells XLA of it.
+"""Compiles the C++ sources of this folder for this machine's processor, keeps the library, and registers it with XLA.
 
 Owns the compiler's command line and the folder of compiled libraries. Never knows shapes. Called by `attention` and
 `product`.
@@ -26,19 +26,19 @@ _FOLDER = Path(__file__).parent
 _SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc"))
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
-_BFLOAT16 = "avx512_bf16"  # in Linux' list of what a processor can
+_BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
 _LEAST = ("avx2", "fma")
 _LONGEST_S = 120
 
 
 @functools.cache
 def load() -> str | None:
-    """Makes the functions known to XLA, once per process; says why that's impossible here, or None.
+    """Register the functions with XLA, once per process; returns why that is impossible here, or None.
 
-    The first use on a machine compiles, some seconds; the library is kept in `$XDG_CACHE_HOME/jaxsgl/native`
-    (default ~/.cache), named after all that it depends on.
+    The first call on a machine compiles for some seconds. The library is kept in `$XDG_CACHE_HOME/jaxsgl/native`
+    (default ~/.cache) under a name made from all that it depends on.
     """
-    if jax.device_count() > 1:  # they would be handed whole arrays that are spread over the devices
+    if jax.device_count() > 1:  # the functions expect whole arrays, not parts on several devices
         return f"JAX has {jax.device_count()} devices; it takes one"
     flags = processor_flags()
     lacks = [flag for flag in _LEAST if flag not in flags]
@@ -67,15 +67,15 @@ def compiler() -> str | None:
 def widens() -> bool:
     """Whether bfloat16 becomes float32 in registers before it is multiplied (blocks.h has both ways).
 
-    So on processors without instructions for bfloat16, and on Intel's, whose float32 instruction does twice as many
-    products a second as that of bfloat16; AMD's (Zen 4) does half as many.
+    True on processors without instructions for bfloat16, and on Intel's, whose float32 instruction does twice as many
+    products a second as the one for bfloat16. On AMD's (Zen 4) it does half as many.
     """
     return not has_pairs() or processor_maker() == "GenuineIntel"
 
 
 @functools.cache
 def has_pairs() -> bool:
-    """Whether the processor multiplies pairs of bfloat16 numbers, the other way."""
+    """Whether the processor has the instruction that multiplies pairs of bfloat16 numbers."""
     return _BFLOAT16 in processor_flags()
 
 
@@ -85,12 +85,12 @@ def _register(library: ctypes.CDLL, paged_attention: str, rows_product: str) -> 
 
 
 def _compiled(compiler: str, flags: frozenset[str]) -> Path:
-    """The library's path, compiling it unless it's there.
+    """Return the library's path; compile it first unless it exists.
 
     Raises:
-        OSError: the compiler can't be run, or the folder can't be written.
+        OSError: the compiler can't be run, or the folder isn't writable.
         RuntimeError: there is no home folder.
-        subprocess.SubprocessError: it fails, with what it said as `stderr`, or takes too long.
+        subprocess.SubprocessError: the compiler fails (its messages are in `stderr`) or takes too long.
     """
     version = _run(compiler, "--version")
     texts = [path.read_text() for path in (*_SOURCES, *sorted(_FOLDER.glob("*.h")))]

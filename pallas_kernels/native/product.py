@@ -1,6 +1,6 @@
-"""Rows times bfloat16 weights in C++ (`product.cc`), for processors with bfloat16 products. Called by models.
+"""Rows times bfloat16 weights in C++ (`product.cc`), for x86 processors. Called by models.
 
-The time of a step on a CPU is mostly that of such products; XLA's library packs the weights at each call.
+Most of a step's time on a CPU goes to such products; XLA's library packs the weights at each call.
 """
 
 from __future__ import annotations

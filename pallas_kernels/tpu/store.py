@@ -181,7 +181,7 @@ class _Tiles:
     form: PageForm
 
     def store_all(self) -> None:
-        """Keep half of the buffers being read and half being written."""
+        """Store the chunk; half of the buffers are being read and half are being written."""
         num_buffers = self.buf.shape[0]
         end = self.runs.num_entries[self.chunk]
 

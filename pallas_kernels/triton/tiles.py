@@ -84,8 +84,8 @@ class SequenceKv:
         """The page of a tile that lies in one, else of each of its tokens `[tile_tokens]`; any page past the end."""
         page_size = self.k_pages.shape[2]
         position = tile * self.tile_tokens if page_size % self.tile_tokens == 0 else self.position(tile)
-        # A padding row has no last position, but looks up a page like all others. Positions aren't negative, so that
-        # lax's division does, which is shorter than a rounding one.
+        # A padding row has no last position, but looks up a page all the same. Positions aren't negative, so lax's
+        # division suffices; it is shorter than one that rounds down.
         page_index = lax.div(jnp.minimum(position, jnp.maximum(self.last, 0)), jnp.int32(page_size))
         return self.page_table[self.seq, page_index]
 

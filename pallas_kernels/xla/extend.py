@@ -32,7 +32,7 @@ def extend_attention(
     blocks = tuning.blocks("paged_extend_attention", "xla", tuning.shape_class(q, kv))
     tile_queries = _tile_queries(num_tokens, num_seqs, blocks)
     tile_rows = tile_queries * (num_heads // num_kv_heads)
-    # Many rows want a longer tile for their dot products; few do little with a tile, so that reading it decides.
+    # With many rows the dot products decide, which want a longer tile; with few rows, reading the tile decides.
     tile_tokens = blocks["tile_tokens_many_rows" if tile_rows >= blocks["many_rows"] else "tile_tokens"]
     tile_pages = max(1, tile_tokens // kv.page_size)
 
@@ -80,7 +80,8 @@ def extend_attention(
 def _tile_queries(num_tokens: int, num_seqs: int, blocks: Mapping[str, int]) -> int:
     """Queries per tile: twice the mean per sequence, so that short ones waste little and long ones run fast.
 
-    Twice, as a bucket of `num_seqs` holds fewer sequences mostly, and two tiles of a sequence read its KV twice.
+    The factor is 2 because a bucket of `num_seqs` mostly holds fewer sequences, and because two tiles of a sequence read
+    its KV twice.
     """
     mean = -(-num_tokens // num_seqs)
     rounded = -(-2 * mean // 4) * 4
