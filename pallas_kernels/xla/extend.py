@@ -80,8 +80,8 @@ def extend_attention(
 def _tile_queries(num_tokens: int, num_seqs: int, blocks: Mapping[str, int]) -> int:
     """Queries per tile: twice the mean per sequence, so that short ones waste little and long ones run fast.
 
-    The factor is 2 because a bucket of `num_seqs` mostly holds fewer sequences, and because two tiles of a sequence read
-    its KV twice.
+    The factor is 2 because a bucket of `num_seqs` mostly holds fewer sequences, and because a sequence that is cut into
+    two tiles has its KV read twice.
     """
     mean = -(-num_tokens // num_seqs)
     rounded = -(-2 * mean // 4) * 4
