@@ -1,6 +1,6 @@
 """The device that the program being traced is for: the process's own, or one that isn't there.
 
-Owns the reading of JAX's abstract mesh and of /proc/cpuinfo: the little that kernels need to know of a chip. Never knows
+Owns the reading of JAX's abstract mesh and of /proc/cpuinfo: what kernels need to know of a chip. Never knows
 kernels. Called by `dispatch`, `tuning` and kernels that need a minimum of hardware.
 """
 
