@@ -152,9 +152,9 @@ def test_the_engines_numbers_come_from_its_latest_load() -> None:
     assert samples["sglang:num_retracted_reqs"] == load.num_retracted
     assert samples["sglang:num_paused_reqs"] == load.num_running
     for reason in ("tokens", "rows", "chunk"):
-        assert samples[f"jaxsgl:admission_stopped_total.{reason}"] == getattr(load, f"short_of_{reason}_total")
+        assert samples[f"jaxsgl:admission_stopped_total.{reason}"] == getattr(load.totals, f"short_of_{reason}")
     for name in ("decode_rows", "decode_rows_padded", "extend_tokens", "extend_tokens_padded"):
-        assert samples[f"jaxsgl:{name}_total"] == getattr(load, f"{name}_total")
+        assert samples[f"jaxsgl:{name}_total"] == getattr(load.totals, name)
 
 
 def test_only_a_pause_pauses_requests() -> None:
