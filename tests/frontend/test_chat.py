@@ -229,9 +229,9 @@ def test_ctrl_c_before_the_first_word_forgets_the_turn(server: ServerProcess, sc
     wait_for(lambda: requests_in_the_engine(server) == 1, "request in the engine")
     screen.press("\x03")
     screen.wait_for("> ")
+    wait_for(lambda: requests_in_the_engine(server) == 0, "end of the request in the engine")
     screen.press("日本\n")
     screen.wait_for("\nu(日本)")
-    wait_for(lambda: requests_in_the_engine(server) == 0, "end of the request in the engine")
 
 
 @pytest.mark.parametrize("key", ["\x03", "\x04", "/exit\n"], ids=["Ctrl-C", "Ctrl-D", "exit"])

@@ -141,7 +141,7 @@ def test_every_metric_is_documented() -> None:
 def test_the_engines_numbers_come_from_its_latest_load() -> None:
     values: Any = iter(range(1, 100))
     totals = Totals(*itertools.islice(values, len(Totals.__struct_fields__)))
-    load = Load(*itertools.islice(values, len(Load.__struct_fields__) - 1), totals)
+    load = Load(**{name: next(values) for name in Load.__struct_fields__ if name != "totals"}, totals=totals)
     samples = samples_of(metrics_of(load))
     assert samples["sglang:num_running_reqs"] == samples["vllm:num_requests_running"] == load.num_running
     assert samples["sglang:num_queue_reqs"] == samples["vllm:num_requests_waiting"] == load.num_waiting
