@@ -15,6 +15,7 @@ from pallas_kernels.specs import ArgSpec
 from pallas_kernels.tpu import store as tpu_store
 from pallas_kernels.tpu.attention import refuse_attention
 from pallas_kernels.tpu.store_runs import token_runs
+from tests import grids
 from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, random_store
 from tests.pallas_kernels.test_attention import compiled, run_examples
 
@@ -53,12 +54,12 @@ def small_tiles(op: str, **sizes: int):
 @pytest.mark.parametrize("name", SPECS)
 def test_decode_equals_the_reference(name: str) -> None:
     strategy = cases(SPECS[name], decode=True)
-    run_examples(lambda case: check(paged_decode_attention, case), strategy, 4)
+    run_examples(lambda case: check(paged_decode_attention, case), strategy, grids.count(2, 4))
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_extend_equals_the_reference(name: str) -> None:
-    run_examples(lambda case: check(paged_extend_attention, case), cases(SPECS[name]), 4)
+    run_examples(lambda case: check(paged_extend_attention, case), cases(SPECS[name]), grids.count(2, 4))
 
 
 def detecting_races():
