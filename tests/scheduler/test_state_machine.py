@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -379,6 +380,7 @@ def token_logprob(sequence: list[int], place: int, num_top: int) -> TokenLogprob
     return TokenLogprob(value, tuple((token + i, value - i) for i in range(num_top)))
 
 
+@pytest.mark.timeout(3600)
 def test_every_request_yields_its_own_tokens_whatever_happens_around_it() -> None:
     """About 14,000 events in 12,000 turns of the loop; by night 700,000 in 600,000."""
     run_state_machine_as_test(
