@@ -18,7 +18,7 @@ from tests.fingerprint import fingerprint
 
 
 class CheckedApplier(Applier):
-    """After a plan is carried out, the cache holds the pages that the plan foretold."""
+    """After a plan is carried out, the cache holds the pages that the plan predicted."""
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
         inputs = super().apply(plan)

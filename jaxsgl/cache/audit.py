@@ -31,7 +31,7 @@ class LastOwners:
 def audit(
     allocator: PageAllocator, table: PageTable, prefixes: PrefixCache, leases: Sequence[Lease], last: LastOwners
 ) -> list[str]:
-    """Everything that is wrong, in words: one text for each page, row or lock; [] if all is well.
+    """Describes everything that is wrong, one text for each page, row or lock; [] if all is well.
 
     Args:
       leases: all leases of this cache.
@@ -39,7 +39,7 @@ def audit(
     """
     try:
         cached = prefixes.owned_pages()
-    except AssertionError as error:  # nothing else can be told of a tree with broken links
+    except AssertionError as error:  # a tree with broken links can't be examined further
         return [f"the prefix cache is broken: {error}"]
     own = [table.pages[lease.row, lease.num_shared : lease.num_pages] for lease in leases]
     places = np.concatenate([allocator.free_pages(), cached, *own])

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from jaxsgl.cache.pages import IntArray
 
-_START = bytes(8)  # in the place of a hash where a sequence starts
+_START = bytes(8)  # stands for the parent's name where a sequence starts
 
 
 class CacheObserver(Protocol):
-    """Told of every change of the prefix cache, in order. A page keeps its tokens from `stored` to `removed`."""
+    """Is notified of every change of the prefix cache, in order. A page keeps its tokens from `stored` to `removed`."""
 
     def stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
         """`pages [n]` with `token_pages [n, page_size]` follow page `parent` (the dummy page: none)."""
@@ -31,9 +31,10 @@ class CacheObserver(Protocol):
 
 
 def page_hashes(token_pages: IntArray, parent: int | None) -> list[int]:
-    """Names of `token_pages [n, page_size]`, each behind the one before and the first behind the page named `parent`.
+    """Names of `token_pages [n, page_size]`, each chained to the one before, the first to the page named `parent`.
 
-    Signed 64 bits: BLAKE2b of the parent's name and the page's ids, all little-endian. None: a sequence starts here.
+    Signed 64 bits: BLAKE2b of the parent's name and the page's ids, all little-endian. `parent` None: a sequence starts
+    here.
     """
     tokens = token_pages.astype("<i4", copy=False)
     digest = _START if parent is None else parent.to_bytes(8, "little", signed=True)

@@ -140,7 +140,7 @@ class CacheManager:
         return audit(self._allocator, self.table, self.prefixes, list(leases), self._last_owners)
 
     def check(self, leases: Iterable[Lease]) -> None:
-        """Raises AssertionError with what `leaks` finds, if it does."""
+        """Raises AssertionError if `leaks` finds anything, with what it finds."""
         leaks = self.leaks(leases)
         assert not leaks, "; ".join(leaks)
 

@@ -57,7 +57,7 @@ def slots_at(page_tables: ArrayT, positions: ArrayT, page_size: int) -> ArrayT:
 def pages_before_ends(
     steps: npt.NDArray[np.int64], known: npt.NDArray[np.int64], page_size: int
 ) -> npt.NDArray[np.int64]:
-    """`[n]` pages right before each end of the requests that have not ended, which are in order of their ends.
+    """`[n]` pages of the requests that have not ended, right before each of their ends; they are in order of ends.
 
     Request i knows `known [n]` tokens, grows by one token a step and ends after `steps [n]` steps. The result is the
     sum over i >= k of ceil((known_i + steps_k) / page_size), without n x n terms: apart from whole pages it depends
@@ -65,7 +65,7 @@ def pages_before_ends(
     """
     whole, rest = np.divmod(known + page_size - 1, page_size)
     more, more_rest = np.divmod(steps, page_size)
-    carries = sums_from(rest[:, None] >= np.arange(page_size + 1))  # [k, r]: of i >= k, those with a rest of r or more
+    carries = sums_from(rest[:, None] >= np.arange(page_size + 1))  # [k, r]: how many i >= k have a rest of r or more
     places = np.arange(len(steps))
     num_carried: npt.NDArray[np.int64] = carries[places, page_size - more_rest]
     return sums_from(whole) + (len(steps) - places) * more + num_carried
@@ -93,7 +93,7 @@ class PageAllocator:
         return self._num_free
 
     def allocate(self, count: int) -> IntArray:
-        """Takes `count` pages off the free list. Asking for more than `num_free` is a bug of the caller."""
+        """Takes `count` pages off the free list. Asking for more than `num_free` is a bug in the caller."""
         assert 0 <= count <= self._num_free, f"{count} pages asked for, {self._num_free} free"
         self._num_free -= count
         return self._stack[self._num_free : self._num_free + count].copy()

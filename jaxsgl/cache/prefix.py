@@ -33,7 +33,7 @@ class Span(NamedTuple):
     """The part of a cached prefix that stands in one node.
 
     Attributes:
-      node: the node; it means something only as being the same as another prefix's.
+      node: identifies the node; useful only to compare it with the nodes of another prefix.
       num_pages: pages of the prefix that stand in it; fewer than the node holds where a prefix ends inside it.
       locks: how often the node is locked now.
     """
@@ -61,7 +61,7 @@ class Insertion(NamedTuple):
     Attributes:
       handle: the inserted prefix, to lock.
       num_existing: leading pages that the cache held already; those offered in their place are not taken.
-      pages: `[m]` the cache's pages of the prefix; [num_existing:] of what was offered is now the cache's.
+      pages: `[m]` the cache's pages of the prefix. The cache now owns pages [num_existing:] of those offered.
     """
 
     handle: Hashable
@@ -122,8 +122,8 @@ class PrefixCache(Protocol):
     def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
         """Offers `pages [n]` that hold the KV of `token_pages [n, page_size]`.
 
-        `held` is the caller's locked handle of a prefix of `token_pages`. If no other lock holds it, it may stand for
-        the longer prefix from now on.
+        `held` is the caller's locked handle of a prefix of `token_pages`. If no other lock holds it, the handle may
+        stand for the longer prefix from now on.
         """
         ...
 
@@ -160,7 +160,7 @@ class PrefixCache(Protocol):
         ...
 
     def wrong_locks(self, handles: Iterable[Hashable]) -> list[WrongLocks]:
-        """Where the cache counts other locks than those of `handles`, which are all there are."""
+        """Pages whose lock counts differ from the locks of `handles`, which must be all handles that are locked."""
         ...
 
 

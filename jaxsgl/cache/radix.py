@@ -140,7 +140,7 @@ class RadixCache:
             if node.parent is None or node.locks or node.children:
                 continue  # it comes back when it is unlocked, or when its last child goes
             if node.last_used != last_used:
-                self._offer(node)  # used since
+                self._offer(node)  # it was used after it was put into the heap
                 continue
             take = min(missing, len(node.pages))
             freed.append(node.pages[len(node.pages) - take :])

@@ -73,8 +73,9 @@ class InFlightStep:
     def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:
         """(place in the batch, request, its tokens) of each request that waits for tokens of this step.
 
-        A request that has ended or was retracted since the launch is left out, also if it ended with an earlier one of
-        these. `tokens` are `[..., num_seqs]`; those behind the one that ends a request are included.
+        A request that has ended or was retracted since the launch is left out, even if it ended while earlier items of
+        this iterator were handled. `tokens` are `[..., num_seqs]`; those behind the one that ends a request are
+        included.
         """
         by_request = zip(*tokens.reshape(-1, len(self.reqs)).tolist(), strict=True)
         for place, (req, number, ids) in enumerate(zip(self.reqs, self.lease_numbers, by_request, strict=True)):
@@ -109,7 +110,7 @@ class Applier:
         self._in_flight: deque[InFlightStep] = deque()
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
-        """Does what `plan` says; returns the batch to launch, if there is one. It counts as launched."""
+        """Does what `plan` says; returns the batch to launch, if there is one, which counts as launched."""
         state = self._state
         for req in (*plan.retract, *plan.preempt):
             self.take_back(req)
@@ -127,7 +128,7 @@ class Applier:
     def share_prefixes(self, plan: StepPlan) -> None:
         """Gives the full pages of all chunks to the prefix cache.
 
-        After the whole batch is built: none of its requests may count on KV that the same batch computes.
+        Called after the whole batch is built, since no request may rely on KV that the same batch computes.
         """
         for chunk in plan.chunks:
             assert chunk.req.lease is not None
@@ -160,7 +161,7 @@ class Applier:
 
     def _admit(self, admission: Admission) -> None:
         req, state = admission.req, self._state
-        planned = req.matchable_ids[: admission.cached_tokens + 1]  # no more was locked in the plan's ledger
+        planned = req.matchable_ids[: admission.cached_tokens + 1]  # the plan's ledger locked no more than this
         lease = self._cache.acquire(self._cache.match(planned), req.name)
         assert lease.num_tokens == admission.cached_tokens, f"{req.name}: the cache changed since the plan"
         req.admit(lease, admission.cached_tokens)

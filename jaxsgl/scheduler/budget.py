@@ -2,7 +2,7 @@
 
 `TokenBudget` is used up by chunks. `Ledger` answers what-if questions about the pool (lock a match, take n pages, give
 back what a request holds) without touching the cache. `NewTokenRatio` and `Forecast` tell how many pages must be held
-for running requests. Values and arithmetic; called by plan.py.
+for running requests. Values and arithmetic; called by planner.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIRST_RATIO = 0.7
 LEAST_SHARE = 0.14  # of the first ratio
 DECAY_STEPS = 600
 STEP_COST_TOKENS = 128  # what a step costs besides its tokens (weights to read, a launch), in tokens
-TOKENS_AHEAD = 20  # tokens for which each request shall find room after a retraction
+TOKENS_AHEAD = 20  # tokens for which each request should find room after a retraction
 
 
 class PageCount(NamedTuple):
@@ -195,8 +195,8 @@ class NewTokenRatio:
     """The share of their max_tokens that running requests are expected to use (SGLang's new_token_ratio).
 
     Most requests end long before their max_tokens, so reserving all of it would leave the pool half empty. The ratio
-    begins high, falls with every decode step that finds its pages, and is set anew by what a retraction shows. apply.py
-    moves it.
+    begins high, falls with every decode step that finds its pages, and is set again by what a retraction shows.
+    apply.py moves it.
 
     Args:
       conservativeness: scales the first ratio; 1 is SGLang's default.
@@ -220,7 +220,7 @@ class NewTokenRatio:
         self.value = min((done + TOKENS_AHEAD * len(reqs)) / (most + 1), 1.0)
 
     def reset(self) -> None:
-        """Begins anew: no request runs, so what was learnt says nothing about the next ones."""
+        """Starts over: no request runs, so what was learnt says nothing about the next requests."""
         self.value = self._first
 
 
@@ -244,8 +244,8 @@ def pages_to_come(claim: Claim, num_tokens: int, cache: CacheManager) -> int:
 class Forecast:
     """Whether the pool suffices until requests that run to their max_tokens have ended.
 
-    Exact, since requests that ignore EOS are known to go on. Made for one step: nothing that the claims hold changes
-    while it is used, apart from what `ledger` is told.
+    The forecast is exact, since requests that ignore EOS are known to go on. It serves one step: while it is used,
+    nothing that the claims hold changes, apart from what is recorded in `ledger`.
 
     Args:
       claims: of all admitted requests.
@@ -342,7 +342,7 @@ def fair_shares(wanted: Sequence[int], budget: int) -> list[int]:
 def without_much_padding(num_tokens: int, sizes: Sequence[int], can_shed: int) -> int:
     """Tokens that a step should extend instead of `num_tokens`, if up to `can_shed` may come in the next step.
 
-    Sheds the tail over the next smaller bucket where two steps cost less than the padding of one: step cost is taken
+    The tail over the next smaller bucket is left out where two steps cost less than the padding of one. Cost is taken
     as proportional to padded tokens plus a constant.
 
     Args:

@@ -123,14 +123,14 @@ class Control:
             self._orders.append(order)
 
     def _pause(self, command: PauseGeneration) -> None:
-        """Launches nothing from now on, so this turn collects the step in flight. May come again, with another mode."""
+        """Launches nothing from now on, so this turn collects the step in flight. A second pause may follow."""
         if command.mode is PauseMode.ABORT:
             self._scheduler.abort_all()
         self._scheduler.pause()
         self._orders.insert(0, _Pause(command, self._scheduler, self._answer))  # before flushes that wait for it
 
     def _resume(self, number: int) -> None:
-        """Launches again, whether it was paused or not. A pause of the same turn has failed."""
+        """Launches steps again, whether they were paused or not. A pause of the same turn has failed."""
         for order in [order for order in self._orders if isinstance(order, _Pause)]:
             self._orders.remove(order)
             text = "generation was continued before the step in flight was read"
@@ -204,7 +204,7 @@ class _Flush:
         return False
 
     def _obstacle(self) -> str | None:
-        """Waiting requests hold no pages, but will at the next step, unless generation is paused."""
+        """Why it can't flush now, or None. Waiting requests count, unless paused: the next step gives them pages."""
         waiting, running = self._scheduler.num_waiting, self._scheduler.num_running
         if self._scheduler.is_paused:
             if not running:
@@ -232,7 +232,7 @@ class CacheJournal:
         return events
 
     def snapshot(self) -> list[CacheEvent]:
-        """Events that tell all that is cached now, parents before children."""
+        """Events that describe all that is cached now, parents before children."""
         return [self._stored(edge.token_pages, edge.pages, edge.parent) for edge in self._cache.prefixes.edges()]
 
     def stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:

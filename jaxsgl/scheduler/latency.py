@@ -1,7 +1,7 @@
 """Bounds the time between two tokens of a running request (`--max-itl-ms`): measures steps, and sizes extend steps.
 
 In mixed steps, the extend step has to end within the bound; otherwise a decode step follows every extend step, and both
-together have to. Steps without a prompt take what they take. `StepTimes` learns how long a step takes:
+together have to. Steps without a prompt are not bounded. `StepTimes` learns how long a step takes:
 
     seconds <= base[T] + kv_token x KV + pair x pairs
 
@@ -9,7 +9,7 @@ T: tokens, padding included; KV: tokens whose keys and values are read; pairs: (
 varies between steps of one T is attention, so its two coefficients come from there, by least squares. base[T] is the
 rest of the second slowest recent step: a bound, not a mean, that a new T inherits from its neighbours.
 
-Exists only where the flag is set. plan.py asks it for budgets; scheduler.py and apply.py tell it of steps.
+Exists only where the flag is set. planner.py asks it for budgets; scheduler.py and apply.py report steps to it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from jaxsgl.scheduler.req import Req
 
 WINDOW = 64  # steps of each size that are remembered
 FIT_EVERY = 32  # steps
-TOLERATED = 1.02  # times what was foreseen, until the next fit
-OUTLIERS_FROM = 16  # with so many steps of a size, its slowest one doesn't count
+TOLERATED = 1.02  # times the predicted seconds; a slower step causes a new fit
+OUTLIERS_FROM = 16  # from this many steps of a size on, its slowest one doesn't count
 DOUBT = 3.0  # standard errors
 FORGET_AFTER = 2048  # steps without one of a size: it may be worth another try
 Floats = npt.NDArray[np.float64]
@@ -43,7 +43,7 @@ class Latency:
     Args:
       max_itl_s: seconds between two tokens of a request at most.
       buckets: sizes of steps.
-      page_size: tokens that each extend step extends at least, whatever that takes, so that prompts make progress.
+      page_size: the fewest tokens of an extend step, however long they take, so that prompts make progress.
       clock: seconds, of any origin.
     """
 
@@ -79,8 +79,8 @@ class Latency:
     ) -> TokenBudget:
         """What the next extend step may hold beside the decodes of `mixed`.
 
-        Of all sizes that end in time, the one that extends most tokens a second, supposing that all chunks begin at the
-        deepest position. Before anything is measured, and where nothing ends in time, the smallest size.
+        Takes the size that extends most tokens a second, of all that end in time, supposing that all chunks begin at
+        the deepest position. Before anything is measured, and where no size ends in time, it takes the smallest.
 
         Args:
           most: tokens at most, whatever time they take.
@@ -161,7 +161,7 @@ class StepTimes:
         self._num_steps = 0
 
     def measured(self, num_tokens: int, kv_tokens: float, pairs: float, seconds: float) -> None:
-        """Notes that a step of `num_tokens`, padding included, took `seconds`. Fits anew if that was much too long."""
+        """Notes that a step of `num_tokens`, padding included, took `seconds`. Fits again if that was much too long."""
         window = self._windows.setdefault(num_tokens, _Window())
         window.add(kv_tokens, pairs, seconds)
         self._num_steps += 1

@@ -41,7 +41,7 @@ class SchedulerState:
       ratio: share of their output that is held for running requests.
       latency: measured steps, if the time between two tokens is bounded.
       totals: counters since the start.
-      admission_closed: since a retraction no request is admitted until one ends: the retracted would only come again.
+      admission_closed: a retraction closes admission until a request ends: those retracted would only come back.
       blocked: why admission stopped at the last step that tried it; None if no request had to wait.
       extended_last: whether the last step extended prompts.
       steps_in_flight: steps that are launched and not collected.

@@ -116,7 +116,7 @@ class _Planner:
     def _retracted_for_room(self) -> list[Req]:
         """The requests that can store their next token, after retracting as many others as that takes.
 
-        None of them for now, if the last token of another request is in flight: its pages are about to come free.
+        Returns [] if the last token of another request is in flight: its pages are about to come free.
         """
         while (pages := self._pages_to_decode()) > self.ledger.available:
             admitted = self.admitted
@@ -138,7 +138,7 @@ class _Planner:
         self._take_back(preemption.in_order_of_loss(candidates)[:1], self._retract)
 
     def _take_back(self, reqs: Sequence[Req], into: list[Req]) -> None:
-        """Once no request is left whose end could open admission again, it is open."""
+        """Takes `reqs` back to the queue. Reopens admission if no request is left whose end could do so."""
         for req in reqs:
             assert req.lease is not None
             self.ledger.give_back(req.lease)
@@ -152,8 +152,8 @@ class _Planner:
         """Steps in one program in which no request needs the host in between, and the pages that they take.
 
         Several steps cost the host as much as one, but a request that arrives or ends meanwhile waits until all are
-        done. Several if each step yields tokens, few rows idle, no logits are edited or scored, there are pages for
-        all these tokens without taking any from other requests, and the tokens come in time.
+        done. Takes several if each step yields tokens, few rows idle, no logits are edited or scored, there are pages
+        for all these tokens without taking any from other requests, and the tokens come in time.
         """
         cache, several = self.view.cache, self.view.buckets.decode_steps
         one = (1, pages_for_one)
@@ -175,7 +175,7 @@ class _Planner:
     def _chunks(self, mixed: list[Req]) -> list[tuple[Claim, int]]:
         """Fills an extend step: requests between chunks, then the queue in its order, in what `mixed` decodes leave.
 
-        Begins again after it has taken requests back for one of higher priority, or because all requests between chunks
+        Starts over after it has taken requests back for one of higher priority, or because all requests between chunks
         hold pages that the others wait for.
         """
         view = self.view
@@ -200,7 +200,7 @@ class _Planner:
             self._retract_one(preemption.retractable(self.admitted))
 
     def _waiting_in_order(self) -> list[Req]:
-        """The requests to admit, in order; [] with the reason in `_blocked` if none can be: then none is looked up."""
+        """The requests to admit, in order; [] with the reason in `_blocked` if none can be admitted."""
         view = self.view
         self._blocked = None
         waiting = [*reversed(self.taken_back), *view.requests.in_turn()]

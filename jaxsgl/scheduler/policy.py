@@ -1,7 +1,7 @@
 """Which waiting request is admitted first: SGLang's policies, as functions from the queue to an order.
 
-plan.py admits requests in that order until there is no more room. Whatever the policy, requests that were overtaken too
-often or were retracted come first, in order of arrival, so that no request starves.
+planner.py admits requests in that order until there is no more room. Whatever the policy, requests that were overtaken
+too often or were retracted come first, in order of arrival, so that no request starves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxsgl.config import SchedulingConfig
 from jaxsgl.request import Request
 from jaxsgl.scheduler.req import Req
 
-MAX_REORDERED = 128  # prefixes of so many are looked up; later arrivals are served first come, first served
+MAX_REORDERED = 128  # prefixes of this many requests are looked up; later arrivals are served first come, first served
 MAX_OVERTAKEN = 256  # admissions of later arrivals that a request lets pass
 SHARED_TOKENS = 32  # common tokens that are worth waiting for
 

@@ -1,7 +1,7 @@
 """Which running requests go back to the queue: when pages run out (retraction), or for a higher priority (preemption).
 
-Decisions as functions of requests; plan.py asks, apply.py takes the requests back. A request that was taken back gives
-its pages back at once and keeps its output, so that its client sees no difference.
+Decisions as functions of requests; planner.py asks, apply.py takes the requests back. A request that was taken back
+gives its pages back at once and keeps its output, so that its client sees no difference.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`RequestTable`: every request that has not ended, by id and by state. The only writer of membership.
 
-`moved(req)` files a request anew after its state or lengths changed; everything else is a query. A request waits until
+`moved(req)` files a request again after its state or lengths changed; everything else is a query. A request waits until
 the first of its samples is admitted, and runs from then on until all samples have ended, retracted or not. Time that
 passes while generation is paused counts like any other. Knows no pages and decides nothing; called by scheduler.py,
-apply.py and plan.py.
+apply.py and planner.py.
 """
 
 from __future__ import annotations

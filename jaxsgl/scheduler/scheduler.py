@@ -55,7 +55,7 @@ class Scheduler:
       config: what runs when.
       radix_cache: share prefixes between requests.
       random_seed: seed for the seeds of requests that bring none.
-      max_queued_requests: a request that finds so many samples waiting is refused; None: no limit.
+      max_queued_requests: a request that finds this many samples waiting is refused; None: no limit.
       retract_also: names running requests to retract without need; for tests.
       make_builder: makes what builds batches, for a simulator that needs no arrays.
       clock: gives seconds.
@@ -159,7 +159,7 @@ class Scheduler:
         return None if self._paused else self.apply(plan_step(self.state))
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
-        """Carries `plan` out, which was made from the state as it is."""
+        """Carries out `plan`, which must have been made from the current state."""
         self.last_plan = plan
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("plan: %s", plan)
@@ -191,7 +191,7 @@ class Scheduler:
         return replies
 
     def load(self, recompiles: int, leaks: int = 0) -> Load:
-        """How busy it is, with `recompiles` and `leaks` as others count them. The cost doesn't grow with the queue."""
+        """How busy the scheduler is; the caller counts `recompiles` and `leaks`. Cost is independent of the queue."""
         cache, requests, totals = self.state.cache, self._requests, self.state.totals
         totals.recompiles, totals.leaks = recompiles, leaks
         return Load(

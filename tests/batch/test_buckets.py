@@ -93,7 +93,7 @@ GOOD = {"decode_buckets": [6], "extend_buckets": [32]}
         ({"suggested": GOOD | {"extend_buckets": [16]}}, "16 tokens in a step, .* 32: .* --chunked-prefill-size 16"),
     ],
 )
-def test_a_file_that_can_not_be_used_says_why(tmp_path: Path, content: object, message: str) -> None:
+def test_an_unusable_file_is_an_error_that_says_why(tmp_path: Path, content: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_file(tmp_path / "b.json", content)
 

@@ -26,7 +26,7 @@ def builder() -> BatchBuilder:
     return BatchBuilder(BucketSet.derive(SIZES), tables, SamplingRows(6), page_size=4)
 
 
-def test_an_extend_batch_lays_sequences_behind_one_another() -> None:
+def test_an_extend_batch_lays_sequences_end_to_end() -> None:
     inputs = builder().extend([Work(2, ids(11, 12, 13), 7, sample=True), Work(4, ids(21, 22), 0, sample=False)])
     arrays = inputs.arrays
     assert (inputs.bucket.num_tokens, inputs.bucket.num_seqs, inputs.num_tokens, inputs.num_seqs) == (16, 6, 5, 2)
@@ -51,7 +51,7 @@ def test_a_decode_batch_takes_its_tokens_from_the_device() -> None:
     assert arrays.sample_rows.tolist() == [4, 2, 4, 6]
 
 
-def test_a_decode_batch_of_several_steps_is_that_of_one_and_the_steps_of_each_sequence() -> None:
+def test_a_decode_batch_of_several_steps_adds_only_the_steps_of_each_sequence() -> None:
     tables = np.arange(36, dtype=np.int32).reshape(6, 6)
     build = BatchBuilder(BucketSet.derive(SIZES, decode_steps=4), tables, SamplingRows(6), page_size=4)
     several, one = build.decode(ids(4, 2, 1), ids(5, 8, 6), ids(4, 1, 3)), build.decode(ids(4, 2, 1), ids(5, 8, 6))

@@ -12,7 +12,7 @@ from jaxsgl.cache.radix import RadixCache
 
 
 class Heard:
-    """An observer that keeps what it was told."""
+    """An observer that records its notifications."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, list[int], int]] = []
@@ -61,7 +61,7 @@ def test_hashes_are_signed_numbers_of_64_bits() -> None:
     assert all(-(2**63) <= number < 2**63 for number in hashes)
 
 
-def test_full_pages_are_told_once_though_two_requests_compute_them() -> None:
+def test_full_pages_are_reported_once_even_if_two_requests_compute_them() -> None:
     cache, heard = observed()
     first, second = leased(cache, ids(11)), leased(cache, ids(13))
     cache.share(first, ids(11))
@@ -70,7 +70,7 @@ def test_full_pages_are_told_once_though_two_requests_compute_them() -> None:
     assert heard.events == [("stored", [0, 4], 0), ("stored", [8], int(cache.table.pages[second.row, 1]))]
 
 
-def test_a_split_is_no_event_and_evictions_are() -> None:
+def test_evictions_are_events_and_splits_are_not() -> None:
     cache, heard = observed(num_pages=7)
     cache.release(leased(cache, ids(16)), ids(16))
     cache.match(np.append(ids(8), [7, 7, 7, 7]))  # splits
@@ -93,7 +93,7 @@ def test_a_flush_clears_everything_or_removes_the_unused_pages() -> None:
     assert [kind for kind, *_ in heard.events] == ["stored", "stored", "removed", "cleared"]
 
 
-def test_a_cache_that_keeps_nothing_tells_nothing() -> None:
+def test_a_cache_that_keeps_nothing_reports_no_events() -> None:
     cache, heard = observed(radix=False)
     cache.release(leased(cache, ids(11)), ids(11))
     cache.flush()

@@ -29,7 +29,7 @@ def test_a_match_is_the_longest_cached_prefix_in_whole_pages() -> None:
     assert sorted(tree.owned_pages().tolist()) == [10, 11, 12]
 
 
-def test_inserting_what_is_there_takes_only_the_new_tail() -> None:
+def test_inserting_a_partly_cached_sequence_takes_only_the_new_tail() -> None:
     tree = RadixCache(page_size=1)
     tree.insert(token_pages([1, 2, 3]), page_ids(10, 11, 12))
     done = tree.insert(token_pages([1, 2, 7, 8]), page_ids(20, 21, 22, 23))
@@ -38,7 +38,7 @@ def test_inserting_what_is_there_takes_only_the_new_tail() -> None:
     assert sorted(tree.owned_pages().tolist()) == [10, 11, 12, 22, 23]
 
 
-def test_a_lock_keeps_a_prefix_and_all_that_leads_to_it() -> None:
+def test_a_lock_keeps_a_prefix_and_its_ancestors() -> None:
     tree = RadixCache(page_size=1)
     deep = tree.insert(token_pages([1, 2, 3]), page_ids(10, 11, 12)).handle
     tree.insert(token_pages([1, 5]), page_ids(20, 21))
@@ -60,7 +60,7 @@ def test_a_handle_stays_valid_when_its_node_is_split() -> None:
     assert tree.num_evictable == 4
 
 
-def test_locks_count() -> None:
+def test_locks_are_counted() -> None:
     tree = RadixCache(page_size=1)
     handle = tree.insert(token_pages([1]), page_ids(10)).handle
     tree.lock(handle)
@@ -190,7 +190,7 @@ def test_the_integrity_check_finds_damage(damage: str) -> None:
         tree.owned_pages()
 
 
-def test_a_prefix_that_one_alone_holds_grows_without_new_edges() -> None:
+def test_a_prefix_with_a_single_lock_grows_without_new_edges() -> None:
     tree = RadixCache(page_size=1)
     handle = tree.insert(token_pages([1, 2]), page_ids(10, 11)).handle
     tree.lock(handle)

@@ -1,4 +1,4 @@
-"""The forecast for requests that ignore EOS says what growing them step by step would show."""
+"""The forecast for requests that ignore EOS agrees with growing them step by step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def extend(cache: CacheManager, req: Req) -> None:
 
 
 def admitted(cache: CacheManager, prompt_len: int, max_tokens: int, base: int) -> Req:
-    """Its prompt is extended, or as much of it as the cache doesn't hold is to come if `base` is odd."""
+    """An admitted request: its prompt is extended, or still to be extended past the cached prefix if `base` is odd."""
     req = waiting(prompt_len, max_tokens, base)
     admit(cache, req)
     if base % 2 == 0:
@@ -65,10 +65,10 @@ REQUEST = st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(0, 5))
 
 
 @given(st.sampled_from([1, 4, 16]), st.lists(REQUEST, min_size=2, max_size=8), st.integers(0, 60))
-def test_it_agrees_with_growing_all_requests_step_by_step(
+def test_the_forecast_agrees_with_growing_all_requests_step_by_step(
     page_size: int, sizes: list[tuple[int, int, int]], room: int
 ) -> None:
-    """The forecast is asked before the request is admitted, the oracle after."""
+    """The forecast is made before the request is admitted, the oracle runs after."""
     cache = CacheManager(MANY_PAGES, page_size, PageTable(len(sizes) + 1, MANY_PAGES), RadixCache(page_size))
     first, *others = sizes
     reqs = [admitted(cache, *first)]
@@ -90,7 +90,7 @@ def test_it_agrees_with_growing_all_requests_step_by_step(
 
 @given(st.sampled_from([1, 4, 16]), st.lists(REQUEST, min_size=2, max_size=8))
 def test_requests_that_are_planned_count_like_admitted_ones(page_size: int, sizes: list[tuple[int, int, int]]) -> None:
-    """What the ledger says of locks in one plan is what the cache says once they are taken."""
+    """Locks in the ledger count as the same locks in the cache do once they are taken."""
     cache = CacheManager(MANY_PAGES, page_size, PageTable(len(sizes) + 1, MANY_PAGES), RadixCache(page_size))
     lease = cache.acquire(cache.match(np.arange(1, dtype=np.int32)))
     cache.grow(lease, 60)

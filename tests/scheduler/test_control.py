@@ -44,7 +44,7 @@ def cache_events(mailbox: ScriptedMailbox) -> list[CacheEvents]:
 
 
 def watched(mailbox: ScriptedMailbox, number: int) -> dict[int, tuple[int, ...]]:
-    """What is known at the end by who sent `WatchCache(number)`: its own snapshot, and the news after it."""
+    """What the sender of `WatchCache(number)` knows at the end, by its own snapshot and the news after it."""
     told = cache_events(mailbox)
     first = next(i for i, events in enumerate(told) if events.number == number)
     mirror = CacheMirror()
@@ -82,7 +82,7 @@ def test_an_idle_engine_answers_a_ping() -> None:
     assert answers(mailbox) == {1: Answer(1, True), 2: Answer(2, True)}
 
 
-def test_the_cache_is_flushed_only_while_nothing_waits_or_runs() -> None:
+def test_the_cache_is_flushed_only_while_no_request_waits_or_runs() -> None:
     script: Script = [
         [request("first", PROMPT), request("waits", PROMPT), FlushCache(1)],
         [FlushCache(2)],
@@ -172,7 +172,7 @@ def test_a_command_that_fails_says_why_and_the_engine_goes_on(command: ToEngine,
 
 
 class FullDisk(FakeEngine):
-    """Can't write a trace the first time."""
+    """An engine that can't write a trace the first time."""
 
     tried = False
 
@@ -201,7 +201,7 @@ def test_a_profile_that_could_not_be_written_can_be_stopped_again(num_steps: int
 
 
 class SlowDisk(FakeEngine):
-    """Writes a trace when it may."""
+    """An engine that writes a trace only once it is allowed to."""
 
     def __init__(self, sizes: Capacity) -> None:
         super().__init__(sizes)
@@ -213,7 +213,7 @@ class SlowDisk(FakeEngine):
 
 
 class WaitingMailbox(ScriptedMailbox):
-    """Lets a trace be written after the script."""
+    """A mailbox that lets a trace be written after the script."""
 
     engine: SlowDisk
     tokens_before = 0
@@ -246,7 +246,7 @@ def test_requests_and_commands_go_on_while_a_trace_is_written(running: bool, ove
 @both_loops
 @pytest.mark.parametrize("watched_from", range(7))
 def test_a_watcher_knows_the_cache_from_a_snapshot_and_the_events_after_it(watched_from: int, overlap: bool) -> None:
-    """In a pool so small that pages are evicted; watched before, while and after the first request runs."""
+    """The pool is so small that pages are evicted; the watch begins before, while or after the first request runs."""
     requests: list[ToEngine] = [request(f"r{i}", [*range(8 * (i % 3)), *range(100 * i, 100 * i + 9)]) for i in range(9)]
     script: Script = [turn for each in requests for turn in ([each], [], [])]
     script.insert(watched_from, [WatchCache(70)])
@@ -256,7 +256,7 @@ def test_a_watcher_knows_the_cache_from_a_snapshot_and_the_events_after_it(watch
     assert watched(mailbox, 70) == watched(mailbox, 71) == cached and cached
 
 
-def test_what_happened_just_before_a_second_watch_is_news_for_the_first() -> None:
+def test_events_right_before_a_second_watch_reach_the_first_watcher() -> None:
     """The abort stores two pages of output, in the same turn."""
     script: Script = [[WatchCache(70), request("a", PROMPT, 30)], *[[]] * 9, [Abort("a"), WatchCache(71)]]
     mailbox, scheduler = serve(capacity(), script)
@@ -270,7 +270,7 @@ def test_no_cache_events_are_sent_before_a_watch() -> None:
     assert mailbox.other_news == [Answer(1, True)]
 
 
-def test_a_flush_is_told_before_it_is_answered() -> None:
+def test_watchers_hear_of_a_flush_before_it_is_answered() -> None:
     mailbox, _ = serve(capacity(), [[WatchCache(1), request("a", PROMPT)], *[[]] * 9, [FlushCache(2)]])
     assert mailbox.other_news[0] == CacheEvents([], 1)
     stored = mailbox.other_news[1]

@@ -38,7 +38,7 @@ def serve(
 
 
 def steps_of(scheduler: CheckedScheduler) -> list[int]:
-    """Of each decode program that was launched."""
+    """The number of steps of each decode program that was launched."""
     return [inputs.bucket.num_steps for inputs in scheduler.launched if inputs.bucket.kind == "decode"]
 
 
@@ -72,7 +72,7 @@ def test_all_tokens_of_a_program_come_in_one_reply_and_cost_one_launch() -> None
 
 
 @both_loops
-def test_what_follows_a_stop_token_is_dropped_and_never_cached(overlap: bool) -> None:
+def test_tokens_after_a_stop_token_are_dropped_and_never_cached(overlap: bool) -> None:
     output = expected(PROMPT, 20)
     stop = output[6]  # the second token of the second program
     ended = [*PROMPT, *output[:7]]
@@ -113,7 +113,7 @@ def test_a_request_that_waits_for_a_row_does_not_prevent_several_steps() -> None
     assert all(len(mailbox.output_ids(f"r{i}")) == 33 for i in range(6))
 
 
-def test_several_steps_are_left_where_most_rows_would_idle() -> None:
+def test_programs_are_single_steps_where_most_rows_would_idle() -> None:
     requests: list[ToEngine] = [request(f"r{i}", range(i, i + 4), 2 if i < 4 else 9) for i in range(5)]
     _, scheduler = serve(capacity(), [requests])
     assert steps_of(scheduler)[0] == 1
@@ -134,7 +134,7 @@ def test_several_steps_never_retract_a_request() -> None:
 
 
 @both_loops
-def test_requests_retracted_or_aborted_while_several_steps_are_in_flight(overlap: bool) -> None:
+def test_tokens_stay_right_when_requests_are_retracted_or_aborted_with_several_steps_in_flight(overlap: bool) -> None:
     requests: list[ToEngine] = [request(f"r{i}", range(i, i + 20), 60) for i in range(8)]
     script: list[list[ToEngine]] = [requests, *[[] for _ in range(6)], [Abort("r3")]]
     config = SchedulingConfig(schedule_conservativeness=0.01)
@@ -171,6 +171,6 @@ def test_several_steps_end_within_the_bound_between_two_tokens(decode_steps: int
 
 
 @pytest.mark.parametrize("decode_steps", [0, 65])
-def test_the_number_of_steps_has_bounds(decode_steps: int) -> None:
+def test_a_number_of_steps_out_of_bounds_is_refused(decode_steps: int) -> None:
     with pytest.raises(ConfigError, match=f"--decode-steps is {decode_steps}, but must be 1 to 64"):
         EngineConfig(decode_steps=decode_steps)

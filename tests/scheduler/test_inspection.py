@@ -1,4 +1,4 @@
-"""The runtime check: a leak is told with its owner, counted once, and doesn't stop the server."""
+"""The runtime check: a leak is reported with its owner, counted once, and doesn't stop the server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ leaks = pytest.mark.parametrize(
 
 
 @leaks
-def test_a_leak_is_told_with_its_owner_and_counted_once(
+def test_a_leak_is_reported_with_its_owner_and_counted_once(
     damage: Callable[[Scheduler], None], words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = new_scheduler(capacity())
@@ -68,7 +68,7 @@ def test_a_leak_is_told_with_its_owner_and_counted_once(
         scheduler.check()
 
 
-def test_a_server_with_a_leak_goes_on_and_tells_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_a_leak_goes_on_and_reports_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "MIN_INTERVAL_S", 0.0)
     sizes = capacity()
     scheduler = new_scheduler(sizes)
@@ -81,7 +81,7 @@ def test_a_server_with_a_leak_goes_on_and_tells_its_load(monkeypatch: pytest.Mon
     assert json.loads(answer.text)["leaks_total"] == 3
 
 
-def test_many_leaks_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_leaks_are_logged_in_few_lines(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = new_scheduler(capacity())
     scheduler.cache._allocator.allocate(100)
     check = LeakCheck(scheduler)
@@ -91,7 +91,7 @@ def test_many_leaks_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 
 class Counting:
-    """A scheduler that takes a step when told so and is idle after it; a check takes `cost_s`."""
+    """A scheduler that takes a step when the test says so and is idle after it; a check takes `cost_s`."""
 
     def __init__(self, cost_s: float = 0.0) -> None:
         self.num_steps = 0
@@ -115,7 +115,7 @@ def checked(cost_s: float = 0.0) -> tuple[Counting, LeakCheck]:
     return scheduler, LeakCheck(scheduler, clock=lambda: scheduler.now_s)  # type: ignore[arg-type]
 
 
-def test_it_checks_once_each_time_the_scheduler_becomes_idle() -> None:
+def test_leaks_are_checked_once_each_time_the_scheduler_becomes_idle() -> None:
     scheduler, watched = checked()
     for times in range(1, 5):
         scheduler.now_s += 10.0
@@ -133,7 +133,7 @@ def test_an_idle_scheduler_is_not_checked_again_and_again() -> None:
     assert scheduler.num_checks == 1
 
 
-def test_it_checks_less_often_where_requests_come_and_go_fast() -> None:
+def test_leaks_are_checked_less_often_where_requests_come_and_go_fast() -> None:
     scheduler, watched = checked()
     for _ in range(1000):
         scheduler.now_s += 0.1

@@ -74,7 +74,7 @@ def served(
 
 
 def gaps_ms(engine: TimedEngine, num_tokens: int) -> list[float]:
-    """Between two tokens of the request in row 0, which decodes so many at least."""
+    """Milliseconds between tokens of the request in row 0, which must decode at least `num_tokens`."""
     ends = []
     for inputs, end_s in engine.steps:
         arrays = inputs.arrays
@@ -104,7 +104,7 @@ def test_running_requests_get_their_tokens_in_time(mixed: bool, overlap: bool) -
     assert mailbox.output_ids("short") == expected(range(8), 900)
 
 
-def test_without_the_bound_the_same_prompts_stall_those_that_run() -> None:
+def test_without_the_bound_the_same_prompts_stall_running_requests() -> None:
     for config in (SchedulingConfig(enable_mixed_chunk=True), SchedulingConfig(decode_first=True)):
         engine, _ = served(config, SCRIPT)
         assert np.mean(np.array(gaps_ms(engine, 800)) > 5.0) > 0.01
@@ -126,7 +126,7 @@ def test_prompts_advance_by_a_page_a_step_where_no_step_ends_in_time(mixed: bool
     assert set(counts[8:-1]) == {SIZES.page_size}
 
 
-def test_the_first_chunk_beside_running_requests_is_small_since_nothing_is_known() -> None:
+def test_the_first_chunk_beside_running_requests_is_small_before_any_step_is_measured() -> None:
     script = [[request("short", range(8), 100)], long_prompts(0, 1)]
     engine, _ = served(SchedulingConfig(max_itl_ms=5.0, enable_mixed_chunk=True), script)
     sizes = [inputs.bucket.num_tokens for inputs, _ in engine.steps if inputs.bucket.kind == "extend"]
@@ -173,7 +173,7 @@ def test_one_slow_step_among_many_does_not_count_and_old_sizes_are_forgotten() -
     st.integers(1, 4096), st.just(0.0) | st.floats(1e-9, 1e3), st.sampled_from([0.0, 1e-3]),
     st.sampled_from([0.0, 1e-6]), st.integers(0, 100_000), st.integers(0, 64),
 )  # fmt: skip
-def test_a_chunk_takes_what_is_left_and_not_more(
+def test_the_longest_chunk_uses_up_the_budget_and_no_more(
     num_tokens: int, seconds: float, kv_token_s: float, pair_s: float, start: int, before: int
 ) -> None:
     budget = TokenBudget(num_tokens + before, seconds, kv_token_s, pair_s)

@@ -34,14 +34,14 @@ def test_totals_count_what_was_admitted_computed_and_padded(overlap: bool) -> No
 
 
 @both_loops
-def test_every_step_is_told_though_it_yields_no_token(overlap: bool) -> None:
+def test_every_step_is_reported_even_if_it_yields_no_token(overlap: bool) -> None:
     mailbox, scheduler = serve(capacity(max_extend_tokens=4), [[request("a", PROMPT, 2)]], overlap=overlap)
     assert len(mailbox.replies) == 2
     steps = [load.totals.steps for load in mailbox.loads]
     assert set(steps) == set(range(1, len(scheduler.launched) + 1))
 
 
-def test_samples_wait_and_run() -> None:
+def test_the_load_counts_waiting_and_running_samples() -> None:
     requests: list[ToEngine] = [request(f"r{i}", range(10 * i, 10 * i + 10), 9) for i in range(5)]
     requests.append(Request("n", PROMPT, SamplingParams(temperature=0.0, max_tokens=9, n=3)))
     mailbox, _ = serve(capacity(rows=2), [requests])
@@ -53,7 +53,7 @@ def test_samples_wait_and_run() -> None:
 @both_loops
 @pytest.mark.parametrize("turns", range(12))
 def test_after_the_last_request_the_load_says_that_nothing_is_held(turns: int, overlap: bool) -> None:
-    """By an abort too, in any state: waiting, between chunks, in flight, running, ended."""
+    """Also after an abort in any state: waiting, between chunks, in flight, running, ended."""
     script: list[list[ToEngine]] = [
         [request("a", PROMPT, 5), request("b", range(90, 99), 30), request("c", PROMPT)],
         *[[]] * turns,
@@ -65,7 +65,7 @@ def test_after_the_last_request_the_load_says_that_nothing_is_held(turns: int, o
     assert finish_reason(mailbox, "b") is FinishReason.ABORT
 
 
-def test_two_hundred_clients_that_leave_at_once_cost_a_moment() -> None:
+def test_two_hundred_aborts_at_once_take_less_than_a_second() -> None:
     sizes = capacity(rows=128, num_pages=10_000)
     scheduler = new_scheduler(sizes)
     scheduler.receive([request(f"r{i}", range(i, i + 100), 20) for i in range(200)])
@@ -81,11 +81,11 @@ def test_two_hundred_clients_that_leave_at_once_cost_a_moment() -> None:
     scheduler.check()
 
 
-def test_recompiles_are_the_engines() -> None:
+def test_the_load_passes_on_the_engines_recompiles() -> None:
     assert new_scheduler(capacity()).load(recompiles=3) == Load(totals=Totals(recompiles=3))
 
 
-def test_a_full_queue_refuses_what_comes_until_there_is_room() -> None:
+def test_a_full_queue_refuses_new_requests_until_there_is_room() -> None:
     def arrive(name: str, n: int = 1) -> Request:
         return Request(name, PROMPT, SamplingParams(temperature=0.0, max_tokens=4, n=n))
 
@@ -107,7 +107,7 @@ def test_a_full_queue_refuses_what_comes_until_there_is_room() -> None:
     assert len(mailbox.output_ids("two")) == 3 * len(expected(PROMPT))
 
 
-def test_what_can_never_be_served_is_no_matter_of_the_queue() -> None:
+def test_an_invalid_request_is_refused_as_such_even_if_the_queue_is_full() -> None:
     mailbox, _ = serve(capacity(), [[request("a", PROMPT), request("bad", [])]], max_queued_requests=1)
     refusal = last_reply(mailbox, "bad").refusal
     assert refusal is not None and refusal.kind is RefusalKind.INVALID

@@ -25,7 +25,7 @@ SCRIPT = [[request("short", range(8), 40)], [], [], [request("long", range(100, 
 
 
 def longest_wait(scheduler: CheckedScheduler) -> int:
-    """Steps in a row in which "short", of row 0 or not, got no token while it could have."""
+    """The most steps in a row in which request "short", in whichever row, could have got a token and got none."""
     waits = [0]
     for step in scheduler.launched[2:]:
         arrays = step.arrays

@@ -24,7 +24,7 @@ def seconds_per_step(overlap: bool) -> float:
 
 
 def test_overlap_hides_most_of_three_milliseconds_of_host_work_behind_a_step_of_five() -> None:
-    """Against the same work without overlap, since timers and other programs make both longer."""
+    """Compared with the same work without overlap, since timers and other programs make both longer."""
     hidden_s = max(seconds_per_step(overlap=False) - seconds_per_step(overlap=True) for _ in range(10))
     assert hidden_s > 0.002
 

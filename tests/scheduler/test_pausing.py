@@ -61,7 +61,7 @@ def run(script: Script, overlap: bool, **config: object) -> tuple[Blocking, Chec
 def test_a_paused_engine_launches_nothing_and_blocks_until_it_goes_on(
     turns: int, mode: PauseMode, overlap: bool
 ) -> None:
-    """Whether the request waits, is between chunks, in flight or decodes."""
+    """This holds whether the request waits, is between chunks, is in flight or decodes."""
     script: Script = [
         [request("a", PROMPT, 8)],
         *[[]] * turns,
@@ -115,7 +115,7 @@ def test_retracted_requests_give_their_pages_back_and_go_on_in_their_order() -> 
     assert mailbox.loads[-1].num_retracted == 0
 
 
-def test_a_pause_that_retracts_opens_an_admission_that_a_retraction_had_closed() -> None:
+def test_a_pause_that_retracts_reopens_admission() -> None:
     class PausedAtFirstRetraction(ScriptedMailbox):
         paused = False
 
@@ -158,7 +158,7 @@ def test_a_pause_that_is_cut_short_has_failed() -> None:
     assert mailbox.output_ids("a") == expected(PROMPT, 9)
 
 
-def test_continuing_what_is_not_paused_changes_nothing() -> None:
+def test_continuing_without_a_pause_changes_nothing() -> None:
     mailbox, _ = run([[ContinueGeneration(1), request("a", PROMPT)]], True)
     assert answers(mailbox) == [Answer(1, True)]
     assert mailbox.output_ids("a") == expected(PROMPT)

@@ -1,4 +1,4 @@
-"""A plan reads only, says in one line what will happen, and comes true; bugs planted into plan and apply are caught."""
+"""Planning only reads; a plan is one readable line, and comes true; bugs planted into plan and apply are caught."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_idle_scheduler_plans_no_step() -> None:
     assert str(plan_step(scheduler.state)) == "no step | 10 free 0 evictable pages"
 
 
-def test_a_plan_names_whom_it_preempts() -> None:
+def test_a_plan_names_the_requests_that_it_preempts() -> None:
     sizes = capacity(rows=1)
     config = SchedulingConfig(enable_priority_scheduling=True)
     scheduler = WatchedScheduler(sizes, BucketSet.derive(sizes), (), config)

@@ -57,7 +57,7 @@ class Serving:
                 self.order.append(reply.request_id)
 
     def serve(self, *requests: Request) -> list[str]:
-        """Serves `requests`, which arrive at once; returns who got the first token when."""
+        """Serves `requests`, which arrive at once; returns their ids in the order of their first tokens."""
         self.order = []
         self.scheduler.receive(requests)
         while not self.scheduler.is_idle:
@@ -120,7 +120,7 @@ def test_requests_with_a_common_uncached_prefix_wait_for_the_first_of_them(polic
     assert serving.scheduler.load(0).totals.extend_tokens == computed
 
 
-def test_a_request_without_a_prefix_is_overtaken_so_often_and_no_oftener() -> None:
+def test_a_request_without_a_prefix_is_overtaken_a_limited_number_of_times() -> None:
     serving = Serving("lpm")
     serving.serve(of("warm", C))
     serving.scheduler.receive([of("alone", A, 1), of("first", C, 1)])

@@ -33,12 +33,12 @@ def serve(
 
 
 def forgetful(name: str, prompt: range, max_tokens: int) -> Request:
-    """Says nothing of how long it will be: it may end at EOS."""
+    """A request of unknown length: it may end at EOS."""
     return request(name, prompt, max_tokens)
 
 
 def patient(name: str, prompt: range, max_tokens: int) -> Request:
-    """Is known to use all its max_tokens."""
+    """A request that is known to use all its max_tokens."""
     return Request(name, list(prompt), SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
 
 
@@ -59,7 +59,7 @@ def test_a_cautious_reserve_retracts_no_request() -> None:
 
 @pytest.mark.parametrize("num_pages", [25, 40, 60, 90])
 def test_requests_that_ignore_eos_are_forecast_exactly(num_pages: int) -> None:
-    """However optimistic the ratio is, it doesn't count for them."""
+    """The ratio doesn't count for them, however optimistic it is."""
     requests = [patient(f"r{i}", range(i, i + 5 + 3 * i), 10 + 7 * i) for i in range(9)]
     mailbox, scheduler = serve(capacity(num_pages=num_pages, rows=9), requests, OPTIMIST)
     assert scheduler.load(0).totals.retractions == 0
@@ -78,7 +78,7 @@ def test_the_forecast_admits_what_a_full_reservation_would_not() -> None:
 
 
 def reqs_with(*lengths: tuple[int, int]) -> Iterator[Req]:
-    """Of (prompt, output) tokens."""
+    """Requests with these numbers of (prompt, output) tokens."""
     for i, (prompt_len, output_len) in enumerate(lengths):
         req = Req(request(f"r{i}", range(prompt_len), 100), 100, frozenset(), 0)
         req.output_ids = [0] * output_len
@@ -103,7 +103,7 @@ def test_the_ratio_falls_with_every_good_step_and_learns_from_a_retraction() -> 
 
 
 def test_admission_opens_when_the_last_running_request_is_retracted_without_need() -> None:
-    """A retraction closes it until a request ends, but then there is none left that could end."""
+    """A retraction closes admission until a request ends, but here no request is left that could end."""
     sizes = capacity()
     scheduler = CheckedScheduler(
         sizes, BucketSet.derive(sizes), (), retract_also=lambda view: list(view.requests.decoding.values())[:1]

@@ -36,7 +36,7 @@ def test_the_first_sample_computes_the_prompt_and_the_others_share_its_pages(rad
     assert computed == (len(PROMPT) + 3 * 2 if radix else 4 * len(PROMPT))  # 40 of 42 tokens fill pages
 
 
-def test_others_pass_while_samples_wait_for_their_prompt_and_none_waits_for_ever() -> None:
+def test_other_requests_pass_while_samples_wait_for_their_prompt_and_none_starves() -> None:
     sizes = capacity(rows=2, max_extend_tokens=16)
     mailbox, _ = serve(sizes, [[sampled(n=5), request("other", [1, 2, 3])]])
     assert outputs(mailbox, "r") == dict.fromkeys(range(5), expected(PROMPT))
@@ -62,7 +62,7 @@ def test_an_abort_ends_all_samples_wherever_they_are_or_one_of_them() -> None:
         assert FinishReason.ABORT in {ends["all", index] for index in range(4)}
 
 
-def test_a_sample_goes_on_when_its_first_one_is_aborted_before_it_starts() -> None:
+def test_other_samples_go_on_when_sample_0_is_aborted_before_they_start() -> None:
     sizes = capacity(rows=1, max_extend_tokens=4)
     mailbox, _ = serve(sizes, [[sampled(n=3)], [], [Abort("r", 0)]])
     assert outputs(mailbox, "r") == {0: [], 1: expected(PROMPT), 2: expected(PROMPT)}

@@ -40,7 +40,7 @@ def test_a_chunk_budget_below_the_page_size_still_progresses() -> None:
     assert mailbox.output_ids("a") == expected(range(33), 3)
 
 
-def test_what_is_left_of_a_chunk_budget_goes_to_the_next_request() -> None:
+def test_the_rest_of_a_chunk_budget_goes_to_the_next_request() -> None:
     sizes = capacity(max_extend_tokens=32)
     _, scheduler = serve(sizes, [[request("a", range(20), 2), request("b", range(50, 90), 2)]])
     assert (scheduler.launched[0].num_seqs, scheduler.launched[0].num_tokens) == (2, 32)
@@ -120,7 +120,7 @@ def test_requests_wait_for_rows_and_none_starves() -> None:
         assert mailbox.output_ids(key) == expected(prompt, 5)
 
 
-def test_a_large_request_at_the_head_is_not_overtaken_for_ever() -> None:
+def test_a_large_request_at_the_head_is_not_overtaken_forever() -> None:
     sizes = capacity(num_pages=17, rows=4, context=64)
     small = [[request(f"s{i}", range(i, i + 4), 8)] for i in range(30)]
     small[3].append(request("large", range(500, 540), 20))

@@ -3,7 +3,7 @@
 The oracle is the hash chain of each request's own tokens: whatever is cached, chunked, evicted, aborted or overlapped,
 every request must yield exactly what it would yield alone. The fake engine itself checks the tables of logit edits. A
 follower of the prefix cache that hears its events alone must know exactly what is in it. Every command is answered
-exactly once. Planning twice gives equal plans and changes nothing; an applied plan leaves the pages that it foretold.
+exactly once. Planning twice gives equal plans and changes nothing; an applied plan leaves the pages that it predicted.
 
 JAXSGL_TEST_NIGHTLY=1 runs fifty times as much.
 """
@@ -175,13 +175,13 @@ class ServingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """Any request, whether it waits, is between chunks, runs, is in flight or has ended."""
+        """Aborts any request, whether it waits, is between chunks, runs, is in flight or has ended."""
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         everything = self.samples(request_id)
         index = data.draw(st.sampled_from([None, *(index for _, index in everything)]))
         aborts = [Abort(request_id, index)]
         ended = everything if index is None else [(request_id, index)]
-        if data.draw(st.integers(0, 4)) == 0:  # all whose ids begin like this one's
+        if data.draw(st.integers(0, 4)) == 0:  # all requests whose ids begin like this one's
             aborts = [Abort(other) for other in self.requests if other.startswith(request_id)]
             ended = [key for abort in aborts for key in self.samples(abort.request_id)]
         self.scheduler.receive(aborts)
@@ -196,7 +196,7 @@ class ServingMachine(RuleBasedStateMachine):
         check=st.booleans(),
     )
     def command(self, turns: int, what: str, mode: PauseMode, timeout_s: float, check: bool) -> None:
-        """At any time; a pause may come again while it is paused."""
+        """Sends a command at any time; a pause may come while generation is paused already."""
         for _ in range(turns):
             self.turn()
         number = next(self.numbers)
@@ -220,7 +220,7 @@ class ServingMachine(RuleBasedStateMachine):
 
     @rule(turns=st.integers(1, 4))
     def step(self, turns: int) -> None:
-        """Some turns of the loop."""
+        """Takes some turns of the loop."""
         for _ in range(turns):
             self.turn()
 
@@ -245,7 +245,7 @@ class ServingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.is_paused)
     @rule()
     def resume(self) -> None:
-        """So that pauses don't last."""
+        """Ends pauses, so that they don't last."""
         self.command(0, "resume", PauseMode.IN_PLACE, 0.0, False)
 
     @rule()
@@ -255,7 +255,7 @@ class ServingMachine(RuleBasedStateMachine):
 
     @rule()
     def watch(self) -> None:
-        """At any time, and as often as one likes: a snapshot, then news."""
+        """Watches the cache, at any time and any number of times: a snapshot, then news."""
         if self.journal is None:
             self.journal = CacheJournal(self.scheduler.cache)
         self.journal.take()
@@ -285,7 +285,7 @@ class ServingMachine(RuleBasedStateMachine):
                 self.ended[key] = reply.finish_reason
 
     def refused(self, request_id: str, kind: RefusalKind) -> None:
-        """All samples that are left end so."""
+        """Checks that all samples that are left end with this refusal."""
         left = [key for key in self.samples(request_id) if key not in self.ended]
         assert left, "what has ended can't be refused"
         self.ended.update(dict.fromkeys(left, kind))
@@ -358,7 +358,7 @@ class ServingMachine(RuleBasedStateMachine):
             assert reason is (FinishReason.STOP if expected[-1] in stop_ids else FinishReason.LENGTH)
 
     def check_logprobs(self, request: Request, key: Key, output: list[int]) -> None:
-        """Of every token of the output, and of the prompt with the first of them."""
+        """Checks the scores of every output token, and those of the prompt, which come with the first output token."""
         asked, given = request.sampling.logprobs, self.logprobs.get(key, [])
         ends = range(len(request.prompt_ids), len(request.prompt_ids) + len(output))
         sequence = [*request.prompt_ids, *output]

@@ -19,7 +19,7 @@ PROMPT = list(range(40))
 
 
 class Served:
-    """A scheduler, its engine and a clock that goes only when it is told to."""
+    """A scheduler, its engine and a clock that only the test moves on."""
 
     def __init__(self, rows: int = 1, **config: object) -> None:
         sizes = capacity(rows=rows)
@@ -57,7 +57,7 @@ class Served:
         return {reply.request_id: reply.refusal.kind for reply in self.replies if reply.refusal is not None}
 
 
-def test_what_waits_too_long_is_refused_and_the_rest_goes_on() -> None:
+def test_requests_that_wait_too_long_are_refused_and_the_rest_go_on() -> None:
     served = Served(queue_timeout_s=10.0)
     served.scheduler.receive([request("runs", PROMPT, 60), request("waits", PROMPT, 5)])
     served.turns(3)
@@ -80,8 +80,8 @@ def test_what_waits_too_long_is_refused_and_the_rest_goes_on() -> None:
 
 
 @pytest.mark.parametrize("turns", range(1, 6))
-def test_what_runs_too_long_ends_with_its_pages(turns: int) -> None:
-    """In flight or not."""
+def test_a_request_that_runs_too_long_ends_and_frees_its_pages(turns: int) -> None:
+    """This holds with a step in flight or without."""
     served = Served(running_timeout_s=10.0)
     served.scheduler.receive([request("long", PROMPT, 60), request("next", [7, 8, 9], 5)])
     served.turns(turns)
@@ -94,7 +94,7 @@ def test_what_runs_too_long_ends_with_its_pages(turns: int) -> None:
     assert served.scheduler.load(0).used_tokens == 0
 
 
-def test_the_time_in_the_queue_is_none_of_the_running() -> None:
+def test_time_in_the_queue_is_not_running_time() -> None:
     served = Served(running_timeout_s=10.0)
     served.scheduler.receive([request("first", PROMPT, 20), request("second", PROMPT, 20)])
     served.turns(3)
@@ -103,7 +103,7 @@ def test_the_time_in_the_queue_is_none_of_the_running() -> None:
     assert served.refusals() == {}
 
 
-def test_the_time_after_a_retraction_is_running_time() -> None:
+def test_time_after_a_retraction_is_running_time() -> None:
     served = Served(queue_timeout_s=1.0, running_timeout_s=10.0)
     served.scheduler.receive([request("a", PROMPT, 20)])
     served.turns(4)
@@ -135,7 +135,7 @@ def test_a_request_of_several_samples_runs_from_its_first_and_ends_as_one() -> N
     assert served.scheduler.num_waiting == served.scheduler.num_running == 0
 
 
-def test_what_ended_in_time_is_never_overdue() -> None:
+def test_a_request_that_ended_in_time_is_never_overdue() -> None:
     served = Served(rows=2, queue_timeout_s=5.0, running_timeout_s=5.0)
     served.scheduler.receive([request("a", PROMPT, 3), request("b", PROMPT, 30), request("c", PROMPT, 3)])
     served.turns(2)
@@ -157,6 +157,6 @@ def test_without_timeouts_no_request_is_overdue() -> None:
 
 
 @pytest.mark.parametrize("name", ["queue_timeout_s", "running_timeout_s"])
-def test_a_timeout_is_more_than_nothing(name: str) -> None:
+def test_a_timeout_must_be_positive(name: str) -> None:
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-") + " is 0.0"):
         SchedulingConfig(**{name: 0.0})  # type: ignore[arg-type]
