@@ -8,8 +8,8 @@ from dataclasses import replace
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
+from jaxsgl.scheduler.plan import RetractAlso
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import RetractEvery
 
 RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # for tests
 
@@ -40,7 +40,7 @@ def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) 
         radix_cache=not config.disable_radix_cache,
         random_seed=config.random_seed,
         max_queued_requests=config.max_queued_requests if limited else None,
-        retract_also=None if (steps := retract_every()) is None else RetractEvery(steps),
+        retract_also=_retract_also(),
     )
 
 
@@ -56,3 +56,12 @@ def retract_every() -> int | None:
     if not text.isascii() or not text.isdigit() or int(text) == 0:
         raise ConfigError(f"{RETRACT_VARIABLE} is {text!r}, but must be a number of steps, 1 and more; or unset it")
     return int(text)
+
+
+def _retract_also() -> RetractAlso | None:
+    steps = retract_every()
+    if steps is None:
+        return None
+    from jaxsgl.testing import RetractEvery  # only test runs load the fakes
+
+    return RetractEvery(steps)

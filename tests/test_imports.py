@@ -60,6 +60,15 @@ def test_no_file_names_jax_where_no_device_is_known(package: str) -> None:
         assert not {name.split(".")[0] for name in imports_of(path)} & {"jax", "jaxlib", "flax"}, path
 
 
+def test_only_the_switch_for_tests_loads_the_fakes() -> None:
+    users = [path.name for path in (ROOT / "jaxsgl").rglob("*.py") if "jaxsgl.testing" in imports_of(path)]
+    assert users == ["wiring.py"]
+    wiring = ast.parse((ROOT / "jaxsgl" / "wiring.py").read_text())
+    assert not any(isinstance(node, ast.ImportFrom) and node.module == "jaxsgl.testing" for node in wiring.body), (
+        "imported at every start"
+    )
+
+
 def test_scheduler_and_cache_work_in_a_process_without_jax() -> None:
     program = """
 import sys

@@ -2,7 +2,7 @@
 
     apply(plan) -> StepInputs     retract, preempt, admit, allocate pages, move lengths, build the batch
     share_prefixes(plan)          gives the pages that the step computes to the prefix cache
-    collect(tokens)               what the oldest step in flight yields
+    collect(tokens) -> replies    what the oldest step in flight yields
 
 scheduler.py calls it. `InFlightStep` says which requests get the tokens of a launched step.
 """
@@ -23,7 +23,7 @@ from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.messages import TokenLogprob
+from jaxsgl.messages import Reply, TokenLogprob
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
 from jaxsgl.scheduler.req import Req, State
 
@@ -134,13 +134,29 @@ class Applier:
             assert chunk.req.lease is not None
             self._cache.share(chunk.req.lease, chunk.req.stored_ids())
 
-    def collected(self) -> InFlightStep:
-        """The oldest step in flight, which has ended."""
+    def collect(self, tokens: npt.NDArray[np.int32], scores: StepScores) -> list[Reply]:
+        """Gives what the oldest step in flight yields to its requests, and ends those that stop; their replies."""
         state = self._state
         state.steps_in_flight -= 1
         if state.latency is not None:
             state.latency.collected()
-        return self._in_flight.popleft()
+        step = self._in_flight.popleft()
+        step.take_prompt_scores(scores)
+        replies: list[Reply] = []
+        num_tokens = 0
+        for place, req, sampled in step.yielded(tokens):
+            token_ids, reason = req.take(sampled)
+            num_tokens += len(token_ids)
+            logprob, of_prompt = None, None
+            if req.wants_scores:
+                logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
+            replies.append(
+                Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index, logprob, of_prompt)
+            )
+            if reason is not None:
+                self.end(req)
+        state.totals.output_tokens += num_tokens
+        return replies
 
     def take_back(self, req: Req) -> None:
         """Moves a running request to the head of the queue; its pages come free at once."""

@@ -2,7 +2,7 @@
 
 `TokenBudget` is used up by chunks. `Ledger` answers what-if questions about the pool (lock a match, take n pages, give
 back what a request holds) without touching the cache. `NewTokenRatio` and `Forecast` tell how many pages must be held
-for running requests. Values and arithmetic; called by planner.py.
+for running requests. Values and arithmetic; called by planner.py and latency.py.
 """
 
 from __future__ import annotations

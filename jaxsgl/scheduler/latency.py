@@ -9,7 +9,7 @@ T: tokens, padding included; KV: tokens whose keys and values are read; pairs: (
 varies between steps of one T is attention, so its two coefficients come from there, by least squares. base[T] is the
 rest of the second slowest recent step: a bound, not a mean, that a new T inherits from its neighbours.
 
-Exists only where the flag is set. planner.py asks it for budgets; scheduler.py and apply.py report steps to it.
+Exists only where the flag is set. planner.py asks it for budgets; apply.py reports steps to it.
 """
 
 from __future__ import annotations

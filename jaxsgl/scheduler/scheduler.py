@@ -31,7 +31,7 @@ from jaxsgl.config import SchedulingConfig
 from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply, Totals
 from jaxsgl.request import FinishReason, Request, check_request, max_new_tokens
-from jaxsgl.scheduler.apply import Applier, MakeBuilder, sampled_logprob
+from jaxsgl.scheduler.apply import Applier, MakeBuilder
 from jaxsgl.scheduler.budget import NewTokenRatio
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import RetractAlso, SchedulerState, StepPlan
@@ -169,21 +169,7 @@ class Scheduler:
 
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
         """Takes what the oldest step in flight yields: tokens as `StepHandle.tokens` gives them, and scores."""
-        step = self._applier.collected()
-        step.take_prompt_scores(scores)
-        num_tokens = 0
-        for place, req, sampled in step.yielded(np.asarray(tokens)):
-            token_ids, reason = req.take(sampled)
-            num_tokens += len(token_ids)
-            logprob, of_prompt = None, None
-            if req.wants_scores:
-                logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
-            self._replies.append(
-                Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index, logprob, of_prompt)
-            )
-            if reason is not None:
-                self._applier.end(req)
-        self.state.totals.output_tokens += num_tokens
+        self._replies += self._applier.collect(np.asarray(tokens), scores)
 
     def take_replies(self) -> list[Reply]:
         """All replies since the last call."""
