@@ -2,7 +2,7 @@
 
 Owns the arithmetic over a paged KV cache. Never knows requests, schedulers or models: it sees arrays only, and
 imports JAX and NumPy only. Callers are model code, tests and benchmarks, through the three functions below, which take
-the cache as a `PagedKv` and what an attention is told besides its arrays as `AttentionOptions`.
+the cache as a `PagedKv` and the static options of attention as `AttentionOptions`.
 
 There is one package per platform, each with all the kernels for it: `xla`, `native` (C++ for CPUs), `triton`, `hopper`
 (Mosaic GPU) and `tpu`. `reference` defines what is right, `specs` names shapes for tests and benchmarks.

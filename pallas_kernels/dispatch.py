@@ -1,4 +1,4 @@
-"""The one place where a backend is chosen, by target device, shapes and the caller's wish.
+"""The one place where a backend is chosen, by target device, shapes and the caller's choice.
 
 Owns the list of backends and the order of the reasons for which one is refused. Never knows how a backend computes.
 Called by the public functions in `api`.
@@ -30,7 +30,7 @@ def choose_backend(op: str, backend: str, refusals: Mapping[str, Refusal], *, in
 
     `refusals` maps each backend that has the op to a function saying why this call is impossible for it. A named
     backend runs or raises. "auto" takes the first that can run of those that the tuning table lists for the target
-    device, else "xla", and logs once why the ones before it can't.
+    device, else "xla", and logs once why the backends before it can't.
 
     Raises:
         ValueError: the name is unknown, the backend lacks the op, the platform is wrong, or the shapes are.

@@ -1,4 +1,4 @@
-"""What an attention is told besides its arrays: softmax scale, sliding window, soft cap.
+"""The options of attention besides its arrays: softmax scale, sliding window, soft cap.
 
 Owns their ranges and what they mean for a position. Used by the callers of the public functions and by every backend.
 """

@@ -19,7 +19,7 @@ BITS = jnp.dtype(jnp.uint16)
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _CACHE_DTYPES = (*QUERY_DTYPES, FLOAT8, BITS)
 
-# One factor for a whole cache array, `[K]` of them, or None for 1.
+# One factor for a whole cache array, `[K]` factors for its kv heads, or None for 1.
 Scale: TypeAlias = float | jax.Array | None
 
 

@@ -4,7 +4,7 @@ Owns the table of query tiles, how many splits there are, which KV tiles each of
 partial outputs. Never knows how a tile or a split is computed or how a page is read. Called by the Pallas backends.
 
 Splits follow Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023). A program per (sequence, kv head) leaves most of a chip
-idle while the batch is small, so that a third axis, parts of the KV, is added. Every part yields a softmax of its own,
+idle while the batch is small, so a third axis is added: parts of the KV. Every part yields a softmax of its own,
 and a second pass weighs them by their log-sum-exp.
 """
 
@@ -21,7 +21,7 @@ SEQUENCE, BEGIN, END, POSITION = range(4)
 _GOOD_FILLING = 0.85
 # What one program should read at most, so that one long sequence among short ones doesn't hold up the whole batch ...
 _LONG_SPLIT_TOKENS = 4096
-# ... as long as there are at most so many times the programs that run at once (most of them empty then).
+# ... as long as there are at most this many times as many programs as run at once (most of them are empty then).
 _MAX_WAVES = 8
 _MAX_SPLITS = 64
 

@@ -150,7 +150,7 @@ COMMON_SPECS = tuple(
     _serving_spec(128, num_groups, page_size, "bf16") for num_groups in (2, 4, 8) for page_size in (16, 64)
 )
 
-# For lowering and compiling: any two values of two axes meet in some spec (a test holds the list to that).
+# For lowering and compiling: any two values of two axes meet in some spec (a test checks the list for it).
 GRID_SPECS = (
     *COMMON_SPECS,
     _serving_spec(64, 1, 1, "bf16", "float8 window"),

@@ -26,12 +26,12 @@ class TargetDevice:
 
     @property
     def is_before_ampere(self) -> bool:
-        """Known to lack the asynchronous copies and bfloat16 products that came with compute capability 8.0."""
+        """Whether it lacks the asynchronous copies and bfloat16 products that came with compute capability 8.0."""
         return self.compute_capability is not None and self.compute_capability < 8.0
 
     @property
     def is_hopper(self) -> bool:
-        """Has TMA and wgmma (compute capability 9.0)."""
+        """Whether it has TMA and wgmma (compute capability 9.0)."""
         return self.platform == "gpu" and any(name in self.kind for name in ("H100", "H200", "H800", "H20", "GH200"))
 
 

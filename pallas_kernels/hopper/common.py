@@ -6,8 +6,8 @@ they take from `plgpu`, which is the same on JAX 0.10, 0.11 and 0.12.
 
 Where the versions differ: the names of `plgpu.kernel`'s arguments, thread semantics (0.10 lowers per lane by default,
 0.11 and later per warpgroup; every kernel here is written for, and lowered per, lane), and where the interpreter's
-parameters are found. What the interpreters lack, on 0.10: `wgmma` with a transposed operand, `layout_cast`, and on all:
-`wgmma` with an operand in registers. There the operations below compute the same on the values. Copies, barriers,
+parameters are found. The interpreter of 0.10 lacks `wgmma` with a transposed operand and `layout_cast`, and all versions
+lack `wgmma` with an operand in registers; there the operations below compute the same on values. Copies, barriers,
 loads, stores and loops are interpreted. JAX 0.10 imports the package absl-py here without requiring it.
 """
 
@@ -141,7 +141,7 @@ def iota(shape: tuple[int, ...], axis: int, layout: Any, *, interpret: bool) -> 
 
 
 def store_plain(ref: Any, value: jax.Array) -> None:
-    """To shared memory whose rows lie one after the other, unswizzled: slower, as they share banks, but sliceable."""
+    """Store to shared memory in plain rows, unswizzled: slower, since rows share banks, but sliceable."""
     if hasattr(plgpu, "store"):  # JAX 0.12, which refuses `ref[...] = value` where banks conflict
         plgpu.store(ref, value, optimized=False)
     else:

@@ -121,7 +121,7 @@ def _decode_kernel(
     def write_part() -> None:
         out, lse = attend()
         lse_ref[split, seq, kv_head] = lse
-        # Its value in q's dtype, and what that lacks: a float32 in two rounds through the queries' shared memory.
+        # A float32 leaves in two rounds through the queries' shared memory: its value in q's dtype, then the remainder.
         rounded = out.astype(q_tile.dtype)
         _write(rounded, q_tile, out_ref.at[0, split, seq, kv_head])
         _write(out - rounded.astype(jnp.float32), q_tile, out_ref.at[1, split, seq, kv_head])
@@ -137,7 +137,7 @@ def _decode_kernel(
 
 
 def _write(rows: jax.Array, staging: Any, out_ref: Any) -> None:
-    """The first rows of `[64, H]` to global memory, through a tile of shared memory that is free again on return."""
+    """Write the first rows of `[64, H]` to global memory, through shared memory that is free again on return."""
     staging[...] = rows.astype(staging.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, out_ref.shape[0])], out_ref)

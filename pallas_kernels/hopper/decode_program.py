@@ -66,7 +66,7 @@ class Ring:
         for column in range(0, head_dim, columns):
             part = self.tiles.at[stage, :, pl.ds(column, columns)]
             found = in_layout(part[...], plgpu.Layout.WGMMA, interpret=interpret)
-            # By way of float16, the only type that the chip converts float8 to.
+            # Through float16, the only type that the chip converts float8 to.
             self.wide[:, pl.ds(column, columns)] = found.astype(jnp.float16).astype(self.wide.dtype)
         plgpu.commit_smem()
         return self.wide
@@ -119,8 +119,8 @@ class Program:
     def attend(self, q_tile: Any, begin: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Float32 `[64, H]`, the softmax-weighted V of the tiles, and `[64]`, its base-2 log-sum-exp.
 
-        q_tile: `[64, H]` in shared memory, there already. Its rows are independent: what rows without a query hold goes
-        nowhere. Without tiles the output is zeros and the log-sum-exp has no meaning.
+        q_tile: `[64, H]`, already in shared memory. Its rows are independent: the contents of rows without a query have
+        no effect. Without tiles the output is zeros and the log-sum-exp has no meaning.
         """
         is_widened = self.k.wide is not None
 
@@ -178,7 +178,7 @@ class Program:
         return tuple(pages)
 
     def _scores(self, products: jax.Array) -> jax.Array:
-        """Products q . k to softmax scores, times log2(e)."""
+        """Turn products q . k into softmax scores, times log2(e)."""
         scale, cap = self.options.scale(self.head_dim), self.options.logit_soft_cap
         if cap is None:
             return products * (scale * _LOG2_E)
@@ -196,7 +196,7 @@ class Program:
         return jnp.where(self._is_seen(tile, (WGMMA_ROWS, self.tile_tokens), 1), scores, _UNSEEN)
 
     def _clear_unseen(self, values: Any, tile: jax.Array) -> None:
-        """Zeros where nothing is seen: it may hold NaN, which a weight of zero would not silence."""
+        """Zero the places that the query doesn't see: they may hold NaN, which a weight of zero would not silence."""
 
         def clear() -> None:
             seen = self._is_seen(tile, (self.tile_tokens, _SWIZZLED_COLUMNS), 0)

@@ -28,7 +28,7 @@ from pallas_kernels.partition import BEGIN, END, POSITION, query_tiles
 from pallas_kernels.target import target_device
 
 # Registers of a thread. A kernel of three warpgroups starts with 168 for each; a warpgroup that asks for more waits
-# until others have given up as many, so that the three must not want more than 3 * 168.
+# until others have given up as many, so the three together must not ask for more than 3 * 168.
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 72, 216
 
 

@@ -50,7 +50,7 @@ def _take_turn(refs: Refs) -> None:
 def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.Array) -> jax.Array:
     """float32 `[64, H]`: this warpgroup's rows of the item; rows without a query hold anything."""
     row = iota((WGMMA_ROWS,), 0, _ROWS, interpret=plan.interpret) + warpgroup * WGMMA_ROWS
-    # Where the lowest row stands, counted from the first KV tile: few scalars are to live through the loop.
+    # Where the lowest row stands, counted from the first KV tile: few scalars should live through the loop.
     origin = item.first_tile * plan.tile_tokens
     lowest = item.position - item.begin + item.first_row(plan) - origin
     place = lax.rem(row, plan.tile_queries) + lowest
@@ -116,7 +116,7 @@ def _shape_scores(plan: Plan, scores: jax.Array) -> tuple[jax.Array, float]:
 def _hide(
     plan: Plan, tile_begin: jax.Array, places: tuple[jax.Array, jax.Array], place: jax.Array, scores: jax.Array
 ) -> jax.Array:
-    """-inf for what a row doesn't see; tiles that all rows see whole are left alone.
+    """Set what a row doesn't see to -inf; tiles that all rows see whole are left alone.
 
     `place` says where each row's query stands, `places` the lowest and the highest of them.
     """
@@ -137,7 +137,7 @@ def _hide(
 
 
 def _write(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, acc: jax.Array) -> None:
-    """The rows of acc that hold queries of the item, through shared memory to their places."""
+    """Write the rows of acc that hold queries of the item to their places, through shared memory."""
     begin_row = warpgroup * WGMMA_ROWS
     for column in range(0, plan.head_dim, plan.staging_columns):
         columns = pl.ds(column, plan.staging_columns)
@@ -152,7 +152,7 @@ def _write(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, acc: jax.Ar
 def _write_group(
     plan: Plan, refs: Refs, item: Item, begin_row: jax.Array, columns: Any, group: jax.Array, _: None
 ) -> None:
-    """This warpgroup's rows of one query head.
+    """Write this warpgroup's rows of one query head.
 
     The tile may reach past its queries, into rows that other programs write. TMA copies a fixed number of rows, so
     a count is put together from powers of two, the largest first.

@@ -62,7 +62,7 @@ def _wait_until_free(plan: Plan, refs: Refs, turn: jax.Array, which: int) -> Non
 
 
 def _fill(plan: Plan, refs: Refs, item: Item, step: jax.Array, turn: jax.Array) -> None:
-    """K and V of an item's KV tile, straight from the pages; `turn` counts the tiles of this program."""
+    """Copy K and V of an item's KV tile straight from the pages; `turn` counts the tiles of this program."""
     stage = lax.rem(turn, plan.num_stages)
     k_tile, v_tile = refs.k_tiles.at[stage], refs.v_tiles.at[stage]
     k_arrived, v_arrived = (refs.arrived.at[plan.barrier_of(turn, which)] for which in (_K, _V))
@@ -86,7 +86,7 @@ def _fill(plan: Plan, refs: Refs, item: Item, step: jax.Array, turn: jax.Array) 
 
 
 def _fill_converted(plan: Plan, refs: Refs, item: Item, step: jax.Array, turn: jax.Array) -> None:
-    """K and V of an item's KV tile from the raw tiles; copies for the next step start as soon as those are read."""
+    """Convert the raw tiles of an item's KV tile; copies for the next step start as soon as they are read."""
     stage = lax.rem(turn, plan.num_stages)
     position = (item.first_tile + step) * plan.tile_tokens
     low, last = item.low - position, item.last - position
@@ -136,9 +136,9 @@ def _start_copies(
 
 
 def _rewrite(plan: Plan, source: Any, target: Any, low: jax.Array, last: jax.Array) -> None:
-    """Target, from source: zeros in the rows outside of low..last, converted in the others; visible to `wgmma` then.
+    """Write source to target: zeros in rows outside of low..last, the others converted; visible to `wgmma` on return.
 
-    In loops, and not unrolled: that kept a register of the whole kernel from being spilled.
+    Loops instead of unrolled code kept a register of the whole kernel from being spilled.
     """
 
     def rewrite_rows(i: jax.Array, _: None) -> None:
@@ -164,5 +164,5 @@ def _rewrite(plan: Plan, source: Any, target: Any, low: jax.Array, last: jax.Arr
 
 def _read_block(plan: Plan, source: Any, block: tuple[Any, Any], dtype: Any) -> jax.Array:
     values = in_layout(source[block], plgpu.Layout.WGMMA, interpret=plan.interpret)
-    # By way of float16, the only type that the chip converts float8 to.
+    # Through float16, the only type that the chip converts float8 to.
     return values if source.dtype == dtype else values.astype(jnp.float16).astype(dtype)

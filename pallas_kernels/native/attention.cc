@@ -58,8 +58,8 @@ struct Tile {
   int seq, first_row, end_row, begin, end;
 };
 
-// What one thread works with; rows of all spans of a unit in order, the heads of a query beside each other. Rows of
-// smaller heads lie closer together, so that memory beyond them stays untouched. Left: see blocks.h.
+// The working memory of one thread; rows of all spans of a unit in order, the heads of a query beside each other. Rows
+// of smaller heads lie closer together, so that memory beyond them stays untouched. Left: see blocks.h.
 template <typename Left>
 struct Scratch {
   alignas(64) Left q[kMaxRows * kMaxHeadDim];        // [rows, H]
@@ -83,7 +83,7 @@ struct Rows {
   const uint16_t* at[kTile];
 };
 
-// The first `count` keys, rounded up to kLanes, to [H / 2, kTile, 2]. Meanwhile asks for the keys of the tile after it:
+// Packs the first `count` keys, rounded up to kLanes, as [H / 2, kTile, 2]. Meanwhile prefetches keys of the next tile
 // into the second cache level, as the first has no room for both; all at once they would wait for each other.
 void PackKeys(const Rows& rows, const Rows& next, int count, int head_dim, uint16_t* packed) {
   for (int h = 0; h < head_dim; h += 2 * kLanes) {
@@ -99,7 +99,7 @@ void PackKeys(const Rows& rows, const Rows& next, int count, int head_dim, uint1
   }
 }
 
-// The first `count` values, rounded up to 2, to [kTile / 2, H, 2]; and asks for the next, as above.
+// Packs the first `count` values, rounded up to 2, as [kTile / 2, H, 2], and prefetches the next tile's, as above.
 void PackValues(const Rows& rows, const Rows& next, int count, int head_dim, uint16_t* packed) {
   for (int t = 0; t < count; t += 2) {
     for (int h = 0; h < head_dim; h += 2 * kLanes) {
@@ -133,7 +133,7 @@ void SoftCap(float* scores, int count, float cap) {
   }
 }
 
-// One row's tile: the tokens first .. end - 1 of it count. Updates top and total, writes weights, shrinks acc.
+// Adds a tile to one row: its tokens first .. end - 1 count. Updates top and total, writes weights, shrinks acc.
 template <typename Left>
 void Softmax(float* scores, int first, int end, Left* weights, float* top, float* total, float* acc, int head_dim) {
   const uint64_t seen = (end == kTile ? ~0ull : (1ull << end) - 1) & ~((1ull << first) - 1);
@@ -238,7 +238,7 @@ class Worker {
     }
   }
 
-  // The packed tile into the softmaxes of its rows.
+  // Adds the packed tile to the softmaxes of its rows.
   void Add(const Tile& tile) {
     const int h = p_.head_dim, rows = tile.end_row - tile.first_row;
     const Left* q = s_->q + tile.first_row * h;

@@ -20,7 +20,7 @@ _HEAD_STEP, _MAX_HEAD_DIM, _MAX_GROUP = 32, 256, 128
 
 
 def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:
-    """Why q `[T, N, H]` and the cache are impossible, by the arrays or on this machine; or None."""
+    """Why this backend can't take q `[T, N, H]` and the cache, because of the arrays or of this machine; or None."""
     head_dim, group = q.shape[2], q.shape[1] // kv.num_kv_heads
     if kv.dtype != BITS or q.dtype != jnp.float32:
         return f"it takes float32 queries and a cache of bfloat16's bits (uint16), not {q.dtype} and {kv.dtype}"

@@ -1,10 +1,10 @@
-// What the kernels are built of: products of small matrices, and work shared among XLA's threads.
+// The building blocks of the kernels: products of small matrices, and work shared among XLA's threads.
 //
-// bfloat16 numbers are kept as uint16, their bits. There are two ways to multiply them; library.py chooses. "Paired": the
-// instruction takes pairs from both sides and adds their two products up. "Widened", on processors without it, or whose
-// float32 instruction does more: both sides become float32 first. The type of what was rounded for a product, uint16 or
-// float, tells the ways apart. Multiply's right side is packed [pairs, columns, 2] in both: a register has pairs of kLanes
-// columns.
+// bfloat16 numbers are kept as uint16, their bits. There are two ways to multiply them; library.py chooses. "Paired":
+// the instruction takes pairs from both sides and adds their two products up. "Widened", on processors without it, or
+// whose float32 instruction does more: both sides become float32 first. The type of numbers rounded for a product,
+// uint16 or float, tells the two apart. Multiply's right side is packed [pairs, columns, 2] in both: a register has
+// pairs of kLanes columns.
 
 #pragma once
 
@@ -99,7 +99,7 @@ void MultiplyRows(int rows, const Left* a, int a_stride, const uint16_t* b, int 
   }
 }
 
-// c [rows, columns] (+)= a [rows, 2 * pairs] b [pairs, columns, 2]; a multiple of 32 columns.
+// c [rows, columns] (+)= a [rows, 2 * pairs] b [pairs, columns, 2]; `columns` is a multiple of 32.
 template <typename Left>
 void MultiplyTile(int rows, int columns, const Left* a, int a_stride, const uint16_t* b, int b_stride, int pairs,
                   float* c, int c_stride, bool add) {
@@ -140,7 +140,7 @@ class Items {
   std::condition_variable finished_;
 };
 
-// work(0) .. work(count - 1) on the pool's threads and the caller's. Waits for the items and not for the threads: one
+// work(0) .. work(count - 1) on the pool's threads and the caller's. Waits for the items, not for the threads: a thread
 // that the pool starts after this has returned finds nothing to do, and so never touches what `work` refers to.
 template <typename Work>
 void InParallel(xla::ffi::ThreadPool pool, int count, const Work& work) {

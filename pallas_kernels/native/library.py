@@ -63,7 +63,7 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
-@functools.cache  # the system takes its time to list many processors
+@functools.cache  # listing many processors takes the system a while
 def widens() -> bool:
     """Whether bfloat16 becomes float32 in registers before it is multiplied (blocks.h has both ways).
 
@@ -100,7 +100,7 @@ def _compiled(compiler: str, flags: frozenset[str]) -> Path:
     path = folder / f"kernels-{key}.so"
     if not path.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Several processes may compile at once: each into a file of its own, which then takes the name whole.
+        # Several processes may compile at once: each writes a file of its own, renamed once it is whole.
         handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".unfinished")
         os.close(handle)
         try:

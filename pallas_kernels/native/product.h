@@ -1,4 +1,4 @@
-// What both ways to cut a product of rows and weights into blocks are given.
+// The arguments of both ways to cut a product of rows and weights into blocks.
 
 #pragma once
 
@@ -16,8 +16,8 @@ struct Product {
   int64_t tokens, in, out;  // `in` is a multiple of 32, `out` of 16
 };
 
-// Memory for `count` numbers at a multiple of 64 bytes, for the thread that asks until it asks again. It is kept: fresh
-// memory costs the system's time at each call.
+// Memory for `count` numbers at a multiple of 64 bytes, the calling thread's until its next call. It is kept, since
+// fresh memory costs system time at each call.
 template <typename Number>
 Number* Packed(int64_t count) {
   struct alignas(64) Line {

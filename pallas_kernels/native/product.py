@@ -15,7 +15,7 @@ _IN_STEP, _OUT_STEP = 32, 16
 
 
 def refuse(x: jax.Array, weights: jax.Array) -> str | None:
-    """Why x `[T, in]` times weights `[out, in]` is impossible, by the arrays or on this machine; or None."""
+    """Why x `[T, in]` times weights `[out, in]` can't run here, because of the arrays or of this machine; or None."""
     if target_device().platform != "cpu":
         return f"it needs a cpu, this is a {target_device().platform}"
     if x.dtype != jnp.float32 or weights.dtype != jnp.bfloat16:

@@ -1,8 +1,8 @@
 // Rows times weights where registers have 256 bits, widened.
 //
-// 16 such registers hold sums of few weights and tokens, so both sides are cut as matrix libraries do it (Goto and van de
-// Geijn, 2008): up to kDepth inputs of kStrip tokens stay in the first level of cache while kShare weight rows, widened
-// once, pass by, 6 at a time. Tokens too few to fill a register become the left side instead.
+// 16 such registers hold sums of few weights and tokens, so both sides are cut as matrix libraries do it (Goto and van
+// de Geijn, 2008): up to kDepth inputs of kStrip tokens stay in the first level of cache while kShare weight rows,
+// widened once, pass by, 6 at a time. Tokens too few to fill a register become the left side instead.
 
 #pragma once
 
@@ -47,7 +47,7 @@ void AddProducts(const float (*weights)[kDepth], const float* packed, int depth,
     for (int v = 0; v < 2; ++v) Store(sums[r] + kLanes * v, sum[r][v]);
 }
 
-// Inputs of `rows` weight rows as float32. Asks for as many inputs of the rows that begin at `next`.
+// Widens inputs of `rows` weight rows to float32. Prefetches as many inputs of the rows that begin at `next`.
 inline void WidenRows(const uint16_t* from, const uint16_t* next, int64_t in, int rows, int depth,
                       float (*to)[kDepth]) {
   for (int r = 0; r < rows; ++r) {
@@ -59,7 +59,8 @@ inline void WidenRows(const uint16_t* from, const uint16_t* next, int64_t in, in
   }
 }
 
-// Weight rows begin .. begin + rows - 1 times the tokens first .. first + tokens - 1, packed [strips, in, kStrip].
+// Multiplies weight rows begin .. begin + rows - 1 with the tokens first .. first + tokens - 1, packed [strips, in,
+// kStrip].
 void MultiplyShare(const Product& p, int64_t first, int tokens, int64_t begin, int rows, const float* packed) {
   thread_local Scratch scratch;
   std::memset(scratch.sums, 0, sizeof(scratch.sums));
@@ -80,7 +81,7 @@ void MultiplyShare(const Product& p, int64_t first, int tokens, int64_t begin, i
     for (int r = 0; r < rows; ++r) p.y[(first + t) * p.out + begin + r] = scratch.sums[r][t];
 }
 
-// The tokens as [strips, in, kStrip]; zeros past the last.
+// Packs the tokens as [strips, in, kStrip]; zeros past the last.
 void PackStrips(const Product& p, int64_t first, int tokens, float* packed) {
   for (int t = 0; t < tokens; t += kStrip) {
     for (int64_t i = 0; i < p.in; i += kLanes, packed += kLanes * kStrip) {
@@ -97,7 +98,7 @@ void PackStrips(const Product& p, int64_t first, int tokens, float* packed) {
   }
 }
 
-// work(b) for all blocks of `block` weight rows, several at a time if there are many.
+// Runs work(b) for all blocks of `block` weight rows, several at a time if there are many.
 template <typename Work>
 void ForBlocks(xla::ffi::ThreadPool pool, int64_t out, int64_t block, const Work& work) {
   const int64_t blocks = (out + block - 1) / block;
@@ -107,7 +108,7 @@ void ForBlocks(xla::ffi::ThreadPool pool, int64_t out, int64_t block, const Work
   });
 }
 
-// 8 weight rows from `begin` on, transposed in registers, times T tokens, packed [in, T].
+// Multiplies 8 weight rows from `begin` on, transposed in registers, with T tokens, packed [in, T].
 template <int T>
 void MultiplyFew(const Product& p, int64_t begin, const float* packed) {
   Floats sum[T];

@@ -12,7 +12,7 @@ constexpr int kBlock = 16;      // weight rows of a block: a register of results
 constexpr int kMaxColumns = 64; // tokens at a time, 4 registers
 constexpr int kFew = 8;         // tokens that fit half a register
 
-// c [R, 16 * V] = weights [R, in] packed [in / 2, 16 * V, 2]. Asks for the R rows that follow, line by line.
+// c [R, 16 * V] = weights [R, in] packed [in / 2, 16 * V, 2]. Prefetches the R rows that follow, line by line.
 template <int R, int V>
 void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packed, float* c) {
   __m512 sum[R][V];
@@ -37,7 +37,8 @@ void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packe
 }
 
 // The same for kFew tokens: c [R, 16], of which the first 8 are written. The processor multiplies twice as many half
-// registers as whole ones; with those it would be slower than memory. Each token's sum is added up in the same order.
+// registers as whole ones; with whole ones it would be slower than memory. Each token's sum is added up in the same
+// order.
 template <int R>
 void WeightsTimesFew(const uint16_t* weights, int64_t in, const uint16_t* packed, float* c) {
   __m256 sum[R];
@@ -135,8 +136,8 @@ inline __m512i Rounded(const float* x, float) {
   return _mm512_castps_si512(Widen((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x))));
 }
 
-// The tokens first .. first + 16 * V - 1 as [in / 2, 16 * V, 2], or as [in, 16 * V] if Number is float; zeros past the
-// last. With V = 0, kFew tokens as [in / 2, 8, 2] or [in, 8, 2].
+// Packs the tokens first .. first + 16 * V - 1 as [in / 2, 16 * V, 2], or as [in, 16 * V] if Number is float; zeros
+// past the last. With V = 0, kFew tokens as [in / 2, 8, 2] or [in, 8, 2].
 template <typename Number, int V>
 void Pack(const Product& p, int64_t first, Number* packed) {
   const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
@@ -162,7 +163,7 @@ void Pack(const Product& p, int64_t first, Number* packed) {
   }
 }
 
-// Weight rows begin .. begin + 15 times the packed tokens from `first` on, into y.
+// Multiplies weight rows begin .. begin + 15 with the packed tokens from `first` on, into y.
 template <typename Number, int V>
 void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* packed) {
   // Sums, a line of `packed` and a weight fit the 32 registers.

@@ -1,4 +1,4 @@
-// A processor's registers in the words that the kernels use: kLanes numbers of 32 bits, or as many pairs of bfloat16.
+// A processor's registers in the terms that the kernels use: kLanes numbers of 32 bits, or as many pairs of bfloat16.
 //
 // With AVX512_BF16 they have 512 bits; otherwise AVX2's have 256, and rounding to bfloat16 takes several instructions.
 // Owns all that differs between the two, except for the instruction that multiplies pairs.
@@ -60,7 +60,7 @@ inline Floats Widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_m
 inline Floats FirstOfPairs(Bits x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 inline Floats SecondOfPairs(Bits x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(0xffff0000))); }
 
-// Rounded to bfloat16, as which it stays float32, or becomes its bits.
+// Rounds to bfloat16; the result stays float32, or becomes its bits.
 inline void StoreRounded(Floats x, float* to) { _mm512_storeu_ps(to, Widen((__m256i)_mm512_cvtneps_pbh(x))); }
 inline void StoreRounded(Floats x, uint16_t* to) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
@@ -154,7 +154,7 @@ inline Bits AllBits(const void* p) { return _mm256_castps_si256(_mm256_broadcast
 inline Floats FirstOfPairs(Bits x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 inline Floats SecondOfPairs(Bits x) { return _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(0xffff0000))); }
 
-// To the nearest, of two the even one; NaN stays NaN.
+// Rounds to nearest, ties to even; NaN stays NaN.
 inline Floats Rounded(Floats x) {
   const Bits bits = _mm256_castps_si256(x), lowest = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const Bits up = _mm256_add_epi32(bits, _mm256_add_epi32(lowest, _mm256_set1_epi32(0x7fff)));

@@ -118,7 +118,7 @@ class PageRing:
         return ring
 
     def take(self, tile: jax.Array, kv_tile: jax.Array, ring: Ring) -> tuple[Ring, jax.Array]:
-        """Wait for the next KV tile, which is this one, and refill what the one before it has left."""
+        """Wait for the next KV tile, which must be this one, and refill the buffer of the tile before it."""
         number = ring.taken % self.num_buffers
         begin, end = self._pages_of(tile, kv_tile)
         for buf in self.bufs:
@@ -148,7 +148,7 @@ class PageRing:
         return started
 
     def _advance(self, ring: Ring) -> Ring:
-        """To the first KV tile of the following query tile; its page ids have arrived, the next ones are asked for."""
+        """Step to the first KV tile of the next query tile; its page ids have arrived, those after it are fetched."""
         tile, row = ring.following, 1 - ring.row
         following = self.tiles.next_that_reads(jnp.minimum(tile + 1, self.tiles.count))
         self._row_copy(tile, row, lambda copy: copy.wait())
@@ -173,7 +173,7 @@ class PageRing:
 
 @dataclasses.dataclass(frozen=True)
 class TokenCopies:
-    """Queries in or results out, `[T, N, H]` in HBM and two buffers `[Q, N, H]` used by turns.
+    """Queries in or results out, `[T, N, H]` in HBM and two buffers `[Q, N, H]` used in turn.
 
     A tile of one token, a decoding sequence in a mixed batch, moves one token; all others move through whole buffers.
     """
@@ -228,7 +228,7 @@ class TokenCopies:
             pl.when(exists & ~is_single)(lambda: copy(self._tile_queries))
 
     def start_store(self, tile: jax.Array) -> None:
-        """Start copying a tile's results out: its own tokens and no other."""
+        """Start copying a tile's results out: its own tokens only."""
         number = tile % 2
         begin, count = self.tiles.column(tile, BEGIN), self.tiles.num_tokens(tile)
         skipped = jnp.where(count == 1, 0, self.skipped(tile, self._tile_queries))
@@ -249,7 +249,7 @@ class TokenCopies:
 
 
 def _wait_for_rows(buf: Any, count: jax.Array, sem: Any) -> None:
-    """Wait for copies into or out of `count` entries of buf's first axis, whichever."""
+    """Wait for copies into or out of `count` entries of buf's first axis."""
 
     def wait(size: int) -> None:
         part = buf.at[pl.ds(0, size)]
@@ -259,7 +259,7 @@ def _wait_for_rows(buf: Any, count: jax.Array, sem: Any) -> None:
 
 
 def _for_powers_of_two(count: jax.Array, largest: int, act: Callable[[int], None]) -> None:
-    """`act` for the powers of two that `count`, at most `largest`, is the sum of."""
+    """Call `act` on the powers of two that add up to `count`, which is at most `largest`."""
     size = largest
     while size:
         pl.when((count & size) != 0)(functools.partial(act, size))

@@ -1,6 +1,6 @@
 """The arithmetic of paged attention inside a TPU kernel: query rows of all heads against one KV tile in VMEM.
 
-Owns the running softmax and how heads and pages lie in VMEM. Never knows copies, page tables or sequences: it is told
+Owns the running softmax and how heads and pages lie in VMEM. Never knows copies, page tables or sequences: callers say
 at which positions rows and tile stand. Called by `attention`.
 
 The query heads that share a kv head are the rows of one product, group by group: row g * Q + i is query i of the g-th
@@ -21,13 +21,13 @@ from pallas_kernels.tpu.common import LANES, PageForm
 
 # Below any real score; finite, so that subtracting it from itself gives 0 and not NaN.
 _UNSEEN = -1e30
-# Up to this many rows the heads are unrolled, so that the products of one hide the reductions of the other.
+# Up to this many rows the heads are unrolled, so that the products of one head hide the reductions of another.
 _UNROLLED_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsState:
-    """VMEM of the rows in work; R rows per kv head."""
+    """VMEM of the rows being computed; R rows per kv head."""
 
     queries: Any
     """`[K, R, H]` in q's dtype."""
@@ -109,7 +109,7 @@ class Rows:
     def add_tile(
         self, k_ref: Any, v_ref: Any, tile_start: jax.Array, kv_range: tuple[jax.Array, jax.Array], first: jax.Array
     ) -> None:
-        """Work in one KV tile; k_ref and v_ref are its pages `[pages, *form]`.
+        """Add one KV tile; k_ref and v_ref are its pages `[pages, *form]`.
 
         `tile_start` is the position of its first token, `kv_range` the first and last position that any row sees, and
         `first` that of query 0. Places outside kv_range may hold anything.
@@ -158,13 +158,13 @@ class Rows:
         )
 
     def _scores(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """`[R, H]` with one head of the tile's pages, to float32 `[R, tokens]`."""
+        """The products of `[R, H]` with one head of the tile's keys, float32 `[R, tokens]`."""
         if self.form is PageForm.COLUMNS:
             return jnp.concatenate([_dot(queries, keys[page], 0) for page in range(keys.shape[0])], axis=1)
         return _dot(queries, keys.reshape(-1, keys.shape[-1]), 1)
 
     def _weigh(self, weights: jax.Array, values: jax.Array) -> jax.Array:
-        """`[R, tokens]` with one head of the tile's pages, to float32 `[R, H]`."""
+        """The products of `[R, tokens]` with one head of the tile's values, float32 `[R, H]`."""
         if self.form is PageForm.COLUMNS:
             size = values.shape[2]
             parts = [_dot(weights[:, p * size : (p + 1) * size], values[p], 1) for p in range(values.shape[0])]

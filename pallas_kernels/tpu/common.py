@@ -5,7 +5,8 @@ stores. Called by the kernels of this package.
 
 TPU memory is tiled: the last axis of an array in 128 lanes, the one before in 8 (or 32) sublanes. XLA permutes the axes
 of `[num_pages, K, page_size, H]` so that little is padded, and a kernel wants row-major operands. The views here are
-those that cost nothing: their row-major tiles are the bytes that lie there already. All else would copy the cache.
+those that cost nothing: their row-major tiles are the bytes that lie there already. Any other view would copy the
+cache.
 """
 
 import enum

@@ -91,7 +91,7 @@ def attend_rows(
 ) -> tuple[Planes, jax.Array]:
     """Attention of `rows` over the KV tiles from tiles[0] up to before tiles[1].
 
-    All rows see all of the tiles before `all_seen_until`, if given, which are then spared the masks. Returns the
+    All rows see all of the tiles before `all_seen_until`, if given; these are computed without masks. Returns the
     output, float32, and `[R]` its log-sum-exp as `merge_splits` takes it. A row that sees nothing yields zeros.
     """
     num_rows = rows.position.shape[0]

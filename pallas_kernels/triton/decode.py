@@ -1,8 +1,7 @@
 """`paged_decode_attention` as a Pallas kernel for the Triton backend: a program per (kv head, sequence, KV split).
 
 The query heads that share a kv head are the rows of one program, so that K and V are loaded once for all of them.
-Called through
-`triton.BACKEND`.
+Called through `triton.BACKEND`.
 """
 
 import functools

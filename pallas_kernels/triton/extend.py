@@ -52,7 +52,7 @@ def _extend_kernel(
     *, tile_queries: int, tile_tokens: int, options: AttentionOptions
 ) -> None:  # fmt: skip
     kv_head = pl.program_id(0)
-    # From the last tile on: later ones of a sequence see more KV, and the long ones should not begin last.
+    # Begins with the last tile: later tiles of a sequence see more KV, and long tiles should not begin last.
     tile = tiles_ref.shape[0] - 1 - pl.program_id(1)
     num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
     num_groups_padded = pl.next_power_of_2(num_groups)
@@ -73,7 +73,7 @@ def _extend_kernel(
         tile_tokens,
     )
     rows = load_queries(q_ref, (token, head), is_real, first + query, kv)
-    # Without a window, what lies before the first query is seen by all: most tiles of a long prompt.
+    # Without a window, all rows see what lies before the first query: most tiles of a long prompt.
     all_seen_until = (first + 1) // tile_tokens if options.sliding_window is None else None
     out, _ = attend_rows(rows, kv, kv.tile_range, options, all_seen_until)
     store_output(out_ref, (token, head), is_real, out)

@@ -3,7 +3,7 @@
 Owns addresses and masks. Never knows queries or softmax. Called by the kernels of this package and by `common`.
 
 Offsets are 32-bit unless an array exceeds 2**32 bytes, as Pallas chooses them: enough for elements of 16 bits and more,
-and for the 32-bit words as which a float8 cache comes here. A cache of single bytes would overflow at half of that.
+and for the 32-bit words that a float8 cache is read as here. A cache of single bytes would overflow at half of that.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class SequenceKv:
         return tile * self.tile_tokens + jnp.arange(self.tile_tokens, dtype=jnp.int32)
 
     def page(self, tile: jax.Array) -> jax.Array:
-        """The page of a tile that lies in one, else of each of its tokens `[tile_tokens]`; any page past the end."""
+        """The page of a tile that lies in one page, else those of its tokens `[tile_tokens]`; any page past the end."""
         page_size = self.k_pages.shape[2]
         position = tile * self.tile_tokens if page_size % self.tile_tokens == 0 else self.position(tile)
         # A padding row has no last position, but looks up a page all the same. Positions aren't negative, so lax's

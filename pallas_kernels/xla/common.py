@@ -27,7 +27,7 @@ def take(array: jax.Array, index: jax.Array | tuple[jax.Array, ...]) -> jax.Arra
 def as_bits(array: jax.Array) -> jax.Array:
     """On a CPU, an array of a type that XLA can't move there as unsigned integers; any other array as it is.
 
-    XLA would widen the whole cache instead, and then move that. On a TPU it is the bits that would be copied.
+    XLA would widen the whole cache instead, and then move that. On a TPU, taking the bits would copy the cache.
     """
     if target_device().platform != "cpu":
         return array

@@ -32,7 +32,7 @@ def extend_attention(
     blocks = tuning.blocks("paged_extend_attention", "xla", tuning.shape_class(q, kv))
     tile_queries = _tile_queries(num_tokens, num_seqs, blocks)
     tile_rows = tile_queries * (num_heads // num_kv_heads)
-    # With many rows the dot products decide, which want a longer tile; with few rows, reading the tile decides.
+    # With many rows the dot products dominate, which favour a longer tile; with few rows, reading the tile does.
     tile_tokens = blocks["tile_tokens_many_rows" if tile_rows >= blocks["many_rows"] else "tile_tokens"]
     tile_pages = max(1, tile_tokens // kv.page_size)
 
@@ -51,7 +51,7 @@ def extend_attention(
         shift, queries_end, to_position = take(of_seq, seq)
         begin = shift + i * tile_queries
         end = jnp.minimum(begin + tile_queries, queries_end)
-        # The last tile's slice is moved back to stay inside: it then holds tokens of earlier tiles too, and keeps them.
+        # The last tile's slice is moved back to stay inside; tokens of earlier tiles in it keep their outputs.
         slice_begin = jnp.minimum(begin, num_tokens - tile_queries)
         token = slice_begin + jnp.arange(tile_queries)
         is_mine = (token >= begin) & (token < end)
