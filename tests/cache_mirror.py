@@ -14,7 +14,7 @@ from jaxsgl.messages import CacheCleared, CacheEvent, PagesRemoved, PagesStored
 
 
 class CacheMirror:
-    """Follows events; each must make sense after those before it.
+    """Follows events; each must make sense after the events before it.
 
     Attributes:
       prefixes: by the hash of each cached page, all tokens up to its end.
@@ -57,5 +57,5 @@ def cached_prefixes(prefixes: PrefixCache) -> dict[int, tuple[int, ...]]:
 
 @cache
 def prefix_hash(prefix: tuple[int, ...], page_size: int) -> int:
-    """Of the last page, by the tokens alone."""
+    """The hash of the last page, computed from the tokens alone."""
     return page_hashes(np.array(prefix, dtype=np.int32).reshape(-1, page_size), None)[-1]

@@ -82,7 +82,7 @@ def make_checkpoint(
     """Saves a random model of `kind` into `folder` and returns the folder.
 
     Args:
-      max_shard_size: as "50KB": several files and an index; None: one file.
+      max_shard_size: such as "50KB", for several files and an index; None: one file.
       config_changes: configuration values that differ from the kind's.
     """
     config_class, model_class, differences = _KINDS[kind]

@@ -16,12 +16,12 @@ from tests.kept import Programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
-signal.signal(signal.SIGINT, signal.default_int_handler)  # programs under test inherit it, were it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # if it was ignored, programs under test would inherit that
 _PROGRAMS = Programs()  # before anything imports JAX
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Imports no file, and no folder's conftest, of another tier than the one that `-m` names."""
+    """Ignores files, and folders with their conftest, of other tiers than the one that `-m` names."""
     tier = tiers.chosen_tier(config.option.markexpr)
     return (tier is not None and not tiers.may_hold(collection_path, tier)) or None
 

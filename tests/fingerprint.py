@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _Pickler(pickle.Pickler):
-    """Functions, such as a test's clock, stand for themselves."""
+    """Pickles functions, such as a test's clock, by identity."""
 
     def persistent_id(self, obj: Any) -> int | None:
         return id(obj) if isinstance(obj, FunctionType | MethodType | Callable) and not isinstance(obj, type) else None

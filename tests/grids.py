@@ -13,9 +13,10 @@ ValueT = TypeVar("ValueT")
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """So many points of the axes' product that each two values of two axes meet in one of them; by night, all points.
+    """Enough points of the axes' product that any two values of two axes meet in one of them; by night, all points.
 
-    The same ones in every run, in the product's order: a fixture that is dear to set up belongs on the first axis.
+    They are the same in every run, in the product's order: a fixture that is costly to set up belongs on the first
+    axis.
     """
     points = list(itertools.product(*map(range, map(len, axes))))
     if not NIGHTLY:
@@ -24,12 +25,12 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def daily(values: Sequence[ValueT], *, every: int) -> list[ValueT]:
-    """Every so many-th value, the first among them; by night, all values."""
+    """One value in `every`, beginning with the first; by night, all values."""
     return list(values[:: 1 if NIGHTLY else every])
 
 
 def count(of_a_day: int, of_a_night: int) -> int:
-    """How many examples, steps or requests."""
+    """The number of examples, steps or requests for this run."""
     return of_a_night if NIGHTLY else of_a_day
 
 
@@ -38,7 +39,7 @@ def _cover(points: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     missing = set[Any]().union(*pairs.values())
     cover = []
     while missing:
-        best = max(points, key=lambda point: len(pairs[point] & missing))  # the first of those with most new pairs
+        best = max(points, key=lambda point: len(pairs[point] & missing))  # the first of the points with most new pairs
         cover.append(best)
         missing -= pairs[best]
     return sorted(cover)

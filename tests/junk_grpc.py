@@ -14,13 +14,13 @@ from tests.junk_messages import junk_bytes, junk_message, request_class, spoil
 
 SERVICES = (pb.DESCRIPTOR.services_by_name["Jaxsgl"], sglang_pb.DESCRIPTOR.services_by_name["SglangScheduler"])
 METHODS = [method for service in SERVICES for method in service.methods]
-# What a message may be answered with. Not INTERNAL, UNKNOWN or DATA_LOSS; nor UNAVAILABLE or DEADLINE_EXCEEDED.
+# The statuses that may answer a message: not INTERNAL, UNKNOWN or DATA_LOSS; nor UNAVAILABLE or DEADLINE_EXCEEDED.
 ALLOWED = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED"}
 PATIENCE_S = 120.0
 
 
 def sensible(method: MethodDescriptor) -> Message:
-    """A message that is fine, so that spoiled ones fail late."""
+    """A good message, so that spoiled ones fail late."""
     if method.full_name == "jaxsgl.v1.Jaxsgl.Generate":
         return pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling=pb.SamplingParams(max_tokens=4))
     if method.full_name == "sglang.grpc.scheduler.SglangScheduler.Generate":
@@ -43,7 +43,7 @@ def some_bytes(rng: random.Random, method: MethodDescriptor) -> bytes:
 
 
 def status(channel: grpc.Channel, method: MethodDescriptor, data: bytes) -> str:
-    """What a call ends with."""
+    """The status that a call ends with."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     try:
         if not method.server_streaming:

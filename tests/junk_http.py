@@ -35,7 +35,7 @@ TYPES = (
     "application/json", "text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded", "",
     "application/json; charset=utf-16", "application/json; charset=nonsense", "image/png", "é", ";;;",
 )  # fmt: skip
-# Texts of JSON, since some of them are none.
+# Given as JSON text, since some of them aren't valid JSON.
 VALUES = (
     "null", "true", "-1", "0", "1e999", "NaN", "9" * 400, "9" * 5000, "[]", "{}", '""', '"\\ud800"', '"\\u0000"',
     "[[[]]]", "[" * 300 + "]" * 300, '"x"', "0.5", "-0.0", "[null]", '{"a": {}}', "[5, -1]", "[99999]", '"é🎉"',
@@ -94,7 +94,7 @@ async def exchange(address: str, junk: Junk, leave: bool) -> list[int]:
 
 
 def request(method: str, path: str, body: bytes = b"", headers: str = "", kind: str = "application/json") -> bytes:
-    """One that the server closes the connection after."""
+    """A request after which the server closes the connection."""
     head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
     return (head + (f"content-type: {kind}\r\n" if kind else "") + headers + "\r\n").encode() + body
 
@@ -118,7 +118,7 @@ def _cut_json(rng: random.Random) -> Junk:
 
 
 def _wrong_value(rng: random.Random) -> Junk:
-    """A good body in which something is something else."""
+    """A good body in which one value is replaced by another."""
     path, _ = _good(rng)
     body = dict(GOOD_BODIES[path])
     names = [*body, "temperature", "seed", "top_p", "stream", "logit_bias", "model", "echo", "tools", "stream_options"]

@@ -1,7 +1,7 @@
-"""What a run of the tests keeps for the next in `.cache/tests`: compiled programs, environments of other JAX versions.
+"""Keeps compiled programs, and environments of other JAX versions, for the next run of the tests, in `.cache/tests`.
 
-Compiled programs are kept per version of jaxlib and kind of processor. Each process of a run, a worker of a parallel
-one say, has a cache folder of its own and exchanges programs with the kept ones between files of tests: JAX writes its
+Compiled programs are kept per version of jaxlib and kind of processor. Each process of a run, such as a worker of a
+parallel run, has its own cache folder and exchanges programs with the kept ones between test files: JAX writes its
 cache in place, so another process could read half a program, and a killed server leaves half of one behind.
 """
 
@@ -30,7 +30,7 @@ class Programs:
     def __init__(self) -> None:
         runs = FOLDER / "runs"
         runs.mkdir(parents=True, exist_ok=True)
-        for left in runs.iterdir():  # of a run that was killed
+        for left in runs.iterdir():  # left by a run that was killed
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - left.stat().st_mtime > _DAY_S:
                     shutil.rmtree(left, ignore_errors=True)
@@ -49,7 +49,7 @@ class Programs:
         self.exchange()
 
     def exchange(self) -> None:
-        """Keeps what was compiled here, and takes what others kept meanwhile. Files are linked, not copied."""
+        """Keeps programs compiled here, and takes those that other processes kept. Files are linked, not copied."""
         for kind in ("xla", "native"):
             mine, kept = ({path.name: path for path in folder.iterdir()} for folder in self._folders(kind))
             for name in mine.keys() - kept.keys():
@@ -59,7 +59,7 @@ class Programs:
                 _link(kept[name], self._folder(kind) / name)
 
     def close(self) -> None:
-        """Keeps what is left to keep."""
+        """Keeps the programs compiled since the last exchange."""
         self.exchange()
         self._home.cleanup()
 
@@ -70,7 +70,7 @@ class Programs:
         return self._folder(kind), self._kept / kind
 
     def _shrink(self) -> None:
-        """Removes what was not read for longest until half is left, if there is too much."""
+        """If there is too much, removes the programs unread for longest until half is left."""
         files = []
         for path in (self._kept / "xla").iterdir():
             with contextlib.suppress(FileNotFoundError):  # another run does the same
@@ -88,7 +88,7 @@ class Programs:
 def environment(python: str, *requirements: str) -> Iterator[Path]:
     """A Python in a virtual environment with just these requirements; made unless an earlier run made it.
 
-    Held by one process at a time.
+    Only one process at a time holds it.
 
     Raises:
       subprocess.CalledProcessError: an installation failed.
@@ -118,7 +118,7 @@ def _processor() -> str:
 
 def _is_whole(path: Path) -> bool:
     """Whether a program was written to its end."""
-    if path.suffix == ".so":  # renamed when it was
+    if path.suffix == ".so":  # it was renamed once it was whole
         return True
     if not path.name.endswith("-cache"):
         return False
@@ -126,7 +126,7 @@ def _is_whole(path: Path) -> bool:
 
     try:
         decompress_executable(path.read_bytes())
-    except Exception:  # of whichever library compresses
+    except Exception:  # depends on the library that compresses
         return False
     return True
 

@@ -93,9 +93,9 @@ def replay(
     eos_ids: frozenset[int] = frozenset(),
     index: int = 0,
 ) -> list[int]:
-    """What `output` must be: each token is chosen behind those of `output` that stand before it.
+    """What `output` must be: each token is chosen after the tokens of `output` before it.
 
-    So one look at the model is enough, `logits_of` giving `[T, V]`. An output that ends too early or too late has
+    So one run of the model is enough, `logits_of` giving `[T, V]`. An output that ends too early or too late has
     another length.
     """
     assert params.max_tokens is not None

@@ -1,4 +1,4 @@
-"""The models run the plain way: one sequence, causal attention over all of it, no pages. The oracle of these tests."""
+"""The models run the plain way: one sequence, causal attention over all of it, no pages. The oracle of the tests."""
 
 from __future__ import annotations
 

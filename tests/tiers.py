@@ -26,7 +26,7 @@ TIER_OF_FOLDER = {
     "frontend": "server",
     "scripts": "server",
 }
-# What is fast and finds most runs first. Long files come before short ones, so that parallel workers end together.
+# Tests that are fast and find most run first. Long files come before short ones, so that parallel workers end together.
 ORDER = ("unit", "foreign", "pallas_kernels", "end_to_end", "models", "weights", "engine", "scripts", "frontend")
 # Files whose servers run the same programs: one worker runs them, one after the other, and compiles these once.
 TOGETHER = {"tests/end_to_end/test_load.py": "tests/end_to_end/test_apis.py"}

@@ -6,8 +6,8 @@ they take from `plgpu`, which is the same on JAX 0.10, 0.11 and 0.12.
 
 Where the versions differ: the names of `plgpu.kernel`'s arguments, thread semantics (0.10 lowers per lane by default,
 0.11 and later per warpgroup; every kernel here is written for, and lowered per, lane), and where the interpreter's
-parameters are found. The interpreter of 0.10 lacks `wgmma` with a transposed operand and `layout_cast`, and all versions
-lack `wgmma` with an operand in registers; there the operations below compute the same on values. Copies, barriers,
+parameters are found. Interpreters lack, on 0.10, `wgmma` with a transposed operand and `layout_cast`, and on all
+versions `wgmma` with an operand in registers; there the operations below compute the same on values. Copies, barriers,
 loads, stores and loops are interpreted. JAX 0.10 imports the package absl-py here without requiring it.
 """
 

@@ -1,4 +1,4 @@
-"""One request in the words of each protocol, and what the protocol's answer says, in one form for all.
+"""The same request over each protocol, and the protocols' answers in one common form.
 
 The readers of streams are strict: whatever an API promises of a stream's shape is asserted here, so every test that
 streams checks it.
@@ -30,12 +30,12 @@ class Sample:
     """One sample. What its protocol doesn't say is None; log-probabilities that weren't asked for are empty.
 
     Attributes:
-      ids: output tokens; of OpenAI's protocols only if log-probabilities name them.
+      ids: output tokens; OpenAI's protocols give them only if log-probabilities name them.
       matched: stop string or stop token.
       logprobs, top: of each output token, and of the most likely ones, best first.
       prompt_logprobs, prompt_top: of prompt tokens 1, 2, ...
       offsets: where in the text each token begins, the echoed prompt's included, if the protocol tells.
-      deltas: into how many pieces the output came.
+      deltas: the number of pieces in which the output came.
     """
 
     text: str | None = None
@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass
 class Answer:
-    """All samples in their order; tokens of the prompt and of all outputs together."""
+    """All samples in their order, and the token counts of the prompt and of all outputs together."""
 
     samples: list[Sample]
     prompt_tokens: int
@@ -71,7 +71,7 @@ def is_chat(prompt: Prompt) -> bool:
 
 
 def given(params: SamplingParams, names: dict[str, str]) -> dict[str, Any]:
-    """What differs from the defaults, by the protocol's names: `names` maps ours to theirs."""
+    """Parameters that differ from the defaults, by the protocol's names: `names` maps ours to theirs."""
     values = {theirs: getattr(params, ours) for ours, theirs in names.items()}
     return {theirs: values[theirs] for ours, theirs in names.items() if values[theirs] != getattr(DEFAULTS, ours)}
 
@@ -81,7 +81,7 @@ def same_names(*names: str, **others: str) -> dict[str, str]:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    """Of a stream, which must end with [DONE] and nothing behind it."""
+    """The events of a stream, which must end with [DONE] and nothing behind it."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)

@@ -1,4 +1,4 @@
-"""The real gateway, `smg`, in a process of its own over real workers; and what a worker's own metrics say of it."""
+"""The real gateway, `smg`, in a process of its own over real workers; and a worker as its own metrics describe it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Gateway:
         self._metrics_address = f"127.0.0.1:{metrics_port}"
 
     def workers(self) -> dict[str, Any]:
-        """What it knows of each worker, by gRPC address."""
+        """What the gateway knows of each worker, by gRPC address."""
         workers = httpx.get(f"{self.url}/workers", timeout=PATIENCE_S).json()["workers"]
         return {worker["url"].removeprefix("grpc://"): worker for worker in workers}
 
@@ -81,11 +81,11 @@ class Gateway:
         return sorted(address for address, worker in self.workers().items() if worker["is_healthy"])
 
     def known_pages(self, worker: Worker) -> int:
-        """How many pages of this worker's prefix cache it knows, by the worker's own events."""
+        """How many pages of this worker's prefix cache the gateway knows from the worker's events."""
         return self.count("smg_kv_index_blocks", worker.address)
 
     def count(self, name: str, *of: str) -> int:
-        """One of its own metrics, summed over all labels that hold the texts `of`."""
+        """One of the gateway's metrics, summed over all labels that hold the texts `of`."""
         counts = _metrics(self._metrics_address, name)
         return sum(count for labels, count in counts.items() if all(text in labels for text in of))
 

@@ -1,4 +1,4 @@
-"""OpenAI's two protocols, as apis.py has it."""
+"""OpenAI's two protocols, each an `Api`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPENAI_NAMES = same_names(
 
 @functools.cache
 def ids_of_names() -> dict[str, int]:
-    """OpenAI's answers name tokens; bytes that are no character are written as \\xe2."""
+    """Token ids by the names that OpenAI's answers give them; bytes that are no character are written as \\xe2."""
     tokenizer = load_tokenizer(BUNDLED_MODEL)
     names = [tokenizer.token_bytes(token_id).decode(errors="backslashreplace") for token_id in range(1024)]
     return {name: token_id for token_id, name in enumerate(names)}
@@ -34,7 +34,7 @@ def openai_body(params: SamplingParams) -> dict[str, Any]:
 
 
 def check_chunks(chunks: list[dict[str, Any]], n: int) -> dict[str, Any]:
-    """What all of OpenAI's streams have to be; returns the usage."""
+    """Checks what holds for all of OpenAI's streams; returns the usage."""
     *news, last = chunks
     assert last["choices"] == []
     assert len({(chunk["id"], chunk["object"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
@@ -110,7 +110,7 @@ class OpenAICompletions(OverHttp):
 
     @staticmethod
     def _split(sample: Sample, prompt: Prompt, prompt_len: int) -> None:
-        """The echoed prompt from the output; it has no scores if the request was aborted before it was computed."""
+        """Takes the echoed prompt off the output; it has no scores if the request was aborted before its prefill."""
         assert sample.ids is not None
         assert sample.text is not None
         sample.prompt_logprobs, sample.logprobs = sample.logprobs[: prompt_len - 1], sample.logprobs[prompt_len - 1 :]
@@ -163,7 +163,7 @@ class OpenAIChat(OverHttp):
 
     @staticmethod
     def _check_roles(said: list[dict[str, Any]], n: int) -> None:
-        """The role comes first, once per choice; all other chunks say something."""
+        """Checks that the role comes first, once per choice, and that all other chunks say something."""
         seen: set[int] = set()
         for choice in said:
             delta = choice["delta"]

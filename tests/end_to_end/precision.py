@@ -1,7 +1,7 @@
 """Which number formats the tests of the bundled model ask for.
 
-By default they would depend on the processor: the checkpoint is bfloat16, which not every CPU multiplies. Nor would
-tokens and scores be the same in a batch of another size, as rounding to 8 bits makes equals of what is near.
+By default formats would depend on the processor: the checkpoint is bfloat16, which not every CPU multiplies. Tokens
+and scores would differ between batch sizes, too, as rounding to 8 bits makes near numbers equal.
 """
 
 EXACT = "float32"

@@ -16,7 +16,7 @@ START_TIMEOUT_S = 150.0
 
 
 class RunningServer:
-    """A server that said ready, and what it logged."""
+    """A server that has reported ready, and its log."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
@@ -24,7 +24,7 @@ class RunningServer:
 
     @property
     def address(self) -> str:
-        """Of gRPC."""
+        """The address of its gRPC port."""
         (address,) = re.findall(r"ready: .* on (\S+:\d+) \(gRPC\)", self.log.read_text())
         return str(address)
 
@@ -67,7 +67,7 @@ def running_server(folder: Path, flags: Sequence[str] = ()) -> Iterator[RunningS
 
 
 def check_log(server: RunningServer) -> None:
-    """The log holds no error, no exception and no forgotten task."""
+    """Checks that the log holds no error, no exception and no forgotten task."""
     lines = server.log.read_text().splitlines()
     signs = ("Traceback", "ERROR", "CRITICAL", "Warning", "never retrieved", "never awaited", "was destroyed")
     found = [number for number, line in enumerate(lines) if any(sign in line for sign in signs)]

@@ -1,4 +1,4 @@
-"""SGLang's two protocols, as apis.py has it."""
+"""SGLang's two protocols, each an `Api`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All protocols of one server with the bundled model: streamed as whole, one as the other, and as transformers says."""
+"""All protocols of one server with the bundled model agree: streamed with whole, with each other, with transformers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def random_params(rng: random.Random, kind: str) -> SamplingParams:
     chosen = dict(rng.sample(sorted(features.items()), rng.randint(0, 5)))
     if "logprobs" in chosen and kind != "chat" and rng.random() < 0.5:
         chosen["prompt_logprobs"] = chosen["logprobs"]
-    if kind != "sglang" and rng.random() < 0.6:  # that one has no seeds
+    if kind != "sglang" and rng.random() < 0.6:  # SGLang's gRPC has no seeds
         chosen |= {"temperature": rng.choice([0.5, 1.0, 1.5, 50.0]), "seed": rng.randrange(2**31)}
         chosen |= {"top_k": rng.choice([-1, 20]), "top_p": rng.choice([1.0, 0.875]), "min_p": rng.choice([0.0, 0.0625])}
     else:
@@ -126,7 +126,7 @@ def ask(api: Api, prompt: Prompt, params: SamplingParams, stream: bool) -> Answe
 
 
 def assert_same(one: Answer, other: Answer) -> None:
-    """What a protocol doesn't tell counts as the same. Scores are rounded otherwise in batches of other shapes."""
+    """A field that a protocol lacks counts as the same. Scores are rounded differently in batches of other shapes."""
     assert (one.prompt_tokens, one.output_tokens) == (other.prompt_tokens, other.output_tokens)
     for ours, theirs in zip(one.samples, other.samples, strict=True):
         for name in ("text", "ids", "reason", "matched"):
@@ -161,7 +161,7 @@ def test_streamed_and_whole_answers_of_a_hundred_random_requests_are_the_same(
 
 
 def check_form(sample: Sample, params: SamplingParams, prompt_len: int) -> None:
-    """There is a reason for every end, and scores for every token where they were asked for, and only there."""
+    """Checks that every end has a reason, and that every token has scores if and only if they were asked for."""
     assert sample.deltas >= 1
     assert sample.reason in ("stop", "length")
     assert (sample.matched is not None) == (sample.reason == "stop")
@@ -203,7 +203,7 @@ def test_all_protocols_answer_the_same_request_alike(apis: dict[str, Api], http:
 def test_log_probabilities_are_those_of_transformers(
     apis: dict[str, Api], http: httpx.Client, reference: Reference
 ) -> None:
-    """Of outputs and prompts, with the most likely tokens, over every protocol, whole and streamed."""
+    """Those of outputs, prompts and the most likely tokens, over every protocol, whole and streamed."""
     params = SamplingParams(temperature=0.0, max_tokens=20, logprobs=5, presence_penalty=1.5, logit_bias={7: 6.0})
     texts = ("Once upon a time", "Zürich 🎉 日本", "The quick brown fox " * 40)
     prompts: list[tuple[str, Prompt, list[int]]] = []
@@ -214,7 +214,7 @@ def test_log_probabilities_are_those_of_transformers(
     requests, wanted = [], []
     for kind, prompt, ids in prompts:
         for stream in (False, True):
-            scored = None if kind == "chat" else 5  # OpenAI's chat has no words for it
+            scored = None if kind == "chat" else 5  # OpenAI's chat has no field for it
             requests.append((apis[kind], prompt, replace(params, prompt_logprobs=scored), stream))
             wanted.append(ids)
     for answer, (_, _, asked, _), ids in zip(at_once(ask, requests), requests, wanted, strict=True):
@@ -227,7 +227,7 @@ def test_log_probabilities_are_those_of_transformers(
 
 
 def check_scores(own: list[float], top: list[list[float]], expected: np.ndarray, ids: list[int]) -> None:
-    """`expected[i]` are those of all tokens in the place of `ids[i]`."""
+    """`expected[i]` are the scores of all tokens in the place of `ids[i]`."""
     assert len(own) == len(top) == len(ids)
     assert np.abs(np.array(own) - expected[np.arange(len(ids)), ids]).max() < TOLERANCE
     assert np.abs(np.array(top) - np.sort(expected)[:, : -len(top[0]) - 1 : -1]).max() < TOLERANCE
@@ -318,7 +318,7 @@ def test_several_prompts_in_one_body_are_answered_as_each_alone(apis: dict[str, 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_aborted_requests_end_with_what_they_have(apis: dict[str, Api], http: httpx.Client, stream: bool) -> None:
-    """Over all protocols, running or queued: each sample has its end, its usage, and scores of what came."""
+    """Over all protocols, running or queued: each sample has an end, a usage, and scores of the tokens that came."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=1, max_tokens=1500, n=3)
     prompts: dict[str, Prompt] = {**{kind: [5, 6, 7] for kind in KINDS}, "chat": [{"role": "user", "content": "Hi"}]}
     requests = [(apis[kind], prompts[kind], changed, stream) for kind in KINDS for changed in variants(params, kind)]
@@ -346,12 +346,12 @@ def test_aborted_requests_end_with_what_they_have(apis: dict[str, Api], http: ht
 
 
 def variants(params: SamplingParams, kind: str) -> list[SamplingParams]:
-    """With log-probabilities of the prompt, too, where the protocol has words for them."""
+    """The same with log-probabilities of the prompt, too, where the protocol has a field for them."""
     return [params, *([] if kind == "chat" else [replace(params, prompt_logprobs=1)])]
 
 
 def test_sixty_four_streams_at_once_get_every_token_once_and_in_order(apis: dict[str, Api], http: httpx.Client) -> None:
-    """What each of them gets alone and whole, over all protocols that name tokens."""
+    """Each stream equals the whole answer to its request alone, over all protocols that name tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
     requests = []
     for number in range(64):

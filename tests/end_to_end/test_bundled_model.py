@@ -23,7 +23,7 @@ pytestmark = pytest.mark.device
 
 GREEDY = jaxsgl.SamplingParams(temperature=0.0, max_tokens=220)
 CHUNK = 128
-SCORE_ERRORS = {EXACT: (0.0, 1e-3), NARROW: (1e-3, 0.5)}  # the largest is to lie between; scores spread over 20
+SCORE_ERRORS = {EXACT: (0.0, 1e-3), NARROW: (1e-3, 0.5)}  # bounds of the largest error; scores spread over 20
 
 
 @pytest.fixture(scope="module", params=[EXACT, NARROW])
@@ -92,7 +92,7 @@ def test_it_repeats_a_code_word_that_stood_hundreds_of_tokens_earlier(llm: LLM) 
 
 
 def test_a_shared_document_is_computed_once_and_still_understood(llm: LLM) -> None:
-    """Six questions to one text of hundreds of tokens: the text's pages are reused and the answers stay right."""
+    """Six questions about one text of hundreds of tokens: the text's pages are reused and the answers stay right."""
     document = f"The code word is harbour. {filler(7)} "
     chats = [
         [{"role": "user", "content": document + question}]
@@ -115,7 +115,7 @@ def test_counting_is_long_enough_to_watch(llm: LLM) -> None:
 
 
 def test_scores_are_as_near_to_those_of_transformers_as_the_precision_allows(llm: LLM) -> None:
-    """Of prompts of several chunks and of outputs, all at once; transformers computes in float32."""
+    """Scores of prompts of several chunks and of outputs, all at once; transformers computes in float32."""
     model: Any = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL, dtype=torch.float32).eval()
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     prompts = [llm.tokenizer.encode(text) for text in (filler(3), filler(4), "Once upon a time", "3 + 4 =")]

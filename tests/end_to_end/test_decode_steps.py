@@ -62,7 +62,7 @@ def random_requests() -> list[Request]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_are_those_of_single_steps(engine: Engine, overlap: bool, retract_every: int | None) -> None:
     requests = random_requests()
-    eos = range(20)  # so many that most answers end at one
+    eos = range(20)  # enough that most answers end at one of them
     alone = [serve(engine, [[r]], radix=False, eos_token_ids=eos, decode_steps=1) for r in requests]
     expected = [outputs(mailbox, [r])[0] for mailbox, r in zip(alone, requests, strict=True)]
     mailbox = serve(engine, [requests], overlap=overlap, eos_token_ids=eos, retract_every=retract_every)

@@ -1,4 +1,4 @@
-"""What clients do wrong, done to the real engine: nonsense, and leaving. Nothing of them may stay behind."""
+"""Malformed requests and disconnects against the real engine: none of them leaves anything behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def load(channel: grpc.Channel) -> tuple[int, int, int, int]:
 
 
 def wait_until_idle(channel: grpc.Channel) -> float:
-    """Returns the seconds that it took."""
+    """Waits until no request is left; returns the seconds that it took."""
     start_s = time.monotonic()
     while (busy := load(channel)) != (0, 0, 0, 0):
         assert time.monotonic() - start_s < PATIENCE_S, busy
@@ -73,7 +73,7 @@ def wait_until_idle(channel: grpc.Channel) -> float:
 
 
 def check_good_ones(server: RunningServer, channel: grpc.Channel) -> None:
-    """Every protocol answers, all rows serve, and once the prefix cache is flushed the whole pool is free."""
+    """Checks that every protocol answers, all rows serve, and after a flush of the prefix cache all pages are free."""
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     chat = [{"role": "user", "content": "Hello"}]
     with httpx.Client(base_url=f"http://{server.http_address}", timeout=PATIENCE_S) as http:
@@ -124,7 +124,7 @@ def test_after_five_hundred_malformed_requests_good_ones_are_answered_and_no_pag
 
 
 async def leave_http(address: str, number: int) -> None:
-    """In the middle of a stream, or while waiting for a whole answer."""
+    """Leaves in the middle of a stream, or while waiting for a whole answer."""
     stream = number % 3 > 0
     sampling = {"max_new_tokens": CONTEXT, "ignore_eos": True, "n": 1 + number % 2}
     bodies: dict[str, dict[str, Any]] = {
@@ -147,7 +147,7 @@ async def leave_http(address: str, number: int) -> None:
 
 
 async def leave_grpc(address: str, shared: grpc.aio.Channel, number: int) -> None:
-    """By cancelling, or with the whole connection."""
+    """Leaves by cancelling the call, or by closing the whole connection."""
     async with grpc.aio.insecure_channel(address) if number % 4 == 3 else contextlib.nullcontext(shared) as channel:
         ids = [8, number]
         if number % 2:
@@ -173,7 +173,7 @@ def open_files(pid: int) -> int:
 
 
 def test_two_hundred_clients_that_leave_leave_nothing_behind(server: RunningServer, channel: grpc.Channel) -> None:
-    """Each after its first tokens, so that all eight rows and a long queue are full all the time."""
+    """Each leaves after its first tokens, so that all eight rows and a long queue are full all the time."""
 
     async def leave_all() -> None:
         async with grpc.aio.insecure_channel(server.address) as shared, asyncio.timeout(PATIENCE_S):

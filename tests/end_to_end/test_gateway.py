@@ -1,6 +1,6 @@
 """Several workers behind the gateway: the real `smg` routes real requests to two servers of the bundled model.
 
-The gateway is up before its workers are, as after a power cut. Whatever a test observes of a worker, it asks the worker
+The gateway is up before its workers are, as after a power cut. A test that observes a worker asks the worker
 itself, past the gateway.
 """
 
@@ -37,13 +37,13 @@ WORKER_FLAGS = (
 GATEWAY_FLAGS = (
     "--policy", "cache_aware", "--block-size", str(PAGE_SIZE),
     "--health-check-interval-secs", "1", "--health-success-threshold", "1",
-    # By default a worker is left out 2 s after its last sign of life, but all tries are over after 0.7 s.
+    # By default a worker is left out 2 s after its last sign of life, but all retries are over after 0.7 s.
     "--retry-initial-backoff-ms", "250",
-    # By default some requests go to workers that know few prefixes, wherever their own prefix is.
+    # By default some requests go to workers that know few prefixes, wherever the request's prefix is.
     "--worker-warmup-secs", "0", "--worker-warmup-divert-every", "0",
 )  # fmt: skip
 STORY = "Tell me a story about a fox."
-LONG = 1900  # tokens: some seconds, so that a request that was left can't have ended by itself
+LONG = 1900  # tokens: they take seconds, so a request whose client left can't have ended by itself
 
 
 class Fleet:
@@ -137,7 +137,7 @@ def test_log_probabilities_are_the_workers_own(fleet: Fleet) -> None:
     assert own is not None
     assert through is not None
     assert through.content
-    for ours, theirs in zip(own.content or [], through.content, strict=False):  # ours may tell of the end, too
+    for ours, theirs in zip(own.content or [], through.content, strict=False):  # ours may include the end token
         assert (ours.token, ours.logprob) == (theirs.token, pytest.approx(theirs.logprob, abs=1e-4))
         assert [top.token for top in ours.top_logprobs] == [top.token for top in theirs.top_logprobs]
 
@@ -166,7 +166,7 @@ def test_what_can_never_be_served_is_a_400_that_says_why(fleet: Fleet) -> None:
 
 
 def only_running(fleet: Fleet) -> Worker:
-    """The worker that has the one request in hand."""
+    """The worker that runs the only request."""
     return wait_for(lambda: next((worker for worker in fleet.workers if worker.running), None), "running request")
 
 
@@ -270,7 +270,7 @@ def test_a_worker_that_is_killed_costs_no_more_than_its_open_streams(fleet: Flee
         outcomes: list[Future[str]] = []
         while min(survivor.running, victim.running) < 2:
             assert len(outcomes) < 200, "one worker gets nearly everything"
-            # Several at once: none may end before we look again.
+            # Several at once, so that some still run when the test looks again.
             outcomes += [threads.submit(outcome_of, fleet, len(outcomes) + number) for number in range(8)]
         victim.server.process.kill()
         assert {outcome.result() for outcome in outcomes[::2]} == {"done"}

@@ -1,4 +1,4 @@
-"""The load generator against the real engine: what the cache should find, it finds."""
+"""The load generator against the real engine: prefixes of conversations are found in the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONVERSATIONS = (
 
 
 def test_conversations_find_what_was_said_in_the_cache(tmp_path: Path) -> None:
-    """All but the question of a turn has been seen before; whole pages of it are there."""
+    """All but the question of a turn has been served before; its whole pages are cached."""
     out = tmp_path / "out.jsonl"
     with running_server(tmp_path, FLAGS) as server:
         for backend, address in (("jaxsgl-grpc", server.address), ("sglang", f"http://{server.http_address}")):

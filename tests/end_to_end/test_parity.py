@@ -28,7 +28,7 @@ CONTEXT = 720
 
 
 def prompts() -> list[list[int]]:
-    """Three texts of 700 tokens, cut at many places, some with an ending of their own; and lone prompts."""
+    """Three texts of 700 tokens, cut at many places, some with another ending; and prompts that share nothing."""
     rng = random.Random(5)
     texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(700)] for _ in range(3)]
     lengths = [1, 2, 15, 16, 17, 63, 64, 65, 100, 128, 300, 512, 699, 700]

@@ -83,7 +83,7 @@ def tokens_of(mailbox: ScriptedMailbox, request_id: str, index: int = 0) -> list
 
 
 def random_features(rng: random.Random, greedy: bool) -> dict[str, object]:
-    """Each feature in every other request; some get none."""
+    """Parameters with each feature in every other request; some get none."""
     features: dict[str, object] = {
         "frequency_penalty": rng.uniform(-2, 2),
         "presence_penalty": rng.uniform(-2, 2),
@@ -203,7 +203,7 @@ def test_no_stop_token_comes_before_min_tokens_and_the_most_likely_one_right_aft
 
 
 def test_as_many_biases_and_stop_tokens_as_allowed_work_together(engine: Engine) -> None:
-    """Tokens 0 .. 191 are biased up, 64 of them must wait: what is left over of them is chosen."""
+    """Tokens 0 .. 191 are biased up and 64 of them must wait, so one of the others is chosen."""
     bias = dict.fromkeys(range(min(192, MAX_LOGIT_BIAS)), 50.0)
     params = SamplingParams(
         temperature=0.0, max_tokens=6, min_tokens=6, logit_bias=bias, stop_token_ids=tuple(range(64))

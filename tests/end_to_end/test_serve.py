@@ -1,4 +1,4 @@
-"""The whole way, as a user goes it: server and engine processes, gRPC, the command-line client, the bundled model."""
+"""The whole system as a user runs it: server and engine processes, gRPC, the command-line client, the bundled model."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def random_request(rng: random.Random) -> pb.GenerateRequest:
 
 
 def joined(replies: Any) -> dict[int, pb.GenerateReply]:
-    """Each sample's replies as one; what differs from call to call is left out."""
+    """Each sample's replies as one; fields that differ from call to call are left out."""
     answers: dict[int, pb.GenerateReply] = {}
     for reply in replies:
         answer = answers.setdefault(reply.index, pb.GenerateReply())
@@ -109,7 +109,7 @@ def joined(replies: Any) -> dict[int, pb.GenerateReply]:
 
 
 def take_logprobs(answer: pb.GenerateReply) -> list[float]:
-    """They are rounded otherwise in batches of other shapes; and of tokens as likely, any may come first."""
+    """Takes the scores out: rounding differs between batch shapes, and of equally likely tokens any may come first."""
     taken = [entry.logprob for entry in (*answer.logprobs, *answer.prompt_logprobs)]
     answer.ClearField("logprobs")
     answer.ClearField("prompt_logprobs")
@@ -117,7 +117,7 @@ def take_logprobs(answer: pb.GenerateReply) -> list[float]:
 
 
 def test_streamed_and_whole_answers_of_a_hundred_random_requests_are_the_same(stub: Any) -> None:
-    """Together with the others, then one after the other."""
+    """All requests at once, then one after the other."""
     rng = random.Random(1)
     requests = [random_request(rng) for _ in range(100)]
     streams = [stub.Generate(pb.GenerateRequest(text=r.text, sampling=r.sampling, stream=True)) for r in requests]
@@ -135,7 +135,7 @@ def test_a_streamed_answer_comes_in_parts_and_equals_the_whole_one(stub: Any) ->
     streamed = list(stub.Generate(request))
     request.stream = False
     (whole,) = stub.Generate(request)
-    assert len(streamed) > 1  # as many as the machine is quick: tokens that wait go out together
+    assert len(streamed) > 1  # how many depends on the machine's speed: tokens that wait go out together
     assert text_of(streamed) == whole.text
     assert [token for reply in streamed for token in reply.token_ids] == list(whole.token_ids)
     assert whole.usage.completion_tokens == len(whole.token_ids)
@@ -230,9 +230,9 @@ def test_sampling_depends_on_the_seed_alone(stub: Any) -> None:
 
 
 def start_seconds(folder: Path, cache: Path) -> float:
-    """From the command to ready, with all default programs; at most the processor time of the server's whole life.
+    """Seconds from the command to ready, with all default programs; at most the processor time of the server's life.
 
-    So other programs that have the processors meanwhile count for little.
+    Thus other programs that use the processors meanwhile count for little.
     """
     folder.mkdir()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

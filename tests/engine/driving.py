@@ -36,7 +36,7 @@ class Driver:
         return self.builder.extend(works)
 
     def decode(self, positions: dict[int, int], steps: Sequence[int] | None = None) -> StepInputs:
-        """The rows' last sampled tokens, which stand at `positions[row]`; or so many steps of each from there on."""
+        """The rows' last sampled tokens, which stand at `positions[row]`; or `steps` of each from there on."""
         rows, places = (np.array(list(part), np.int32) for part in (positions.keys(), positions.values()))
         return self.builder.decode(rows, places, None if steps is None else np.array(steps, np.int32))
 

@@ -96,7 +96,7 @@ def four_steps(tiny_config: ConfigMaker) -> Iterator[Engine]:
 
 
 def test_several_steps_in_one_program_yield_the_tokens_of_single_steps(engine: Engine, four_steps: Engine) -> None:
-    """Greedy and drawn ones; a sequence that takes part in fewer steps is padding in the others."""
+    """Greedy and drawn tokens; a sequence that takes part in fewer steps is padding in the others."""
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.5, top_p=0.9)):
         expected, driver = Driver(engine), Driver(four_steps)
         for row in PROMPTS:

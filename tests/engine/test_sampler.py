@@ -27,7 +27,7 @@ def kept_mask(logits: jax.Array, sampling: SamplingArrays[jax.Array]) -> jax.Arr
 
 
 def kept(logits: np.ndarray, **params: object) -> np.ndarray:
-    """Mask `[S, V]`; each parameter is one for all rows or one per row."""
+    """Mask `[S, V]`; each parameter is one value for all rows or one per row."""
     seeds = np.zeros(len(logits), np.int32)
     return np.asarray(kept_mask(logits, SamplingArrays(seeds=seeds, **per_row(len(logits), params))))
 

@@ -49,7 +49,7 @@ def test_a_pool_on_cpu_is_no_larger_than_all_rows_can_fill() -> None:
 
 
 def test_a_pool_on_cpu_is_the_same_at_the_next_start_though_free_memory_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else no program would be found in the compilation cache."""
+    """With another pool size no program would be found in the compilation cache."""
     sizes = set()
     for free_gib in (19.9, 20, 20.7, 22.3):
         monkeypatch.setattr("jaxsgl.engine.sizing.free_bytes", lambda *_, free=free_gib: int(free * GIB))

@@ -55,13 +55,13 @@ EOS_ID = 1  # <|end|> of small_tokenizers
 class Script:
     """First ids of prompts, and seeds of the configuration, with a meaning."""
 
-    HANG = 901  # never a token
+    HANG = 901  # never yields a token
     DIE = 902  # SIGKILL after the third token
     FAIL = 903  # EngineFailed after the first token
     FOREVER = 904  # the same token again and again, a step every 5 ms
     REFUSE = 905  # the scheduler refuses it; the id that follows, if any, says which `RefusalKind`
     REPORT = 906  # echoes [running requests, requests ever seen, aborts ever seen]
-    STICK = 907  # the loop stands still for ever: no token, no answer
+    STICK = 907  # the loop stands still forever: no token, no answer
     PAUSE = 908  # three tokens, then none any more
 
     START_FAILS = 11  # EngineFailed at start

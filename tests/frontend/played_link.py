@@ -1,4 +1,4 @@
-"""A link to an engine that the test plays."""
+"""A link to an engine whose part the test plays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxsgl.messages import ToEngine
 
 
 class PlayedLink(EngineLink):
-    """Has no process: `sent` holds what was sent to the engine, and the test calls `receive` with what it says."""
+    """Has no process: `sent` holds the messages to the engine, and the test calls `receive` with the engine's."""
 
     def __init__(self, max_unread: int = MAX_UNREAD) -> None:
         super().__init__(EngineConfig(), LogStyle("info", "text"), max_unread=max_unread)

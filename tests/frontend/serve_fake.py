@@ -9,7 +9,7 @@ from jaxsgl.serve import run
 
 
 def follow_the_tests() -> None:
-    sys.stdin.read()  # a pipe that ends with them
+    sys.stdin.read()  # a pipe that closes when the tests end
     os._exit(1)
 
 

@@ -85,7 +85,7 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Of gRPC."""
+        """The address of its gRPC port."""
         return self.wait_for_log(r"listening on (\S+) \(gRPC\)").group(1)
 
     @property

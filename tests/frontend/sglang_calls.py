@@ -36,14 +36,14 @@ def ask(
 
 
 def completions(stub: pb_grpc.SglangSchedulerStub, request: pb.GenerateRequest) -> list[pb.GenerateComplete]:
-    """Of all samples, in their order."""
+    """The completions of all samples, in their order."""
     answers = [answer.complete for answer in stub.Generate(request) if answer.WhichOneof("response") == "complete"]
     assert [answer.index for answer in sorted(answers, key=lambda answer: answer.index)] == list(range(len(answers)))
     return sorted(answers, key=lambda answer: answer.index)
 
 
 def refusal(stub: pb_grpc.SglangSchedulerStub, request: pb.GenerateRequest) -> str:
-    """The words of INVALID_ARGUMENT."""
+    """The message of the INVALID_ARGUMENT that `request` must get."""
     with pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(request))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value

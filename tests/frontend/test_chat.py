@@ -148,7 +148,7 @@ def test_an_engine_that_dies_is_told_and_the_chat_goes_on(
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{DIE}\nhello\n"))
     assert main(["--addr", server.address, "--wait-s", str(PATIENCE_S)]) == 1
     out, err = capsys.readouterr()
-    assert out in [f"{DIE * count}\n\n" for count in range(4)]  # each answer, what came of it, on its own line
+    assert out in [f"{DIE * count}\n\n" for count in range(4)]  # each answer, as far as it came, on its own line
     assert err.count("error: UNAVAILABLE: ") == 2
 
 
@@ -175,7 +175,7 @@ class Terminal:
         os.write(self._keyboard, keys.encode())
 
     def wait_for(self, text: str) -> None:
-        """Takes what is on the screen up to `text` away."""
+        """Reads the screen up to `text`."""
 
         def look() -> bool:
             try:

@@ -38,7 +38,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def http(server: ServerProcess, threads: ThreadPoolExecutor) -> Iterator[httpx.Client]:
     with connect(server) as http:
         wait_for(lambda: report(http)[0] == 0, "an idle engine")
-        yield http  # and then lets whatever hangs in a thread end
+        yield http  # then ends requests that still hang in a thread
         http.post("/continue_generation")
         http.post("/abort_request", json={"abort_all": True})
 
@@ -177,7 +177,7 @@ def test_timeouts_of_the_scheduler_have_a_status(
 
 @pytest.mark.parametrize(("kind", "error"), [(RefusalKind.WAITED, EngineUnavailable), (RefusalKind.RAN, TimedOut)])
 def test_a_refusal_ends_what_is_left_of_a_request(kind: RefusalKind, error: type[Exception]) -> None:
-    """Though it comes without the number of a sample, and sample 0 has ended."""
+    """This holds though the refusal names no sample, and sample 0 has ended."""
     engine = PlayedLink()
     engine.accept()
     request = Request("r", [5], SamplingParams(n=2))

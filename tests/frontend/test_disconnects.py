@@ -1,4 +1,4 @@
-"""Clients that leave: nothing of their calls stays behind, in the front end or in the engine."""
+"""Clients that leave: nothing of their calls is left behind, in the front end or in the engine."""
 
 from __future__ import annotations
 

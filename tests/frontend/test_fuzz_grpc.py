@@ -1,4 +1,4 @@
-"""Malformed gRPC messages to every method of both services: all are answered, none as a fault of ours."""
+"""Malformed gRPC messages to every method of both services: all are answered, none with a server error."""
 
 from __future__ import annotations
 

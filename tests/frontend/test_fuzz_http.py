@@ -47,11 +47,11 @@ def test_malformed_requests_never_get_a_5xx(server: ServerProcess) -> None:
 
 
 def spoiled_bodies(openapi: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Returns good bodies of every path in which one field of those the server describes has a value from `VALUES`."""
+    """Good bodies of every path, in each of which one field that the server describes has a value from `VALUES`."""
     schemas = openapi["components"]["schemas"]
     posts = {path: methods["post"] for path, methods in openapi["paths"].items() if "post" in methods}
     described = {path: post["requestBody"] for path, post in posts.items() if "requestBody" in post}
-    del described["/pause_generation"]  # has a test of its own, because nothing else is answered during a pause
+    del described["/pause_generation"]  # has a test of its own, because no generation is answered during a pause
     assert described.keys() <= GOOD_BODIES.keys() | {"/v1/detokenize"}
     for path, body in described.items():
         of_body = schemas[body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]
@@ -71,7 +71,7 @@ def test_no_value_of_any_field_gets_a_5xx(server: ServerProcess) -> None:
         def status(sent: tuple[str, str]) -> int:
             path, body = sent
             if path == "/generate":
-                body = body.replace('"rid": "r", ', "")  # it may run once at a time
+                body = body.replace('"rid": "r", ', "")  # only one request with an id may run at a time
             return http.post(path, content=body.encode(), headers={"content-type": "application/json"}).status_code
 
         bodies = list(spoiled_bodies(http.get("/openapi.json").json()))

@@ -184,7 +184,7 @@ def test_a_server_ends_with_the_process_that_runs_the_tests(start_server: Start)
     server = start_server()
     server.wait_until_ready()
     assert server.process.stdin is not None
-    server.process.stdin.close()  # as the death of this process would
+    server.process.stdin.close()  # as the end of this process would
     assert server.wait_for_exit() == 1
 
 

@@ -1,4 +1,4 @@
-"""What a client may take: time, room in the queue, memory for what it doesn't read."""
+"""Limits of what a client may use: time, room in the queue, memory for replies that it doesn't read."""
 
 from __future__ import annotations
 

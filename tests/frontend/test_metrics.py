@@ -30,7 +30,7 @@ Start = Callable[..., ServerProcess]
 
 
 class Clock:
-    """Stands still until it is told to go on."""
+    """A clock that stands still until the test moves it on."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

@@ -28,7 +28,7 @@ def http(server: ServerProcess) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def telling(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Its chat template writes down all that it is given."""
+    """A tokenizer whose chat template writes down all that it is given."""
     template = "{{ [messages, tools, add_generation_prompt, colour] | tojson }}"
     return load_tokenizer(save(byte_level(), tmp_path_factory.mktemp("telling"), template))
 

@@ -144,7 +144,7 @@ def test_logprobs_have_the_form_of_openai(http: httpx.Client, tokenizer: Tokeniz
     logprobs = choice["logprobs"]
     assert logprobs["tokens"] == ["a", "b", "c"]
     assert logprobs["token_logprobs"] == [-id / 8 for id in ids]
-    following = {"a": "b", "b": "c", "c": "d"}  # their ids follow on each other; the fake names two, one less likely
+    following = {"a": "b", "b": "c", "c": "d"}  # their ids are consecutive; the fake names two, one less likely
     assert logprobs["top_logprobs"] == [
         {token: -id / 8, following[token]: -id / 8 - 1} for token, id in zip("abc", ids, strict=True)
     ]
@@ -244,7 +244,7 @@ def test_an_engine_that_dies_ends_a_stream_of_several_prompts_with_an_error(
     with connect(server) as http, http.stream("POST", PATH, json=body) as answer:
         assert answer.status_code == 200
         *parts, last = [json.loads(line[6:]) for line in answer.iter_lines() if line]
-    # One token of each came before, but the error of one may be told before the other's token.
+    # One token of each came before, but the error of one may be sent before the other's token.
     assert {part["choices"][0]["index"] for part in parts} in ({0}, {1}, {0, 1})
     assert last["error"]["type"] == "server_error"
     assert "failed as told" in last["error"]["message"]

@@ -29,7 +29,7 @@ def test_no_body_gets_a_5xx(server: ServerProcess, mode: GenerationMode) -> None
             operation = cast(Any, found).ok()
             paths.append(operation.path)
             if mode is GenerationMode.NEGATIVE and not operation.body:
-                continue  # nothing that could be wrong
+                continue  # has no body that could be wrong
 
             @settings(
                 max_examples=EXAMPLES,
@@ -41,10 +41,10 @@ def test_no_body_gets_a_5xx(server: ServerProcess, mode: GenerationMode) -> None
             )
             @given(case=operation.as_strategy(generation_mode=mode))
             def check(case: Any) -> None:
-                if not _SCRIPTED.search(repr(case.body)):  # the fake engine would do as it is told
+                if not _SCRIPTED.search(repr(case.body)):  # the fake engine would follow its script
                     case.call_and_validate(base_url=url, checks=[not_a_server_error], timeout=30)
 
             check()
-            http.post("/continue_generation")  # after pauses nothing else would be answered
+            http.post("/continue_generation")  # after a pause no generation would be answered
         assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"} <= {*paths}
         assert post(http, "/v1/completions", prompt="abc", max_tokens=3)["choices"][0]["text"] == "abc"

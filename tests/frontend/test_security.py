@@ -1,4 +1,4 @@
-"""Who may talk to the server, and what others can see of it."""
+"""Which clients may talk to the server, and what the rest can see of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WRONG = (None, "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, f"Basic {K
 
 @pytest.fixture(scope="module")
 def guarded(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with a key, which it has from its environment."""
+    """A server with a key, given in its environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(API_KEY_VARIABLE, KEY)
         server = ServerProcess(tmp_path_factory.mktemp("guarded"), model_folder)

@@ -1,4 +1,4 @@
-"""What gateways and operators ask a worker besides requests: health, what is served, load, cache, profiles."""
+"""Calls of gateways and operators besides requests: health, model and server info, load, cache, profiles."""
 
 from __future__ import annotations
 

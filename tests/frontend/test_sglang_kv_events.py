@@ -1,4 +1,4 @@
-"""SubscribeKvEvents: what is cached, then what changes, numbered; and the engine's load beside it."""
+"""SubscribeKvEvents: a snapshot of the cache, then numbered changes; and the engine's load beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batch: TypeAlias = common_pb2.KvEventBatch
 
 @pytest.fixture(scope="module")
 def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stub]:
-    """Of a server of this file's own, since numbers go on from test to test."""
+    """A stub of a server that only this file uses, since numbers go on from test to test."""
     model = tmp_path_factory.mktemp("model")
     server = ServerProcess(tmp_path_factory.mktemp("server"), str(model))
     server.wait_until_ready()
@@ -160,7 +160,7 @@ def test_an_idle_worker_sends_heartbeats(sglang: Stub) -> None:
 def test_loads_come_at_once_to_subscribers_that_take_them_before_the_first_batch(
     start_server: Callable[..., ServerProcess],
 ) -> None:
-    """The engine stands still, so the snapshot never comes, and the records tell how long nothing was heard of it."""
+    """The engine stands still, so the snapshot never comes, and the records say how long the engine has been silent."""
     server = start_server()
     server.wait_until_ready()
     with sglang_stub(server) as sglang:

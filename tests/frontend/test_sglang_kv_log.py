@@ -21,7 +21,7 @@ INFO = EngineInfo(
 
 
 class Engine:
-    """An engine whose cache events are the test's."""
+    """An engine whose cache events the test makes."""
 
     def __init__(self) -> None:
         self.link = PlayedLink()
@@ -36,7 +36,7 @@ class Engine:
 
 
 async def follow(log: KvLog, engine: Engine, *stored: PagesStored) -> list[int]:
-    """Starts anew; returns the snapshot's numbers."""
+    """Starts over; returns the snapshot's numbers."""
     asking = asyncio.ensure_future(log.snapshot())
     await asyncio.sleep(0)
     engine.answer_watch(*stored)

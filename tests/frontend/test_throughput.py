@@ -22,7 +22,7 @@ class Engine:
         self.status = StatusLine(self.metrics)
 
     def work(self, seconds: int, num_running: int = 0, num_waiting: int = 0, used_tokens: int = 0, **done: int) -> None:
-        """Time passes and is sampled; what is done is done at its start."""
+        """Lets time pass and samples it; all work is done at its start."""
         self.load = Load(num_running, num_waiting, used_tokens=used_tokens, totals=Totals(**done))
         for _ in range(seconds):
             self.now_s += 1.0
