@@ -9,7 +9,7 @@ apply.py and planner.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import Refusal, RefusalKind
@@ -107,17 +107,20 @@ class RequestTable:
         since_s = self._running_since.get(request_id)
         return None if since_s is None else self._clock() - since_s
 
-    def overdue(self) -> Iterator[tuple[str, Refusal]]:
-        """The requests that have waited or run for too long, and what to tell their clients; each is to be ended."""
+    def overdue(self) -> list[tuple[str, Refusal]]:
+        """The requests that have waited or run for too long, each with what to tell its client."""
+        found: list[tuple[str, Refusal]] = []
         for limit_s, since, refuse in (
             (self._queue_timeout_s, self._waiting_since, _waited),
             (self._running_timeout_s, self._running_since, _ran),
         ):
-            while limit_s is not None and since:
-                request_id, since_s = next(iter(since.items()))
+            if limit_s is None:
+                continue
+            for request_id, since_s in since.items():
                 if self._clock() - since_s <= limit_s:
                     break
-                yield request_id, refuse(limit_s)
+                found.append((request_id, refuse(limit_s)))
+        return found
 
     def check(self) -> None:
         """Raises AssertionError if a request is missing, stands where it doesn't belong, or is miscounted."""

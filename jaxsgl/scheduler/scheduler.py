@@ -10,12 +10,12 @@ that are freed while a step is in flight may be handed out at once, since steps 
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
@@ -178,8 +178,7 @@ class Scheduler:
 
     def load(self, recompiles: int, leaks: int = 0) -> Load:
         """How busy the scheduler is; the caller counts `recompiles` and `leaks`. Cost is independent of the queue."""
-        cache, requests, totals = self.state.cache, self._requests, self.state.totals
-        totals.recompiles, totals.leaks = recompiles, leaks
+        cache, requests = self.state.cache, self._requests
         return Load(
             num_running=len(requests.admitted),
             num_waiting=len(requests.waiting),
@@ -188,7 +187,7 @@ class Scheduler:
             cached_tokens=cache.cached_tokens,
             num_retracted=requests.num_retracted,
             paused=self._paused,
-            totals=copy.copy(totals),
+            totals=msgspec.structs.replace(self.state.totals, recompiles=recompiles, leaks=leaks),
         )
 
     def pause(self) -> None:

@@ -51,7 +51,7 @@ class EventStream(Response):
             async with asyncio.timeout(None) as cut:
                 watchers = [
                     asyncio.create_task(cut_when_gone(receive, cut)),
-                    asyncio.create_task(self._cut_when_stalled(scope, cut)),
+                    asyncio.create_task(self._cut_when_stalled(scope)),
                 ]
                 try:
                     # A task of its own: otherwise each event would wake a chain of some 20 coroutines.
@@ -82,7 +82,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": event_of(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _cut_when_stalled(self, scope: Scope, cut: asyncio.Timeout) -> None:
+    async def _cut_when_stalled(self, scope: Scope) -> None:
         """Checks now and then: a timer for each event would cost more than the event."""
         while True:
             await asyncio.sleep(self._stall_s / 4)
