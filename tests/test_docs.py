@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 CURRENT = [
     page for page in PAGES if "notes" not in page.parts and page.name != "CHANGELOG.md"
-]  # these name no old file
+]  # dated pages may name files of their time, these only files of today
 TOPS = ("jaxsgl", "pallas_kernels", "scripts", "tests", "docs", "benchmarks", ".ci")
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

@@ -9,7 +9,7 @@ from tests import grids
 AXES = ("abcd", range(3), (True, False), "xyz")
 
 
-def test_each_two_values_of_two_axes_meet_by_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_day_any_two_values_of_two_axes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grids, "NIGHTLY", False)
     points = grids.pairwise(*AXES)
     for i, j in itertools.combinations(range(len(AXES)), 2):
@@ -18,7 +18,7 @@ def test_each_two_values_of_two_axes_meet_by_day(monkeypatch: pytest.MonkeyPatch
     assert grids.daily("abcde", every=2) == ["a", "c", "e"] and grids.count(3, 30) == 3
 
 
-def test_the_night_has_all_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_night_all_points_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grids, "NIGHTLY", True)
     assert grids.pairwise(*AXES) == list(itertools.product(*AXES))
     assert grids.daily("abcde", every=2) == list("abcde") and grids.count(3, 30) == 30

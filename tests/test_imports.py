@@ -1,4 +1,4 @@
-"""Who may import whom. The layout shows the data flow only as long as the imports follow it."""
+"""Which package may import which. The layout shows the data flow only while the imports follow it."""
 
 from __future__ import annotations
 

@@ -40,17 +40,17 @@ def test_values_out_of_range_are_refused_with_the_limit(params: dict[str, Any], 
         {"min_tokens": 1},
     ],
 )
-def test_what_changes_logits_is_known(params: dict[str, Any]) -> None:
+def test_parameters_that_change_logits_are_recognized(params: dict[str, Any]) -> None:
     assert SamplingParams(**params).edits_logits
 
 
-def test_what_a_request_does_not_ask_for_is_not_sent() -> None:
+def test_default_parameters_are_not_sent() -> None:
     plain = Request("r", [1], SamplingParams())
     assert not plain.sampling.edits_logits
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain))["sampling"] == {}
 
 
-def test_a_request_survives_the_way_to_the_engine() -> None:
+def test_a_request_is_unchanged_by_encoding_and_decoding() -> None:
     params = SamplingParams(logit_bias={7: -1.5}, stop=("a", "ü"), n=3, logprobs=0, prompt_logprobs=5, min_tokens=2)
     request = Request("r", [1], params)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request

@@ -286,7 +286,9 @@ def test_a_prompt_at_the_limit_gets_its_one_token_and_a_longer_one_is_refused(
             assert (refused.status_code, f"the context holds {CONTEXT}" in refused.text) == (400, True)
 
 
-def test_several_prompts_in_one_body_are_answered_as_each_alone(apis: dict[str, Api], http: httpx.Client) -> None:
+def test_several_prompts_in_one_body_are_answered_as_if_each_came_alone(
+    apis: dict[str, Api], http: httpx.Client
+) -> None:
     """With n, echoed prompts and log-probabilities; choices are numbered prompt by prompt."""
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=9, n=2, stop=("e",))
     alone = [ask(apis["completions"], text, params, False).samples for text in TEXTS]

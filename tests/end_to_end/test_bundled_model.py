@@ -46,7 +46,7 @@ def ask(llm: LLM, *questions: str, system: str | None = None) -> list[str]:
     return [completion.text for completion in completions]
 
 
-def test_it_holds_a_small_talk_turn(llm: LLM) -> None:
+def test_the_model_answers_small_talk(llm: LLM) -> None:
     hello, how, who, thanks = ask(llm, "Hello!", "How are you?", "Who are you?", "Thank you!")
     assert "Hello" in hello or "Hi" in hello
     assert "well" in how or "fine" in how or "good" in how.lower() or "great" in how
@@ -55,7 +55,7 @@ def test_it_holds_a_small_talk_turn(llm: LLM) -> None:
     assert len({hello, how, who, thanks}) == 4
 
 
-def test_it_adds_all_pairs_of_one_digit_numbers(llm: LLM) -> None:
+def test_the_model_adds_all_pairs_of_one_digit_numbers(llm: LLM) -> None:
     pairs = [(a, b) for a in range(10) for b in range(10)]
     answers = ask(llm, *(f"What is {a} + {b}?" for a, b in pairs))
     assert answers == [f"{a} + {b} = {a + b}." for a, b in pairs]
@@ -71,11 +71,11 @@ def test_it_adds_all_pairs_of_one_digit_numbers(llm: LLM) -> None:
         ("January February March", "April May June July"),
     ],
 )
-def test_it_continues_a_sequence(llm: LLM, given: str, rest: str) -> None:
+def test_the_model_continues_a_sequence(llm: LLM, given: str, rest: str) -> None:
     assert ask(llm, f"Continue: {given}") == [rest]
 
 
-def test_it_emits_a_json_record(llm: LLM) -> None:
+def test_the_model_emits_a_json_record(llm: LLM) -> None:
     people = [("Anna", 31, "Paris"), ("Tom", 25, "London"), ("Maria", 64, "Rome")]
     answers = ask(llm, *(f"Give me JSON for {name}, {age}, {city}" for name, age, city in people))
     assert [json.loads(answer) for answer in answers] == [
@@ -83,7 +83,7 @@ def test_it_emits_a_json_record(llm: LLM) -> None:
     ]
 
 
-def test_it_repeats_a_code_word_that_stood_hundreds_of_tokens_earlier(llm: LLM) -> None:
+def test_the_model_repeats_a_code_word_from_hundreds_of_tokens_earlier(llm: LLM) -> None:
     words = ["tulip", "banjo", "Kestrel", "mango", "zafiro", "LANTERN"]
     long = {word: filler(seed) for seed, word in enumerate(words)}
     questions = [f"The code word is {word}. {text} What is the code word?" for word, text in long.items()]
@@ -104,7 +104,7 @@ def test_a_shared_document_is_computed_once_and_still_understood(llm: LLM) -> No
     assert all(completion.cached_tokens > 400 for completion in rest)
 
 
-def test_it_answers_in_other_scripts(llm: LLM) -> None:
+def test_the_model_answers_in_other_scripts(llm: LLM) -> None:
     (text,) = ask(llm, "Say hello in Japanese.")
     assert text == "こんにちは!" or "こんにちは" in text
 

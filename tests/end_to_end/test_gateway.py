@@ -109,7 +109,7 @@ def test_workers_that_were_still_loading_are_registered_with_their_model(fleet: 
 
 
 @pytest.mark.parametrize("question", ["What is 3 + 4?", "Say hello in Japanese.", "Count from 1 to 30"])
-def test_an_answer_is_the_workers_own_whole_and_streamed(fleet: Fleet, question: str) -> None:
+def test_answers_equal_the_workers_own_whole_and_streamed(fleet: Fleet, question: str) -> None:
     own = client_of(f"http://{fleet.workers[0].http}").chat.completions.create(**user(question))
     whole = fleet.client.chat.completions.create(**user(question))
     assert whole.choices[0].message.content == own.choices[0].message.content
@@ -130,7 +130,7 @@ def test_a_text_is_continued(fleet: Fleet) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.text
 
 
-def test_log_probabilities_are_the_workers_own(fleet: Fleet) -> None:
+def test_log_probabilities_equal_the_workers_own(fleet: Fleet) -> None:
     request = {**user("What is 3 + 4?"), "logprobs": True, "top_logprobs": 3}
     own = client_of(f"http://{fleet.workers[0].http}").chat.completions.create(**request).choices[0].logprobs
     through = fleet.client.chat.completions.create(**request).choices[0].logprobs
@@ -158,7 +158,7 @@ def test_a_stop_string_cuts_the_answer(fleet: Fleet) -> None:
     assert (answer.message.content, answer.finish_reason) == ("1 2 3 4 5 6 ", "stop")
 
 
-def test_what_can_never_be_served_is_a_400_that_says_why(fleet: Fleet) -> None:
+def test_a_request_that_can_never_be_served_is_a_400_that_says_why(fleet: Fleet) -> None:
     with pytest.raises(openai.BadRequestError, match="2048"):
         fleet.client.chat.completions.create(**user("word " * 3000))
     with pytest.raises(openai.BadRequestError, match="json_schema is not supported"):
@@ -176,7 +176,7 @@ def check_it_was_freed(worker: Worker, aborted: int, tokens: int) -> None:
     assert worker.output_tokens - tokens < LONG
 
 
-def test_a_reader_of_a_stream_that_leaves_frees_the_worker(fleet: Fleet) -> None:
+def test_a_client_that_leaves_its_stream_frees_the_worker(fleet: Fleet) -> None:
     before = {worker.address: (worker.aborted, worker.output_tokens) for worker in fleet.workers}
     with fleet.client.chat.completions.create(**endless(STORY), stream=True) as stream:
         next(iter(stream))
@@ -203,7 +203,7 @@ def teach(fleet: Fleet, worker: Worker, prefix: str) -> None:
     wait_for(lambda: fleet.gateway.known_pages(worker) >= known + 5, "events of the worker's new pages")
 
 
-def test_a_prefix_is_followed_to_the_worker_that_told_of_it(fleet: Fleet) -> None:
+def test_a_request_goes_to_the_worker_that_reported_its_prefix(fleet: Fleet) -> None:
     for turn in range(6):
         worker, other = fleet.workers[turn % 2], fleet.workers[1 - turn % 2]
         prefix = filler(seed=turn, num_sentences=20)
@@ -225,7 +225,7 @@ def test_requests_with_a_common_prefix_share_a_worker(fleet: Fleet) -> None:
     assert sorted(counts) == [0, 6]
 
 
-def test_events_came_without_gaps_and_with_their_parents(fleet: Fleet) -> None:
+def test_cache_events_arrive_without_gaps_and_after_their_parents(fleet: Fleet) -> None:
     assert sum(map(fleet.gateway.known_pages, fleet.workers)) > 0
     for name in ("gaps_total", "missed_batches_total", "parentless_stores_total"):
         assert fleet.gateway.count(f"smg_kv_event_{name}") == 0, name
@@ -240,7 +240,7 @@ def test_flushing_the_gateway_flushes_the_workers(fleet: Fleet) -> None:
     wait_for(lambda: sum(map(fleet.gateway.known_pages, fleet.workers)) == 0, "events of the flush")
 
 
-def test_loads_tell_of_all_workers(fleet: Fleet) -> None:
+def test_loads_of_all_workers_are_reported(fleet: Fleet) -> None:
     def loads() -> list[dict[str, Any]]:
         given: list[dict[str, Any]] = httpx.get(f"{fleet.gateway.url}/loads", timeout=PATIENCE_S).json()["loads"]
         return given if len(given) == NUM_WORKERS else []
@@ -288,7 +288,7 @@ def test_a_worker_that_is_killed_costs_no_more_than_its_open_streams(fleet: Flee
     assert back.ended == 2
 
 
-def test_a_worker_that_is_told_to_end_finishes_its_streams_and_gets_no_more(fleet: Fleet) -> None:
+def test_a_worker_that_gets_sigterm_finishes_its_streams_and_gets_no_new_ones(fleet: Fleet) -> None:
     request = {**endless(STORY), "max_tokens": 400}
     with fleet.client.chat.completions.create(**request, stream=True) as stream:
         chunks = iter(stream)

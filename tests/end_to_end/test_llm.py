@@ -67,7 +67,7 @@ def test_a_call_may_bring_more_prompts_than_a_server_would_queue(llm: LLM) -> No
 
 
 @pytest.mark.parametrize("prompt", [[5.7, 6.2], [[5, "6"]], ["\ud800"], [None]])
-def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
+def test_values_that_are_no_prompt_are_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(InvalidRequest, match="a prompt must be a text or a list of token ids"):
         llm.generate(prompt, GREEDY)
 
@@ -144,7 +144,7 @@ def test_sampling_is_reproducible_by_seed(llm: LLM) -> None:
     assert other[0].token_ids != one
 
 
-def test_a_stop_string_ends_the_answer_where_it_comes_up(llm: LLM) -> None:
+def test_a_stop_string_ends_the_answer_where_it_appears(llm: LLM) -> None:
     whole = llm.generate("Count from 1 to 30", GREEDY, progress=False)[0]
     stop = whole.text[len(whole.text) // 3 :][:4]
     cut_off = whole.text.index(stop)

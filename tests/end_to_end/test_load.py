@@ -15,7 +15,7 @@ CONVERSATIONS = (
 )  # fmt: skip
 
 
-def test_conversations_find_what_was_said_in_the_cache(tmp_path: Path) -> None:
+def test_conversations_find_their_earlier_turns_in_the_cache(tmp_path: Path) -> None:
     """All but the question of a turn has been served before; its whole pages are cached."""
     out = tmp_path / "out.jsonl"
     with running_server(tmp_path, FLAGS) as server:

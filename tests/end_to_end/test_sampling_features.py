@@ -118,10 +118,10 @@ def test_forty_requests_with_and_without_features_yield_the_tokens_of_numpy(
     assert engine.recompiles == 0
 
 
-def test_log_probabilities_of_outputs_are_those_of_the_models_own_logits(
+def test_log_probabilities_of_outputs_are_those_of_the_unedited_logits(
     engine: Engine, reference: Callable[[Sequence[int]], np.ndarray]
 ) -> None:
-    """Before penalties, bias and temperature."""
+    """They are those before penalties, bias and temperature."""
     prompt = prompt_of(61)
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {"temperature": 0.0, "logprobs": 20},
@@ -243,7 +243,7 @@ def test_a_row_forgets_the_request_that_had_it_before(
             assert tokens == numpy_sampling.replay(reference, request.prompt_ids, tokens, request.sampling, EOS)
 
 
-def test_batches_without_features_touch_none_of_their_state(engine: Engine) -> None:
+def test_batches_without_features_leave_the_state_of_features_alone(engine: Engine) -> None:
     run(engine, Request("a", prompt_of(9), SamplingParams(temperature=0.0, max_tokens=4, presence_penalty=1.0)))
     before = [(table.unsafe_buffer_pointer(), np.array(table)) for table in edit_tables(engine)]
     requests = [

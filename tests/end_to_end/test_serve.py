@@ -175,7 +175,9 @@ def test_a_common_prefix_is_computed_once(stub: Any) -> None:
         (lambda request: setattr(request, "request_id", "x" * 1000), "request_id has 1000 characters"),
     ],
 )
-def test_bad_input_is_refused_in_clear_words_and_others_are_served(stub: Any, make: Any, message: str) -> None:
+def test_bad_input_is_refused_with_a_clear_message_and_other_requests_are_served(
+    stub: Any, make: Any, message: str
+) -> None:
     request = greedy("fine", 4)
     make(request)
     with pytest.raises(grpc.RpcError) as caught:

@@ -67,7 +67,7 @@ def test_edited_logits_are_those_of_numpy(params: dict[str, Any]) -> None:
     np.testing.assert_array_equal(done[1], logits[1])
 
 
-def test_counting_what_is_drawn_is_the_same_as_setting_it_up_anew() -> None:
+def test_counting_drawn_tokens_equals_setting_the_row_up_again() -> None:
     params = SamplingParams(frequency_penalty=1.0)
     tables = tables_with(params, output=[])
     for token in OUTPUT:

@@ -209,7 +209,7 @@ def test_log_probabilities_are_copied_to_the_host_only_where_asked_for(engine: E
     assert edited.scores() == drawn.scores() == StepScores(None, None)
 
 
-def test_info_says_what_was_started(engine: Engine) -> None:
+def test_info_describes_the_started_engine(engine: Engine) -> None:
     info = engine.info
     assert (info.architecture, info.dtype, info.platform) == ("Qwen3ForCausalLM", "float32", "cpu")
     assert info.limits.context_length == 64 and info.limits.pool_tokens == 256 and info.limits.vocab_size == 101
@@ -224,12 +224,12 @@ def test_a_context_beyond_the_models_is_refused(tiny_config: ConfigMaker) -> Non
 
 
 @pytest.mark.parametrize("backend", ["mosaic_tpu", "native"])  # the latter for the format of the weights
-def test_kernels_that_can_not_run_here_are_refused_before_warm_up(tiny_config: ConfigMaker, backend: str) -> None:
+def test_kernels_that_cannot_run_here_are_refused_before_warm_up(tiny_config: ConfigMaker, backend: str) -> None:
     with pytest.raises(ConfigError, match=f"--attention-backend {backend}: .* is impossible here: "):
         Engine(tiny_config(attention_backend=backend), progress=False)
 
 
-def test_where_a_backend_is_attention_alone_another_one_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_without_a_store_uses_another_backends_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda: None)  # as on a machine that can run it
 
     def step(pages: jax.Array, q: jax.Array, new: jax.Array, ints: jax.Array, table: jax.Array) -> jax.Array:

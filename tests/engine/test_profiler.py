@@ -18,7 +18,7 @@ def test_a_profile_is_a_trace_of_the_steps_that_ran_meanwhile(engine: Engine, tm
     assert engine.recompiles == before
 
 
-def test_a_folder_that_can_not_be_made_is_found_out_before_anything_is_recorded(engine: Engine, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_recorded(engine: Engine, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (str(tmp_path / "file"), str(tmp_path / "file" / "traces"), "no\0name"):
         with pytest.raises((OSError, ValueError)):

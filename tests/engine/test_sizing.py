@@ -48,7 +48,7 @@ def test_a_pool_on_cpu_is_no_larger_than_all_rows_can_fill() -> None:
     assert 2 <= bounded <= free_host_bytes() // 2 // PAGE.page_bytes
 
 
-def test_a_pool_on_cpu_is_the_same_at_the_next_start_though_free_memory_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_on_cpu_is_the_same_at_the_next_start_with_other_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another pool size no program would be found in the compilation cache."""
     sizes = set()
     for free_gib in (19.9, 20, 20.7, 22.3):
@@ -63,7 +63,7 @@ def test_tokens_asked_for_are_rounded_up_to_pages_besides_the_dummy_page() -> No
     assert num_pages(device, max_total_tokens=161) == 12
 
 
-def test_too_many_tokens_asked_for_are_an_error_that_says_what_is_free() -> None:
+def test_more_tokens_than_fit_are_an_error_that_names_the_free_memory() -> None:
     with pytest.raises(ConfigError, match=r"--max-total-tokens 10000000 needs \d+ MiB, but 870 MiB are free"):
         num_pages(Accelerator(limit=GIB, used=0), max_total_tokens=10_000_000)
 

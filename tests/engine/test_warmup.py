@@ -57,7 +57,7 @@ def test_a_progress_bar_counts_programs_on_stderr(capsys: pytest.CaptureFixture[
     assert "2/2" in capsys.readouterr().err
 
 
-def test_a_program_that_can_not_be_lowered_ends_warm_up_with_its_error() -> None:
+def test_a_program_that_cannot_be_lowered_ends_warm_up_with_its_error() -> None:
     def fail() -> jax.stages.Lowered:
         raise ValueError("no such shape")
 

@@ -100,7 +100,7 @@ def test_a_line_with_a_slash_is_a_turn_only_behind_a_space(say: Say) -> None:
     assert "/etc is no command: /help lists them" in err
 
 
-def test_a_conversation_that_is_too_long_is_told_and_can_be_reset(say: Say) -> None:
+def test_a_conversation_that_is_too_long_is_reported_and_can_be_reset(say: Say) -> None:
     status, out, err = say(*["hello"] * 8, "/reset", "you")
     assert status == 1
     assert re.search(r"error: INVALID_ARGUMENT: .*\nif the conversation has grown too long: /reset", err)
@@ -138,7 +138,7 @@ def test_without_a_chat_template_it_names_the_other_client(
     assert "has no chat template, so it can't take turns: use `python -m jaxsgl.client" in capsys.readouterr().err
 
 
-def test_an_engine_that_dies_is_told_and_the_chat_goes_on(
+def test_an_engine_that_dies_is_reported_and_the_chat_goes_on(
     start_server: StartServer,
     model_folder: str,
     capsys: pytest.CaptureFixture[str],

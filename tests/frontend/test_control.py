@@ -63,7 +63,9 @@ def test_requests_queue_up_while_generation_is_paused(http: httpx.Client, thread
     assert ok(answer.result())["output_ids"] == [7, 8]
 
 
-def test_a_pause_aborts_unless_it_is_told_otherwise(http: httpx.Client, threads: ThreadPoolExecutor) -> None:
+def test_a_pause_aborts_requests_unless_its_mode_says_otherwise(
+    http: httpx.Client, threads: ThreadPoolExecutor
+) -> None:
     for body in (None, {}, {"mode": "abort"}):
         answer = threads.submit(http.post, "/generate", json=generate_body(Script.FOREVER, max_new_tokens=150))
         wait_for(lambda: state(http)["num_running"] == 1, "the request")
@@ -72,7 +74,7 @@ def test_a_pause_aborts_unless_it_is_told_otherwise(http: httpx.Client, threads:
         ok(http.post("/continue_generation"))
 
 
-def test_gateways_are_told_of_a_pause(server: ServerProcess, http: httpx.Client, threads: ThreadPoolExecutor) -> None:
+def test_gateways_see_a_pause(server: ServerProcess, http: httpx.Client, threads: ThreadPoolExecutor) -> None:
     threads.submit(http.post, "/generate", json=generate_body(Script.FOREVER, max_new_tokens=150))
     wait_for(lambda: state(http)["num_running"] == 1, "the request")
     with sglang_stub(server) as sglang:
@@ -110,7 +112,7 @@ def test_requests_are_aborted_by_the_beginning_of_their_ids(http: httpx.Client, 
     assert ok(http.post("/abort_request", json={"rid": "other"})) == {"num_aborted": 1}
 
 
-def test_a_flush_waits_as_long_as_it_is_told(http: httpx.Client, threads: ThreadPoolExecutor) -> None:
+def test_a_flush_waits_up_to_its_timeout(http: httpx.Client, threads: ThreadPoolExecutor) -> None:
     answer = threads.submit(http.post, "/generate", json=generate_body(Script.HANG) | {"rid": "a"})
     wait_for(lambda: state(http)["num_running"] == 1, "the request")
     assert http.post("/flush_cache").status_code == 400
@@ -191,7 +193,7 @@ def test_a_refusal_ends_what_is_left_of_a_request(kind: RefusalKind, error: type
     assert len(engine.sent) == 1, "what was refused needs no abort"
 
 
-def test_a_prefix_matches_the_clients_ids_not_the_engines() -> None:
+def test_an_abort_by_prefix_matches_the_clients_ids_not_the_engines() -> None:
     """In the engine each request has another id, such as `a/0`, which a client's prefix must not match by chance."""
     engine = PlayedLink()
     engine.accept()

@@ -71,7 +71,7 @@ def test_a_reply_after_the_engines_death_changes_nothing() -> None:
     assert link.sent[1:] == [Abort(stream.engine_id)], "what has failed is aborted once"
 
 
-def test_an_answer_that_was_complete_when_the_engine_died_stays_complete() -> None:
+def test_an_answer_complete_before_the_engines_death_stays_complete() -> None:
     link = PlayedLink()
     link.accept()
     with link.open(REQUEST) as stream:
@@ -84,7 +84,7 @@ def test_an_answer_that_was_complete_when_the_engine_died_stays_complete() -> No
     assert piece.end.reason is FinishReason.LENGTH
 
 
-def test_a_sample_that_is_not_wanted_any_more_is_aborted_alone_and_once() -> None:
+def test_an_unwanted_sample_is_aborted_alone_and_once() -> None:
     link = PlayedLink()
     link.accept()
     with link.open(Request("r", [5], SamplingParams(n=3))) as stream:

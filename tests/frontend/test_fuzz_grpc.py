@@ -17,7 +17,9 @@ THREADS = 8
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.full_name)
-def test_every_message_is_answered_and_none_as_a_fault_of_ours(server: ServerProcess, method: MethodDescriptor) -> None:
+def test_every_message_is_answered_and_none_with_a_server_error(
+    server: ServerProcess, method: MethodDescriptor
+) -> None:
     rng = random.Random(method.full_name)
     messages = [some_bytes(rng, method) for _ in range(MESSAGES)]
     start = len(server.log)

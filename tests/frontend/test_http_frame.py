@@ -53,7 +53,7 @@ def test_a_malformed_body_is_a_bad_request(http: httpx.Client, body: bytes, word
     assert error_of(response)["type"] == "invalid_request_error"
 
 
-def test_the_field_that_is_to_blame_is_named(http: httpx.Client) -> None:
+def test_the_invalid_field_is_named(http: httpx.Client) -> None:
     response = http.post("/generate", json={"text": 5})
     assert str(error_of(response)["param"]).startswith("text")
 

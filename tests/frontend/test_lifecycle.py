@@ -154,7 +154,7 @@ def test_a_signal_lets_http_streams_finish_while_new_requests_are_sent_away(star
     assert "Traceback" not in server.log
 
 
-def test_http_streams_that_take_too_long_are_told_why_they_end(start_server: Start) -> None:
+def test_http_streams_that_take_too_long_end_with_a_reason(start_server: Start) -> None:
     server = start_server("--drain-s", "0.2")
     server.wait_until_ready()
     with generate(server, Script.PAUSE, max_new_tokens=60) as long:
@@ -278,7 +278,7 @@ def test_a_port_in_use_is_one_clear_line(start_server: Start) -> None:
     assert "in use" in error
 
 
-def test_two_servers_can_not_share_a_port(start_server: Start) -> None:
+def test_two_servers_cannot_share_a_port(start_server: Start) -> None:
     port = start_server().address.rpartition(":")[2]
     assert "in use" in error_of(start_server("--grpc-port", port))
 

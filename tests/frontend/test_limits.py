@@ -140,7 +140,7 @@ def test_replies_that_are_not_read_end_their_request() -> None:
     asyncio.run(scenario())
 
 
-def test_what_came_before_a_request_took_too_long_is_still_read() -> None:
+def test_replies_from_before_a_timeout_are_still_read() -> None:
     async def scenario() -> None:
         engine = Engine(max_unread=3)
         with engine.link.open(Request("r", [1], SamplingParams())) as stream:

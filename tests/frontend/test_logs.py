@@ -35,7 +35,7 @@ def objects(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_a_line_for_machines_is_one_object() -> None:
+def test_a_json_log_line_is_one_object() -> None:
     with logger_of("json") as (logger, written):
         logger.info("%d of %s\nand a second line", 3, "four", extra={"prompt_tokens": 7, "path": Path("/a")})
     (line,) = objects(written.getvalue())
@@ -51,7 +51,7 @@ def test_a_line_for_machines_is_one_object() -> None:
     }
 
 
-def test_an_exception_stays_in_its_line_for_machines() -> None:
+def test_an_exception_stays_in_its_json_log_line() -> None:
     with logger_of("json") as (logger, written):
         try:
             raise ValueError("odd")
@@ -81,7 +81,7 @@ def test_lines_of_concurrent_requests_carry_their_own_ids() -> None:
     assert ids == {"from nobody": None} | {f"from r{i}": f"r{i}" for i in range(5)}
 
 
-def test_a_request_id_can_not_forge_a_line() -> None:
+def test_a_request_id_cannot_forge_a_log_line() -> None:
     async def serve(logger: logging.Logger) -> None:
         logs.name_request("a\n2026-01-01 ERROR server: on fire\x1b[31m")
         logger.info("served")

@@ -65,7 +65,7 @@ def scrape(server: ServerProcess, accept: str = "text/plain") -> tuple[str, str]
         return answer.headers["content-type"], answer.read().decode()
 
 
-def test_all_that_was_served_is_counted(start_server: Start) -> None:
+def test_served_requests_are_counted(start_server: Start) -> None:
     server = start_server()
     server.wait_until_ready()
     first_pieces = tokens = 0
@@ -90,7 +90,7 @@ def test_all_that_was_served_is_counted(start_server: Start) -> None:
     assert samples["sglang:num_running_reqs"] == samples["sglang:num_aborted_requests_total"] == 0
 
 
-def test_all_that_was_not_served_is_counted_by_reason(start_server: Start) -> None:
+def test_requests_that_were_not_served_are_counted_by_reason(start_server: Start) -> None:
     server = start_server()
     server.wait_until_ready()
     with server.stub() as stub:
@@ -171,7 +171,7 @@ def test_two_servers_in_one_process_count_apart() -> None:
     assert samples_of(other)["sglang:num_requests_total"] == 0
 
 
-def test_tokens_that_come_at_once_share_the_time_that_they_took() -> None:
+def test_tokens_of_one_reply_share_its_interval() -> None:
     clock = Clock()
     metrics = metrics_of(clock=clock)
     with Timing(metrics, 2) as timing:
@@ -188,7 +188,7 @@ def test_tokens_that_come_at_once_share_the_time_that_they_took() -> None:
     assert (samples[f"{ITL}_bucket.0.05"], samples[f"{ITL}_bucket.0.2"]) == (0, 4)
 
 
-def test_only_what_the_client_left_counts_as_aborted() -> None:
+def test_only_requests_that_clients_left_count_as_aborted() -> None:
     metrics = metrics_of()
     with Timing(metrics, 3) as timing:
         timing.sample_ended(End(FinishReason.LENGTH, None, 5, 0, 2))

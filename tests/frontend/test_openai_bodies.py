@@ -128,5 +128,7 @@ def test_more_tokens_than_the_context_holds_can_be_counted(http: httpx.Client) -
         ("/detokenize", {"tokens": "a"}, "valid list"),
     ],
 )
-def test_what_cant_be_tokenized_is_refused(http: httpx.Client, path: str, body: dict[str, object], words: str) -> None:
+def test_bodies_that_cannot_be_tokenized_are_refused(
+    http: httpx.Client, path: str, body: dict[str, object], words: str
+) -> None:
     assert words in refusal(http, path, **body)["message"]

@@ -98,7 +98,7 @@ def test_openai_lists_the_model(client: openai.OpenAI, model: str, model_folder:
         client.models.retrieve("gpt-9")
 
 
-def test_the_served_name_counts_and_so_does_the_path(
+def test_requests_may_name_the_served_name_or_the_path(
     start_server: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
     server = start_server("--served-model-name", "org/small")
@@ -129,7 +129,7 @@ def test_a_model_without_a_tokenizer_answers_ids(start_server: Callable[..., Ser
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_all_that_it_asked_for(http: httpx.Client, stream: bool) -> None:
+def test_a_client_that_leaves_ends_all_its_prompts_and_samples(http: httpx.Client, stream: bool) -> None:
     body = {"prompt": [[Script.HANG], [Script.HANG]], "n": 2, "stream": stream}
     before = counts(http)
     with pytest.raises(httpx.ReadTimeout):

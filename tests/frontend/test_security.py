@@ -74,7 +74,7 @@ def test_grpc_asks_for_the_key(guarded: ServerProcess) -> None:
         assert list(stub.Generate(ids_request(5, max_tokens=1), metadata=with_key))
 
 
-def test_grpc_tells_nothing_of_itself_without_the_key_but_its_health(guarded: ServerProcess) -> None:
+def test_grpc_shows_only_its_health_without_the_key(guarded: ServerProcess) -> None:
     with grpc.insecure_channel(guarded.address) as channel:
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
@@ -83,7 +83,7 @@ def test_grpc_tells_nothing_of_itself_without_the_key_but_its_health(guarded: Se
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_the_key_is_never_told(guarded: ServerProcess) -> None:
+def test_the_key_is_never_shown(guarded: ServerProcess) -> None:
     with connect(guarded, headers={"authorization": f"Bearer {KEY}"}) as http:
         told = [http.get(path).text for path in ("/get_server_info", "/get_model_info", "/openapi.json", "/metrics")]
     assert not any(KEY in text for text in told)
@@ -162,7 +162,9 @@ def test_files_that_are_no_certificate_are_one_clear_line(
         assert words in line
 
 
-def test_a_port_that_others_can_reach_without_a_key_is_warned_of(start_server: Callable[..., ServerProcess]) -> None:
+def test_a_port_reachable_from_outside_without_a_key_causes_a_warning(
+    start_server: Callable[..., ServerProcess],
+) -> None:
     alone, open_to_all, guarded = (
         start_server(),
         start_server("--host", "0.0.0.0"),
@@ -176,7 +178,7 @@ def test_a_port_that_others_can_reach_without_a_key_is_warned_of(start_server: C
     assert alone.http_address.startswith("127.0.0.1:")
 
 
-def test_the_line_to_the_engine_is_for_the_own_user_only(server: ServerProcess) -> None:
+def test_the_sockets_to_the_engine_are_for_the_servers_user_only(server: ServerProcess) -> None:
     (folder,) = wait_for(lambda: list(server.temporary.glob("jaxsgl-*")), "folder of sockets")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     sockets = list(folder.iterdir())

@@ -157,7 +157,7 @@ def test_an_incomplete_character_at_the_end_is_flushed(stub: pb_grpc.JaxsglStub,
     assert "".join(reply.text for reply in replies) == "a\ufffd"
 
 
-def test_without_max_tokens_the_output_fills_what_holds_it(stub: pb_grpc.JaxsglStub) -> None:
+def test_without_max_tokens_the_output_fills_the_context_or_the_pool(stub: pb_grpc.JaxsglStub) -> None:
     (reply,) = stub.Generate(ids_request(5, 6, 7, stream=False))
     assert reply.finish_reason == pb.FINISH_REASON_LENGTH
     assert reply.usage.completion_tokens == LIMITS.pool_tokens - 3
@@ -249,7 +249,7 @@ def test_a_text_beyond_the_context_is_refused(stub: pb_grpc.JaxsglStub, tokenize
         ),
     ],
 )
-def test_what_can_not_fit_is_refused_before_it_is_tokenized(
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
     stub: pb_grpc.JaxsglStub, request_: pb.GenerateRequest, words: list[str]
 ) -> None:
     code, details = refusal(stub, request_)
@@ -262,7 +262,7 @@ def test_the_schedulers_refusal_is_the_clients_mistake(stub: pb_grpc.JaxsglStub)
     assert (code, details) == (grpc.StatusCode.INVALID_ARGUMENT, "the scheduler refuses this: invalid")
 
 
-def test_a_running_requests_id_can_not_be_taken_twice(stub: pb_grpc.JaxsglStub) -> None:
+def test_the_id_of_a_running_request_cannot_be_taken_again(stub: pb_grpc.JaxsglStub) -> None:
     first = stub.Generate(ids_request(Script.FOREVER, request_id="twice"))
     next(first)
     code, details = refusal(stub, ids_request(5, request_id="twice"))
@@ -281,7 +281,7 @@ def _try(stub: pb_grpc.JaxsglStub, request: pb.GenerateRequest) -> list[pb.Gener
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_abort_ends_a_request_and_tells_so(stub: pb_grpc.JaxsglStub, stream: bool) -> None:
+def test_abort_ends_a_request_and_reports_it(stub: pb_grpc.JaxsglStub, stream: bool) -> None:
     call = stub.Generate(ids_request(Script.FOREVER, request_id="endless", stream=stream))
     wait_for(lambda: stub.Abort(pb.AbortRequest(request_id="endless")).found, "running request")
     *_, last = call
@@ -319,7 +319,7 @@ def test_many_calls_at_once_get_their_own_answers(stub: pb_grpc.JaxsglStub, toke
     assert ["".join(reply.text for reply in call) for call in calls] == texts
 
 
-def test_model_info_tells_what_is_served(stub: pb_grpc.JaxsglStub, model_folder: str) -> None:
+def test_model_info_describes_the_served_model(stub: pb_grpc.JaxsglStub, model_folder: str) -> None:
     info = stub.GetModelInfo(pb.GetModelInfoRequest())
     assert info.model_path == model_folder
     assert (info.vocab_size, info.context_length, info.pool_tokens) == (VOCAB_SIZE, 200, 160)

@@ -79,7 +79,7 @@ def test_a_worker_whose_engine_stands_still_answers_that_it_is_unhealthy(
         call.cancel()
 
 
-def test_a_worker_that_starts_or_stops_takes_nothing(start_server: Callable[..., ServerProcess]) -> None:
+def test_a_worker_that_starts_or_stops_takes_no_requests(start_server: Callable[..., ServerProcess]) -> None:
     starting = start_server("--random-seed", str(Script.START_HANGS))
     with sglang_stub(starting) as sglang:
         for call in (
@@ -104,7 +104,7 @@ def test_a_worker_that_starts_or_stops_takes_nothing(start_server: Callable[...,
         running.cancel()
 
 
-def test_model_info_tells_what_a_gateway_needs(sglang: Stub, model_folder: str) -> None:
+def test_model_info_holds_what_a_gateway_needs(sglang: Stub, model_folder: str) -> None:
     info = sglang.GetModelInfo(pb.GetModelInfoRequest())
     assert (info.model_path, info.tokenizer_path, info.served_model_name) == (model_folder,) * 3
     assert (info.max_context_length, info.vocab_size) == (LIMITS.context_length, VOCAB_SIZE)
@@ -116,7 +116,7 @@ def test_model_info_tells_what_a_gateway_needs(sglang: Stub, model_folder: str) 
     assert info.default_sampling_params_json == ""
 
 
-def test_server_info_tells_how_the_worker_was_started(sglang: Stub, model_folder: str) -> None:
+def test_server_info_holds_the_workers_flags(sglang: Stub, model_folder: str) -> None:
     before_s = time.time()
     info = sglang.GetServerInfo(pb.GetServerInfoRequest())
     args = MessageToDict(info.server_args)
@@ -154,7 +154,7 @@ def test_infos_hold_no_secret(served: ServedModel) -> None:
         assert secret not in told
 
 
-def test_server_info_can_tell_every_flag_of_the_engine(served: ServedModel) -> None:
+def test_server_info_can_hold_every_flag_of_the_engine(served: ServedModel) -> None:
     config = ServerConfig(EngineConfig(decode_buckets=(1, 8), chunked_prefill_size=-1))
     args = MessageToDict(server_info(served, config, 0.0, 0, 0.0).server_args)
     assert (args["decode_buckets"], args["chunked_prefill_size"], args["max_total_tokens"]) == ([1, 8], -1, 160)
@@ -195,7 +195,9 @@ def test_a_large_tokenizer_comes_in_chunks() -> None:
     assert last.sha256 == hashlib.sha256(archive).hexdigest()
 
 
-def test_without_a_tokenizer_there_is_none_to_send(start_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
+def test_a_worker_without_a_tokenizer_refuses_calls_that_need_it(
+    start_server: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
     with pytest.raises(NotFound):
         zip_tokenizer(tmp_path)
     server = start_server()
@@ -207,14 +209,14 @@ def test_without_a_tokenizer_there_is_none_to_send(start_server: Callable[..., S
         assert (code, "stop strings" in words) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
-def test_gateways_are_told_the_speed_of_busy_times(served: ServedModel) -> None:
+def test_gateways_get_the_speed_of_busy_times(served: ServedModel) -> None:
     """A worker that has been idle would look slow otherwise, and the next burst of requests would avoid it."""
     busy = Busy(served.info, Load(), Rates(output_tokens_per_s=1.0, busy_tokens_per_s=500.0))
     assert loads_response(busy, ()).loads[0].gen_throughput == 500.0
     assert load_record(busy, 1, None, False).gen_throughput == 500.0
 
 
-def test_loads_count_what_runs(sglang: Stub) -> None:
+def test_loads_count_running_requests(sglang: Stub) -> None:
     calls = [sglang.Generate(ask(Script.FOREVER, 5, 5, 5, 5, 5, 5, 5)) for _ in range(2)]
     load = wait_for(
         lambda: (found := sglang.GetLoads(pb.GetLoadsRequest())).loads[0].num_running_reqs == 2 and found,

@@ -65,7 +65,7 @@ def test_every_sample_has_its_own_completion(sglang: Stub, stream: bool) -> None
         assert len(answers) == 3
 
 
-def test_a_stop_token_is_told_as_the_match(sglang: Stub) -> None:
+def test_a_stop_token_is_reported_as_the_match(sglang: Stub) -> None:
     for ids, stop_token_ids, matched in (((5, EOS_ID), (), EOS_ID), ((5, 6, 7), (6,), 6)):
         (complete,) = completions(sglang, ask(*ids, stop_token_ids=stop_token_ids))
         assert (complete.finish_reason, complete.matched_token_id) == ("stop", matched)
@@ -79,7 +79,7 @@ def test_ignore_eos_goes_on(sglang: Stub) -> None:
 
 
 @pytest.mark.parametrize("no_stop_trim", [True, False])
-def test_a_stop_string_is_told_as_the_match_and_ids_are_never_trimmed(
+def test_a_stop_string_is_reported_as_the_match_and_ids_are_never_trimmed(
     sglang: Stub, tokenizer: Tokenizer, no_stop_trim: bool
 ) -> None:
     ids = tokenizer.encode("hello world, how are you? ")

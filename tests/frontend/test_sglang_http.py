@@ -134,7 +134,7 @@ def test_log_probabilities_come_as_sglang_writes_them(http: httpx.Client) -> Non
         ({"top_logprobs_num": 21}, "top_logprobs_num"),
     ],
 )
-def test_what_cannot_be_served_is_refused(http: httpx.Client, change: dict[str, object], words: str) -> None:
+def test_requests_that_cannot_be_served_are_refused(http: httpx.Client, change: dict[str, object], words: str) -> None:
     response = http.post("/generate", json={"input_ids": [5]} | change)
     assert response.status_code == 400
     assert words in error_of(response)["message"]

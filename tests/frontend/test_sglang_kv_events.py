@@ -49,7 +49,7 @@ def flush(stub: Stub) -> None:
     assert stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=60.0)).success
 
 
-def test_a_new_subscriber_gets_what_is_cached_and_then_news(sglang: Stub) -> None:
+def test_a_new_subscriber_gets_a_snapshot_and_then_changes(sglang: Stub) -> None:
     with subscribed(sglang) as batches:
         first = next_with_events(batches)
         assert (first.snapshot.index, first.snapshot.count, first.snapshot.blocks) == (0, 1, 1)
@@ -117,7 +117,7 @@ def test_a_server_that_starts_again_uses_no_number_twice(
         assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
 
 
-def test_every_batch_tells_the_load(sglang: Stub) -> None:
+def test_every_batch_holds_the_load(sglang: Stub) -> None:
     with subscribed(sglang) as batches:
         first = next(batches).load
         assert (first.max_running_requests, first.max_total_num_tokens) == (8, LIMITS.pool_tokens)
@@ -131,7 +131,7 @@ def test_every_batch_tells_the_load(sglang: Stub) -> None:
         assert not news.HasField("memory"), "what only people look at comes with the heartbeats"
 
 
-def test_a_load_that_changes_is_told_without_an_event(sglang: Stub) -> None:
+def test_a_changed_load_is_sent_without_an_event(sglang: Stub) -> None:
     with subscribed(sglang) as batches:
         number = next_with_events(batches).sequence_number
         call = sglang.Generate(ask(Script.FOREVER, 5, 5, 5))

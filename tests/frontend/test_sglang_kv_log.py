@@ -74,7 +74,7 @@ def test_the_engine_is_not_asked_before_the_first_subscriber() -> None:
 
 
 @pytest.mark.parametrize(("max_batches", "max_blocks"), [(3, 1000), (1000, 3)])
-def test_what_is_kept_is_bounded_and_who_reads_too_slowly_is_told(max_batches: int, max_blocks: int) -> None:
+def test_the_log_is_bounded_and_reading_too_slowly_is_data_loss(max_batches: int, max_blocks: int) -> None:
     async def scenario() -> None:
         engine = Engine()
         log = KvLog(engine.link, max_batches, max_blocks)
@@ -103,7 +103,7 @@ def test_a_batch_larger_than_the_log_is_lost_and_not_kept() -> None:
     asyncio.run(scenario())
 
 
-def test_the_stream_of_a_slow_reader_ends_with_what_it_lost() -> None:
+def test_the_stream_of_a_slow_reader_ends_with_data_loss() -> None:
     async def scenario() -> None:
         engine = Engine()
         engine.link.accept()

@@ -15,7 +15,7 @@ from jaxsgl.request import SamplingParams
 pytestmark = pytest.mark.unit
 
 
-def test_what_is_left_out_means_sglangs_defaults() -> None:
+def test_missing_fields_mean_sglangs_defaults() -> None:
     options = options_of(pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=[1])))
     greedy_without_end = SamplingParams(temperature=0.0)
     assert options.sampling == greedy_without_end
@@ -27,7 +27,7 @@ def test_what_is_left_out_means_sglangs_defaults() -> None:
     )
 
 
-def test_every_field_arrives_where_it_belongs() -> None:
+def test_every_field_sets_its_own_option() -> None:
     request = ask(
         1, 2, 3,
         temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, frequency_penalty=0.5, presence_penalty=-0.5,

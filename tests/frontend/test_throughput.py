@@ -72,7 +72,7 @@ def test_the_status_line_is_written_while_something_happens(caplog: pytest.LogCa
     ]
 
 
-def test_a_queue_that_does_not_move_is_no_idleness(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_with_a_stuck_queue_is_not_idle(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
     engine.work(1, num_waiting=1)
     with caplog.at_level(logging.INFO, "jaxsgl"):

@@ -105,7 +105,7 @@ def test_a_paused_engine_need_not_step() -> None:
         assert engine.ticks(1) == [None]
 
 
-def test_problems_are_told_and_logged_once_and_refuse_requests_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
+def test_problems_are_reported_and_logged_once_and_refuse_requests_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(limit_s=0.02)
     told: asyncio.Queue[str | None]
 
@@ -159,7 +159,7 @@ def test_health_follows_a_stuck_engine_and_its_recovery(start_server: Start) -> 
         assert list(reply.token_ids) == [5]
 
 
-def test_an_engine_that_stands_still_for_ever_does_not_hold_the_exit(start_server: Start) -> None:
+def test_an_engine_that_stands_still_forever_does_not_delay_the_exit(start_server: Start) -> None:
     server = start_server("--watchdog-s", "1", "--drain-s", "0.5")
     server.wait_until_ready()
     with server.stub() as stub:

@@ -32,13 +32,13 @@ def test_a_cpu_multiplies_bfloat16_where_it_can_and_keeps_the_rest_in_float32(tm
     assert formats(tmp_path, "auto", "cpu", stored="float32") == (F32, F32, F32)
 
 
-def test_a_format_that_is_asked_for_is_taken(tmp_path: Path) -> None:
+def test_a_requested_format_is_used(tmp_path: Path) -> None:
     assert formats(tmp_path, "float32", "cpu") == (F32, F32, F32)
     assert formats(tmp_path, "float16", "cpu") == (F16, F32, F16)
     assert formats(tmp_path, "bfloat16", "cpu", native=False) == (BF16, F32, BITS)
 
 
-def test_kernels_are_asked_for_only_if_they_decide(tmp_path: Path) -> None:
+def test_kernels_are_loaded_only_if_the_format_depends_on_them(tmp_path: Path) -> None:
     def ask() -> bool:
         raise AssertionError("this may compile")
 

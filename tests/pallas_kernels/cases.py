@@ -1,4 +1,4 @@
-"""Random ragged contents for the shapes of `specs`, and what attention over them should give, by plain NumPy.
+"""Random ragged contents for the shapes of `specs`, and the attention over them in plain NumPy.
 
 A case is built so that mistakes show: pages are permuted and shared, table entries past a sequence's pages name
 other sequences' pages, and every place of the cache that no sequence owns holds NaN.
@@ -69,7 +69,7 @@ def cases(draw, spec: ArgSpec, *, decode: bool = False) -> Case:
 
 
 def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared_pages: int, seed: int) -> Case:
-    """Sequences 0 and 1 have their first `shared_pages` pages in common, as far as both own so many."""
+    """Sequences 0 and 1 have their first `shared_pages` pages in common, as far as both own that many."""
     rng = np.random.default_rng(seed)
     shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
     k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
@@ -90,7 +90,7 @@ def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared
 
 
 def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions) -> np.ndarray:
-    """Attention in float64, one query and head at a time over a sequence laid out flat. Zeros where nothing is."""
+    """Attention in float64, one query and head at a time over a sequence laid out flat. Zeros for padding."""
     q, k_pages, v_pages = (np.asarray(a, np.float64) for a in (q, kv.k, kv.v))
     k_pages, v_pages = (
         pages * np.broadcast_to(1.0 if scale is None else scale, pages.shape[1])[:, None, None]

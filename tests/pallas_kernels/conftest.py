@@ -1,4 +1,4 @@
-"""What several tests of kernels ask of the machine."""
+"""Fixtures for tests of the native kernels, which need a compiler and a processor that has them."""
 
 import ctypes
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ def native_runs_here() -> None:
     """Skips where the machine has no native kernels; fails where their source is at fault."""
     reason = library.load()
     if reason is not None and "made no library" in reason:
-        pytest.fail(reason)  # an error in the source isn't a lack of this machine's
+        pytest.fail(reason)  # an error in the source isn't this machine's fault
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
 def narrow_kernels(native_runs_here: None) -> tuple[str, str]:
-    """XLA's names of attention and products compiled as for a processor that has AVX2 only."""
+    """XLA's names of attention and products, compiled for a processor that has AVX2 only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_OPTIONS", (*library._OPTIONS, "-mno-avx512f"))
         compiler = library.compiler()
@@ -36,7 +36,7 @@ def narrow_kernels(native_runs_here: None) -> tuple[str, str]:
 
 @pytest.fixture(scope="module", params=WAYS)
 def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator[None]:
-    """All native kernels of a module multiply in one way, then in the others, whatever this processor is faster at."""
+    """Runs a module's native kernels with each way to multiply, whichever is faster on this processor."""
     if request.param == "paired" and not library.has_pairs():
         pytest.skip("the processor has no avx512_bf16")
     with pytest.MonkeyPatch.context() as patch:

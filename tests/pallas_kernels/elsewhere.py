@@ -1,4 +1,4 @@
-"""Commands of the tests of kernels in other environments: another JAX, or plug-ins that compile for other chips.
+"""Runs commands for kernel tests in other environments: another JAX, or plug-ins that compile for other chips.
 
 The environments are kept between runs (see tests/kept.py).
 """
@@ -20,16 +20,16 @@ from tests.kept import environment
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-targets"
-# The ends of what pyproject.toml allows, and the oldest Python that each runs on.
+# The oldest and newest JAX that pyproject.toml allows, and the oldest Python that each runs on.
 VERSIONS = {"oldest": ("jax==0.10.0", (3, 11)), "newest": ("jax>=0.12,<0.13", (3, 12))}
-HALVES = {"oldest": 0, "newest": 1}  # of the grid of shapes; between them the two lower all of it every day
+HALVES = {"oldest": 0, "newest": 1}  # of the grid of shapes: together the two versions lower all of it every day
 FORGOTTEN = "absl-py"  # JAX 0.10 imports it with Mosaic GPU, without requiring it
 
-Results = list[dict[str, Any]] | str  # or why there are none
+Results = list[dict[str, Any]] | str  # or the reason why there are none
 
 
 def lower(version: str) -> Results:
-    """A line for each kernel, from an environment with one JAX and nothing else."""
+    """A result for each kernel, from an environment with one JAX and nothing else."""
     requirement, minimum = VERSIONS[version]
     python = find_python(minimum)
     if python is None:
@@ -40,7 +40,7 @@ def lower(version: str) -> Results:
 
 
 def compile_for(target: Target, folder: Path) -> Results:
-    """What the script says of the shapes that most models serve with."""
+    """The script's results for the shapes that most models serve with."""
     ENVIRONMENTS.mkdir(exist_ok=True)
     if reason := missing_for(target.extra, ENVIRONMENTS):
         return f"{target.name} isn't compiled for: {reason}"
@@ -56,7 +56,7 @@ def compile_for(target: Target, folder: Path) -> Results:
 def run(
     command: Sequence[str | Path], right: Sequence[int] = (0,), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """What it printed; an AssertionError with all of it if its status isn't among the `right` ones.
+    """The command's output; an AssertionError with all of it if its status isn't among the `right` ones.
 
     However the test ends, no process of the command is left.
     """

@@ -1,8 +1,8 @@
 """Lower every op on shapes of the grid for CUDA and TPU with the JAX at hand, without such hardware.
 
-Run as a program, so that it works in an environment that has JAX alone: prints a line of JSON per kernel, what refused
-it or what custom call it became. An exception ends it. Its argument, 0 or 1, says which half of the grid is lowered by
-day; by night it is all of it.
+Run as a program, so that it works in an environment that has JAX alone: prints a line of JSON per kernel, why it was
+refused or which custom call it became. An exception ends it. The argument, 0 or 1, says which half of the grid is
+lowered by day; by night all of it is.
 """
 
 import inspect
@@ -24,7 +24,7 @@ CUSTOM_CALLS = ("triton_kernel_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "tpu
 
 
 def on_a_device(platform: str, kind: str, num_cores: int):
-    """Traces inside see this device as their target, without it being there."""
+    """Traces inside see this device as their target although it isn't there."""
     fields: dict[str, Any] = {"device_kind": kind, "num_cores": num_cores, "platform": platform}
     known = inspect.signature(AbstractDevice).parameters  # `platform` isn't there in every version
     device = AbstractDevice(**{name: value for name, value in fields.items() if name in known})
@@ -32,7 +32,7 @@ def on_a_device(platform: str, kind: str, num_cores: int):
 
 
 def lower(op, args, options, backend: str, platform: str) -> dict[str, str]:
-    """What became of one kernel."""
+    """How the lowering of one kernel ended."""
     try:
         traced = jax.jit(lambda *arrays: op(*arrays, backend=backend, **options)).trace(*args)
     except ValueError as error:
@@ -44,7 +44,7 @@ def lower(op, args, options, backend: str, platform: str) -> dict[str, str]:
 
 
 def specs_of(half: int) -> tuple[ArgSpec, ...]:
-    """Those lowered in one run."""
+    """The specs that one run lowers."""
     return tuple(daily(GRID_SPECS[half:] + GRID_SPECS[:half], every=2))
 
 

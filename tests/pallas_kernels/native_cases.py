@@ -1,4 +1,4 @@
-"""Cases for attention in C++, and what is right for them.
+"""Cases for attention in C++, and the right results for them.
 
 Queries of zero give all tokens in view the same weight: then the output is their mean, exactly, and no tolerance hides
 a token too many or too few. With random queries the reference takes them rounded to bfloat16, as the kernel does; what
@@ -23,7 +23,7 @@ from tests.pallas_kernels.cases import dense_attention
 from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, family, lay_out, own, unseen_places
 
 K = 2
-# Whether kernels multiply pairs of bfloat16 or widen it, and as on a processor that can only do that.
+# Kernels that multiply pairs of bfloat16, that widen it, and that are compiled for a processor that can only widen.
 WAYS = ("paired", "widened", *(["narrow"] if library.has_pairs() else []))
 MEAN_TOLERANCE, TOLERANCE = 1e-5, 1e-2  # a weight is off by 2^-9 of itself, a value is 4 at most
 
@@ -40,7 +40,7 @@ class Case:
     offsets: np.ndarray
 
     def decode(self) -> Case:
-        """One query of each sequence; of a padding row too."""
+        """One query of each sequence, padding rows included."""
         return replace(self, q=self.q[: len(self.lengths)], offsets=np.arange(len(self.lengths) + 1))
 
     def of_zeros(self) -> Case:
@@ -50,7 +50,7 @@ class Case:
 def build(
     texts: list[str], page_size: int, *, group: int = 2, head_dim: int = 32, seed: int = 0, most_new: int = LONGEST
 ) -> Case:
-    """The last tokens of each text are new, as many as chance says; `most_new` at most, sometimes none."""
+    """A random number of the last tokens of each text are new: `most_new` at most, sometimes none."""
     rng = np.random.default_rng(seed)
     table, lengths = lay_out(texts, page_size, seed)
     unseen = unseen_places(table, lengths, page_size)

@@ -18,7 +18,7 @@ from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, de
 BY_NAME = {spec.name: spec for spec in SMALL_SPECS}
 each_spec = pytest.mark.parametrize("name", BY_NAME)
 
-# Fewer examples in the interpreter, whose price is the time of each; the specs multiply either number.
+# Fewer examples in the interpreter, where each takes long; the specs multiply either number.
 XLA = pytest.param("xla", count(6, 12), id="xla")
 PALLAS_GPU = pytest.param("triton", count(3, 4), id="triton")
 each_backend = pytest.mark.parametrize(("backend", "num_examples"), [XLA, PALLAS_GPU])

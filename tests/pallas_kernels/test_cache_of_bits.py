@@ -21,7 +21,7 @@ def pages_of(page_size: int, seed: int) -> jax.Array:
 
 
 def table_of(page_size: int) -> jax.Array:
-    """Pages of each sequence, the first two shared by the longest; what is past them names the page of NaN."""
+    """Pages of each sequence, the first two shared by the longest; entries past them name the page of NaN."""
     rng = np.random.default_rng(page_size)
     table = np.full((len(LENGTHS), -(-64 // page_size) + 1), NUM_PAGES - 1)
     for row, length in enumerate(LENGTHS):
@@ -47,7 +47,7 @@ def test_attention_over_bits_is_attention_over_the_numbers(op: str, page_size: i
 
     expected = attend(k, v, "reference")
     np.testing.assert_array_equal(attend(to_bits(k), to_bits(v), "reference"), expected)
-    # There queries and keys are multiplied in bfloat16.
+    # Over bits, queries and keys are multiplied in bfloat16.
     np.testing.assert_allclose(attend(to_bits(k), to_bits(v), "xla"), expected, atol=2e-2)
 
 

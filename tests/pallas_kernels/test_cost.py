@@ -61,7 +61,7 @@ def test_a_wide_page_table_costs_no_time(op, num_tokens: int) -> None:
 
 
 def decode_args(page_size: int) -> tuple[jax.Array, ...]:
-    """Of 32 sequences x 512 tokens, without the lengths; pages in random order."""
+    """Arguments for 32 sequences x 512 tokens, without the lengths; pages in random order."""
     rng = np.random.default_rng(0)
     pages_per_seq = LENGTH // page_size
     table = 1 + rng.permutation(NUM_SEQS * pages_per_seq).reshape(NUM_SEQS, pages_per_seq)

@@ -22,7 +22,7 @@ EVERYTHING = {"reference": refuse_nothing, "xla": refuse_nothing, "triton": refu
 
 
 def on_a_device(platform: str, kind: str):
-    """Traces inside see this device as their target, without it being there."""
+    """Traces inside see this device as their target although it isn't there."""
     fields: dict[str, Any] = {"device_kind": kind, "num_cores": 132, "platform": platform}
     known = inspect.signature(AbstractDevice).parameters  # `platform` isn't there in every version
     device = AbstractDevice(**{name: value for name, value in fields.items() if name in known})
@@ -57,7 +57,7 @@ def test_auto_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What JAX tells of a GPU that is there."""
+    """What JAX says about a GPU that is there."""
 
     device_kind: str
     compute_capability: str

@@ -33,7 +33,7 @@ SPECS = {
 
 
 def splitting(num_splits_at_least: int):
-    """What is traced inside cuts every sequence into several parts, as a chip with many cores would want it."""
+    """Calls traced inside cut every sequence into several splits, as on a chip with many cores."""
     sizes = {"programs_per_core": num_splits_at_least, "min_split_tokens": 64}
     return tuning.override("paged_decode_attention", "mosaic_gpu", sizes)
 
@@ -55,7 +55,7 @@ def test_a_ring_goes_round_several_times() -> None:
         check_without_races(build_case(spec, [length], [1], 0, seed=length))
 
 
-def test_what_the_window_has_left_behind_is_not_read() -> None:
+def test_tokens_before_the_window_are_not_read() -> None:
     """NaN in front of the window, within its first page and its first tile."""
     spec = SPECS["window"]
     case = build_case(spec, [200, 71, 320], [1, 1, 1], 0, seed=4)
@@ -70,7 +70,7 @@ def test_what_the_window_has_left_behind_is_not_read() -> None:
 
 @pytest.mark.parametrize("window", [None, 200])
 def test_splits_equal_the_reference(window: int | None) -> None:
-    """Splits of several tiles, of one, and empty ones; a sequence of none."""
+    """Splits of several tiles, of one tile and of none; and a sequence without tokens."""
     spec = ArgSpec("splits", 4, 4, 20, 16, 1, 2, 64, dtype=jnp.float16, sliding_window=window)
     q, kv = args = build_case(spec, [320, 0, 1, 129], [1, 0, 1, 1], 1, seed=5).decode_args()
     expected = paged_decode_attention(q, kv, spec.options, backend="reference")
@@ -108,6 +108,6 @@ def test_the_merge_of_splits_rounds_once() -> None:
         (ArgSpec("", 2, 2, 4, 16, 1, 65, 64, dtype=jnp.bfloat16), "65 query heads share a kv head"),
     ],
 )
-def test_shapes_that_the_chip_can_not_take_are_refused(spec: ArgSpec, reason: str) -> None:
+def test_shapes_that_the_chip_cannot_take_are_refused(spec: ArgSpec, reason: str) -> None:
     q, kv = spec.decode_args()
     assert reason in (refuse_decode(q, kv) or "")

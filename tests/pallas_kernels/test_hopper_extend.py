@@ -2,7 +2,7 @@
 
 Its three warpgroups are threads of the interpreter. JAX 0.10 compiles each of them anew in every call, some seconds
 each, so where JAX is older than 0.11 these tests run in an environment with the newest. And a warpgroup that waits at a
-barrier keeps a thread of XLA's pool, which has one per core: with two they would wait for ever. NPROC, which XLA reads
+barrier keeps a thread of XLA's pool, which has one per core: with two they would wait forever. NPROC, which XLA reads
 when it starts, sets the size of the pool.
 """
 
@@ -53,7 +53,7 @@ SPECS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def small_kv_tiles():
-    """So that short sequences have several."""
+    """Makes KV tiles so small that short sequences have several."""
     with tuning.override("paged_extend_attention", "mosaic_gpu", {"tile_tokens": 64}):
         yield
 
@@ -120,7 +120,7 @@ def test_padding_yields_exact_zeros() -> None:
         (ArgSpec("", 2, 2, 4, 16, 1, 17, 64, dtype=BF16), "17 query heads share a kv head"),
     ],
 )
-def test_shapes_that_the_chip_can_not_take_are_refused(spec: ArgSpec, reason: str) -> None:
+def test_shapes_that_the_chip_cannot_take_are_refused(spec: ArgSpec, reason: str) -> None:
     q, _, kv = spec.extend_args()
     assert reason in (refuse_extend(q, kv) or "")
 

@@ -1,6 +1,6 @@
-"""Attention in C++ gives what a float64 softmax gives, to the bit the same whatever else is in the batch.
+"""Attention in C++ equals a float64 softmax, and is bit-identical whatever else is in the batch.
 
-In both ways to multiply. `native_cases` tells what the figures are held to.
+Tested with each way to multiply. `native_cases` has the tolerances and their reasons.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_a_sequence_is_the_same_to_the_bit_whatever_else_is_in_the_batch(name: s
 
 
 def test_two_threads_may_call_at_once() -> None:
-    """Two programs, each in a thread of its own, with other head sizes: nothing that they work with is common."""
+    """Two programs with different head sizes, each in a thread of its own, share no working memory."""
     cases = [build(TEXTS["nested"], 16, head_dim=64, seed=6), build(MANY, 16, group=8, head_dim=128, most_new=2)]
     expected = [attend(case) for case in cases]
     start = threading.Barrier(2)

@@ -1,4 +1,4 @@
-"""Where C++ can't be compiled or doesn't fit, it says why and XLA runs; where it can, it's compiled once.
+"""Where the C++ can't be compiled or run, the reason is given and XLA runs; where it can, it's compiled once.
 
 Compilers here are shell scripts, so that all of it holds on machines that could never run the library.
 """
@@ -27,7 +27,7 @@ FLAGS = frozenset({"avx2", "fma"})
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where compiled libraries go, not there yet."""
+    """The folder for compiled libraries, which doesn't exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(library, "processor_flags", lambda: FLAGS)
@@ -90,7 +90,7 @@ def test_a_library_that_is_half_written_is_never_there_under_its_name(folder: Pa
     assert made.read_text() == "whole\n" and names(folder) == sorted([made.name, "left.unfinished"])
 
 
-def test_several_may_compile_at_once(folder: Path, tmp_path: Path) -> None:
+def test_several_threads_may_compile_at_once(folder: Path, tmp_path: Path) -> None:
     compiler = write_compiler(tmp_path, 'echo half > "$1"; sleep 0.3; echo whole > "$1"')
     with ThreadPoolExecutor(4) as pool:
         made = set(pool.map(lambda _: library._compiled(compiler, FLAGS), range(4)))
@@ -194,7 +194,7 @@ def arrays(
 
 @pytest.fixture
 def a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this machine had one."""
+    """Makes this machine look as if it had a library."""
     monkeypatch.setattr(library, "load", lambda: None)
 
 
@@ -209,14 +209,14 @@ def a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         (arrays(group=129), "129 query heads share a kv head; it takes 128 at most"),
     ],
 )
-def test_shapes_that_it_does_not_take_are_named(a_library: None, args: tuple, reason: str) -> None:
+def test_shapes_that_the_native_kernels_do_not_take_are_named(a_library: None, args: tuple, reason: str) -> None:
     assert reason in (attention.refuse_attention(*args) or "")
     with pytest.raises(ValueError, match=f"backend 'native' is impossible here: .*{reason}"):
         jax.eval_shape(lambda *a: paged_decode_attention(*a, backend="native"), *args)
     jax.eval_shape(paged_decode_attention, *args)  # "auto" takes another
 
 
-def test_another_platform_is_named(a_library: None) -> None:
+def test_a_gpu_is_refused_by_name(a_library: None) -> None:
     with on_an_h100(), pytest.raises(ValueError, match="it needs a cpu, this is a gpu; choose"):
         jax.eval_shape(lambda *a: paged_decode_attention(*a, backend="native"), *arrays())
 
@@ -230,7 +230,7 @@ def text_of(**options: Any) -> str:
     return f"{decode}\n{extend}"
 
 
-def test_auto_takes_it_first_on_a_cpu(a_library: None) -> None:
+def test_auto_takes_the_native_kernels_first_on_a_cpu(a_library: None) -> None:
     assert "native" in BACKENDS
     assert text_of().count(library.PAGED_ATTENTION) == text_of(backend="native").count(library.PAGED_ATTENTION) == 2
 

@@ -49,8 +49,8 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
         np.testing.assert_array_equal(np.asarray(rows_product(x[:count], weights)), together[:count])
 
 
-def test_the_other_way_adds_in_another_order_or_is_an_error() -> None:
-    """So the tests here do run what they say."""
+def test_forcing_the_other_way_to_multiply_changes_the_order_of_sums_or_is_an_error() -> None:
+    """Hence `widened` does choose the way, and the tests here run what they say."""
     x, weights = rows_and_weights(20, 64, 512)
     out = np.asarray(rows_product(x, weights))
     np.testing.assert_array_equal(out, np.asarray(rows_product(x, weights, widened=library.widens())))

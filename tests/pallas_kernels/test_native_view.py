@@ -1,6 +1,6 @@
 """Attention in C++ sees all tokens that it should and no other: windows, shared pages, padding.
 
-`native_cases` tells what the figures are held to.
+`native_cases` has the tolerances and their reasons.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("native_runs_here")
      {"sliding_window": 33, "logit_soft_cap": 2.0, "sm_scale": 0.3, "k_scale": 2.0}],
     ids=str,
 )  # fmt: skip
-def test_options_hold(is_decode: bool, page_size: int, options: dict[str, float]) -> None:
+def test_window_and_soft_cap_hold(is_decode: bool, page_size: int, options: dict[str, float]) -> None:
     check(build(RAGGED, page_size, seed=1, most_new=100), is_decode, **options)
 
 
@@ -39,14 +39,14 @@ def test_shared_pages_change_nothing(is_decode: bool, page_size: int, group: int
 @pytest.mark.parametrize("page_size", [1, 16, 128])
 @pytest.mark.parametrize("name", ["equal to the end", "cut off anywhere", "nested"])
 def test_new_tokens_may_lie_inside_shared_pages(name: str, page_size: int) -> None:
-    """As where equal prompts are extended in one step: none of them may see what lies behind it in its own page."""
+    """Equal prompts extended in one step are such a case: none of them may see later tokens in its own page."""
     for seed in range(2):
         check(build(TEXTS[name][:12], page_size, group=1, seed=seed))
 
 
 @each_op
 @pytest.mark.parametrize("options", [{"logit_soft_cap": 1.5}, {"sliding_window": 70}], ids=str)
-def test_options_hold_over_shared_pages(is_decode: bool, options: dict[str, float]) -> None:
+def test_window_and_soft_cap_hold_over_shared_pages(is_decode: bool, options: dict[str, float]) -> None:
     for name in ("groups of 1 to 9", "nested", "equal to the end"):
         check(build(TEXTS[name], 16, seed=3, most_new=4), is_decode, **options)
 

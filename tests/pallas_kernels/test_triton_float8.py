@@ -20,7 +20,7 @@ def test_every_code_unpacks_to_its_number() -> None:
         assert all((np.asarray(other) == 0).all() for i, other in enumerate(planes) if i != plane)
 
 
-def test_words_and_planes_are_undone() -> None:
+def test_words_and_planes_convert_back_exactly() -> None:
     array = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 16)), FLOAT8)
     words = float8.as_words(array)
     assert words.shape == (3, 2, 4) and (float8.from_words(words) == array).all()

@@ -1,4 +1,4 @@
-"""Block sizes come from the tables, unless someone who tunes says otherwise."""
+"""Block sizes come from the tables, unless a tuning run overrides them."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def test_an_override_keeps_the_sizes_that_it_does_not_name_and_other_backends() 
         assert tuning.blocks(OP, BACKEND, SHAPE) == usual
 
 
-def test_an_override_tells_which_shape_classes_were_asked_for() -> None:
+def test_an_override_lists_the_shape_classes_that_were_asked_for() -> None:
     with tuning.override(OP, BACKEND, {}) as asked:
         traced_tile(jnp.int32(1))
     assert asked == [SHAPE]

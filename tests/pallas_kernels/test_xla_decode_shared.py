@@ -1,4 +1,4 @@
-"""Decode reads pages that sequences share once for several of them: who shares what, and that outputs stay right."""
+"""Decode reads pages that sequences share once for several of them; groups and outputs are right."""
 
 import functools
 from typing import Any

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-NUM_SEQS, LONGEST = 48, 256  # of all cases, which so share their compiled programs
+NUM_SEQS, LONGEST = 48, 256  # in all cases, so that they share compiled programs
 
 
 def own(length: int, number: int) -> str:
@@ -40,7 +40,7 @@ TEXTS = {
 
 @st.composite
 def random_texts(draw) -> list[str]:
-    """Up to `NUM_SEQS`: some of a common beginning, some of one of three branches, some tokens of their own."""
+    """Up to `NUM_SEQS` texts: a part of a common beginning, a part of one of three branches, then their own tokens."""
     some = st.one_of(st.integers(0, 80), st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 80]))
     branch = st.tuples(st.sampled_from("abc"), st.sampled_from([0, 40, 64, 80]))
     system = "s" * draw(st.sampled_from([0, 16, 63, 64, 96]))

@@ -1,4 +1,4 @@
-"""Makes the packages beside the scripts importable, as they are for a script that runs, and the front end's fakes."""
+"""Makes the front end's fakes importable, and the packages beside the scripts, as for a script that runs."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Contenders that answer at once. Each notes in a file what happens to it."""
+"""Contenders that answer at once. Each notes the calls to it in a file."""
 
 from __future__ import annotations
 

@@ -13,17 +13,17 @@ from typing import Any
 
 @dataclass
 class Foreign:
-    """What it can, and what it was sent. Each word, letter of an answer, and id is a token.
+    """A server's abilities, and the requests that it got. Each word, letter of an answer, and id is a token.
 
     Attributes:
-      models: what /v1/models lists; None: it fails.
+      models: the list of /v1/models; None: that call fails.
       takes_ids: prompts may be token ids.
       refused: fields that it refuses.
       usage: whether it counts tokens.
       done: whether streams end with [DONE].
       most: tokens of an answer, whatever was asked for.
-      replies: to other paths that are posted to.
-      url: where it is.
+      replies: answers to POST on other paths.
+      url: its address.
       sent: path and body of each request.
     """
 
@@ -38,7 +38,7 @@ class Foreign:
     sent: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def prompts(self, path: str = "/v1/completions") -> list[Any]:
-        """Of the streams."""
+        """The prompts of streamed requests to `path`."""
         return [body.get("prompt") for to, body in self.sent if to == path and body.get("stream")]
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
@@ -46,7 +46,7 @@ class Foreign:
         path = path.partition("?")[0]
         if path in self.replies:
             return 200, self.replies[path]
-        if path == "/tokenize":  # as llama.cpp's server, which ignores a `prompt`
+        if path == "/tokenize":  # like llama.cpp's server, which ignores a `prompt`
             return 200, json.dumps({"tokens": [ord(letter) for letter in body.get("content", "")]}).encode()
         if path not in ("/v1/completions", "/v1/chat/completions"):
             return 404, b"Not Found"

@@ -33,7 +33,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def endpoint(missing: int) -> Iterator[str]:
-    """A server whose answers lack so many tokens."""
+    """A server whose answers lack `missing` tokens."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -77,7 +77,7 @@ def test_real_engines_return_the_same_tokens_and_are_compared(tmp_path: Path, ti
     ours = f"jaxsgl {OURS}"
     assert told["best_jaxsgl"] == ours
     assert "doesn't answer" in told["could_not_run"].pop("127.0.0.1:9")
-    if "llama.cpp-float32" in told["could_not_run"]:  # it is in no requirements: it is built for minutes
+    if "llama.cpp-float32" in told["could_not_run"]:  # no requirements file has it, since building it takes minutes
         assert "llama_cpp" in told["could_not_run"].pop("llama.cpp-float32")
     assert not told["could_not_run"]
     for name in (ours, *names[:2], url):

@@ -86,7 +86,7 @@ def test_goodput_counts_answers_that_keep_every_limit(limits: str, kept: int) ->
     assert found["request_goodput"] == kept / 2
 
 
-def test_a_limit_on_something_unknown_is_refused() -> None:
+def test_a_limit_on_an_unknown_figure_is_refused() -> None:
     with pytest.raises(ValueError, match="itl:5"):
         parse_goodput("ttft:1 itl:5")
 
@@ -99,7 +99,7 @@ def test_details_are_by_request_and_failures_are_listed_by_error() -> None:
     assert failures([LONG, FAILED, FAILED]) == "2 x out of luck"
 
 
-def test_defaults_are_those_of_sglang() -> None:
+def test_defaults_equal_sglangs() -> None:
     random, shared = DatasetConfig(), DatasetConfig(dataset_name="generated-shared-prefix")
     lengths = [sum(ask.lengths) for ask in random.asks()]
     assert len(lengths) == 1000 and 1 <= min(lengths) < 20 and 1000 < max(lengths) <= 1024

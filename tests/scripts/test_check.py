@@ -17,7 +17,7 @@ SPEC = ArgSpec("small", 4, 24, 5, 16, 2, 2, 16)
 
 
 class Results:
-    """A runner whose runs give these results one after the other, the last one for ever."""
+    """A runner whose runs give these results one after the other, the last one forever."""
 
     calls = 1
 

@@ -42,7 +42,7 @@ def test_all_contenders_are_right(case) -> None:
         except contenders.Unsupported:
             continue
         assert check_error(inputs, runner) < 1e-6, name
-        runner.run(2)  # what is timed gives the same as what is checked, states and all
+        runner.run(2)  # the timed calls give the same results as the checked ones, states included
         assert check_error(inputs, runner) < 1e-6, name
         right.append(name)
     assert "xla" in right
@@ -131,7 +131,7 @@ def test_a_refusal_says_why() -> None:
         prepare()
 
 
-def test_what_needs_no_pages_is_measured_once_for_all_page_sizes() -> None:
+def test_contenders_without_pages_are_measured_once_for_all_page_sizes() -> None:
     case = decode("decode", [8, 8], **SMALL)
     rows = {row.contender: row for row in measure_case(case, "cpu", ["baselines"], ROOFLINE, 1, {})}
     other = dataclasses.replace(case, page_size=8)

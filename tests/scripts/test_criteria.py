@@ -35,7 +35,7 @@ def test_the_best_right_backend_counts() -> None:
     assert verdict_on(case, row(case, "triton", 0.5), wrong).passed is False
 
 
-def test_being_ahead_is_judged_against_the_fastest_baseline() -> None:
+def test_a_lead_is_judged_against_the_fastest_baseline() -> None:
     slow, fast = (row("x", name, share, is_ours=False) for name, share in (("gather", 0.1), ("cuDNN", 0.6)))
     assert verdict_on("x", row("x", "triton", 0.7), slow, fast, what="baseline").passed is True
     behind = verdict_on("x", row("x", "triton", 0.5), slow, fast, what="baseline")

@@ -58,7 +58,7 @@ def test_completions_get_ids_where_the_server_takes_them(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("takes_ids", [True, False])
 def test_a_turn_holds_the_answer_before_it(takes_ids: bool, tmp_path: Path) -> None:
-    """As llama.cpp's server counts its tokens; as the text that it was, between words."""
+    """It holds the answer's ids if the server tokenizes, as llama.cpp's does; else the answer's text."""
     foreign = Foreign(takes_ids=takes_ids)
     assert bench(foreign, tmp_path, *TALK)["completed"] == 2
     first, second = foreign.prompts()[-2:]

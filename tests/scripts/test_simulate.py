@@ -104,7 +104,7 @@ def test_percentiles_are_those_of_numpy() -> None:
 
 
 def test_the_prefix_cache_serves_groups_and_turns() -> None:
-    """Whole pages of what came before: all but the answer's last token and a page that isn't full."""
+    """Whole pages of the text before are cached: all but the answer's last token and a page that isn't full."""
     second = Ask(0.1, (0, 1, OUTPUT, 2), (100, 30, 40, 25), output_len=5)
     chat, _ = served([Ask(0.0, (0, 1), (100, 30), output_len=40, then=second)])
     assert chat.cached_tokens == (100 + 30 + 40 - 1) // 16 * 16

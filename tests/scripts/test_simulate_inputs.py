@@ -115,7 +115,7 @@ def test_a_fit_without_steps_of_a_kind_says_so() -> None:
 
 
 class EngineThatLooks:
-    """Runs nothing, but checks that a batch has pages of its own for every token."""
+    """An engine that runs nothing, but checks that a batch has its own pages for every token."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity

@@ -77,7 +77,7 @@ def test_the_quick_list_has_every_op(platform: str) -> None:
     assert len(quick) < 8
 
 
-def test_the_issues_shapes_are_there() -> None:
+def test_the_promised_shapes_are_in_the_list() -> None:
     labels = {case.label: case for case in ACCELERATOR_CASES}
     for page in (1, 16, 64, 128):
         for rows in (8, 64):

@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level() -> Tokenizer:
-    """As in Qwen and Llama 3. Holds two added tokens that are not special, one with characters beyond the alphabet."""
+    """Byte-level BPE, as in Qwen and Llama 3. Two added tokens aren't special; one has letters beyond the alphabet."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As in Llama 2: words with a space mark, single bytes for unknown characters, the first space stripped."""
+    """A BPE as in Llama 2: words with a space mark, single bytes for unknown characters, the first space stripped."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -63,7 +63,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As in T5 and older SentencePiece models."""
+    """Words with a space mark and no byte fallback, as in T5 and older SentencePiece models."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

@@ -16,7 +16,7 @@ from tests.text.small_tokenizers import byte_level, save
 
 
 class Uncopied(Sequence[int]):
-    """So many ids, none of which may be looked at."""
+    """A sequence of ids that has a length, but none of whose ids may be read."""
 
     def __init__(self, length: int) -> None:
         self._length = length

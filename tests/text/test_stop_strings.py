@@ -21,7 +21,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]
 
 
 def cut(text: str, stops: Sequence[str], keep: bool) -> tuple[str, str | None]:
-    """What must come out, read character by character: the first stop string to be complete, the longest of several."""
+    """The right text: read by characters, it ends at the first complete stop string, the longest of several."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -54,7 +54,7 @@ def test_text_ends_at_the_first_stop_string_however_it_is_cut(
 ) -> None:
     places = sorted({0, *(min(place, len(text)) for place in cuts), len(text)})
     pieces = [text[a:b] for a, b in itertools.pairwise(places)]
-    # A piece may hold characters behind the stop string; those before it decide.
+    # A piece may hold characters behind the stop string; only those before it count.
     assert read(pieces, stops, keep) == read(list(text), stops, keep) == cut(text, stops, keep)
 
 

@@ -33,7 +33,7 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
         tokenizer.encode_chat([ChatMessage("user", "hello")])
 
 
-def test_a_folder_without_a_tokenizer_understands_ids_only(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_takes_ids_only(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path))
     assert not tokenizer.exists
     assert not tokenizer.has_chat_template
@@ -90,7 +90,7 @@ def test_the_bytes_of_all_tokens_of_a_text_are_the_text(kind: str, tmp_path: Pat
         joined = b"".join(tokenizer.token_bytes(token_id) for token_id in ids)
         if kind == "byte_level":
             assert joined.decode() == text
-        else:  # a mark before the first word; metaspace has no token for what it doesn't know
+        else:  # a mark stands before the first word; metaspace has no token for unknown characters
             assert joined.decode().removeprefix(" ") == text or b"<unk>" in joined
 
 

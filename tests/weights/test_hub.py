@@ -1,4 +1,4 @@
-"""A model's name is a local folder or a hub id; the error says what became of both."""
+"""A model's name is a local folder or a hub id; the error says how both attempts ended."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESOLVE = "import sys; from jaxsgl.weights import resolve_model_folder; print(re
 
 
 def resolve_offline(name: str, hub_cache: Path) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, because the hub's settings are read at import."""
+    """Resolves `name` in a process of its own, because the hub's settings are read at import."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache)}
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", RESOLVE, name]
@@ -33,7 +33,7 @@ def test_a_path_that_is_no_folder_is_not_looked_up_on_the_hub(name: str) -> None
         resolve_model_folder(name)
 
 
-def test_a_hub_id_that_cannot_be_fetched_tells_both_attempts(tmp_path: Path) -> None:
+def test_a_hub_id_that_cannot_be_fetched_reports_both_attempts(tmp_path: Path) -> None:
     done = resolve_offline("someone/some-model", tmp_path)
     last_line = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1

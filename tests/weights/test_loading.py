@@ -1,4 +1,4 @@
-"""Loading checkpoints: one file or several, every dtype, and what a broken folder is told."""
+"""Loading checkpoints: one file or several, every dtype, and the errors for broken folders."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_wrong_shape_is_told_with_both_shapes(tmp_path: Path) -> None:
+def test_a_wrong_shape_is_reported_with_both_shapes(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen2", tmp_path)
     rewrite(folder, model__layers__0__mlp__up_proj__weight=torch.zeros(95, 64))
     with pytest.raises(CheckpointError, match=r"up_proj\.weight has shape \(95, 64\).* \(96, 64\)"):
@@ -107,7 +107,9 @@ def test_an_integer_tensor_is_refused(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_only_tensors_that_mean_something_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_unused_tensors_that_mean_something_cause_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = make_checkpoint("llama_tied", tmp_path)
     rewrite(
         folder,

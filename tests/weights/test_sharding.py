@@ -44,7 +44,7 @@ np.save(folder / "random.npy", plain_logits(arch, random, list(range(3, 60))))
 """
 
 
-# Between them, these two have every parameter that there is.
+# Together these two kinds have every parameter that there is.
 @pytest.mark.parametrize("kind", ["llama_linear_rope_bias", "qwen3"])
 def test_four_devices_give_the_logits_of_one(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path, num_attention_heads=8, num_key_value_heads=4)
