@@ -246,7 +246,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """News about one sample of a request: at most one new token, and its end if it ended.
+    """News about one sample of a request: its new tokens, and its end if it ended.
 
     Attributes:
       request_id: as in `Request`.
@@ -255,7 +255,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
       cached_tokens: prompt tokens whose KV was already cached when it was admitted.
       refusal: set when the scheduler refused the request, and then nothing more comes of any of its samples.
       index: which of the request's n samples.
-      logprob: of the new token, if asked for.
+      logprob: of the new token, if asked for; such requests get one token a step.
       prompt_logprobs: of prompt tokens 1, 2, ... (nothing stands before token 0), if asked for; comes once, with the
         first token of sample 0.
     """

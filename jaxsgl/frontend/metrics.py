@@ -149,7 +149,6 @@ class Rates:
     Attributes:
       output_tokens_per_s: tokens read from the device.
       prompt_tokens_per_s: prompt tokens of admitted samples, cached or not.
-      steps_per_s: steps launched.
       cache_hit_rate: share of prompt tokens that the prefix cache had; if no prompt came, the last known share.
       busy_tokens_per_s: output tokens per second over the last intervals in which the engine had work, however long
         ago. Gateways estimate waiting times from it, so it must not fall while the engine is idle. 0: not known yet.
@@ -157,7 +156,6 @@ class Rates:
 
     output_tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
-    steps_per_s: float = 0.0
     cache_hit_rate: float = 0.0
     busy_tokens_per_s: float = 0.0
 
@@ -197,7 +195,6 @@ class Throughput:
         return Rates(
             output_tokens_per_s=(new.totals.output_tokens - old.totals.output_tokens) / seconds,
             prompt_tokens_per_s=prompt_tokens / seconds,
-            steps_per_s=(new.totals.steps - old.totals.steps) / seconds,
             cache_hit_rate=self._cache_hit_rate,
             busy_tokens_per_s=sum(tokens for _, tokens in self._busy) / (sum(s for s, _ in self._busy) or 1.0),
         )

@@ -32,10 +32,10 @@ class Engine:
 def test_rates_are_of_the_last_seconds() -> None:
     engine = Engine()
     engine.work(2, output_tokens=100, prompt_tokens=40, cached_prompt_tokens=10, steps=20)
-    assert engine.throughput.rates() == Rates(50.0, 20.0, 10.0, 0.25)
+    assert engine.throughput.rates() == Rates(50.0, 20.0, 0.25)
     engine.work(100, output_tokens=100, prompt_tokens=40, cached_prompt_tokens=10, steps=20)
     engine.work(1, output_tokens=600, prompt_tokens=140, cached_prompt_tokens=110, steps=30)
-    assert engine.throughput.rates() == Rates(500 / WINDOW_S, 100 / WINDOW_S, 10 / WINDOW_S, 1.0)
+    assert engine.throughput.rates() == Rates(500 / WINDOW_S, 100 / WINDOW_S, 1.0)
 
 
 def test_a_long_start_does_not_thin_out_the_first_rates() -> None:
@@ -48,12 +48,12 @@ def test_a_long_start_does_not_thin_out_the_first_rates() -> None:
 
 def test_an_idle_engine_has_no_rates_but_keeps_its_hit_rate() -> None:
     engine = Engine()
-    assert engine.throughput.rates() == Rates(0.0, 0.0, 0.0, 0.0)
+    assert engine.throughput.rates() == Rates(0.0, 0.0, 0.0)
     totals = {"output_tokens": 100, "prompt_tokens": 40, "cached_prompt_tokens": 10}
     engine.work(5, **totals)
     assert engine.throughput.rates().cache_hit_rate == 0.25
     engine.work(100, **totals)
-    assert engine.throughput.rates() == Rates(0.0, 0.0, 0.0, 0.25)
+    assert engine.throughput.rates() == Rates(0.0, 0.0, 0.25)
 
 
 def test_the_status_line_is_written_while_something_happens(caplog: pytest.LogCaptureFixture) -> None:
