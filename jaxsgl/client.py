@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "--logprobs", type=int, metavar="K", help="log-probabilities, and the K most likely; with --json"
     )
     parser.add_argument("--prompt-logprobs", type=int, metavar="K", help="the same of the prompt; with --json")
-    parser.add_argument("-n", type=int, help="so many answers; above 1 with --json, which prints an object a line")
+    parser.add_argument("-n", type=int, help="number of answers; above 1 with --json, which prints an object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
     terminal.add_sampling_flags(parser)
     terminal.add_connection_flags(parser)

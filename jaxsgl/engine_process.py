@@ -79,7 +79,7 @@ def follow_parent(stdin: BinaryIO, endpoints: Endpoints) -> None:
     """Ends this process as soon as the parent has died for any reason, which closes the parent's end of the pipe."""
 
     def wait_for_end() -> None:
-        # Not stdin.read: it would hold its lock for ever, a fatal error when the interpreter shuts down.
+        # Not stdin.read: it would hold its lock forever, a fatal error when the interpreter shuts down.
         while os.read(stdin.fileno(), 4096):
             pass
         endpoints.remove()

@@ -15,7 +15,7 @@
 Every message names the value, the limit and the way out. All parts may import this module; it imports none.
 """
 
-RETRY_AFTER_S = 1  # clients are told to wait so long before they try again
+RETRY_AFTER_S = 1  # clients are asked to wait this long before they try again
 
 
 class JaxsglError(Exception):

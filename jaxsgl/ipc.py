@@ -63,7 +63,7 @@ class Endpoints(msgspec.Struct, frozen=True):
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
-    """What the engine process is told on the first line of its standard input, as JSON."""
+    """What the engine process reads from the first line of its standard input, as JSON."""
 
     config: EngineConfig
     endpoints: Endpoints

@@ -93,7 +93,7 @@ class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
 
     Attributes:
       folder: where the trace goes.
-      num_steps: stop by itself after so many steps; None: at `StopProfile`.
+      num_steps: stop by itself after this many steps; None: at `StopProfile`.
     """
 
     number: int

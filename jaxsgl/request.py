@@ -98,7 +98,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       ignore_eos: continue after the model's end-of-sequence tokens (for benchmarks).
       logprobs: return the log-probability of every output token and of the k most likely tokens in its place, from
         the model's own logits, before penalties and temperature. None: none; 0: of the output token alone.
-      prompt_logprobs: the same for every prompt token but the first. The prompt is then computed anew, since a
+      prompt_logprobs: the same for every prompt token but the first. The prompt is then computed again, since a
         prefix cache holds no logits.
       n: independent samples of one prompt, which is computed once. Sample i draws with seed + i.
     """

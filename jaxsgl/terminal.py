@@ -51,7 +51,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="tokens to generate at most (default: as many as fit)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: most likely tokens (default)")
     parser.add_argument("--top-p", type=float, help="sample from the most likely tokens of this total probability")
-    parser.add_argument("--top-k", type=int, help="sample from so many of the most likely tokens (default: all)")
+    parser.add_argument("--top-k", type=int, help="sample from this many of the most likely tokens (default: all)")
     parser.add_argument("--seed", type=int, help="makes sampling reproducible")
     parser.add_argument("--frequency-penalty", type=float, help="lower tokens by this for each time they came, -2 to 2")
     parser.add_argument("--presence-penalty", type=float, help="lower tokens by this if they came at all, -2 to 2")

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--page-sizes", type=int, nargs="+", metavar="N", help="only cases of these page sizes")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"backends, or {BASELINES!r} (default: all)")
     parser.add_argument("--repeats", type=int, default=7, help="repeats of each measurement (default: 7)")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no case after so many seconds")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no case after this many seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw them here; needs matplotlib")
     options = parser.parse_args()

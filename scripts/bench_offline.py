@@ -48,7 +48,7 @@ class OfflineConfig:
     output: str = flag("100:1024", "tokens to generate, least:most")
     seed: int = flag(0, "of lengths and prompts")
     at_running: int | None = flag(
-        None, "tell the host's time of decode steps of so many requests (default: of all decode steps)"
+        None, "report the host's time of decode steps of this many requests (default: of all decode steps)"
     )
     json: str | None = flag(None, "write flags and figures to this file")
     profile: str | None = flag(None, "write a trace of 50 steps in the middle to this folder; figures suffer from it")

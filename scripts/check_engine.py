@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument(
         "--backends", nargs="+", metavar="NAME", default=["auto", *others], help="backends to compare with xla"
     )
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no backend after so many seconds")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no backend after this many seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome here, after each backend")
     options = parser.parse_args()
     try:

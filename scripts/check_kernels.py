@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--specs", metavar="TEXT", default="", help="only specs whose name contains this")
     parser.add_argument("--small", action="store_true", help="the interpreters' small specs; Pallas is interpreted")
     parser.add_argument("--runs", type=int, default=20, help="runs on the same inputs that must agree (20)")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no spec after so many seconds")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no spec after this many seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes here, after each spec")
     options = parser.parse_args()
 

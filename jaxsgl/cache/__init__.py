@@ -1,1 +1,1 @@
-"""Who owns which page: free list, radix tree, page tables. Plain Python and NumPy; holds no device memory."""
+"""Ownership of pages: free list, radix tree, page tables. Plain Python and NumPy; holds no device memory."""

@@ -72,7 +72,7 @@ class Engine:
       capacity: the sizes that the scheduler works with.
       buckets: the shapes that are compiled.
       programs: the compiled programs.
-      info: what the front end is told.
+      info: what the front end gets to know.
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:

@@ -98,7 +98,7 @@ class Server:
             await asyncio.wait([death, *duties], return_when=asyncio.FIRST_COMPLETED)
             for duty in duties:
                 if duty.done():
-                    duty.result()  # only a bug ends a duty; without a watchdog, health would stay good for ever
+                    duty.result()  # only a bug ends a duty; without a watchdog, health would stay good forever
         finally:
             for task in (death, *duties):
                 task.cancel()

@@ -17,7 +17,7 @@ from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.messages import Ping
 
 MAX_TICK_S = 5.0
-TICKS = 4  # at least so many in `limit_s`
+TICKS = 4  # at least this many in `limit_s`
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ Owns the filling of shared memory. Never knows softmax. Called by `extend`.
 
 The tiles that it hands over are clean and of the queries' dtype. Places of a V tile that no query of the item sees may
 hold NaN, which a weight of zero would not silence: a tile with such places is copied, awaited and cleared here before
-the consumers are told of it. A float8 tile is copied beside the stages and converted into one.
+the consumers see it. A float8 tile is copied beside the stages and converted into one.
 """
 
 from typing import Any

@@ -167,7 +167,7 @@ def steps_of(jobs: Sequence[Job], config: EngineConfig, capacity: Capacity, buck
 
 
 def unpadded(capacity: Capacity) -> BucketSet:
-    """Buckets with so many extend sizes that the scheduler never shortens a chunk to avoid padding."""
+    """Buckets with enough extend sizes that the scheduler never shortens a chunk to avoid padding."""
     sizes = tuple(range(FINE_TOKENS, capacity.max_extend_tokens, FINE_TOKENS))
     return BucketSet.derive(capacity, extend_sizes=(*sizes, capacity.max_extend_tokens))
 

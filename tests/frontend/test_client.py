@@ -160,7 +160,9 @@ def test_without_a_server_it_gives_up_after_the_wait(capsys: pytest.CaptureFixtu
     assert "no server is ready at 127.0.0.1:1 after 0.3 s (nothing answers)" in err
 
 
-def test_it_waits_for_a_server_that_still_loads(start_server: StartServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_client_waits_for_a_server_that_still_loads(
+    start_server: StartServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = start_server("--random-seed", str(Script.START_HANGS))
     assert main(["hello", "--addr", server.address, "--wait-s", "0.3"]) == 1
     assert "still loading" in capsys.readouterr().err

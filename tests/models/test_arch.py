@@ -89,7 +89,7 @@ def test_eos_ids_come_from_the_generation_config_else_the_config(
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, **changes)
     assert all(word in str(caught.value) for word in [*words, "config.json"])

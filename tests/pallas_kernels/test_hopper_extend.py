@@ -1,6 +1,6 @@
 """The extend for Hopper in its interpreter: what TMA and wgmma take, rings of stages, and the borders of its tiles.
 
-Its three warpgroups are threads of the interpreter. JAX 0.10 compiles each of them anew in every call, some seconds
+Its three warpgroups are threads of the interpreter. JAX 0.10 compiles each of them again in every call, some seconds
 each, so where JAX is older than 0.11 these tests run in an environment with the newest. And a warpgroup that waits at a
 barrier keeps a thread of XLA's pool, which has one per core: with two they would wait forever. NPROC, which XLA reads
 when it starts, sets the size of the pool.

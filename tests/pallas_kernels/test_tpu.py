@@ -42,7 +42,7 @@ def check(op, case: Case, run=None) -> None:
 
 
 def interpreted(op, spec: ArgSpec):
-    """Compiled anew, for what is traced in a context."""
+    """A fresh compilation of `op`, for tests that trace inside a context."""
     return jax.jit(functools.partial(op, backend="mosaic_tpu", interpret=True, options=spec.options))
 
 

@@ -38,7 +38,7 @@ def longest_wait(scheduler: CheckedScheduler) -> int:
     return max(waits[:-1])
 
 
-def test_prompts_go_first_unless_told_otherwise() -> None:
+def test_prompts_go_before_decode_steps_by_default() -> None:
     scheduler, mailbox = steps_and_mailbox(SchedulingConfig(), SCRIPT)
     assert longest_wait(scheduler) >= 300 // 32
     assert mailbox.output_ids("long") == expected(range(100, 400), 4)

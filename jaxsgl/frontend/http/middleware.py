@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class Connection(HttpToolsProtocol):
     """A client's connection. Lets an answer break it, too, by calling `scope["jaxsgl.abort"]`.
 
-    Uvicorn bounds neither the size of a request's head nor the time it takes. It waits for ever to close a connection
+    Uvicorn bounds neither the size of a request's head nor the time it takes. It waits forever to close a connection
     whose client doesn't read. When a client pipelines requests and leaves, it tells only the last of them. Bodies are
     bounded by `BodyLimit`, streams by sse.py.
 
@@ -181,7 +181,7 @@ class ApiKey:
 class BodyLimit:
     """Refuses a body of more than `max_bytes`, by its declared length or as soon as that much has arrived.
 
-    Also refuses a body of which nothing arrives for `stall_s` seconds: its client would hold a connection for ever.
+    Also refuses a body of which nothing arrives for `stall_s` seconds: its client would hold a connection forever.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, stall_s: float = STALL_S) -> None:

@@ -22,7 +22,7 @@ from jaxsgl.text.detokenizer import ByteDetokenizer, TokenBytes
 
 MODEL = "bench"  # name of the model in the APIs
 PATIENCE_S = 60.0
-STRIDE = 7  # each stream starts so many tokens after the one before it, so that all differ
+STRIDE = 7  # each stream starts this many tokens after the one before it, so that all differ
 TEXT = """The server reads every step of the engine once, and each of its streams gets its own tokens: in order, none
 of them twice. 12 + 30 = 42; {"name": "Anna", "age": 31, "city": "Paris"}. Once upon a time a fox lived in a forest
 near the old mill. "Who are you?" asked the owl. "I am a very small model that lives inside an inference server."

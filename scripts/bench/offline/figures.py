@@ -48,7 +48,7 @@ def figures(
       roofline: ceilings measured on this machine.
       requests: the requests that were served.
       news: messages that a front end would have received.
-      at_running: the host's time is that of decode steps with so many rows; None for all decode steps.
+      at_running: the host's time is that of decode steps with this many rows; None for all decode steps.
     """
     steps, turns = recording.steps, recording.turns
     begin_s, end_s = turns[0].begin_s, turns[-1].sent_s
@@ -297,7 +297,7 @@ class ModelWork:
         lengths, new = step.lengths.astype(np.int64), step.new.astype(np.int64)
         pairs = (new * lengths - new * (new - 1) // 2).sum()
         weights = step.bucket.num_steps * (self.layer_params + self.head_params)
-        several = step.bucket.num_steps > 1  # each of them reads K and V anew, and yields tokens
+        several = step.bucket.num_steps > 1  # each of them reads K and V again, and yields tokens
         num_bytes = self.weight_bytes * weights + self.kv_token_bytes * (pairs if several else lengths.sum())
         products = 2 * (self.layer_params * step.num_tokens)
         products += 2 * self.head_params * (step.num_tokens if several else step.num_seqs)

@@ -1,7 +1,7 @@
-"""What the worker tells of itself: the model that it serves, how it was started, and the tokenizer's files.
+"""The worker's description of itself: the model that it serves, how it was started, and the tokenizer's files.
 
 Answers GetModelInfo, GetServerInfo and GetTokenizer. Reads the model folder's JSON files for what the engine needn't
-know. Nothing secret may come in here: only flags of `config.public_flags` are told. service.py calls it.
+know. Nothing secret may come in here: only flags of `config.public_flags` are shown. service.py calls it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SubscribeKvEvents: what happens to the prefix cache, as numbered batches that each subscriber reads at its own pace.
 
 `KvLog` owns the numbers and the last batches. A subscriber holds nothing but a number, so a slow one costs no memory;
-when the batch that it wants next is gone, it has lost data and must start anew. The engine tells of its cache from the
-first subscriber on, and of all that is cached whenever one starts anew. `KvStream` is one subscriber: a snapshot or the
+when the batch that it wants next is gone, it has lost data and must start over. The engine sends its events from the
+first subscriber on, and a snapshot whenever a subscriber starts over. `KvStream` is one subscriber: a snapshot or the
 batches that it missed, then news, and the engine's load beside them. What the protocol calls a block is a page of our
 KV cache. Never knows a call's context; service.py runs the streams.
 """
@@ -31,13 +31,13 @@ HEARTBEAT_S = 1.0
 
 
 class OutOfRange(JaxsglError):
-    """A number to resume from that this server can't serve; the subscriber has to start anew."""
+    """A number to resume from that this server can't serve; the subscriber has to start over."""
 
     grpc_status = "OUT_OF_RANGE"
 
 
 class DataLoss(JaxsglError):
-    """The subscriber read so slowly that batches are gone; it has to start anew."""
+    """The subscriber read so slowly that batches are gone; it has to start over."""
 
     grpc_status = "DATA_LOSS"
 
@@ -223,7 +223,7 @@ def batch_of(events: Sequence[CacheEvent], number: int, event_ids: Iterator[int]
 
 
 def num_blocks(batch: common_pb2.KvEventBatch) -> int:
-    """Returns the number of blocks that a batch tells of."""
+    """Returns the number of blocks in a batch's events."""
     return sum(len(event.stored.blocks) + len(event.removed.block_hashes) for event in batch.events)
 
 

@@ -157,7 +157,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self._busy()  # raises while the engine starts
         start = request.start_sequence_number
         if start:
-            self._kv_log.after(start)  # gateways start anew if they are refused here, but not after the metadata
+            self._kv_log.after(start)  # gateways start over if they are refused here, but not after the metadata
         stream = KvStream(self._kv_log, self._engine, self._busy, request.load_records_before_first_batch)
         await context.send_initial_metadata(())  # a client waits for it, and events may be long in coming
         async with contextlib.aclosing(stream.batches(start)) as batches:
