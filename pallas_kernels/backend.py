@@ -65,7 +65,7 @@ class Backend:
     """The kernels of one platform."""
 
     name: str
-    """As `backend=` and the tuning tables have it."""
+    """The name that `backend=` and the tuning tables use."""
     decode: Decode
     extend: Extend
     store: Store | None = None
@@ -74,6 +74,6 @@ class Backend:
     refuse_extend: RefuseAttention = refuse_nothing
     refuse_store: RefuseStore = refuse_nothing
     platform: str | None = None
-    """"cpu", "gpu" or "tpu", on which alone it runs; None is anywhere."""
+    """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False
     """Whether `interpret=True` runs it on other platforms too; the backends without one ignore `interpret`."""

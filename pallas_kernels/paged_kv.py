@@ -35,16 +35,16 @@ class PagedKv:
 
     k: jax.Array
     """`[num_pages, K, page_size, H]`, so that the tile of one page and one kv head is contiguous; float32, bfloat16,
-    float16, float8_e4m3fn, or uint16 for the bits of bfloat16 (`BITS`). Unused places may hold anything, also NaN."""
+    float16, float8_e4m3fn, or uint16 for the bits of bfloat16 (`BITS`). Unused places may hold anything, even NaN."""
     v: jax.Array
-    """As k."""
+    """Like k."""
     page_table: jax.Array
     """`[S, P]` int32; entries past a sequence's pages may name any page that exists. A store doesn't read it."""
     lengths: jax.Array
     """`[S]` int32: KV tokens of each sequence, the new ones included, at most P * page_size. A padding sequence has
     length 0. A store doesn't read it."""
     k_scale: Scale = None
-    """A number of the cache stands for itself times its scale: one scale, or `[K]` of them."""
+    """A number of the cache stands for itself times its scale: one scale for all, or `[K]` scales."""
     v_scale: Scale = None
 
     @property

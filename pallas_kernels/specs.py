@@ -24,7 +24,7 @@ class ArgSpec:
     num_seqs: int
     """S."""
     num_tokens: int
-    """T of an extend; a decode has S."""
+    """T of an extend; in a decode, T is S."""
     pages_per_seq: int
     """P, the width of the page table."""
     page_size: int
@@ -38,9 +38,9 @@ class ArgSpec:
     sliding_window: int | None = None
     logit_soft_cap: float | None = None
     float8_cache: bool = False
-    """The cache holds float8_e4m3fn, with one scale for K and one per head for V."""
+    """Whether the cache holds float8_e4m3fn, with one scale for K and one per head for V."""
     bits_cache: bool = False
-    """The cache holds the bits of bfloat16 numbers, as the engine's does on a CPU."""
+    """Whether the cache holds the bits of bfloat16 numbers, as the engine's does on a CPU."""
 
     @property
     def cache_dtype(self) -> Any:

@@ -22,7 +22,7 @@ class TargetDevice:
     num_cores: int
     """Streaming multiprocessors, or TensorCores."""
     compute_capability: float | None = None
-    """For example 8.0 for an A100; None where the device isn't an NVIDIA GPU, or isn't there."""
+    """Such as 8.0 for an A100; None where the device isn't an NVIDIA GPU, or isn't there."""
 
     @property
     def is_before_ampere(self) -> bool:

@@ -42,7 +42,7 @@ class CacheMirror:
 
 
 def cached_prefixes(prefixes: PrefixCache) -> dict[int, tuple[int, ...]]:
-    """By the hash that each page must have, all tokens up to its end: what a mirror must hold."""
+    """What a mirror must hold: all tokens up to the end of each page, by the hash that the page must have."""
     prefix_of_page: dict[int, tuple[int, ...]] = {DUMMY_PAGE: ()}
     found = {}
     for edge in prefixes.edges():

@@ -18,7 +18,7 @@ from tests.fingerprint import fingerprint
 
 
 class CheckedApplier(Applier):
-    """After a plan is carried out, the cache holds the pages that the plan predicted."""
+    """Checks that the cache holds the pages that a plan predicted, after the plan is carried out."""
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
         inputs = super().apply(plan)
@@ -29,7 +29,7 @@ class CheckedApplier(Applier):
 
 
 class CheckedScheduler(Scheduler):
-    """Planning twice gives equal plans, plans come true, and all is accounted for after every launch and collect."""
+    """Checks that planning twice gives equal plans, that plans come true, and all accounts after every event."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,7 +53,7 @@ class CheckedScheduler(Scheduler):
 
 
 class WatchedScheduler(CheckedScheduler):
-    """Nothing changes while a plan is made. Slower, since everything is compared."""
+    """Checks that nothing changes while a plan is made. It is slower, since everything is compared."""
 
     def _end_overdue(self) -> None:
         super()._end_overdue()

@@ -108,7 +108,7 @@ def environment(python: str, *requirements: str) -> Iterator[Path]:
 
 
 def _processor() -> str:
-    """Programs are compiled for one set of instructions."""
+    """A name for this processor's set of instructions, for which programs are compiled."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -127,7 +127,7 @@ class RadixCache:
         return sum(len(node.pages) for node in alone)
 
     def spans(self, handle: Hashable) -> tuple[Span, ...]:
-        """From the node at which the prefix ends up to the root."""
+        """The nodes of the prefix, from the one at which it ends up to the root."""
         return tuple(Span(node, len(node.pages), node.locks) for node in self._path_up(cast(_Node, handle)))
 
     def evict(self, num_pages: int) -> IntArray:

@@ -41,7 +41,7 @@ class Plan:
     num_stages: int
     """KV tiles that shared memory holds."""
     converts: bool
-    """The cache holds float8, which the producer converts."""
+    """Whether the cache holds float8, which the producer converts."""
     interpret: bool
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class Item:
     num_queries: jax.Array
     """0 or below: nothing to do."""
     position: jax.Array
-    """Of the first token."""
+    """Position of the first token."""
     low: jax.Array
     """The lowest KV position that any query sees."""
     first_tile: jax.Array

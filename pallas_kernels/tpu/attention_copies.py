@@ -73,7 +73,7 @@ class Ring(NamedTuple):
     tile: jax.Array
     """Query tile whose pages are copied next; the count when none is left."""
     kv_tile: jax.Array
-    """And its KV tile."""
+    """The KV tile in it that is copied next."""
     following: jax.Array
     """The query tile after it that sees any KV."""
     row: jax.Array

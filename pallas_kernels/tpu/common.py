@@ -29,7 +29,7 @@ class PageForm(enum.Enum):
     """The axes of a page in the view, row-major."""
 
     ROWS = "[K, page_size, H]"
-    """H fills lanes."""
+    """H fills the lanes."""
     HEADS = "[K, H]"
     """Pages of one token: the heads lie in the sublanes."""
     COLUMNS = "[K, H, page_size]"

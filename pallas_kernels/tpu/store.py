@@ -166,7 +166,7 @@ class _Tiles:
     """The tiles of the cache that one chunk of tokens touches, each read, changed and written once."""
 
     runs: TokenRuns
-    """In SMEM."""
+    """The chunk's runs, in SMEM."""
     chunk: jax.Array
     new: Any
     """`[2, rows + C + rows, K, H]`: K and V of the chunk, with room at both ends for reading a tile's worth."""

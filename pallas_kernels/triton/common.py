@@ -45,7 +45,7 @@ class Rows:
     """The queries of a program."""
 
     q: Planes
-    """As the dot products take them."""
+    """The queries in the form that the dot products take."""
     scale: jax.Array | float
     """A factor on the products q . k beside the softmax's own scale: `[R]` or one number."""
     position: jax.Array

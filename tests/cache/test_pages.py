@@ -44,7 +44,7 @@ def test_freeing_more_pages_than_are_out_is_caught() -> None:
 
 
 def page_arithmetic(source: str) -> list[str]:
-    """Products, quotients and remainders in which a name that ends in `page_size` takes part."""
+    """Products, quotients and remainders of a name that ends in `page_size`."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:

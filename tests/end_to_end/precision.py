@@ -5,7 +5,7 @@ and scores would differ between batch sizes, too, as rounding to 8 bits makes ne
 """
 
 EXACT = "float32"
-"""Of tests that compare with transformers, or a run with another run."""
+"""For tests that compare with transformers, or compare two runs."""
 
 EXACT_FLAGS = ("--dtype", EXACT)
 

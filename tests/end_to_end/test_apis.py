@@ -289,7 +289,7 @@ def test_a_prompt_at_the_limit_gets_its_one_token_and_a_longer_one_is_refused(
 def test_several_prompts_in_one_body_are_answered_as_if_each_came_alone(
     apis: dict[str, Api], http: httpx.Client
 ) -> None:
-    """With n, echoed prompts and log-probabilities; choices are numbered prompt by prompt."""
+    """This includes n, echoed prompts and log-probabilities; choices are numbered prompt by prompt."""
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=9, n=2, stop=("e",))
     alone = [ask(apis["completions"], text, params, False).samples for text in TEXTS]
     texts = [sample.text or "" for samples in alone for sample in samples]
@@ -320,7 +320,7 @@ def test_several_prompts_in_one_body_are_answered_as_if_each_came_alone(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_aborted_requests_end_with_what_they_have(apis: dict[str, Api], http: httpx.Client, stream: bool) -> None:
-    """Over all protocols, running or queued: each sample has an end, a usage, and scores of the tokens that came."""
+    """Each sample of a running or queued request has an end, a usage, and scores of the tokens that came."""
     params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=1, max_tokens=1500, n=3)
     prompts: dict[str, Prompt] = {**{kind: [5, 6, 7] for kind in KINDS}, "chat": [{"role": "user", "content": "Hi"}]}
     requests = [(apis[kind], prompts[kind], changed, stream) for kind in KINDS for changed in variants(params, kind)]

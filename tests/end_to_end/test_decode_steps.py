@@ -41,7 +41,7 @@ def engine(checkpoint: Path) -> Engine:
 
 
 def random_requests() -> list[Request]:
-    """Greedy, drawn with seeds, some with features; ends at max_tokens that no number of steps divides, and at EOS."""
+    """Greedy and seeded requests, some featured; ends at max_tokens that no number of steps divides, and at EOS."""
     rng = random.Random(1)
     texts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(120)] for _ in range(3)]
     requests = []

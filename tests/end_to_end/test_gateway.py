@@ -249,7 +249,7 @@ def test_loads_of_all_workers_are_reported(fleet: Fleet) -> None:
 
 
 def outcome_of(fleet: Fleet, number: int) -> str:
-    """`done`, or the name of the error; always comes. Requests with an odd number are streamed."""
+    """`done`, or the name of the error; it always returns. Requests with an odd number are streamed."""
     request = {**user(f"{number}. {STORY}"), "max_tokens": 600, "extra_body": {"ignore_eos": True}}
     try:
         if number % 2 == 0:
@@ -264,7 +264,7 @@ def outcome_of(fleet: Fleet, number: int) -> str:
 
 
 def test_a_worker_that_is_killed_costs_no_more_than_its_open_streams(fleet: Fleet) -> None:
-    """SIGKILL under load: nothing hangs, whole answers are made elsewhere, new requests succeed; it may come back."""
+    """Under load nothing hangs, whole answers come from the other worker, new requests succeed; it may come back."""
     survivor, victim = fleet.workers
     with ThreadPoolExecutor(40) as threads:
         outcomes: list[Future[str]] = []

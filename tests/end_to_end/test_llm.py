@@ -173,7 +173,7 @@ def test_samples_follow_their_prompt_and_carry_log_probabilities(llm: LLM) -> No
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_the_outputs_that_it_repeats(llm: LLM) -> None:
-    """Generated token by token, then scored as one prompt."""
+    """A text is generated token by token, then scored as one prompt."""
     prompt = llm.tokenizer.encode("Count from 1 to 30")
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=20, logprobs=1, ignore_eos=True)
     (answer,) = llm.generate(prompt, params, progress=False)

@@ -40,7 +40,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def random_params(rng: random.Random, seed: int) -> SamplingParams:
-    """Greedy or sampled in one of many ways, always seeded; one in four with features."""
+    """Greedy or sampled parameters of many kinds, always seeded; one in four has features."""
     features = random_features(rng) if rng.random() < 0.25 else {}
     max_tokens = rng.randint(1, 20)
     if rng.random() < 0.5:
@@ -100,7 +100,7 @@ CONFIGS = [
 def test_two_hundred_random_requests_yield_their_unbatched_tokens_without_a_recompile(
     engine: Engine, seed: int, overlap: bool
 ) -> None:
-    """Whatever the policy: mixed steps, forced retraction, preemption and pauses leave no trace in the tokens."""
+    """With any policy, mixed steps, forced retraction, preemption and pauses leave no trace in the tokens."""
     rng = random.Random(seed + 100)
     requests = random_requests(seed)
     aborted = {request.request_id for request in rng.sample(requests, 30)}

@@ -54,7 +54,7 @@ def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> ConfigMaker:
 
 @pytest.fixture(scope="session")
 def engine(tiny_config: ConfigMaker) -> Iterator[Engine]:
-    """Shared: each test writes the pages that it reads."""
+    """An engine that tests share: each test writes the pages that it reads."""
     engine = Engine(tiny_config(), progress=False)
     yield engine
     engine.close()

@@ -44,7 +44,7 @@ class Driver:
         return self.engine.submit(inputs).tokens().tolist()
 
     def generate(self, prompts: Mapping[int, Sequence[int]], num_tokens: int, chunk: int = 16) -> dict[int, list[int]]:
-        """Prompts in chunks, one row after the other; then all rows decode together, launched ahead of reading."""
+        """Extends prompts in chunks, row after row; then all rows decode together, launched ahead of reading."""
         out = {}
         for row, prompt in prompts.items():
             for start in range(0, len(prompt), chunk):

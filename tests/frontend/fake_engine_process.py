@@ -84,7 +84,7 @@ class Running:
 
 class FakeEngine:
     def __init__(self, mailbox: EngineMailbox, max_requests: int) -> None:
-        """More than `max_requests` at once are refused."""
+        """Requests beyond `max_requests` at once are refused."""
         self.mailbox = mailbox
         self.max_requests = max_requests
         self.running: dict[tuple[str, int], Running] = {}

@@ -96,7 +96,7 @@ def test_no_pause_body_gets_a_5xx(server: ServerProcess) -> None:
 
 
 def test_a_client_that_leaves_ends_all_its_pipelined_requests(server: ServerProcess) -> None:
-    """Pipelined requests too: not only the last one is ended."""
+    """All of them are ended, not only the last one."""
     body = json.dumps(generate_body(Script.HANG)).encode()
     one = request("POST", "/generate", body).replace(b"connection: close\r\n", b"")
     with connect(server) as http:

@@ -128,7 +128,7 @@ def random_store(spec: ArgSpec, rng: np.random.Generator, **scales: float) -> tu
 
 
 def assert_close(actual, expected, dtype) -> None:
-    """Within the tolerance of the dtype, relative to the largest value, or to 1 where all are smaller."""
+    """Checks to the dtype's tolerance, relative to the largest value, or to 1 where all are smaller."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     tolerance = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[jnp.dtype(dtype).name]
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))

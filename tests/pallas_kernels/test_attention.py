@@ -120,7 +120,7 @@ def test_a_decode_in_several_splits_equals_the_reference(name: str) -> None:
 @pytest.mark.parametrize("backend", ["xla", "triton"])
 @pytest.mark.parametrize("num_queries", [[300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]])
 def test_extend_over_many_tiles_equals_the_reference(backend: str, num_queries: list[int]) -> None:
-    """Long enough for several query and KV tiles: their borders, and single queries beside long ones."""
+    """Sequences are long enough for several query and KV tiles; single queries stand beside long ones."""
     spec = ArgSpec("many_tiles", 3, 330, 32, 16, 1, 2, 16)
     check(paged_extend_attention, build_case(spec, [512, 303, 210], num_queries, 5, seed=7), backend)
 

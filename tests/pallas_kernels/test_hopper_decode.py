@@ -49,14 +49,14 @@ def test_equals_the_reference(name: str) -> None:
 
 
 def test_a_ring_goes_round_several_times() -> None:
-    """More tiles than stages, so that every barrier is waited for again and again, and the last round isn't full."""
+    """There are more tiles than stages, so every barrier is waited for repeatedly, and the last round isn't full."""
     spec = ArgSpec("long", 1, 1, 40, 16, 1, 2, 64, dtype=jnp.bfloat16)
     for length in (640, 64 * 7 + 1):
         check_without_races(build_case(spec, [length], [1], 0, seed=length))
 
 
 def test_tokens_before_the_window_are_not_read() -> None:
-    """NaN in front of the window, within its first page and its first tile."""
+    """NaN stands before the window, within its first page and its first tile."""
     spec = SPECS["window"]
     case = build_case(spec, [200, 71, 320], [1, 1, 1], 0, seed=4)
     expected = compiled(paged_decode_attention, spec, "reference")(*case.decode_args())

@@ -32,7 +32,7 @@ class Clock:
 
 
 class TimedEngine(FakeEngine):
-    """Steps take a millisecond, 10 us a padded token and 0.01 us a pair, give or take some percent of noise."""
+    """An engine whose steps take 1 ms, 10 us a padded token and 0.01 us a pair, give or take some percent of noise."""
 
     def __init__(self, clock: Clock, noise: float) -> None:
         super().__init__(SIZES)

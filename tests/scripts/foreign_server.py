@@ -42,7 +42,7 @@ class Foreign:
         return [body.get("prompt") for to, body in self.sent if to == path and body.get("stream")]
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Status and body."""
+        """Returns status and body."""
         path = path.partition("?")[0]
         if path in self.replies:
             return 200, self.replies[path]

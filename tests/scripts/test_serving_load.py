@@ -17,7 +17,7 @@ from bench.serving.run import Outcome, Run
 
 
 class EchoBackend:
-    """Answers with the request's number after some turns of the event loop, and notes when each request came."""
+    """A backend that answers with the request's number after some turns of the event loop, and notes arrival times."""
 
     def __init__(self, failing: Sequence[int] = ()) -> None:
         self.turns: list[Turn] = []

@@ -70,7 +70,7 @@ def test_a_seed_repeats_the_run_and_another_does_not(config: TraceConfig) -> Non
 
 
 def test_latencies_are_what_two_requests_see_by_hand() -> None:
-    """Steps of 1 s: extend the first, extend the second (which came at 0.5), decode both, decode the first."""
+    """The steps, 1 s each: extend the first, extend the second (which came at 0.5), decode both, decode the first."""
     asks = [Ask(0.0, (1,), (20,), output_len=3), Ask(0.5, (2,), (20,), output_len=2)]
     figures, summary = served(asks, costs=STEADY, config=EngineConfig(disable_overlap_schedule=True))
     assert list(figures.ttft_s.values) == [1.5, 1.0], "the second ends first"

@@ -32,7 +32,7 @@ def found(op: str, backend: str, case: str, seconds: float, asked=None, **best: 
 
 
 def fake_store(kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, *, backend: str, interpret: bool) -> PagedKv:
-    """Right and fast with a tile of 16, slower the further away; fails or lies where a test needs it."""
+    """A store that is right, and fastest with a tile of 16; it fails or lies where a test needs that."""
     sizes = tuning.blocks(STORE, backend, tuning.shape_class(k, kv, 1))
     if sizes["warps"] == 8:
         raise NotImplementedError("more registers than there are")

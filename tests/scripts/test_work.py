@@ -21,7 +21,7 @@ BATCHES = [
 
 
 def seen_by(case, s: int) -> list[list[int]]:
-    """For each new token of sequence s the KV positions that it sees."""
+    """The KV positions that each new token of sequence s sees."""
     window = case.sliding_window or 10**9
     positions = range(case.cached[s], case.cached[s] + case.new[s])
     return [[i for i in range(p + 1) if i > p - window] for p in positions]
