@@ -9,9 +9,14 @@ and a second pass weighs them by their log-sum-exp.
 """
 
 import functools
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.paged_kv import PagedKv
+from pallas_kernels.target import target_device
 
 # Columns of the table of query tiles: a tile's sequence, its first token, the token after its last, and the position of
 # the first token.
@@ -51,6 +56,21 @@ def query_tiles(lengths: jax.Array, query_offsets: jax.Array, num_tokens: int, t
     begin = query_offsets[seq] + done
     end = jnp.minimum(begin + tile_queries, ends[seq])
     return jnp.stack([jnp.minimum(seq, num_seqs - 1), begin, end, first_positions[seq] + done], 1).astype(jnp.int32)
+
+
+def num_splits_of(kv: PagedKv, options: AttentionOptions, blocks: Mapping[str, int]) -> int:
+    """How many splits a decode of `kv` has on the target device.
+
+    `blocks` are the kernel's sizes: min_split_tokens, the fewest tokens that a split should hold, and
+    programs_per_core, how many programs a core runs at once.
+    """
+    return choose_num_splits(
+        kv.num_seqs,
+        kv.num_kv_heads,
+        options.longest_view(kv.max_len),
+        min_tokens=blocks["min_split_tokens"],
+        programs_at_once=target_device().num_cores * blocks["programs_per_core"],
+    )
 
 
 def choose_num_splits(

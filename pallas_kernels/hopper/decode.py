@@ -19,8 +19,7 @@ from pallas_kernels.hopper.common import COPY_ROWS, SWIZZLE_BYTES, WGMMA_ROWS, g
 from pallas_kernels.hopper.decode_program import Program, Ring, float8_columns
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv
-from pallas_kernels.partition import EMPTY_LSE, choose_num_splits, merge_splits, split_tiles
-from pallas_kernels.target import target_device
+from pallas_kernels.partition import EMPTY_LSE, merge_splits, num_splits_of, split_tiles
 
 
 def refuse_decode(q: jax.Array, kv: PagedKv) -> str | None:
@@ -42,13 +41,7 @@ def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, inter
     num_kv_heads = kv.num_kv_heads
     num_groups = num_heads // num_kv_heads
     blocks = tuning.blocks("paged_decode_attention", "mosaic_gpu", tuning.shape_class(q, kv))
-    num_splits = choose_num_splits(
-        num_seqs,
-        num_kv_heads,
-        options.longest_view(kv.max_len),
-        min_tokens=blocks["min_split_tokens"],
-        programs_at_once=target_device().num_cores * blocks["programs_per_core"],
-    )
+    num_splits = num_splits_of(kv, options, blocks)
 
     grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
     padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, -num_groups % COPY_ROWS), (0, 0)))

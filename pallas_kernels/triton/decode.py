@@ -15,8 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from pallas_kernels import tuning
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv
-from pallas_kernels.partition import choose_num_splits, merge_splits, split_tiles
-from pallas_kernels.target import target_device
+from pallas_kernels.partition import merge_splits, num_splits_of, split_tiles
 from pallas_kernels.triton import float8
 from pallas_kernels.triton.common import MIN_DOT, attend_rows, load_queries, store_output
 from pallas_kernels.triton.tiles import SequenceKv
@@ -28,13 +27,7 @@ def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, inter
     num_seqs, num_heads, _ = q.shape
     num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
     blocks = tuning.blocks("paged_decode_attention", "triton", tuning.shape_class(q, kv))
-    num_splits = choose_num_splits(
-        num_seqs,
-        num_kv_heads,
-        options.longest_view(kv.max_len),
-        min_tokens=blocks["min_split_tokens"],
-        programs_at_once=target_device().num_cores * blocks["programs_per_core"],
-    )
+    num_splits = num_splits_of(kv, options, blocks)
     is_float8 = kv.dtype == FLOAT8
     if is_float8:
         q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
