@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxsgl.models import ModelArch, abstract_model
-from jaxsgl.weights import TENSOR_AXIS, load_params
+from jaxsgl.weights import load_params
+from jaxsgl.weights.sharding import make_mesh
 
 
 def causal_attend(layer_index: int, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Array:
@@ -25,7 +26,7 @@ def causal_attend(layer_index: int, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: j
 
 
 def mesh_of(num_devices: int = 1) -> Mesh:
-    return Mesh(np.array(jax.devices()[:num_devices]), (TENSOR_AXIS,))
+    return make_mesh(jax.devices()[:num_devices])
 
 
 def plain_logits(arch: ModelArch, params: nnx.State, token_ids: list[int], dtype: str = "float32") -> np.ndarray:

@@ -4,6 +4,5 @@
 """
 
 from jaxsgl.weights.loading import load_params, random_params, resolve_model_folder
-from jaxsgl.weights.sharding import TENSOR_AXIS, param_shardings
 
-__all__ = ["TENSOR_AXIS", "load_params", "param_shardings", "random_params", "resolve_model_folder"]
+__all__ = ["load_params", "random_params", "resolve_model_folder"]

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import ModelArch, Params, abstract_model
+from jaxsgl.models import ModelArch
 
 TENSOR_AXIS = "tp"
 MESH_AXIS_OF = {"kv_heads": TENSOR_AXIS, "ffn": TENSOR_AXIS, "vocab": TENSOR_AXIS}
@@ -42,14 +41,6 @@ def kv_sharding(mesh: Mesh) -> NamedSharding:
 def param_sharding(param: nnx.Param[Any], mesh: Mesh) -> NamedSharding:
     """The sharding of one (abstract) parameter, by the logical axes that it carries."""
     return NamedSharding(mesh, PartitionSpec(*(MESH_AXIS_OF.get(axis) for axis in param.get_metadata("axes"))))
-
-
-def param_shardings(arch: ModelArch, mesh: Mesh) -> Params:
-    """The parameters' shardings, as a tree like theirs. Raises `ConfigError` if the mesh can't split the model."""
-    check_divisible(arch, mesh)
-    _, params = abstract_model(arch, jnp.dtype("float32"))
-    flat = [(path, param.replace(param_sharding(param, mesh))) for path, param in nnx.to_flat_state(params)]
-    return nnx.from_flat_state(flat)
 
 
 def check_divisible(arch: ModelArch, mesh: Mesh) -> None:

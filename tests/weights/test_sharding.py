@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, abstract_model
-from jaxsgl.weights import TENSOR_AXIS, load_params, param_shardings, random_params
-from jaxsgl.weights.sharding import check_divisible
+from jaxsgl.weights import load_params, random_params
+from jaxsgl.weights.sharding import TENSOR_AXIS, check_divisible, param_sharding
 from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
@@ -71,12 +72,14 @@ def same_structure(one: Any, other: Any) -> bool:
 def test_every_parameter_has_a_named_sharding(tmp_path: Path) -> None:
     folder = make_checkpoint("llama_linear_rope_bias", tmp_path)
     arch = ModelArch.from_folder(folder)
-    shardings = param_shardings(arch, mesh_of())
     loaded = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
-    assert same_structure(shardings, loaded)
-    for sharding, value in zip(jax.tree.leaves(shardings), jax.tree.leaves(loaded), strict=True):
+    _, abstract = abstract_model(arch, jnp.dtype("float32"))
+    assert same_structure(abstract, loaded)
+    params = dict(nnx.to_flat_state(abstract))
+    for path, param in nnx.to_flat_state(loaded):
+        value = param[...]
         assert isinstance(value.sharding, NamedSharding)
-        assert value.sharding.is_equivalent_to(sharding, value.ndim)
+        assert value.sharding.is_equivalent_to(param_sharding(params[path], mesh_of()), value.ndim)
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
