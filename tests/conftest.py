@@ -16,6 +16,8 @@ from tests.kept import Programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's idle threads spin on the cores of the other workers
 signal.signal(signal.SIGINT, signal.default_int_handler)  # if it was ignored, programs under test would inherit that
 _PROGRAMS = Programs()  # before anything imports JAX
 

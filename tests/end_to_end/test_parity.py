@@ -6,6 +6,8 @@ Forty-eight prompts of 1 to 700 tokens, most of which share prefixes, are submit
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -38,12 +40,16 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3)
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda kind: make_checkpoint(kind, tmp_path_factory.mktemp(kind), seed=3))
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: Path) -> list[list[int]]:
+def expected_of() -> Callable[[Path], list[list[int]]]:
+    return cache(expected_tokens)
+
+
+def expected_tokens(checkpoint: Path) -> list[list[int]]:
     """What transformers generates greedily for each prompt alone, in float32."""
     model = load_reference(checkpoint)
     answers = []
@@ -62,12 +68,16 @@ def expected(checkpoint: Path) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "page_size", "chunk"), pairwise(KINDS, [1, 16, 64], [64, UNLIMITED]), indirect=["checkpoint"]
-)
+@pytest.mark.parametrize(("kind", "page_size", "chunk"), pairwise(KINDS, [1, 16, 64], [64, UNLIMITED]))
 def test_greedy_tokens_equal_those_of_transformers(
-    checkpoint: Path, expected: list[list[int]], page_size: int, chunk: int, tmp_path: Path
+    checkpoint_of: Callable[[str], Path],
+    expected_of: Callable[[Path], list[list[int]]],
+    kind: str,
+    page_size: int,
+    chunk: int,
 ) -> None:
+    checkpoint = checkpoint_of(kind)
+    expected = expected_of(checkpoint)
     engine = Engine(
         EngineConfig(
             model=str(checkpoint),
