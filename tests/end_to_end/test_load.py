@@ -27,4 +27,4 @@ def test_conversations_find_their_earlier_turns_in_the_cache(tmp_path: Path) -> 
     for found in map(json.loads, out.read_text().splitlines()):
         assert found["completed"] == 9 and found["total_output_tokens"] == 9 * 20
         assert found["total_cached_tokens"] >= 0.5 * found["total_input_tokens"]
-        assert 0 < found["median_itl_ms"] <= found["max_itl_ms"]
+        assert 0 <= found["median_itl_ms"] <= found["max_itl_ms"] > 0  # tokens that are read together have gaps of 0
