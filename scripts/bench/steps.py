@@ -1,8 +1,6 @@
 """Full steps for an engine, built as the scheduler builds them. Lengths are given; the token ids don't matter.
 
 Called by the benchmarks that time single steps. Pages come from all over the pool, in random order.
-
-bench_step.py runs this module with older trees too, so it imports names from modules that have them in all trees.
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxsgl.batch.buckets import Capacity
-from jaxsgl.batch.build import BatchBuilder, SamplingRows, Work  # type: ignore[attr-defined]
+from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, pages_for
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError

@@ -31,7 +31,7 @@ class TorchRunner:
         self._calls, self._finish, self._torch = calls, finish, torch
         self._graph = None
         if on_gpu:
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 for call in calls:
                     call()
@@ -132,7 +132,7 @@ def to_torch(array: jax.Array) -> Any:
     """A copy on the same device, in torch's own memory."""
     import torch
 
-    copy = torch.from_dlpack(jax.block_until_ready(array)).clone()  # type: ignore[attr-defined]
+    copy = torch.utils.dlpack.from_dlpack(jax.block_until_ready(array)).clone()
     _wait(copy)  # else JAX may reuse the original's memory before it is read
     return copy
 
