@@ -1,7 +1,8 @@
 """Measure what the scheduler and the cache cost the host. Uses no device and no JAX.
 
 Prints host microseconds per decode step (launch, collect, replies, load) with many running requests; the time to admit
-new requests, also 64 at once beside three quarters of --running; a step that orders 128 waiting requests of 4,096
+new requests, also 64 at once beside three quarters of --running; the launch of a full batch before an empty queue and
+before 8,000 waiting requests; a step that orders 128 waiting requests of 4,096
 tokens by their prefixes in a radix tree of a million tokens; and the rates of match, insert and evict in the radix
 tree. Reproduce the figures of docs/performance.md with:
 
@@ -81,6 +82,24 @@ def admission(num_running: int, num_new: int, prompt_len: int, ignore_eos: bool,
         assert launched is not None and launched.num_seqs == count
         scheduler.collect(np.full(count, 5, dtype=np.int32))
     return seconds[-1]
+
+
+def decode_before_queue(num_waiting: int, page_size: int, steps: int) -> float:
+    """Median host seconds of a decode step of 8 requests that take all rows, while `num_waiting` more wait."""
+    num_rows, prompt_len, room = 8, 32, 64 + steps
+    num_pages = num_rows * (pages_for(room, page_size) + 1) + 1
+    sizes = Capacity(page_size, num_pages, num_rows, room, num_rows * prompt_len, 32_000)
+    scheduler = Scheduler(sizes, BucketSet.derive(sizes), {2})
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 2)
+    scheduler.receive([Request(str(i), [i % 30_000 + 3] * prompt_len, params) for i in range(num_rows + num_waiting)])
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        launched = scheduler.launch()
+        times.append(time.perf_counter() - start)
+        assert launched is not None and launched.num_seqs == num_rows and scheduler.num_waiting == num_waiting
+        scheduler.collect(np.full(num_rows, 5, dtype=np.int32))
+    return statistics.median(times)
 
 
 def longest_match_first(num_waiting: int, length: int, cached_tokens: int, page_size: int, steps: int) -> float:
@@ -168,6 +187,9 @@ def main() -> None:
     for name, ignore_eos in (("admission_of_64_ms", False), ("admission_of_64_ignoring_eos_ms", True)):
         runs = (admission(args.running * 3 // 4, 64, 256, ignore_eos, args.page_size) for _ in range(5))
         figures[name] = 1e3 * min(runs)
+    figures |= {
+        f"launch_before_{count}_us": 1e6 * decode_before_queue(count, args.page_size, steps=100) for count in (0, 8_000)
+    }
     figures["lpm_step_ms"] = 1e3 * longest_match_first(128, 4096, 1_000_000, args.page_size, steps=20)
     print(f"{args.running} running requests of {args.context} tokens, page size {args.page_size}")
     for name, value in figures.items():

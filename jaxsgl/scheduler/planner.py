@@ -203,17 +203,17 @@ class _Planner:
         """The requests to admit, in order; [] with the reason in `_blocked` if none can be admitted."""
         view = self.view
         self._blocked = None
-        waiting = [*reversed(self.taken_back), *view.requests.in_turn()]
-        waiting = [req for req in waiting if req not in self.admissions]
-        if not waiting:
+        if len(view.requests.waiting) + len(self.taken_back) == len(self.admissions):
             return []
         if self._admission_closed:
             self._blocked = NoRoom.TOKENS
         elif not self.num_free_rows and not view.config.enable_priority_scheduling:
             self._blocked = NoRoom.ROWS
-        if self._blocked is not None:
+        if self._blocked is not None:  # before the queue is read, which may hold thousands
             return []
-        if len(waiting) == 1:
+        waiting = [*reversed(self.taken_back), *view.requests.in_turn()]
+        waiting = [req for req in waiting if req not in self.admissions]
+        if len(waiting) <= 1:
             return waiting
         return view.policy.order(waiting, view.num_admitted + len(self.admissions), view.totals.steps)
 
