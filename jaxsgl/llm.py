@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 from tqdm import tqdm
 
 from jaxsgl.config import BUNDLED_MODEL, EngineConfig
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import InvalidRequest, RequestFailed
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine, TokenLogprob
 from jaxsgl.request import Request, SamplingParams, check_request
 from jaxsgl.scheduler.loop import run_loop
@@ -86,6 +86,7 @@ class LLM:
 
         Raises:
           InvalidRequest: a prompt can never be served; no prompt has run then.
+          RequestFailed: our own bug in the work for one prompt; the answers of the others are lost.
         """
         ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         return self._run(ids, sampling_params, priority, progress)
@@ -195,6 +196,8 @@ class _OfflineMailbox:
         """Keeps the pieces of samples that have not ended."""
         assert isinstance(news, Replies), f"{news} came, but no command was given"
         for reply in news.replies:
+            if reply.refusal is not None:
+                raise RequestFailed(f"prompt {reply.request_id}: {reply.refusal.text}")
             key = (reply.request_id, reply.index)
             sample = self._samples[key]
             if sample.ended:

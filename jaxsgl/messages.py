@@ -1,7 +1,7 @@
 """What the two processes say to each other, as msgspec structs (MessagePack on ZeroMQ; never pickle).
 
-Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`, and commands, each answered once: by an
-`Answer`, or in the case of `WatchCache` by `CacheEvents`.
+Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`, and commands, each answered once unless a
+`Withdraw` comes first: by an `Answer`, or in the case of `WatchCache` by `CacheEvents`.
 Engine to front end: `EngineReady` once, then one `Replies` per turn of the loop (hence per step), `CacheEvents` after a
 `WatchCache`, and `EngineFailed` as the final message.
 """
@@ -54,6 +54,12 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
 
     number: int
     timeout_s: float = 0.0
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """The command `number` needs no answer any more: its client has left. A flush that still waits is dropped."""
+
+    number: int
 
 
 class PauseMode(enum.Enum):
@@ -175,6 +181,7 @@ class Totals(msgspec.Struct, array_like=True):
         there was no room for: in the pool, in the batch, in the step.
       recompiles: programs compiled while serving; more than 0 is a bug.
       leaks: pages, rows and locks that the leak check found lost or in two places; more than 0 is a bug.
+      failed_requests: requests that were ended because the work for them raised an exception; more than 0 is a bug.
     """
 
     prompt_tokens: int = 0
@@ -191,6 +198,7 @@ class Totals(msgspec.Struct, array_like=True):
     short_of_chunk: int = 0
     recompiles: int = 0
     leaks: int = 0
+    failed_requests: int = 0
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -218,12 +226,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RefusalKind(enum.Enum):
-    """Why the scheduler refused a request."""
+    """Why the scheduler refused or ended a request."""
 
     INVALID = "invalid"  # it can never be served
     OVERLOADED = "overloaded"  # the queue is full
     WAITED = "waited"  # it waited too long for its admission
     RAN = "ran"  # it ran too long
+    FAILED = "failed"  # the server failed at it, and would again
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
@@ -313,6 +322,6 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
 Command: TypeAlias = (
     Ping | FlushCache | PauseGeneration | ContinueGeneration | DumpState | StartProfile | StopProfile | WatchCache
 )
-ToEngine: TypeAlias = Request | Abort | Command | Shutdown
+ToEngine: TypeAlias = Request | Abort | Command | Withdraw | Shutdown
 News: TypeAlias = Replies | Answer | CacheEvents
 FromEngine: TypeAlias = EngineReady | News | EngineFailed

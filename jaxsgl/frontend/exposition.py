@@ -74,6 +74,11 @@ TABLE = (
         label="reason",
     ),
     Row(
+        ("jaxsgl:failed_requests_total",),
+        "Requests that were ended because the work for them raised an exception; more than 0 is a bug.",
+        lambda front_end, engine: engine.load.totals.failed_requests,
+    ),
+    Row(
         ("sglang:num_used_tokens",),
         "KV slots that running samples own or lock.",
         lambda front_end, engine: engine.load.used_tokens,

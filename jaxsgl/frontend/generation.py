@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jaxsgl import logs
 from jaxsgl.config import ServerConfig
-from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, TimedOut
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.reply_stream import ReplyStream
@@ -34,6 +34,7 @@ _REFUSALS = {
     RefusalKind.OVERLOADED: Overloaded,
     RefusalKind.WAITED: EngineUnavailable,  # as in SGLang: gateways send it to another worker then
     RefusalKind.RAN: TimedOut,
+    RefusalKind.FAILED: RequestFailed,
 }
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Generation:
           InvalidRequest: the scheduler refused the request.
           Overloaded: the scheduler's queue is full, or too many replies were left unread.
           TimedOut: the request took too long.
+          RequestFailed: the engine failed at this request.
           EngineUnavailable: the engine is gone, or let the request wait for too long.
         """
         while not self._pieces:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.messages import Reply, TokenLogprob
+from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
 from jaxsgl.scheduler.req import Req, State
 
@@ -52,6 +54,13 @@ class ScoredChunk:
     first: int
     count: int
     start: int
+
+    def take(self, scores: StepScores) -> None:
+        """Gives the log-probabilities to the request, if it still waits for them."""
+        num_top = self.req.sampling.prompt_logprobs
+        assert scores.prompt is not None and num_top is not None
+        if self.req.lease_number == self.lease_number:
+            self.req.add_prompt_logprobs(self.start, token_logprobs(scores.prompt, self.first, self.count, num_top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +91,6 @@ class InFlightStep:
             if req.lease_number == number and req not in self.silent:
                 yield place, req, ids
 
-    def take_prompt_scores(self, scores: StepScores) -> None:
-        """Gives the log-probabilities of scored chunks to their requests."""
-        for chunk in self.scored:
-            num_top = chunk.req.sampling.prompt_logprobs
-            assert scores.prompt is not None and num_top is not None
-            if chunk.req.lease_number == chunk.lease_number:
-                of_chunk = token_logprobs(scores.prompt, chunk.first, chunk.count, num_top)
-                chunk.req.add_prompt_logprobs(chunk.start, of_chunk)
-
 
 class Applier:
     """Carries plans out on `state`.
@@ -110,7 +110,11 @@ class Applier:
         self._in_flight: deque[InFlightStep] = deque()
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
-        """Does what `plan` says; returns the batch to launch, if there is one, which counts as launched."""
+        """Does what `plan` says; returns the batch to launch, if there is one, which counts as launched.
+
+        Raises `RequestFailure` if the batch can't be built because of one request. No length has moved then, and what
+        was retracted, admitted and allocated before is as it should be: `fail` that request, and plan again.
+        """
         state = self._state
         for req in (*plan.retract, *plan.preempt):
             self.take_back(req)
@@ -120,7 +124,10 @@ class Applier:
             state.ratio.decoded(plan.num_steps)
         state.admission_closed, state.blocked = plan.admission_closed, plan.blocked
         for admission in plan.admit:
-            self._admit(admission)
+            try:
+                self._admit(admission)
+            except Exception as error:
+                raise RequestFailure(admission.req) from error
         if plan.chunks:
             return self._extend(plan)
         return self._decode(plan) if plan.decodes else None
@@ -135,28 +142,45 @@ class Applier:
             self._cache.share(chunk.req.lease, chunk.req.stored_ids())
 
     def collect(self, tokens: npt.NDArray[np.int32], scores: StepScores) -> list[Reply]:
-        """Gives what the oldest step in flight yields to its requests, and ends those that stop; their replies."""
+        """Gives what the oldest step in flight yields to its requests, and ends those that stop; their replies.
+
+        A request for which that fails is ended alone.
+        """
         state = self._state
         state.steps_in_flight -= 1
         if state.latency is not None:
             state.latency.collected()
         step = self._in_flight.popleft()
-        step.take_prompt_scores(scores)
         replies: list[Reply] = []
+        for chunk in step.scored:
+            try:
+                chunk.take(scores)
+            except Exception as error:
+                replies.append(self.fail(chunk.req.request_id, error))
         num_tokens = 0
         for place, req, sampled in step.yielded(tokens):
-            token_ids, reason = req.take(sampled)
-            num_tokens += len(token_ids)
-            logprob, of_prompt = None, None
-            if req.wants_scores:
-                logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
-            replies.append(
-                Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index, logprob, of_prompt)
-            )
-            if reason is not None:
-                self.end(req)
+            try:
+                token_ids, reason = req.take(sampled)
+                num_tokens += len(token_ids)
+                logprob, of_prompt = None, None
+                if req.wants_scores:
+                    logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
+                replies.append(
+                    Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index, logprob, of_prompt)
+                )
+                if reason is not None:
+                    self.end(req)
+            except Exception as error:
+                replies.append(self.fail(req.request_id, error))
         state.totals.output_tokens += num_tokens
         return replies
+
+    def fail(self, request_id: str, error: BaseException | None) -> Reply:
+        """Ends all samples of a request for which our work raised `error`; what they computed is not shared."""
+        for req in self._requests.samples_of(request_id):
+            self.end(req, share=False)
+        self._state.totals.failed_requests += 1
+        return failed_reply(request_id, error)
 
     def take_back(self, req: Req) -> None:
         """Moves a running request to the head of the queue; its pages come free at once."""
@@ -164,13 +188,16 @@ class Applier:
         self._requests.moved(req)
         self._state.totals.retractions += 1
 
-    def end(self, req: Req) -> None:
-        """Ends a request in whatever state it is; what it computed stays in the prefix cache."""
-        stored = req.stored_ids()
+    def end(self, req: Req, share: bool = True) -> None:
+        """Ends a request in whatever state it is; what it computed stays in the prefix cache if it is to `share`."""
+        stored = req.stored_ids() if share else None
         lease = req.finish()
         self._requests.moved(req)
         if lease is not None:
-            self._cache.release(lease, stored)
+            if stored is not None:
+                self._cache.release(lease, stored)
+            else:
+                self._cache.drop(lease)
             self._state.admission_closed = False
         if not self._requests.admitted:
             self._state.ratio.reset()
@@ -191,15 +218,28 @@ class Applier:
         scored: list[ScoredChunk] = []
         first = 0
         for chunk in plan.chunks:
-            req, start = chunk.req, chunk.req.kv_len
-            works.append(self._extend_one(chunk))
+            req = chunk.req
+            try:
+                works.append(self._work_of(chunk))
+            except Exception as error:
+                raise RequestFailure(req) from error
             if req.scores_prompt:
-                scored.append(ScoredChunk(req, req.lease_number, first, chunk.num_tokens, start))
+                scored.append(ScoredChunk(req, req.lease_number, first, chunk.num_tokens, req.kv_len))
             first += chunk.num_tokens
-        works += [self._decode_one(req) for req in plan.decodes]
-        inputs = self._builder.extend(works)
-        silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
+        works += [self._decoding_work_of(req) for req in plan.decodes]
         reqs = [*(chunk.req for chunk in plan.chunks), *plan.decodes]
+        try:
+            inputs = self._builder.extend(works)
+        except Exception:
+            blame((req, partial(self._builder.extend, [work])) for req, work in zip(reqs, works, strict=True))
+            raise
+        for chunk in plan.chunks:
+            if chunk.req.launch_chunk(chunk.num_tokens):
+                self._requests.moved(chunk.req)
+        for req in plan.decodes:
+            if not req.launch_decode():
+                self._requests.moved(req)
+        silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
         self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs], silent, scored))
         if self._state.latency is not None:
             kv_tokens = sum(work.start + len(work.token_ids) for work in works)
@@ -224,7 +264,15 @@ class Applier:
                 self._requests.moved(req)
         rows_S, positions_S = np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32)
         steps_S = np.array(counts, dtype=np.int32)
-        inputs = self._builder.decode(rows_S, positions_S, steps_S if several else None)
+        try:
+            inputs = self._builder.decode(rows_S, positions_S, steps_S if several else None)
+        except Exception:
+            self._undo_decodes(reqs, counts)
+            blame(
+                (req, partial(self._builder.decode, rows_S[i : i + 1], positions_S[i : i + 1]))
+                for i, req in enumerate(reqs)
+            )
+            raise
         self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs]))
         if self._state.latency is not None:
             kv_tokens = int((steps_S * (2 * positions_S + steps_S + 1)).sum()) // 2
@@ -232,26 +280,28 @@ class Applier:
         self._state.extended_last = False
         return inputs
 
-    def _extend_one(self, chunk: Chunk) -> Work:
-        req, start = chunk.req, chunk.req.kv_len
-        assert req.lease is not None
-        self._cache.grow(req.lease, start + chunk.num_tokens)
-        token_ids = req.known_ids[start : start + chunk.num_tokens]
-        req.launch_chunk(chunk.num_tokens)
-        last, setup = req.state is State.RUNNING, None
-        if last:
+    def _undo_decodes(self, reqs: Sequence[Req], counts: Sequence[int]) -> None:
+        """Moves lengths back after a step that is not launched; pages that its tokens took stay with their requests."""
+        for req, count in zip(reqs, counts, strict=True):
+            req.launch_decode(-count)
             self._requests.moved(req)
+
+    def _work_of(self, chunk: Chunk) -> Work:
+        """Allocates a chunk's pages, and with the last chunk writes the request's sampling parameters to its row."""
+        req, start, stop = chunk.req, chunk.req.kv_len, chunk.req.kv_len + chunk.num_tokens
+        assert req.lease is not None
+        self._cache.grow(req.lease, stop)
+        last, setup = stop == req.extend_to, None
+        if last:
             self._sampling.set(req.lease.row, req.sampling, req.seed)
             setup = req.edit_setup(self._state.capacity.vocab_size)
-        return Work(req.lease.row, token_ids, start, last, req.targets(start, req.kv_len), setup)
+        return Work(req.lease.row, req.known_ids[start:stop], start, last, req.targets(start, stop), setup)
 
-    def _decode_one(self, req: Req) -> Work:
+    def _decoding_work_of(self, req: Req) -> Work:
         """One token in a mixed step."""
         assert req.lease is not None
         row, start = req.lease.row, req.kv_len
         self._cache.grow(req.lease, start + 1)
-        if not req.launch_decode():
-            self._requests.moved(req)
         return Work(row, np.array([~row], dtype=np.int32), start, True)
 
     def _launched(self, inputs: StepInputs, step: InFlightStep) -> None:

@@ -12,6 +12,7 @@ a later plan retracts. An empty pool takes any request, since one that could nev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.scheduler import preemption
@@ -25,6 +26,7 @@ from jaxsgl.scheduler.budget import (
     pages_to_come,
     without_much_padding,
 )
+from jaxsgl.scheduler.failure import blame
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
 from jaxsgl.scheduler.req import Req
 
@@ -33,8 +35,21 @@ LEAST_USED = 0.75  # of the rows of several decode steps; the others have all th
 
 
 def plan_step(view: SchedulerState) -> StepPlan:
-    """The next step. Reads only: planning twice gives equal plans."""
-    return _Planner(view).plan()
+    """The next step. Reads only: planning twice gives equal plans.
+
+    Raises `RequestFailure` if a waiting request can't be planned for.
+    """
+    try:
+        return _Planner(view).plan()
+    except Exception:
+        blame((req, partial(_plan_alone, view, req)) for req in view.requests.waiting.values())
+        raise
+
+
+def _plan_alone(view: SchedulerState, req: Req) -> None:
+    """Does what a plan does with the tokens of a waiting request."""
+    view.policy.order([req], view.num_admitted, view.totals.steps)
+    _ExtendStep(_Planner(view), [], []).admit(req)
 
 
 class _Planner:

@@ -222,13 +222,15 @@ class Req:
             self.cached_tokens = cached_tokens
         self.lease_number += 1
 
-    def launch_chunk(self, num_tokens: int) -> None:
-        """Counts `num_tokens` more known tokens as in flight; with the last of them it runs."""
+    def launch_chunk(self, num_tokens: int) -> bool:
+        """Counts `num_tokens` more known tokens as in flight; with the last of them it runs, and True is returned."""
         self.kv_len += num_tokens
-        if self.kv_len == self.extend_to:
-            self._move(State.RUNNING)
-            self.prefilled = True
-            self.num_launched = len(self.output_ids) + 1
+        if self.kv_len < self.extend_to:
+            return False
+        self._move(State.RUNNING)
+        self.prefilled = True
+        self.num_launched = len(self.output_ids) + 1
+        return True
 
     def launch_decode(self, num_tokens: int = 1) -> bool:
         """Counts `num_tokens` more sampled tokens as in flight; False if they are the last that it may generate."""

@@ -33,11 +33,12 @@ from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply, Totals
 from jaxsgl.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier, MakeBuilder
 from jaxsgl.scheduler.budget import NewTokenRatio
+from jaxsgl.scheduler.failure import RequestFailure
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import RetractAlso, SchedulerState, StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
-from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.request_table import RequestTable
 
 NO_SCORES = StepScores()
@@ -146,20 +147,33 @@ class Scheduler:
         return self.state.totals.steps
 
     def receive(self, messages: Sequence[Request | Abort]) -> None:
-        """Queues new requests (or refuses them) and ends aborted ones."""
+        """Queues new requests (or refuses them) and ends aborted ones. One for which that fails is ended alone."""
         for message in messages:
-            if isinstance(message, Abort):
-                self._abort(message)
-            else:
-                self._enqueue(message)
+            try:
+                if isinstance(message, Abort):
+                    self._abort(message)
+                else:
+                    self._enqueue(message)
+            except Exception as error:
+                self._fail(message.request_id, error)
 
     def launch(self) -> StepInputs | None:
-        """Decides the next step and counts it as launched; None if there is nothing to do before `collect`."""
+        """Decides the next step and counts it as launched; None if there is nothing to do before `collect`.
+
+        A request for which that fails is ended, and the step decided again without it.
+        """
         self._end_overdue()
-        return None if self._paused else self.apply(plan_step(self.state))
+        while not self._paused:
+            try:
+                return self.apply(plan_step(self.state))
+            except RequestFailure as failure:
+                if failure.req.state is State.FINISHED:
+                    raise  # it was ended before, which did not help
+                self._fail(failure.req.request_id, failure.__cause__)
+        return None
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
-        """Carries out `plan`, which must have been made from the current state."""
+        """Carries out `plan`, which must have been made from the current state. Raises `RequestFailure`."""
         self.last_plan = plan
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("plan: %s", plan)
@@ -169,7 +183,10 @@ class Scheduler:
 
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
         """Takes what the oldest step in flight yields: tokens as `StepHandle.tokens` gives them, and scores."""
+        num_failed = self.state.totals.failed_requests
         self._replies += self._applier.collect(np.asarray(tokens), scores)
+        if self.state.totals.failed_requests != num_failed:
+            self.check()
 
     def take_replies(self) -> list[Reply]:
         """All replies since the last call."""
@@ -288,6 +305,11 @@ class Scheduler:
         for req in self._requests.samples_of(message.request_id):
             if message.index is None or message.index == req.index:
                 self._end(req, FinishReason.ABORT)
+
+    def _fail(self, request_id: str, error: BaseException | None) -> None:
+        """Ends a request for which our work raised `error`. Raises AssertionError if that has damaged the state."""
+        self._replies.append(self._applier.fail(request_id, error))
+        self.check()
 
     def _end(self, req: Req, reason: FinishReason) -> None:
         self._replies.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))

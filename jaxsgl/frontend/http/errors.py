@@ -95,6 +95,8 @@ def answer_to(error: Exception) -> Response:
 def answer(status: int, message: str, param: str | None = None, code: str | None = None) -> Response:
     """Returns the answer that refuses a request with `status`."""
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in RETRY_STATUSES else {}
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        headers["x-should-retry"] = "false"  # OpenAI's clients would send it again, to fail again
     if status == HTTPStatus.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     # Starlette's JSONResponse would fail at half a surrogate pair, which a message may quote from the request.
