@@ -55,7 +55,7 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox) -> int:
         run_loop(scheduler, engine, mailbox, overlap, launch.config.check_every_step)
     except Exception as error:
         logger.exception("the engine failed")
-        mailbox.fail(f"the engine failed: {_in_one_line(error)}")
+        mailbox.fail(f"the engine failed ({type(error).__name__}); the server's log says more")  # clients read this
         return 1
     return 0
 

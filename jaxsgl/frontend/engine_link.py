@@ -38,6 +38,7 @@ from jaxsgl.messages import (
     Replies,
     Shutdown,
     ToEngine,
+    Withdraw,
 )
 from jaxsgl.request import Request
 
@@ -217,7 +218,8 @@ class EngineLink:
     async def ask(self, command: Callable[[int], Command], timeout_s: float) -> Answer:
         """Sends the command that `command` makes of a new number, and waits for its answer.
 
-        Raises `EngineUnavailable` if none comes within `timeout_s` seconds, or if the engine is gone.
+        A caller that is cancelled, as when its client leaves, withdraws the command. Raises `EngineUnavailable` if no
+        answer comes within `timeout_s` seconds, or if the engine is gone.
         """
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -230,6 +232,9 @@ class EngineLink:
             raise EngineUnavailable(f"the engine gave no sign of life within {timeout_s:g} s") from None
         finally:
             del self._answers[number]
+            if not (answer.done() and not answer.cancelled()):
+                with contextlib.suppress(EngineUnavailable):
+                    self.send(Withdraw(number))
 
     async def check_alive(self, timeout_s: float) -> None:
         """Raises `EngineUnavailable` unless the engine's loop turns within `timeout_s` seconds."""

@@ -37,6 +37,7 @@ from jaxsgl.messages import (
     StartProfile,
     StopProfile,
     WatchCache,
+    Withdraw,
 )
 from jaxsgl.scheduler.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.profiling import Profiling
@@ -81,7 +82,7 @@ class Control:
         self._journal: CacheJournal | None = None  # once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle)
 
-    def handle(self, command: Command) -> None:
+    def handle(self, command: Command | Withdraw) -> None:
         """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""
         self.is_active = True
         match command:
@@ -103,6 +104,10 @@ class Control:
                 self._profiling.stop(number)
             case WatchCache(number):
                 self._watch(number)
+            case Withdraw(number):
+                self._orders = [
+                    order for order in self._orders if not (isinstance(order, _Flush) and order.number == number)
+                ]
 
     def after_turn(self, collected: bool) -> list[News]:
         """Advances all orders after a turn of the loop, in which a step was `collected` or not; returns the news."""
@@ -187,7 +192,7 @@ class _Flush:
         clock: Callable[[], float],
         answer: Callable[[Answer], None],
     ) -> None:
-        self._number = command.number
+        self.number = command.number
         self._deadline_s = clock() + command.timeout_s
         self._scheduler = scheduler
         self._clock = clock
@@ -200,7 +205,7 @@ class _Flush:
             return True
         if obstacle is None:
             self._scheduler.flush_cache()
-        self._answer(Answer(self._number, obstacle is None, obstacle or ""))
+        self._answer(Answer(self.number, obstacle is None, obstacle or ""))
         return False
 
     def _obstacle(self) -> str | None:

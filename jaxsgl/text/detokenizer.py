@@ -11,6 +11,10 @@ import codecs
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+REPLACEMENT = "\ufffd"
+MAX_CHARACTER_IDS = 4  # a character has 4 bytes at most, and each id of one stands for a byte at least
+MAX_HELD_IDS = 8  # behind which the window is cut, so that each token costs the same
+
 
 class Detokenizer(Protocol):
     """Turns one stream of token ids into text."""
@@ -82,7 +86,7 @@ class WindowDetokenizer:
     The window starts with the ids emitted last, because a token's text depends on the token before it: a space is
     stripped at the start of a text. Ids of single bytes are held back until a token of another kind follows, since a
     run of bytes is known to be valid only at its end. Ids outside `text_ids` (special or unknown) are dropped, as
-    decoding does.
+    decoding does. A text that goes on ending in U+FFFD holds back no more than a character.
     """
 
     def __init__(
@@ -109,12 +113,30 @@ class WindowDetokenizer:
         return self._emit(final=True) if self._new_ids else ""
 
     def _emit(self, final: bool) -> str:
+        emitted = self._decode(self._emitted_ids) if self._emitted_ids else ""
         text = self._decode(self._emitted_ids + self._new_ids)
-        text = text[len(self._decode(self._emitted_ids)) :] if self._emitted_ids else text
-        if not text or (text.endswith("\ufffd") and not final):
-            return ""  # nothing visible yet, or a character that the next token may complete
-        self._emitted_ids, self._new_ids = self._new_ids, []
-        return text
+        cut = len(self._new_ids)
+        if not final and (len(text) <= len(emitted) or text.endswith(REPLACEMENT)):
+            # Nothing visible yet, or a character that the next token may complete.
+            if cut < MAX_HELD_IDS:
+                return ""
+            cut, text = self._cut(text)
+        self._emitted_ids, self._new_ids = self._new_ids[:cut], self._new_ids[cut:]
+        return text[len(emitted) :]
+
+    def _cut(self, text: str) -> tuple[int, str]:
+        """Where to cut the ids that are held back, and the text (which begins `text`) before the cut.
+
+        No character reaches as far back as the cut. It is not inside of one either: its bytes would read differently
+        without the rest.
+        """
+        ids = self._new_ids
+        last = len(ids) - MAX_CHARACTER_IDS
+        for cut in range(last, max(last - MAX_HELD_IDS, 0), -1):
+            before = self._decode(self._emitted_ids + ids[:cut])
+            if text.startswith(before) and not (ids[cut - 1] in self._byte_ids and ids[cut] in self._byte_ids):
+                return cut, before
+        return len(ids), text  # only bytes stand there, whose run has ended
 
 
 def _byte_of_char() -> dict[str, int]:

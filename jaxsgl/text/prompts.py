@@ -16,7 +16,7 @@ import msgspec
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.request import check_prompt_len
-from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn
+from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn, num_bytes_of
 
 INLINE_CHARS = 1000  # about a millisecond on the event loop; longer prompts are tokenized in a thread
 
@@ -74,7 +74,10 @@ async def tokenize(prompt: Prompt, tokenizer: Tokenizer, context_length: int, th
         )
     turns = [_turn(message) for message in prompt.messages]
     options = prompt.options
-    num_bytes = len(msgspec.json.encode((turns, options.tools, options.variables)))
+    try:
+        num_bytes = len(msgspec.json.encode((turns, options.tools, options.variables)))
+    except OverflowError:
+        raise InvalidRequest("the chat holds an integer of more than 64 bits: send it as text") from None
     is_long = num_bytes > INLINE_CHARS
     return await _run(threads if is_long else None, _encode_chat, turns, options, num_bytes, tokenizer, context_length)
 
@@ -90,7 +93,7 @@ def _turn(message: Message | Turn) -> Turn:
 
 
 def _encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) -> list[int]:
-    _check_bytes("prompt's text", len(prompt.text.encode()), tokenizer, context_length)
+    _check_bytes("prompt's text", num_bytes_of(prompt.text), tokenizer, context_length)
     return tokenizer.encode(prompt.text, prompt.add_special_tokens)
 
 
@@ -100,7 +103,7 @@ def _encode_chat(
     """Bounds what goes into the chat template, and what comes out of it."""
     _check_bytes("chat", num_bytes, tokenizer, context_length)
     text = tokenizer.render_chat(turns, options)
-    _check_bytes("chat", len(text.encode()), tokenizer, context_length)
+    _check_bytes("chat", num_bytes_of(text), tokenizer, context_length)
     return tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -98,6 +98,7 @@ class Tokenizer:
         """
         if not text:
             raise InvalidRequest("the prompt's text is empty: send at least one character")
+        num_bytes_of(text)
         ids: list[int] = self._or_refuse().encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -193,6 +194,15 @@ def load_tokenizer(model: str) -> Tokenizer:
     except Exception as error:  # transformers and tokenizers raise all kinds here, bare Exception included
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"the tokenizer of {model} can't be loaded: {type(error).__name__}: {reason}") from error
+
+
+def num_bytes_of(text: str) -> int:
+    """Returns the length of `text` in UTF-8. Raises `InvalidRequest` if it holds half a surrogate pair."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        place = error.start
+        raise InvalidRequest(f"the text holds half a surrogate pair at character {place}: send whole pairs") from None
 
 
 def _bytes_of(token: str) -> bytes:

@@ -119,6 +119,7 @@ def answers_errors(method: MethodT) -> MethodT:
             await context.abort(grpc.StatusCode[error.grpc_status], str(error), again)
         except Exception as error:
             logger.exception("a call failed by our own fault")
-            await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
+            words = f"internal error: {type(error).__name__}; the server's log says more"
+            await context.abort(grpc.StatusCode.INTERNAL, words)
 
     return wrapper  # type: ignore[return-value]

@@ -6,10 +6,10 @@ Turns messages into what chat templates know, and refuses in clear words what th
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -104,8 +104,8 @@ def _tool_call(index: int, call: ToolCall) -> dict[str, Any]:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
+            arguments = from_json(arguments, allow_inf_nan=False) if arguments.strip() else {}
+        except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
             raise InvalidRequest(

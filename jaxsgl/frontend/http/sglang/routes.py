@@ -163,9 +163,12 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
 
     @router.get("/flush_cache")
     @router.post("/flush_cache")
-    async def flush_cache(timeout: Annotated[float, Query(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0) -> dict[str, Any]:
+    async def flush_cache(
+        http: HttpRequest, timeout: Annotated[float, Query(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0
+    ) -> dict[str, Any]:
         """Empties the prefix cache; refused if requests still wait or run after `timeout` seconds."""
-        answer = await front_end.engine.ask(lambda number: FlushCache(number, timeout), timeout + ANSWER_LIMIT_S)
+        asked = front_end.engine.ask(lambda number: FlushCache(number, timeout), timeout + ANSWER_LIMIT_S)
+        answer = await until_gone(http, asked)
         if not answer.ok:
             raise InvalidRequest(f"the cache was not flushed: {answer.text}")
         return {"success": True, "message": "the cache is empty"}
