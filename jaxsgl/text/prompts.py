@@ -74,10 +74,7 @@ async def tokenize(prompt: Prompt, tokenizer: Tokenizer, context_length: int, th
         )
     turns = [_turn(message) for message in prompt.messages]
     options = prompt.options
-    try:
-        num_bytes = len(msgspec.json.encode((turns, options.tools, options.variables)))
-    except OverflowError:
-        raise InvalidRequest("the chat holds an integer of more than 64 bits: send it as text") from None
+    num_bytes = len(msgspec.json.encode((turns, options.tools, options.variables)))
     is_long = num_bytes > INLINE_CHARS
     return await _run(threads if is_long else None, _encode_chat, turns, options, num_bytes, tokenizer, context_length)
 

@@ -44,6 +44,7 @@ from jaxsgl.messages import (
     TokenLogprob,
     Totals,
     WatchCache,
+    Withdraw,
 )
 from jaxsgl.request import FinishReason, Request, max_new_tokens
 
@@ -184,7 +185,11 @@ class FakeEngine:
                 self.send([])
                 self.mailbox.send(Answer(number, True))
             case DumpState(number, check):
-                state = {"num_running": len(self.running), "priorities": self.priorities()}
+                state = {
+                    "num_running": len(self.running),
+                    "priorities": self.priorities(),
+                    "flushes": len(self.drains),
+                }
                 self.mailbox.send(Answer(number, True, json.dumps(state | ({"leaks": []} if check else {}))))
             case FlushCache(number, timeout_s) if self.running and timeout_s:
                 self.drains.append(number)
@@ -193,6 +198,8 @@ class FakeEngine:
             case FlushCache(number):
                 self.mailbox.send(CacheEvents([CacheCleared()]))
                 self.mailbox.send(Answer(number, True))
+            case Withdraw(number) if number in self.drains:
+                self.drains.remove(number)
             case StartProfile(number, folder):
                 self.mailbox.send(Answer(number, True, folder))
             case StopProfile(number):

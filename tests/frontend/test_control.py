@@ -124,6 +124,16 @@ def test_a_flush_waits_up_to_its_timeout(http: httpx.Client, threads: ThreadPool
         assert http.post("/flush_cache", params={"timeout": timeout}).status_code == 400
 
 
+def test_a_flush_whose_client_has_left_is_dropped(http: httpx.Client, threads: ThreadPoolExecutor) -> None:
+    answer = threads.submit(http.post, "/generate", json=generate_body(Script.HANG) | {"rid": "a"})
+    wait_for(lambda: state(http)["num_running"] == 1, "the request")
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/flush_cache", params={"timeout": 1000}, timeout=0.5)
+    wait_for(lambda: state(http)["flushes"] == 0, "end of the order")
+    http.post("/abort_request", json={"rid": "a"})
+    ok(answer.result())
+
+
 def test_the_internal_state_is_checked_if_asked(http: httpx.Client) -> None:
     assert "leaks" not in state(http)
     assert ok(http.get("/internal_state", params={"check": "true"}))["leaks"] == []

@@ -10,7 +10,7 @@ from jaxsgl.config import Limits
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
-from jaxsgl.messages import Abort, Answer, EngineFailed, EngineInfo, EngineReady, Load, Ping, Replies, Reply
+from jaxsgl.messages import Abort, Answer, EngineFailed, EngineInfo, EngineReady, Load, Ping, Replies, Reply, Withdraw
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from jaxsgl.text.detokenizer import NoText
 
@@ -44,6 +44,20 @@ def test_a_dead_engine_fails_every_open_call_and_refuses_new_ones_for_good() -> 
         assert link.refusal == "the engine failed: why"
         with pytest.raises(EngineUnavailable, match="why"), link.open(REQUEST):
             pass
+
+    asyncio.run(scenario())
+
+
+def test_a_command_that_nobody_waits_for_is_withdrawn() -> None:
+    async def scenario() -> None:
+        link = PlayedLink()
+        asking = asyncio.ensure_future(link.ask(Ping, timeout_s=60))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait({asking})
+        with pytest.raises(EngineUnavailable, match="no sign of life"):
+            await link.ask(Ping, timeout_s=0.001)
+        assert link.sent == [Ping(0), Withdraw(0), Ping(1), Withdraw(1)]
 
     asyncio.run(scenario())
 

@@ -206,6 +206,10 @@ def test_a_template_that_fails_is_a_bad_request(tmp_path: Path, template: str) -
         tokenizer.render_chat(say("hi"), TemplateOptions(variables={"colour": "blue"}))
 
 
+def call_of(arguments: str) -> dict[str, Any]:
+    return {"function": {"name": "f", "arguments": arguments}}
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 
 
@@ -223,6 +227,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
             None,
             "arguments of the call of f are no JSON object",
+        ),
+        *(
+            ({"messages": [{"role": "assistant", "tool_calls": [call_of(arguments)]}]}, None, words)
+            for arguments, words in [
+                ('{"a": "\\ud800"}', "no JSON object"),
+                ('{"a": NaN}', "no JSON object"),
+            ]
         ),
         ({"tools": [{"type": "web"}]}, "tools.0.type", "'function'"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),

@@ -21,6 +21,7 @@ from jaxsgl.messages import (
     StopProfile,
     ToEngine,
     WatchCache,
+    Withdraw,
 )
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import FakeEngine, ScriptedMailbox
@@ -96,6 +97,16 @@ def test_the_cache_is_flushed_only_while_no_request_waits_or_runs() -> None:
     assert "1 requests wait and 1 run" in found[2].text
     assert last_reply(mailbox, "waits").cached_tokens == 36
     assert last_reply(mailbox, "again").cached_tokens == 0
+
+
+def test_a_withdrawn_flush_neither_happens_nor_is_answered() -> None:
+    script: Script = [[request("a", PROMPT, 30)], [], [FlushCache(1, 1000.0), FlushCache(2, 1000.0)], [], [Withdraw(1)]]
+    mailbox, _ = serve(capacity(), [*script, *[[]] * 60, [Withdraw(2), Withdraw(9)], [request("again", PROMPT)]])
+    assert answers(mailbox) == {2: Answer(2, True)}
+    script[-1] = [Withdraw(1), Withdraw(2)]
+    mailbox, _ = serve(capacity(), [*script, *[[]] * 60, [request("again", PROMPT)]])
+    assert answers(mailbox) == {}
+    assert last_reply(mailbox, "again").cached_tokens > 0
 
 
 def test_a_flush_shows_in_the_load() -> None:

@@ -121,6 +121,41 @@ def test_work_per_token_does_not_grow_with_the_stream(kind: str, tokenizers: dic
             assert len(detokenizer._decoder.getstate()[0]) <= 3
 
 
+# Tokens that stand for whole characters, for parts of some, for no valid byte, and for nothing.
+ODD_TOKENS = (
+    b"a", b"\xef\xbf\xbd", b"", b"\xc3", b"\xa9", b"\xff", b"\xf0", b"\x9f", b"\x99", b"\x82", b"\xef\xbf\xbd" * 2,
+    b"b\xf0\x9f", b"\x99\x82", b"\xa9c",
+)  # fmt: skip
+
+
+def check_odd(ids: list[int]) -> None:
+    """Streams `ids` one by one: the pieces are the whole text, and no decoding is long."""
+    decoded: list[int] = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return b"".join(ODD_TOKENS[id] for id in ids).decode(errors="replace")
+
+    detokenizer = WindowDetokenizer(decode, range(len(ODD_TOKENS)), frozenset())
+    pieces = [detokenizer.feed([token_id]) for token_id in ids]
+    pieces.append(detokenizer.finish())
+    assert max(decoded) <= 32
+    assert sum(decoded) <= 100 * len(ids)
+    assert "".join(pieces) == decode(ids)
+
+
+@pytest.mark.parametrize("turns", [(1,), (10,), (1, 1, 0), (2,), (2, 1), (5,), (6, 7, 8), (3, 4, 1), (11, 12, 1, 1)])
+def test_replacement_characters_cost_no_more_than_other_tokens(turns: tuple[int, ...]) -> None:
+    """4,000 of them took 1.8 s: all were held back, and decoded again for each new one."""
+    check_odd([turns[i % len(turns)] for i in range(4000)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(range(len(ODD_TOKENS))), min_size=1, max_size=60))
+def test_odd_tokens_yield_the_text_of_all_of_them(ids: list[int]) -> None:
+    check_odd(ids)
+
+
 def test_an_added_token_stands_for_its_own_characters(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
     tokenizer = tokenizers["byte_level"]
     text = "a<think>5 € b"
