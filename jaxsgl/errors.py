@@ -6,7 +6,7 @@
     |- NotFound                  NOT_FOUND            404   no such model, request or method
     |- Overloaded                RESOURCE_EXHAUSTED   429   the queue is full, or the client reads too slowly
     |- Unsupported               UNIMPLEMENTED        501   a method of a known protocol that isn't built yet
-    |- RequestFailed             INTERNAL             500   our own bug in the work for this one request
+    |- RequestFailed             FAILED_PRECONDITION  422   our own bug in the work for this one request; not to be repeated
     |- EngineUnavailable         UNAVAILABLE          503   the engine is starting, stopping, stuck, dead or too busy
     |- TimedOut                  DEADLINE_EXCEEDED    504   the request ran longer than it may
     `- StartupError              (exit status 1)            the server can't start as it was asked to
@@ -67,7 +67,13 @@ class Unsupported(JaxsglError):
 
 
 class RequestFailed(JaxsglError):
-    """The work for this request failed by our own fault. It would fail again: clients are told not to repeat it."""
+    """The work for this request failed by our own fault, and would fail again.
+
+    Its statuses are those that neither gateways nor clients repeat: they carry 500 and INTERNAL to the next worker.
+    """
+
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 422
 
 
 class TimedOut(JaxsglError):

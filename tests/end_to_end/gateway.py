@@ -55,6 +55,11 @@ class Worker:
         return self._metric("sglang:num_aborted_requests_total")
 
     @property
+    def failed(self) -> int:
+        """Requests at which the scheduler failed."""
+        return self._metric("jaxsgl:failed_requests_total")
+
+    @property
     def output_tokens(self) -> int:
         return self._metric("sglang:generation_tokens_total")
 

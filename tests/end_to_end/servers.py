@@ -47,10 +47,15 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(folder: Path, flags: Sequence[str] = ()) -> Iterator[RunningServer]:
-    """Starts a server on a free port and waits until it is ready; kills what is left of it at the end."""
+def running_server(
+    folder: Path, flags: Sequence[str] = (), program: Sequence[str] = ("-m", "jaxsgl.serve")
+) -> Iterator[RunningServer]:
+    """Starts a server on a free port and waits until it is ready; kills what is left of it at the end.
+
+    `program` are Python's arguments before the server's own.
+    """
     log = folder / "server.log"
-    command = [sys.executable, "-m", "jaxsgl.serve", "--grpc-port", "0", "--port", "0", "--log-level", "debug", *flags]
+    command = [sys.executable, *program, "--grpc-port", "0", "--port", "0", "--log-level", "debug", *flags]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:

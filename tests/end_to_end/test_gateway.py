@@ -19,6 +19,7 @@ import httpx
 import openai
 import pytest
 
+from tests.end_to_end import serve_poisoned
 from tests.end_to_end.gateway import PATIENCE_S, Gateway, Worker, free_ports, running_gateway, wait_for
 from tests.end_to_end.precision import EXACT_FLAGS
 from tests.end_to_end.servers import START_TIMEOUT_S, running_server
@@ -64,7 +65,7 @@ class Fleet:
         folder.mkdir()
         grpc_port, http_port = self._ports[index]
         flags = (*WORKER_FLAGS, "--grpc-port", str(grpc_port), "--port", str(http_port))
-        return Worker(self._stack.enter_context(running_server(folder, flags)))
+        return Worker(self._stack.enter_context(running_server(folder, flags, (serve_poisoned.__file__,))))
 
     def wait_until_all_are_healthy(self) -> None:
         addresses = sorted(worker.address for worker in self.workers)
@@ -163,6 +164,21 @@ def test_a_request_that_can_never_be_served_is_a_400_that_says_why(fleet: Fleet)
         fleet.client.chat.completions.create(**user("word " * 3000))
     with pytest.raises(openai.BadRequestError, match="json_schema is not supported"):
         fleet.client.chat.completions.create(**user("Hello!"), response_format={"type": "json_object"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_at_which_a_worker_fails_reaches_no_other_worker(fleet: Fleet, stream: bool) -> None:
+    """The worker goes on; neither the gateway nor the client, which repeats what failed, sends the request again."""
+    before = [worker.failed for worker in fleet.workers]
+    poison = {**user("Hello!"), "frequency_penalty": serve_poisoned.POISON, "stream": stream}
+    client = fleet.client.with_options(max_retries=2)
+    with pytest.raises(openai.BadRequestError, match="the server failed at this request .OverflowError.*don't repeat"):
+        client.chat.completions.create(**poison)
+    assert sorted(worker.failed - count for worker, count in zip(fleet.workers, before, strict=True)) == [0, 1]
+    for worker in fleet.workers:
+        own = client_of(f"http://{worker.http}").chat.completions.create(**user("What is 3 + 4?"))
+        assert own.choices[0].finish_reason == "stop"
+    assert len(fleet.gateway.healthy()) == NUM_WORKERS
 
 
 def only_running(fleet: Fleet) -> Worker:
