@@ -6,7 +6,7 @@
     |- NotFound                  NOT_FOUND            404   no such model, request or method
     |- Overloaded                RESOURCE_EXHAUSTED   429   the queue is full, or the client reads too slowly
     |- Unsupported               UNIMPLEMENTED        501   a method of a known protocol that isn't built yet
-    |- RequestFailed             FAILED_PRECONDITION  422   our own bug in the work for this one request; not to be repeated
+    |- RequestFailed             FAILED_PRECONDITION  422   our own bug in the work for this one request
     |- EngineUnavailable         UNAVAILABLE          503   the engine is starting, stopping, stuck, dead or too busy
     |- TimedOut                  DEADLINE_EXCEEDED    504   the request ran longer than it may
     `- StartupError              (exit status 1)            the server can't start as it was asked to

@@ -172,7 +172,7 @@ def test_a_request_at_which_a_worker_fails_reaches_no_other_worker(fleet: Fleet,
     before = [worker.failed for worker in fleet.workers]
     poison = {**user("Hello!"), "frequency_penalty": serve_poisoned.POISON, "stream": stream}
     client = fleet.client.with_options(max_retries=2)
-    with pytest.raises(openai.BadRequestError, match="the server failed at this request .OverflowError.*don't repeat"):
+    with pytest.raises(openai.BadRequestError, match=r"the server failed at this request .OverflowError.*don't repeat"):
         client.chat.completions.create(**poison)
     assert sorted(worker.failed - count for worker, count in zip(fleet.workers, before, strict=True)) == [0, 1]
     for worker in fleet.workers:

@@ -17,7 +17,7 @@ from server_process import ServerProcess, ids_request, wait_for
 from sglang_calls import sglang_stub
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
-from jaxsgl.errors import EngineUnavailable, TimedOut
+from jaxsgl.errors import EngineUnavailable, RequestFailed, TimedOut
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
@@ -173,21 +173,29 @@ def test_a_priority_is_an_integer_of_32_bits(http: httpx.Client, path: str, prio
 
 @pytest.mark.parametrize(
     ("kind", "status", "code"),
-    [(RefusalKind.WAITED, 503, grpc.StatusCode.UNAVAILABLE), (RefusalKind.RAN, 504, grpc.StatusCode.DEADLINE_EXCEEDED)],
+    [
+        (RefusalKind.WAITED, 503, grpc.StatusCode.UNAVAILABLE),
+        (RefusalKind.RAN, 504, grpc.StatusCode.DEADLINE_EXCEEDED),
+        (RefusalKind.FAILED, 422, grpc.StatusCode.FAILED_PRECONDITION),
+    ],
 )
-def test_timeouts_of_the_scheduler_have_a_status(
+def test_refusals_of_the_scheduler_have_a_status(
     http: httpx.Client, stub: pb_grpc.JaxsglStub, kind: RefusalKind, status: int, code: grpc.StatusCode
 ) -> None:
     prompt = (Script.REFUSE, list(RefusalKind).index(kind))
     response = http.post("/generate", json=generate_body(*prompt))
     assert response.status_code == status
     assert kind.value in error_of(response)["message"]
+    assert ("retry-after" in response.headers) == (kind is RefusalKind.WAITED)
     with pytest.raises(grpc.RpcError) as caught:
         list(stub.Generate(ids_request(*prompt)))
     assert caught.value.code() is code
 
 
-@pytest.mark.parametrize(("kind", "error"), [(RefusalKind.WAITED, EngineUnavailable), (RefusalKind.RAN, TimedOut)])
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [(RefusalKind.WAITED, EngineUnavailable), (RefusalKind.RAN, TimedOut), (RefusalKind.FAILED, RequestFailed)],
+)
 def test_a_refusal_ends_what_is_left_of_a_request(kind: RefusalKind, error: type[Exception]) -> None:
     """This holds though the refusal names no sample, and sample 0 has ended."""
     engine = PlayedLink()
