@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
 import types
 import typing
@@ -28,6 +29,8 @@ PRIORITY_POLICIES = ("fcfs", "lof")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
+ADMIN_API_KEY_VARIABLE = "JAXSGL_ADMIN_API_KEY"  # in the environment of servers
+KEY_PATTERN = r"[!-~]+"
 
 
 def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "", secret: bool = False) -> Any:
@@ -163,6 +166,22 @@ class ServerConfig:
         f"what clients must send as `Authorization: Bearer KEY`; better set in {API_KEY_VARIABLE}, which `ps` hides",
         secret=True,
     )
+    api_key_file: str | None = flag(
+        None, "file with further keys of clients, one per line; each key has a prefix cache of its own"
+    )
+    admin_api_key: str | None = flag(
+        None,
+        "the only key for orders (flush, pause, abort, profile) and for the server's state; better set in "
+        f"{ADMIN_API_KEY_VARIABLE}",
+        secret=True,
+    )
+    allowed_hosts: tuple[str, ...] = flag(
+        (), "more names under which clients may address the HTTP port, as llm.example.org,other.org; *: any name"
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        (), "web sites whose pages may call the HTTP port, as https://chat.example.org (default: none; *: all)"
+    )
+    allow_get_control: bool = flag(False, "accept SGLang's GET, too, where POST changes the server's state")
     ssl_certfile: str | None = flag(None, "TLS certificate (PEM) for HTTP and gRPC; needs --ssl-keyfile")
     ssl_keyfile: str | None = flag(None, "private key (PEM) of --ssl-certfile")
     max_request_bytes: int = flag(4 << 20, "size of one request's message or body at most")
@@ -181,15 +200,32 @@ class ServerConfig:
             _require(getattr(self, name) > 0, _flag_name(name), getattr(self, name), "more than 0")
         _require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
         _require(self.max_request_bytes >= 1024, "--max-request-bytes", self.max_request_bytes, "1024 and more")
-        _require(
-            self.api_key is None or re.fullmatch(r"[!-~]+", self.api_key) is not None,
-            "--api-key",
-            "empty or holds other characters",
-            "printable ASCII without spaces",
-        )
+        for name in ("api_key", "admin_api_key"):
+            key = getattr(self, name)
+            _require(
+                key is None or re.fullmatch(KEY_PATTERN, key) is not None,
+                _flag_name(name),
+                "empty or holds other characters",
+                "printable ASCII without spaces",
+            )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")
+        self._check_sites()
         _check_choices(self)
+
+    def _check_sites(self) -> None:
+        for host in self.allowed_hosts:
+            _require(
+                re.fullmatch(r"\*|[\w.-]+", host) is not None, "--allowed-hosts", host, "names without ports, or *"
+            )
+        for origin in self.allowed_origins:
+            fits = re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None
+            _require(fits, "--allowed-origins", origin, "as https://chat.example.org, null, or *")
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send a key."""
+        return self.api_key is not None or self.api_key_file is not None
 
     @property
     def model_name(self) -> str:
@@ -268,12 +304,12 @@ def _parser_of(hint: Any) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
     if typing.get_origin(hint) is tuple:
-        return _int_list
+        return functools.partial(_list_of, typing.get_args(hint)[0])
     return hint
 
 
-def _int_list(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part.strip())
+def _list_of(kind: type, text: str) -> tuple[Any, ...]:
+    return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
 
 
 def _flag_name(field_name: str) -> str:

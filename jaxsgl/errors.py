@@ -3,6 +3,7 @@
     JaxsglError                  INTERNAL             500   our own bug, or a failure we can't name better
     |- InvalidRequest            INVALID_ARGUMENT     400   the client sent something that can never be served
     |- Unauthenticated           UNAUTHENTICATED      401   the API key is missing or wrong
+    |- Forbidden                 PERMISSION_DENIED    403   the call is not for this client, whatever its key
     |- NotFound                  NOT_FOUND            404   no such model, request or method
     |- Overloaded                RESOURCE_EXHAUSTED   429   the queue is full, or the client reads too slowly
     |- Unsupported               UNIMPLEMENTED        501   a method of a known protocol that isn't built yet
@@ -43,6 +44,13 @@ class Unauthenticated(JaxsglError):
 
     grpc_status = "UNAUTHENTICATED"
     http_status = 401
+
+
+class Forbidden(JaxsglError):
+    """The client may not make this call: its key is not the administrator's, or a web page makes it."""
+
+    grpc_status = "PERMISSION_DENIED"
+    http_status = 403
 
 
 class NotFound(JaxsglError):

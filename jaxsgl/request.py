@@ -25,6 +25,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 300  # entries
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
+MAX_CACHE_SALT_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1  # int32 in protocols
 
 
@@ -187,13 +188,14 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     """One tokenized request, as it travels from the front end to the scheduler.
 
     `priority` is ignored unless the server schedules by it: the higher number goes first, or the lower one if the
-    server's flags say so.
+    server's flags say so. Cached prefixes are shared among requests of an equal `cache_salt` alone.
     """
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     priority: int = 0
+    cache_salt: str = ""
 
 
 def check_request(request: Request, limits: Limits) -> None:
@@ -203,6 +205,7 @@ def check_request(request: Request, limits: Limits) -> None:
     """
     _check_integer("priority", request.priority)
     _check_bounds("priority", request.priority, PRIORITY_BOUNDS)
+    _check_cache_salt(request.cache_salt)
     prompt_len = len(request.prompt_ids)
     if prompt_len == 0:
         raise InvalidRequest("the prompt is empty: send at least one token")
@@ -218,6 +221,12 @@ def check_request(request: Request, limits: Limits) -> None:
             f"whole pool holds {limits.pool_tokens}: shorten the prompt, lower max_tokens, or start the server "
             "with a larger --max-total-tokens"
         )
+
+
+def _check_cache_salt(salt: object) -> None:
+    if not isinstance(salt, str):
+        raise InvalidRequest(f"cache_salt is {salt!r}, but must be a text")
+    _check(len(salt) <= MAX_CACHE_SALT_CHARS, "the length of cache_salt", len(salt), f"0 to {MAX_CACHE_SALT_CHARS}")
 
 
 def check_prompt_len(prompt_len: int, context_length: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxsgl import logs
-from jaxsgl.config import API_KEY_VARIABLE, ServerConfig, add_flags, from_flags
+from jaxsgl.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig, add_flags, from_flags
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.engine_link import ENGINE_COMMAND
 
@@ -29,6 +29,8 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
     try:
         if args.api_key is None:
             args.api_key = os.environ.get(API_KEY_VARIABLE)
+        if args.admin_api_key is None:
+            args.admin_api_key = os.environ.get(ADMIN_API_KEY_VARIABLE)
         config = from_flags(ServerConfig, args)
         from jaxsgl.frontend.server import serve  # importing gRPC takes a while: bad flags fail before it
 

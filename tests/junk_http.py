@@ -95,7 +95,7 @@ async def exchange(address: str, junk: Junk, leave: bool) -> list[int]:
 
 def request(method: str, path: str, body: bytes = b"", headers: str = "", kind: str = "application/json") -> bytes:
     """A request after which the server closes the connection."""
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
     return (head + (f"content-type: {kind}\r\n" if kind else "") + headers + "\r\n").encode() + body
 
 
@@ -148,7 +148,7 @@ def _wrong_head(rng: random.Random) -> Junk:
 
 def _chunked(rng: random.Random) -> Junk:
     path, body = _good(rng)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     good = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     return [head.encode() + b"transfer-encoding: chunked\r\n\r\n", rng.choice((good, *BAD_CHUNKS))]
 

@@ -15,7 +15,10 @@ _START = bytes(8)  # stands for the parent's name where a sequence starts
 
 
 class CacheObserver(Protocol):
-    """Is notified of every change of the prefix cache, in order. A page keeps its tokens from `stored` to `removed`."""
+    """Is notified of every change of the prefix cache, in order. A page keeps its tokens from `stored` to `removed`.
+
+    Prefixes under a salt are private: they are never `stored`, but their pages may be among those `removed`.
+    """
 
     def stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
         """`pages [n]` with `token_pages [n, page_size]` follow page `parent` (the dummy page: none)."""

@@ -68,21 +68,21 @@ class CacheManager:
         """Tells `observer` of all changes of the prefix cache from now on; there is only one observer."""
         self._observer = observer
 
-    def match(self, token_ids: IntArray) -> Match:
-        """The longest cached prefix that leaves at least one token to compute (it yields the logits)."""
-        return self.prefixes.match(as_pages(token_ids[:-1], self.page_size))
+    def match(self, token_ids: IntArray, salt: bytes = b"") -> Match:
+        """The longest prefix cached under `salt` that leaves at least one token to compute (it yields the logits)."""
+        return self.prefixes.match(as_pages(token_ids[:-1], self.page_size), salt)
 
-    def peek(self, token_ids: IntArray) -> Peek:
+    def peek(self, token_ids: IntArray, salt: bytes = b"") -> Peek:
         """What `match` would find; changes nothing."""
-        return self.prefixes.peek(as_pages(token_ids[:-1], self.page_size))
+        return self.prefixes.peek(as_pages(token_ids[:-1], self.page_size), salt)
 
-    def acquire(self, match: Match, owner: str = "") -> Lease:
-        """Takes a row and locks the matched prefix for `owner`, a name for the report of a leak."""
+    def acquire(self, match: Match, owner: str = "", salt: bytes = b"") -> Lease:
+        """Takes a row and locks the prefix matched under `salt` for `owner`, a name for the report of a leak."""
         self.prefixes.lock(match.handle)
         row, num_pages = self.table.take_row(), len(match.pages)
         self.table.pages[row, :num_pages] = match.pages
         self._last_owners.of_row[row] = owner
-        return Lease(row, num_pages, tokens_in(num_pages, self.page_size), num_pages, match.handle, owner)
+        return Lease(row, num_pages, tokens_in(num_pages, self.page_size), num_pages, match.handle, owner, salt)
 
     def grow(self, lease: Lease, num_tokens: int) -> None:
         """Allocates pages so that the lease holds `num_tokens` tokens; evicts if need be."""
@@ -105,8 +105,8 @@ class CacheManager:
             return
         row = self.table.pages[lease.row]
         token_pages = as_pages(token_ids, self.page_size)
-        done = self.prefixes.insert(token_pages, row[:num_full], lease.handle)
-        if self._observer is not None:
+        done = self.prefixes.insert(token_pages, row[:num_full], lease.handle, lease.salt)
+        if self._observer is not None and not lease.salt:
             _tell_stored(self._observer, token_pages, done)
         self.prefixes.lock(done.handle)
         self.prefixes.unlock(lease.handle)

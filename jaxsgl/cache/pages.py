@@ -151,6 +151,7 @@ class Lease:
       num_shared: leading pages that belong to the prefix cache.
       handle: the locked prefix of `num_shared` pages.
       owner: the request's name, for the report of a leak.
+      salt: of the request; its pages are shared with requests of an equal salt alone.
     """
 
     row: int
@@ -159,3 +160,4 @@ class Lease:
     num_shared: int
     handle: Hashable
     owner: str
+    salt: bytes = b""

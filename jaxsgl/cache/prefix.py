@@ -1,7 +1,8 @@
 """The protocol of a prefix cache, its values, and `NaiveCache`, which caches nothing. `radix.py` has the real one.
 
-A prefix cache owns pages whose KV may be read by later requests with the same leading tokens. It works in whole
-pages: token ids come as `[n, page_size]`. It never allocates or frees pages; it returns those that come free.
+A prefix cache owns pages whose KV may be read by later requests with the same leading tokens and the same salt; b"" is
+a salt like any other. It works in whole pages: token ids come as `[n, page_size]`. It never allocates or frees pages;
+it returns those that come free.
 """
 
 from __future__ import annotations
@@ -77,11 +78,13 @@ class Edge:
       token_pages: `[n, page_size]` their tokens.
       pages: `[n]` page ids.
       parent: the page before the first; the dummy page at the start of a sequence.
+      salt: of the requests that share them.
     """
 
     token_pages: IntArray
     pages: IntArray
     parent: int
+    salt: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -111,16 +114,16 @@ class PrefixCache(Protocol):
         """Pages that `evict` could give back now: those that no lock holds."""
         ...
 
-    def match(self, token_pages: IntArray) -> Match:
-        """The longest cached prefix of `token_pages [n, page_size]`; marks it as recently used."""
+    def match(self, token_pages: IntArray, salt: bytes = b"") -> Match:
+        """The longest prefix of `token_pages [n, page_size]` cached under `salt`; marks it as recently used."""
         ...
 
-    def peek(self, token_pages: IntArray) -> Peek:
+    def peek(self, token_pages: IntArray, salt: bytes = b"") -> Peek:
         """What `match` would find; changes nothing."""
         ...
 
-    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
-        """Offers `pages [n]` that hold the KV of `token_pages [n, page_size]`.
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None, salt: bytes = b"") -> Insertion:
+        """Offers `pages [n]` that hold the KV of `token_pages [n, page_size]`, to be found under `salt`.
 
         `held` is the caller's locked handle of a prefix of `token_pages`. If no other lock holds it, the handle may
         stand for the longer prefix from now on.
@@ -170,15 +173,15 @@ class NaiveCache:
     num_pages = 0
     num_evictable = 0
 
-    def match(self, token_pages: IntArray) -> Match:
+    def match(self, token_pages: IntArray, salt: bytes = b"") -> Match:
         """No prefix."""
         return Match(None, _NO_PAGES)
 
-    def peek(self, token_pages: IntArray) -> Peek:
+    def peek(self, token_pages: IntArray, salt: bytes = b"") -> Peek:
         """No prefix."""
         return Peek(0)
 
-    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None, salt: bytes = b"") -> Insertion:
         """Takes none of the pages."""
         return Insertion(None, 0, _NO_PAGES)
 

@@ -1,6 +1,7 @@
 """The radix tree: prefixes that several requests share are kept once (SGLang's RadixAttention, Zheng et al. 2024).
 
-An edge carries whole pages of tokens and the pages that hold their KV; siblings differ in their first page. A lock on
+An edge carries whole pages of tokens and the pages that hold their KV; siblings differ in their first page, and at the
+root in their salt or their first page, so prefixes of different salts have no node in common but the root. A lock on
 a node counts on all its ancestors, so `locks == 0` means that nothing below is in use. Only unlocked leaves
 are evicted, least recently used first.
 
@@ -25,18 +26,28 @@ _NO_PAGES: IntArray = np.empty(0, dtype=np.int32)
 
 
 class _Node:
-    """`tokens [n, page_size]` on the edge from `parent`, and `pages [n]` that hold their KV."""
+    """`tokens [n, page_size]` on the edge from `parent`, and `pages [n]` that hold their KV; `salt` as of all below."""
 
-    __slots__ = ("children", "in_heap", "last_used", "locks", "pages", "parent", "tokens")
+    __slots__ = ("children", "in_heap", "last_used", "locks", "pages", "parent", "salt", "tokens")
 
-    def __init__(self, parent: _Node | None, tokens: IntArray, pages: IntArray, last_used: int) -> None:
+    def __init__(
+        self, parent: _Node | None, tokens: IntArray, pages: IntArray, last_used: int, salt: bytes = b""
+    ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.pages = pages
         self.last_used = last_used
+        self.salt = salt
         self.locks = 0
         self.in_heap = False
         self.children: dict[bytes, _Node] = {}
+
+    @property
+    def key(self) -> bytes:
+        """Its place among the children of its parent."""
+        below_root = self.parent is not None and self.parent.parent is None
+        first_page = self.tokens[0].tobytes()
+        return self.salt + first_page if below_root else first_page
 
     def common_pages(self, tokens: IntArray) -> int:
         """Leading pages that this edge and `tokens` share."""
@@ -68,17 +79,18 @@ class RadixCache:
         """Pages in nodes that no lock holds."""
         return self._num_pages - self._num_locked
 
-    def match(self, token_pages: IntArray) -> Match:
+    def match(self, token_pages: IntArray, salt: bytes = b"") -> Match:
         """The longest cached prefix; a match that ends inside an edge splits it there."""
-        node, pages = self._walk(token_pages)
+        node, pages = self._walk(token_pages, salt)
         return Match(node, pages)
 
-    def peek(self, token_pages: IntArray) -> Peek:
+    def peek(self, token_pages: IntArray, salt: bytes = b"") -> Peek:
         """What `match` would find; changes neither order of use nor edges."""
         node, depth = self._root, 0
         spans: list[Span] = []
         while depth < len(token_pages):
-            child = node.children.get(token_pages[depth].tobytes())
+            page = token_pages[depth].tobytes()
+            child = node.children.get(page if depth else salt + page)
             if child is None:
                 break
             shared = child.common_pages(token_pages[depth:])
@@ -89,19 +101,19 @@ class RadixCache:
             node = child
         return Peek(depth, tuple(spans))
 
-    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None) -> Insertion:
+    def insert(self, token_pages: IntArray, pages: IntArray, held: Hashable = None, salt: bytes = b"") -> Insertion:
         """Adds the pages that the tree lacks: to the edge of `held` if possible, else as one new leaf.
 
         So a prompt that comes in many chunks is one edge, and not a chain of edges to walk for every chunk.
         """
-        node, existing = self._walk(token_pages)
+        node, existing = self._walk(token_pages, salt)
         num_existing = len(existing)
         if num_existing < len(pages):
             new_tokens, new_pages = token_pages[num_existing:], pages[num_existing:]
             if node is held and node.locks == 1 and not node.children:
                 self._lengthen(node, new_tokens, new_pages)
             else:
-                node = self._add_leaf(node, new_tokens.copy(), new_pages.copy())
+                node = self._add_leaf(node, new_tokens.copy(), new_pages.copy(), salt)
         taken = np.concatenate((existing, pages[num_existing:])) if num_existing else pages.copy()
         return Insertion(node, num_existing, taken)
 
@@ -161,7 +173,7 @@ class RadixCache:
         """One for each edge of the tree, parents before children."""
         for node in self._descendants():
             above = cast(_Node, node.parent).pages
-            yield Edge(node.tokens, node.pages, int(above[-1]) if len(above) else DUMMY_PAGE)
+            yield Edge(node.tokens, node.pages, int(above[-1]) if len(above) else DUMMY_PAGE, node.salt)
 
     def owned_pages(self) -> IntArray:
         """All pages, after checking links, page counts and that evictable leaves are in the heap."""
@@ -169,7 +181,8 @@ class RadixCache:
         for node in nodes:
             assert len(node.tokens) == len(node.pages) > 0, "an edge without a page for each page of tokens"
             parent = node.parent
-            assert parent is not None and parent.children.get(node.tokens[0].tobytes()) is node, "broken link"
+            assert parent is not None and parent.children.get(node.key) is node, "broken link"
+            assert parent is self._root or parent.salt == node.salt, "prefixes of two salts in one branch"
             assert node.locks or node.children or node.in_heap, "an unlocked leaf that eviction can't find"
         in_heap = [node for _, _, node in self._heap]
         assert len({id(node) for node in in_heap}) == len(in_heap), "a node is in the heap twice"
@@ -186,13 +199,14 @@ class RadixCache:
             if node.locks != holders[node]
         ]
 
-    def _walk(self, token_pages: IntArray) -> tuple[_Node, IntArray]:
+    def _walk(self, token_pages: IntArray, salt: bytes) -> tuple[_Node, IntArray]:
         """Descends as far as `token_pages` goes, touching and if need be splitting nodes."""
         self._clock += 1
         node, depth = self._root, 0
         found: list[IntArray] = []
         while depth < len(token_pages):
-            child = node.children.get(token_pages[depth].tobytes())
+            page = token_pages[depth].tobytes()
+            child = node.children.get(page if depth else salt + page)
             if child is None:
                 break
             shared = child.common_pages(token_pages[depth:])
@@ -207,16 +221,16 @@ class RadixCache:
     def _split(self, node: _Node, num_pages: int) -> _Node:
         """Puts a new parent over `node` that takes its first `num_pages` pages; handles to `node` stay right."""
         parent = cast(_Node, node.parent)
-        upper = _Node(parent, node.tokens[:num_pages], node.pages[:num_pages], node.last_used)
+        upper = _Node(parent, node.tokens[:num_pages], node.pages[:num_pages], node.last_used, node.salt)
         upper.locks = node.locks
-        parent.children[upper.tokens[0].tobytes()] = upper
+        parent.children[upper.key] = upper
         node.tokens, node.pages, node.parent = node.tokens[num_pages:], node.pages[num_pages:], upper
-        upper.children[node.tokens[0].tobytes()] = node
+        upper.children[node.key] = node
         return upper
 
-    def _add_leaf(self, parent: _Node, tokens: IntArray, pages: IntArray) -> _Node:
-        leaf = _Node(parent, tokens, pages, self._clock)
-        parent.children[tokens[0].tobytes()] = leaf
+    def _add_leaf(self, parent: _Node, tokens: IntArray, pages: IntArray, salt: bytes) -> _Node:
+        leaf = _Node(parent, tokens, pages, self._clock, salt)
+        parent.children[leaf.key] = leaf
         self._num_pages += len(pages)
         self._offer(leaf)
         return leaf
@@ -228,7 +242,7 @@ class RadixCache:
 
     def _remove_leaf(self, node: _Node) -> None:
         parent = cast(_Node, node.parent)
-        del parent.children[node.tokens[0].tobytes()]
+        del parent.children[node.key]
         node.parent = None
         self._offer(parent)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from jaxsgl import logs
 from jaxsgl.config import ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
+from jaxsgl.frontend.access import Access, cache_namespace
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.reply_stream import ReplyStream
@@ -141,13 +142,20 @@ class Generator:
         self._model = model
         self._engine.accept()
 
-    async def prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str, priority: int = 0) -> Request:
-        """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
+    async def prepare(
+        self, prompt: Prompt, sampling: SamplingParams, request_id: str, priority: int = 0, cache_salt: str = ""
+    ) -> Request:
+        """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready.
+
+        Prefixes are shared with requests of the same tenant and of an equal `cache_salt` alone.
+        """
         logs.name_unnamed_request(request_id)
         with self._metrics.counting_errors():
-            return await self._prepare(prompt, sampling, request_id, priority)
+            return await self._prepare(prompt, sampling, request_id, priority, cache_namespace(cache_salt))
 
-    async def _prepare(self, prompt: Prompt, sampling: SamplingParams, request_id: str, priority: int) -> Request:
+    async def _prepare(
+        self, prompt: Prompt, sampling: SamplingParams, request_id: str, priority: int, cache_salt: str
+    ) -> Request:
         model = self.model
         if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
             raise InvalidRequest(
@@ -156,7 +164,7 @@ class Generator:
         if sampling.stop:
             model.tokenizer.check_text_comes_back("stop strings")
         limits = model.info.limits
-        request = Request(request_id, await self.tokenize(prompt), sampling, priority)
+        request = Request(request_id, await self.tokenize(prompt), sampling, priority, cache_salt)
         check_request(request, limits)
         return request
 
@@ -200,12 +208,14 @@ class FrontEnd:
 
     Attributes:
       config: flags.
+      access: the keys, and what they grant.
       engine: open calls, commands, the load, and why requests are refused.
       generator: prompts to pieces of text; knows the model.
       metrics: what is counted and timed.
     """
 
     config: ServerConfig
+    access: Access
     engine: EngineLink
     generator: Generator
     metrics: Metrics

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxsgl.config import ServerConfig
+from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.engine_link import ENGINE_COMMAND, EngineLink
 from jaxsgl.frontend.exposition import StatusLine
 from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
@@ -68,7 +69,7 @@ class Addresses:
 class Server:
     """Both ports and the engine process together. Must be made inside the event loop that runs it.
 
-    Raises `StartupError` for a certificate that doesn't work.
+    Raises `StartupError` for a certificate or a file of keys that doesn't work.
 
     Attributes:
       engine: the link to the engine process.
@@ -78,13 +79,14 @@ class Server:
         self._start_s = time.monotonic()
         self._config = config
         certificate = load_certificate(config)
+        access = Access(config)
         self.engine = EngineLink(config.engine, LogStyle(config.log_level, config.log_format), engine_command)
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # asyncio's own would delay the end
         self._metrics = Metrics(lambda: self.engine.load)
         self._generator = Generator(self.engine, self._threads, self._metrics, config.request_timeout_s)
         self._watchdog = Watchdog(self.engine, config.watchdog_s)
         self._status = StatusLine(self._metrics)
-        front_end = FrontEnd(config, self.engine, self._generator, self._metrics)
+        front_end = FrontEnd(config, access, self.engine, self._generator, self._metrics)
         self._grpc = GrpcServer(front_end, certificate)
         self._http = HttpServer(front_end, certificate)
 
@@ -109,7 +111,7 @@ class Server:
         """Starts everything; returns the addresses when requests may come. Raises `StartupError`."""
         at = Addresses(await self._grpc.start(), await self._http.start())
         logger.info("listening on %s (gRPC) and %s (HTTP), loading %s", at.grpc, at.http, self._config.engine.model)
-        if self._config.api_key is None and not is_loopback(self._config.host):
+        if not self._config.needs_key and not is_loopback(self._config.host):
             logger.warning("%s can be reached from other machines, and no --api-key is set", self._config.host)
         await self.engine.start()
         model = await self._load_model()

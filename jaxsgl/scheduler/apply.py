@@ -205,7 +205,7 @@ class Applier:
     def _admit(self, admission: Admission) -> None:
         req, state = admission.req, self._state
         planned = req.matchable_ids[: admission.cached_tokens + 1]  # the plan's ledger locked no more than this
-        lease = self._cache.acquire(self._cache.match(planned), req.name)
+        lease = self._cache.acquire(self._cache.match(planned, req.cache_salt), req.name, req.cache_salt)
         assert lease.num_tokens == admission.cached_tokens, f"{req.name}: the cache changed since the plan"
         req.admit(lease, admission.cached_tokens)
         self._requests.moved(req)

@@ -9,16 +9,18 @@ is answered with the reason; the loop goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.cache.events import page_hashes
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
+from jaxsgl.cache.prefix import Edge
 from jaxsgl.messages import (
     Answer,
     CacheCleared,
@@ -221,13 +223,18 @@ class _Flush:
 
 
 class CacheJournal:
-    """A `CacheObserver` that notes every change of the prefix cache as a message, and knows the name of each page."""
+    """A `CacheObserver` that notes every change of the prefix cache as a message, and knows the name of each page.
+
+    It leaves out what is cached under a salt: its tokens are private, and a gateway that sees tokens takes any worker
+    that holds them to have them for every request.
+    """
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
         self._hash_of_page = np.zeros(cache.num_pages, dtype=np.int64)
+        self._is_told: npt.NDArray[np.bool_] = np.zeros(cache.num_pages, dtype=bool)
         self._events: list[CacheEvent] = []
-        for edge in cache.prefixes.edges():
+        for edge in self._edges():
             self._name(edge.token_pages, edge.pages, edge.parent)
         cache.observe(self)
 
@@ -238,7 +245,7 @@ class CacheJournal:
 
     def snapshot(self) -> list[CacheEvent]:
         """Events that describe all that is cached now, parents before children."""
-        return [self._stored(edge.token_pages, edge.pages, edge.parent) for edge in self._cache.prefixes.edges()]
+        return [self._stored(edge.token_pages, edge.pages, edge.parent) for edge in self._edges()]
 
     def stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
         """See `CacheObserver`."""
@@ -247,14 +254,22 @@ class CacheJournal:
 
     def removed(self, pages: IntArray) -> None:
         """See `CacheObserver`."""
-        self._events.append(PagesRemoved(self._hash_of_page[pages].tolist()))
+        told = pages[self._is_told[pages]]
+        self._is_told[told] = False
+        if len(told):
+            self._events.append(PagesRemoved(self._hash_of_page[told].tolist()))
 
     def cleared(self) -> None:
         """See `CacheObserver`."""
+        self._is_told[:] = False
         self._events.append(CacheCleared())
+
+    def _edges(self) -> Iterator[Edge]:
+        return (edge for edge in self._cache.prefixes.edges() if not edge.salt)
 
     def _name(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
         self._hash_of_page[pages] = page_hashes(token_pages, self._hash_at(parent))
+        self._is_told[pages] = True
 
     def _stored(self, token_pages: IntArray, pages: IntArray, parent: int) -> PagesStored:
         return PagesStored(self._hash_of_page[pages].tolist(), token_pages.ravel().tolist(), self._hash_at(parent))

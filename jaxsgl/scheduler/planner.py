@@ -306,7 +306,7 @@ class _ExtendStep:
         self.no_room = self._lack()
         if self.no_room is not None:
             return False
-        prefix = self._cache.peek(req.matchable_ids)
+        prefix = self._cache.peek(req.matchable_ids, req.cache_salt)
         claim = Claim.planned(req, prefix, self._cache)
         self._ledger.lock(prefix)  # before anything else: what it locks can't be evicted for it
         pages = pages_to_come(claim, claim.tokens_to_come, self._cache)

@@ -70,7 +70,7 @@ class Policy:
         if policy == "lof":
             return sorted(waiting, key=lambda req: -req.max_new_tokens)
         waiting, others = waiting[:MAX_REORDERED], waiting[MAX_REORDERED:]
-        peeks = {req: self._cache.peek(req.matchable_ids) for req in waiting}
+        peeks = {req: self._cache.peek(req.matchable_ids, req.cache_salt) for req in waiting}
         later = self._sharing_with_earlier(peeks)
         waiting = [req for req in waiting if req not in later]
         if policy == "lpm":
@@ -85,7 +85,7 @@ class Policy:
             stop = self._cache.tokens_of(peek.num_pages) + SHARED_TOKENS + 1
             if len(req.matchable_ids) < stop:
                 continue
-            beginning = req.matchable_ids[:stop].tobytes()
+            beginning = req.matchable_ids[:stop].tobytes() + req.cache_salt
             if beginning in seen:
                 later.append(req)
             seen.add(beginning)

@@ -68,12 +68,14 @@ class Req:
         nothing for it any more.
       prefilled: whether its whole prompt was launched once, so that the other samples find it in the cache.
       priority: as the client sent it.
+      cache_salt: keeps its prefixes apart from those of requests with another one.
       num_ahead: admissions before its arrival plus requests that waited then: as many may be admitted before it.
       lease: what it holds of the cache while EXTENDING or RUNNING.
     """
 
     __slots__ = (
         "_prompt_logprobs",
+        "cache_salt",
         "cached_tokens",
         "extend_to",
         "index",
@@ -129,6 +131,7 @@ class Req:
         self.lease_number = 0
         self.prefilled = False
         self.priority = request.priority
+        self.cache_salt = request.cache_salt.encode("utf-8", "surrogatepass")
         self.num_ahead = 0
         self.cached_tokens = 0
         self._prompt_logprobs: list[TokenLogprob] = []

@@ -79,8 +79,8 @@ async def open_stream(address: str, body: dict[str, Any]) -> tuple[asyncio.Strea
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     payload = json.dumps(body).encode()
-    head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
-    writer.write(head.encode() + b"\r\n\r\n" + payload)
+    head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(payload)}\r\n"
+    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + payload)
     return reader, writer
 
 

@@ -1,4 +1,4 @@
-"""What every gRPC call passes: the check of the API key, the parsing of its message, and errors as gRPC statuses.
+"""What every gRPC call passes: the check of keys, the parsing of its message, and errors as gRPC statuses.
 
 The two interceptors stand in front of all services of server.py; the services' methods wear `answers_errors` and send
 streams by `write`. Never knows a message's meaning.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -16,9 +15,19 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from jaxsgl.errors import RETRY_AFTER_S, EngineUnavailable, JaxsglError, Overloaded
+from jaxsgl.errors import RETRY_AFTER_S, EngineUnavailable, Forbidden, JaxsglError, Overloaded, Unauthenticated
+from jaxsgl.frontend.access import Access, enter
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"  # probes have no key
+# They operate the server or show what all its clients do, their prompts included: for the administrator, if there is
+# one.
+ORDERS = frozenset({
+    "/jaxsgl.v1.Jaxsgl/Abort",
+    *(f"/sglang.grpc.scheduler.SglangScheduler/{name}" for name in (
+        "Abort", "FlushCache", "GetServerInfo", "LoadLoRAAdapter", "StartProfile", "StopProfile", "SubscribeKvEvents",
+        "UnloadLoRAAdapter",
+    )),
+})  # fmt: skip
 RETRY_AFTER = ("retry-after", str(RETRY_AFTER_S))  # trailing metadata, named like HTTP's header
 STALL_S = 60.0  # a client that reads nothing for so long is cut off
 
@@ -28,10 +37,10 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Awaitable[Any]])
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls without `authorization: Bearer KEY` with UNAUTHENTICATED. gRPC's health service stays open."""
+    """Ends calls without the key that they need: UNAUTHENTICATED, PERMISSION_DENIED. gRPC's health stays open."""
 
-    def __init__(self, key: str) -> None:
-        self._expected = f"Bearer {key}".encode()
+    def __init__(self, access: Access) -> None:
+        self._access = access
 
     async def intercept_service(
         self,
@@ -39,20 +48,20 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
         """Returns the method's handler, or one that refuses."""
-        if details.method.startswith(OPEN_SERVICE) or self._holds_key(details):
-            return await continuation(details)
-        return grpc.stream_stream_rpc_method_handler(_refuse)  # on the wire all kinds of calls begin alike
+        if not details.method.startswith(OPEN_SERVICE):
+            given = dict(details.invocation_metadata).get("authorization", "")
+            try:
+                enter(self._access.check(given.encode(), is_order=details.method in ORDERS))
+            except (Unauthenticated, Forbidden) as error:
+                return _refusing(error)
+        return await continuation(details)
 
-    def _holds_key(self, details: grpc.HandlerCallDetails) -> bool:
-        given = dict(details.invocation_metadata).get("authorization", "")
-        return hmac.compare_digest(given.encode(), self._expected)
 
+def _refusing(error: JaxsglError) -> grpc.RpcMethodHandler:
+    async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await context.abort(grpc.StatusCode[error.grpc_status], str(error))
 
-async def _refuse(requests: Any, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(
-        grpc.StatusCode.UNAUTHENTICATED,
-        "the API key is missing or wrong: send the metadata authorization: Bearer KEY",
-    )
+    return grpc.stream_stream_rpc_method_handler(refuse)  # on the wire all kinds of calls begin alike
 
 
 class MalformedInterceptor(grpc.aio.ServerInterceptor):

@@ -35,9 +35,9 @@ class GrpcServer:
         self._config = front_end.config
         self._certificate = certificate
         self._health = health.aio.HealthServicer()
-        key = front_end.config.api_key
+        access = front_end.access
         self._server = grpc.aio.server(
-            interceptors=[*([ApiKeyInterceptor(key)] if key is not None else []), MalformedInterceptor()],
+            interceptors=[*([ApiKeyInterceptor(access)] if access.guards else []), MalformedInterceptor()],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", front_end.config.max_request_bytes),

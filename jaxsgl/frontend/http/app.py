@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 import jaxsgl
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors, health
-from jaxsgl.frontend.http.middleware import ApiKey, BodyLimit, Connection, RequestIds
+from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, ApiKey, BodyLimit, Connection, RequestIds
 from jaxsgl.frontend.http.openai import routes as openai
 from jaxsgl.frontend.http.sglang import routes as sglang
+from jaxsgl.frontend.http.sites import PageGuard
 from jaxsgl.frontend.listen import BACKLOG, Certificate, address_of, take_port
 
 # `router(front_end) -> APIRouter` of each module.
@@ -34,8 +36,17 @@ def build_app(front_end: FrontEnd) -> FastAPI:
         app.include_router(router(front_end))
     # The middleware added last is the first that a request passes.
     app.add_middleware(BodyLimit, max_bytes=front_end.config.max_request_bytes)
-    if front_end.config.api_key is not None:
-        app.add_middleware(ApiKey, key=front_end.config.api_key)
+    if front_end.access.guards:
+        app.add_middleware(ApiKey, access=front_end.access)
+    if front_end.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.lower() for origin in front_end.config.allowed_origins],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER],
+        )
+    app.add_middleware(PageGuard, config=front_end.config)
     app.add_middleware(RequestIds)
     return app
 

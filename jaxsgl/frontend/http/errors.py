@@ -27,7 +27,13 @@ MAX_MESSAGE_CHARS = 2000
 MAX_PARAM_CHARS = 200
 RETRY_STATUSES = (429, 503)
 
-_TYPES = {401: "authentication_error", 404: "not_found_error", 422: "server_error", 429: "rate_limit_error"}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    422: "server_error",
+    429: "rate_limit_error",
+}
 _CODES = {401: "invalid_api_key"}
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ Starlette's base class would put a queue between a stream and its client. Knows 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import uuid
@@ -19,13 +18,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from jaxsgl import logs
-from jaxsgl.errors import Unauthenticated
+from jaxsgl.errors import Forbidden, Unauthenticated
+from jaxsgl.frontend.access import Access, enter
 from jaxsgl.frontend.http.errors import answer, answer_to
 
 MAX_HEAD_BYTES = 64 << 10
 REQUEST_ID_HEADER = "x-request-id"
 STALL_S = 60.0  # how long a client may send nothing of a body that it has begun
 OPEN_PATHS = ("/health", "/health_generate", "/metrics")  # probes and scrapers hold no key
+# They operate the server or show what all its clients do: for the administrator, if there is one.
+ORDER_PATHS = frozenset({
+    "/abort_request", "/continue_generation", "/flush_cache", "/get_server_info", "/internal_state",
+    "/pause_generation", "/server_info", "/start_profile", "/stop_profile",
+})  # fmt: skip
 
 _REQUEST_ID = re.compile(r"[ -~]{1,256}")
 
@@ -157,25 +162,22 @@ class RequestIds:
 
 
 class ApiKey:
-    """Refuses requests without the key, except on `OPEN_PATHS` and for preflight requests."""
+    """Refuses requests without the key that they need, except on `OPEN_PATHS` and for preflight requests."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
+    def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode()
+        self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
-        if scope["type"] == "http" and not self._may_pass(scope):
-            error = Unauthenticated("the API key is missing or wrong: send the header `Authorization: Bearer KEY`")
-            await answer_to(error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _may_pass(self, scope: Scope) -> bool:
-        if scope["method"] == "OPTIONS" or scope["path"] in OPEN_PATHS:
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return hmac.compare_digest(given, self._expected)
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"] not in OPEN_PATHS:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            try:
+                enter(self._access.check(given, is_order=scope["path"] in ORDER_PATHS))
+            except (Unauthenticated, Forbidden) as error:
+                await answer_to(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

@@ -161,8 +161,7 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
             return {"num_aborted": front_end.engine.abort_prefix(body.rid)}
         return {"num_aborted": int(front_end.engine.abort(body.rid))}
 
-    @router.get("/flush_cache")
-    @router.post("/flush_cache")
+    @router.api_route("/flush_cache", methods=control_methods(front_end.config))
     async def flush_cache(
         http: HttpRequest, timeout: Annotated[float, Query(ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0
     ) -> dict[str, Any]:
@@ -187,6 +186,11 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
         """Ends a pause."""
         await front_end.engine.ask(ContinueGeneration, ANSWER_LIMIT_S)
         return {"status": "ok", "message": "generation goes on"}
+
+
+def control_methods(config: ServerConfig) -> list[str]:
+    """Methods of orders that SGLang also takes by GET. A link or an image of any web page sends a GET."""
+    return ["GET", "POST"] if config.allow_get_control else ["POST"]
 
 
 def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
