@@ -42,7 +42,10 @@ class CacheMirror:
 
 
 def cached_prefixes(prefixes: PrefixCache) -> dict[int, tuple[int, ...]]:
-    """What a mirror must hold: all tokens up to the end of each page, by the hash that the page must have."""
+    """What a mirror must hold: all tokens up to the end of each page, by the hash that the page must have.
+
+    What is cached under a salt is none of its business.
+    """
     prefix_of_page: dict[int, tuple[int, ...]] = {DUMMY_PAGE: ()}
     found = {}
     for edge in prefixes.edges():
@@ -50,7 +53,8 @@ def cached_prefixes(prefixes: PrefixCache) -> dict[int, tuple[int, ...]]:
         for tokens, page in zip(edge.token_pages.tolist(), edge.pages.tolist(), strict=True):
             prefix += tuple(tokens)
             prefix_of_page[page] = prefix
-            found[prefix_hash(prefix, len(tokens))] = prefix
+            if not edge.salt:
+                found[prefix_hash(prefix, len(tokens))] = prefix
     assert sorted(prefix_of_page) == sorted([DUMMY_PAGE, *prefixes.owned_pages().tolist()])
     return found
 

@@ -47,6 +47,16 @@ class CheckedScheduler(Scheduler):
         assert plan_step(self.state) == plan, "planning again gives another plan"
         return super().apply(plan)
 
+    def check(self) -> None:
+        super().check()
+        admitted = self._requests.admitted.values()
+        if any(req.cache_salt for req in admitted):
+            salt_of: dict[int, bytes] = {}
+            for req in admitted:
+                assert req.lease is not None
+                for page in self.cache.table.pages[req.lease.row, : req.lease.num_pages].tolist():
+                    assert salt_of.setdefault(page, req.cache_salt) == req.cache_salt, "requests of two salts share"
+
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
         super().collect(tokens, scores)
         self.check()

@@ -112,50 +112,53 @@ def test_flush_keeps_what_is_locked() -> None:
         st.tuples(
             st.sampled_from(["insert", "match", "evict", "lock", "unlock"]),
             st.lists(st.integers(0, 1), max_size=12),
+            st.sampled_from([b"", b"salt", bytes(8)]),  # the last one looks like tokens
         ),
         max_size=40,
     ),
 )
-def test_the_tree_agrees_with_a_dictionary_of_prefixes(page_size: int, ops: list[tuple[str, list[int]]]) -> None:
+def test_the_tree_agrees_with_a_dictionary_of_prefixes(page_size: int, ops: list[tuple[str, list[int], bytes]]) -> None:
     tree = RadixCache(page_size)
-    page_of: dict[tuple[int, ...], int] = {}  # prefix that ends at a page border -> the page of its last tokens
+    # Salt and prefix that ends at a page border -> the page of its last tokens.
+    page_of: dict[tuple[bytes, tuple[int, ...]], int] = {}
     locks: list[tuple[object, int]] = []
     next_page = 1
 
-    def cached_prefix(tokens: list[int]) -> list[int]:
+    def cached_prefix(tokens: list[int], salt: bytes) -> list[int]:
         found = []
         for end in range(page_size, len(tokens) + 1, page_size):
-            if tuple(tokens[:end]) not in page_of:
+            if (salt, tuple(tokens[:end])) not in page_of:
                 break
-            found.append(page_of[tuple(tokens[:end])])
+            found.append(page_of[salt, tuple(tokens[:end])])
         return found
 
-    for op, tokens in ops:
+    for op, tokens, salt in ops:
         rows = token_pages(tokens, page_size)
         if op == "insert":
             fresh = list(range(next_page, next_page + len(rows)))
             next_page += len(rows)
-            existing = cached_prefix(tokens)
-            done = tree.insert(rows, page_ids(*fresh))
+            existing = cached_prefix(tokens, salt)
+            done = tree.insert(rows, page_ids(*fresh), salt=salt)
             assert done.num_existing == len(existing)
             assert done.pages.tolist() == existing + fresh[len(existing) :]
             for i, page in enumerate(done.pages.tolist()):
-                page_of[tuple(tokens[: (i + 1) * page_size])] = page
+                page_of[salt, tuple(tokens[: (i + 1) * page_size])] = page
         elif op == "match":
-            assert tree.match(rows).pages.tolist() == cached_prefix(tokens)
+            assert tree.peek(rows, salt).num_pages == len(cached_prefix(tokens, salt))
+            assert tree.match(rows, salt).pages.tolist() == cached_prefix(tokens, salt)
         elif op == "evict":
             before = tree.num_evictable
             freed = set(tree.evict(len(tokens)).tolist())
             assert len(freed) == min(len(tokens), before)
             page_of = {prefix: page for prefix, page in page_of.items() if page not in freed}
         elif op == "lock":
-            match = tree.match(rows)
+            match = tree.match(rows, salt)
             tree.lock(match.handle)
             locks.append((match.handle, len(match.pages)))
         elif locks:
             tree.unlock(locks.pop()[0])
         assert sorted(tree.owned_pages().tolist()) == sorted(page_of.values())
-        assert sorted(cached_prefixes(tree).values()) == sorted(page_of)
+        assert sorted(cached_prefixes(tree).values()) == sorted(prefix for salt, prefix in page_of if not salt)
         assert not locks or tree.num_pages - tree.num_evictable >= max(pages for _, pages in locks)
 
 

@@ -44,7 +44,7 @@ def test_a_history_with_every_kind_of_plan_passes_all_checks() -> None:
 def test_a_plan_that_takes_a_lock_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     peek = CacheManager.peek
 
-    def peek_and_lock(cache: CacheManager, token_ids: IntArray) -> Peek:
+    def peek_and_lock(cache: CacheManager, token_ids: IntArray, salt: bytes) -> Peek:
         cache.prefixes.lock(cache.match(token_ids).handle)
         return peek(cache, token_ids)
 

@@ -138,6 +138,7 @@ class ServingMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         copies=st.sampled_from([1, 2, 4]),
         priority=st.sampled_from([-20, 0, 0, 5, 20]),
+        cache_salt=st.sampled_from(["", "", "", "a", "bc"]),
         features=st.fixed_dictionaries(
             {},
             optional={
@@ -160,13 +161,14 @@ class ServingMachine(RuleBasedStateMachine):
         copies: int,
         features: dict[str, Any],
         priority: int,
+        cache_salt: str,
     ) -> None:
         prompt = [base_token(base, i) for i in range(min(shared, self.capacity.context_length - 1) // part)] + own
         if max_tokens is not None and "min_tokens" in features:
             features["min_tokens"] = min(features["min_tokens"], max_tokens)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **features)
         for _ in range(copies):
-            request = Request(f"r{len(self.requests)}", prompt, params, priority)
+            request = Request(f"r{len(self.requests)}", prompt, params, priority, cache_salt)
             self.requests[request.request_id] = request
             self.arrived_s[request.request_id] = self.now_s
             self.scheduler.receive([request])

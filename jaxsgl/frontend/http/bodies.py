@@ -20,6 +20,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.request import (
     BOUNDS,
     LOGIT_BIAS_BOUNDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -82,6 +83,14 @@ def within(bounds: Bounds, description: str | None = None) -> Any:
 
 
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+CacheSalt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=MAX_CACHE_SALT_CHARS,
+        description="cached prefixes are shared with requests of an equal salt alone",
+    ),
+]
 Priority = Annotated[int, within(PRIORITY_BOUNDS, "ignored unless the server schedules by priority")]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
@@ -103,6 +112,14 @@ def refuse_not_built(body: Body, not_built: Set[str]) -> None:
     for name, value in (body.model_extra or {}).items():
         if name in not_built and value:
             raise InvalidRequest(f"{name} isn't built yet: leave it out")
+
+
+def salt_of(body: Body) -> str:
+    """Returns the request's salt under vLLM's name or SGLang's, "" for none. Raises `InvalidRequest` for both."""
+    cache_salt, extra_key = getattr(body, "cache_salt", None), getattr(body, "extra_key", None)
+    if cache_salt is not None and extra_key is not None:
+        raise InvalidRequest("cache_salt and extra_key are both given, but mean the same: send one of them")
+    return cache_salt or extra_key or ""
 
 
 def refuse_special_tokens(skip_special_tokens: bool | None) -> None:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.http.bodies import salt_of
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import (
     Head,
@@ -43,11 +44,12 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, http:
     prompts = _prompts(body)
     sampling = _sampling(body)
     check_num_choices(len(prompts), sampling.n)
+    salt = salt_of(body)
     head = new_head("cmpl", "text_completion", front_end.config.model_name)
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
         request_id = head.id if len(prompts) == 1 else f"{head.id}-{number}"
-        requests.append(await front_end.generator.prepare(prompt, sampling, request_id, body.priority or 0))
+        requests.append(await front_end.generator.prepare(prompt, sampling, request_id, body.priority or 0, salt))
         await asyncio.sleep(0)  # short prompts are tokenized on the event loop: let other calls run between them
     texts = await _echoed(front_end, body, prompts, requests)
     usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], sampling.n)

@@ -17,6 +17,7 @@ from jaxsgl.frontend.http.bodies import (
     MAX_INT,
     MAX_TEXTS,
     Body,
+    CacheSalt,
     Count,
     IdLists,
     LogitBias,
@@ -91,6 +92,8 @@ class Sampled(Body):
     min_tokens: Annotated[int, within(BOUNDS["min_tokens"])] | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: Annotated[bool, Field(description="SGLang's word for include_stop_str_in_output")] | None = None
     skip_special_tokens: Annotated[bool, Field(description="only true is supported")] | None = None

@@ -22,7 +22,7 @@ from jaxsgl.config import ServerConfig, public_flags
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import StrictJson, refuse_not_built, refuse_special_tokens, sampling_params
+from jaxsgl.frontend.http.bodies import StrictJson, refuse_not_built, refuse_special_tokens, salt_of, sampling_params
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Choice, Writer
@@ -76,9 +76,10 @@ async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     each = given if isinstance(given, list) else [given] * len(prompts)
     _check_counts(prompts, each)
     ids = _ids(body.rid, prompts)
+    salt = salt_of(body)
     samplings = [_sampling(body, params) for params in each]
     return [
-        await front_end.generator.prepare(prompt, sampling, request_id, body.priority or 0)
+        await front_end.generator.prepare(prompt, sampling, request_id, body.priority or 0, salt)
         for prompt, sampling, request_id in zip(prompts, samplings, ids, strict=True)
     ]
 

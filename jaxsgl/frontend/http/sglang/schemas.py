@@ -14,6 +14,7 @@ from jaxsgl.frontend.http.bodies import (
     MAX_INT,
     MAX_TEXTS,
     Body,
+    CacheSalt,
     IdLists,
     LogitBias,
     Priority,
@@ -78,6 +79,8 @@ class GenerateBody(Body):
     top_logprobs_num: TopLogprobs | None = None
     return_text_in_logprobs: Flag = None
     priority: Priority | None = None
+    extra_key: CacheSalt | None = None
+    cache_salt: Annotated[CacheSalt, Field(description="vLLM's word for extra_key")] | None = None
 
 
 class AbortBody(Body):
