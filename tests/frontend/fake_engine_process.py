@@ -163,6 +163,9 @@ class FakeEngine:
     def priorities(self) -> list[int]:
         return [run.request.priority for run in self.running.values()]
 
+    def cache_salts(self) -> list[str]:
+        return [run.request.cache_salt for run in self.running.values()]
+
     def abort(self, request_id: str, index: int) -> None:
         del self.running[request_id, index]
         self.num_aborts += 1
@@ -188,6 +191,7 @@ class FakeEngine:
                 state = {
                     "num_running": len(self.running),
                     "priorities": self.priorities(),
+                    "cache_salts": self.cache_salts(),
                     "flushes": len(self.drains),
                 }
                 self.mailbox.send(Answer(number, True, json.dumps(state | ({"leaks": []} if check else {}))))
