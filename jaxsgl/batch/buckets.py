@@ -132,6 +132,16 @@ class BucketSet:
         tokens, seqs = self.extend_sizes[-1], self.extend_seqs[-1]
         return Bucket("score", tokens, min(seqs, tokens), self.num_pages, sampled or featured, featured)
 
+    def largest(self) -> list[Bucket]:
+        """Of each kind of step the buckets that take most memory."""
+        size, tokens = self.decode_sizes[-1], self.extend_sizes[-1]
+        buckets = [self.extend(tokens, self.extend_seqs[-1], *variant) for variant in VARIANTS]
+        buckets += [self.score(*variant) for variant in VARIANTS]
+        buckets += [self.decode(size, *variant) for variant in VARIANTS]
+        if self.decode_steps > 1:
+            buckets += [self.decode(size, sampled, num_steps=self.decode_steps) for sampled in (False, True)]
+        return buckets
+
     def all(self) -> list[Bucket]:
         """Every bucket that warm-up compiles; larger ones first, so that the last programs to compile are short."""
         buckets = {self.score(*variant) for variant in VARIANTS}

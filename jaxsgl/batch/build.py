@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepFeatures, StepInputs, field_bits, host_views, packed_len
-from jaxsgl.batch.sampling import NEUTRAL_BITS, SamplingRows
+from jaxsgl.batch.sampling import NEUTRAL_BITS, SamplingRows, neutral_edits, row_setup
 from jaxsgl.cache.pages import IntArray, pages_for, slots_at, slots_of
 
 
@@ -39,6 +39,26 @@ class Work:
     setup: IntArray | None = None
 
 
+def empty_step(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
+    """A step of padding only, which runs the programs of `bucket` and writes the dummy page and the dummy row only."""
+    packed, arrays = _padding(bucket, num_rows)
+    packed.flags.writeable = False
+    features = None
+    if bucket.featured:
+        neutral = row_setup(num_rows, neutral_edits(), np.zeros(vocab_size, np.int32))
+        features = StepFeatures(arrays.sample_rows, row_setups=(neutral,), logprobs=True)
+    return StepInputs(bucket, packed, num_seqs=0, num_tokens=0, features=features)
+
+
+def _padding(bucket: Bucket, dummy_row: int) -> tuple[IntArray, StepArrays[Any]]:
+    """A new buffer of padding only; the device may still be reading the last one."""
+    packed = np.zeros(packed_len(bucket), dtype=np.int32)
+    arrays = host_views(packed, bucket)
+    arrays.sample_rows[:] = dummy_row
+    field_bits(packed, bucket, "sampling")[:] = NEUTRAL_BITS[:, None]
+    return packed, arrays
+
+
 class BatchBuilder:
     """Builds `StepInputs` from page tables `[rows, P]`, sampling rows and buckets; all are the scheduler's."""
 
@@ -59,7 +79,7 @@ class BatchBuilder:
         num_steps = 1 if steps is None else self._buckets.decode_steps
         variant = self._sampling.any_sampled(rows), self._sampling.any_featured(rows)
         bucket = self._buckets.decode(n, *variant, num_steps=num_steps)
-        packed, arrays = self._padded(bucket)
+        packed, arrays = _padding(bucket, self._dummy_row)
         tables = self._pages_of(rows, int(positions.max()) + num_steps)
         arrays.token_ids[:n] = ~rows
         arrays.positions[:n] = positions
@@ -82,7 +102,7 @@ class BatchBuilder:
         variant = self._sampling.any_sampled(sampling_rows), self._sampling.any_featured(sampling_rows)
         scored = any(work.targets is not None for work in works)
         bucket = self._buckets.score(*variant) if scored else self._buckets.extend(num_tokens, len(works), *variant)
-        packed, arrays = self._padded(bucket)
+        packed, arrays = _padding(bucket, self._dummy_row)
         offset = 0
         for s, (work, count) in enumerate(zip(works, counts, strict=True)):
             stop, end = work.start + count, offset + count
@@ -105,14 +125,6 @@ class BatchBuilder:
         """The page tables of `rows` as far as the longest sequence reaches; the rest is mostly empty."""
         tables: IntArray = self._page_tables[rows, : pages_for(num_tokens, self._page_size)]
         return tables
-
-    def _padded(self, bucket: Bucket) -> tuple[IntArray, StepArrays[Any]]:
-        """A new buffer of padding only; the device may still be reading the last one."""
-        packed = np.zeros(packed_len(bucket), dtype=np.int32)
-        arrays = host_views(packed, bucket)
-        arrays.sample_rows[:] = self._dummy_row
-        field_bits(packed, bucket, "sampling")[:] = NEUTRAL_BITS[:, None]
-        return packed, arrays
 
     def _finish(
         self,

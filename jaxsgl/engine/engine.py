@@ -1,4 +1,4 @@
-"""The engine: loads the model, sizes the KV cache, compiles every bucket, then runs steps.
+"""The engine: loads the model, compiles every bucket, sizes the KV cache, tries every program, then runs steps.
 
 The only code of a running server that touches the device. Owns the parameters and the `DeviceState`. Knows nothing of
 requests, page owners or text: the scheduler says what to compute in `StepInputs`, and gets token ids back. The serving
@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.buckets import BucketSet, buckets_of
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
-from jaxsgl.engine.programs import Programs, ProgramSpec
+from jaxsgl.engine.dry_run import run_all, step_failure
+from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
 from jaxsgl.engine.sampler import Logprobs
-from jaxsgl.engine.sizing import kv_shape, plan_capacity
-from jaxsgl.engine.state import allocate
+from jaxsgl.engine.sizing import KvShape, Memory, free_memory, kv_shape, plan_capacity
+from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
@@ -102,15 +104,21 @@ class Engine:
         jax.block_until_ready(params)  # so that memory in use is what will stay in use
 
         page_shape = kv_shape(self.arch, config.page_size, kv_dtype)
-        self.capacity = plan_capacity(config, self.arch, page_shape, device)
-        self.buckets = buckets_of(config, self.capacity)
-        self._state = allocate(page_shape, self.capacity, mesh)
-        self._params = jax.tree.leaves(params)
         graphdef, _ = abstract_model(self.arch, dtype, activations)
-        spec = ProgramSpec(graphdef, params, self._state, config.attention_backend, mesh)
-        _check_backend(spec, self.buckets)
-        self.programs = Programs(spec, self.buckets, progress=progress)
+
+        def spec_of(capacity: Capacity) -> ProgramSpec:
+            state = abstract_state(page_shape, capacity, mesh)
+            return ProgramSpec(graphdef, params, state, config.attention_backend, mesh)
+
+        memory = free_memory(device, config.mem_fraction_static)
+        with step_failure("the programs can't be compiled"):
+            self.capacity, self.programs = _compile(config, self.arch, page_shape, memory, spec_of, progress)
+        self.buckets = self.programs.buckets
+        with step_failure("the KV pool can't be allocated"):
+            self._state = jax.block_until_ready(allocate(page_shape, self.capacity, mesh))
+        self._params = jax.tree.leaves(params)
         self._compiles = CompileCounter()
+        run_all(self.submit, self.buckets.all(), self.capacity.num_rows, self.capacity.vocab_size)
         self.info = EngineInfo(
             model_path=str(folder),
             architecture=self.arch.name,
@@ -125,7 +133,11 @@ class Engine:
             weight_bytes=sum(array.nbytes for array in self._params),
             warmup_s=time.monotonic() - start_s,
         )
-        logger.info("%d programs compiled, %.1f s of loading and compiling", len(self.programs), self.info.warmup_s)
+        logger.info(
+            "%d programs compiled and run, %.1f s of loading and compiling; a step takes up to %.0f MiB beside the "
+            "weights and the KV pool",
+            len(self.programs), self.info.warmup_s, self.programs.step_bytes / 2**20,
+        )  # fmt: skip
 
     @property
     def recompiles(self) -> int:
@@ -183,6 +195,32 @@ class Engine:
         self._compiles.close()
         for array in jax.tree.leaves((self._state, self._params)):
             array.delete()
+
+
+def _compile(
+    config: EngineConfig,
+    arch: ModelArch,
+    page: KvShape,
+    memory: Memory,
+    spec_of: Callable[[Capacity], ProgramSpec],
+    progress: bool,
+) -> tuple[Capacity, Programs]:
+    """Plans the capacity and compiles all programs for it, the largest first: they tell what a step takes.
+
+    Where steps and pool don't fit together, the pool gives way. Programs are compiled for one number of pages, so the
+    largest are then compiled again.
+    """
+    capacity = plan_capacity(config, arch, page, memory)
+    while True:
+        buckets, spec = buckets_of(config, capacity), spec_of(capacity)
+        _check_backend(spec, buckets)
+        largest = buckets.largest()
+        done = compile_keys(spec, [key for bucket in largest for key in keys_of(bucket)], progress=progress)
+        fitting = plan_capacity(config, arch, page, memory, step_bytes(done, largest))
+        if fitting.num_pages >= capacity.num_pages:
+            return capacity, Programs(spec, buckets, done=done, progress=progress)
+        logger.info("%d pages do not fit beside a step: %d do", capacity.num_pages, fitting.num_pages)
+        capacity = fitting
 
 
 def _check_backend(spec: ProgramSpec, buckets: BucketSet) -> None:

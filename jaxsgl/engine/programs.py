@@ -5,9 +5,9 @@ Called by `engine`. Knows the shapes of the programs' arguments and where they l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -135,19 +135,48 @@ def all_keys(buckets: BucketSet) -> list[ProgramKey]:
     return list(dict.fromkeys([*(key for bucket in buckets.all() for key in keys_of(bucket)), SET_ROW]))
 
 
+Compilations: TypeAlias = Mapping[ProgramKey, Compilation]
+
+
+def compile_keys(spec: ProgramSpec, keys: Iterable[ProgramKey], *, progress: bool) -> Compilations:
+    """Compiles the programs of `keys`."""
+    return compile_all({key: _lowering(spec, key) for key in dict.fromkeys(keys)}, progress=progress)
+
+
+def step_bytes(compilations: Compilations, buckets: Iterable[Bucket]) -> int:
+    """Device memory that the largest step of `buckets` takes beside parameters and state.
+
+    That is a program's temporaries and outputs, together with the outputs of the programs of the step before it. What
+    a program donates and returns is part of the state.
+    """
+    return max(_bytes_of([compilations[key].compiled for key in keys_of(bucket)]) for bucket in buckets)
+
+
+def _bytes_of(programs: Iterable[jax.stages.Compiled]) -> int:
+    held = most = 0
+    for program in programs:
+        memory = program.memory_analysis()
+        if memory is None:  # the platform doesn't tell
+            continue
+        held += memory.output_size_in_bytes - memory.alias_size_in_bytes
+        most = max(most, held + memory.temp_size_in_bytes)
+    return most
+
+
 class Programs:
     """The programs of all buckets, and the one that writes a row of the edit tables.
 
     Attributes:
-      spec: what they were made from.
+      spec, buckets: what they were made from.
       compilations: by key, with the time that each took.
     """
 
-    def __init__(self, spec: ProgramSpec, buckets: BucketSet, *, progress: bool) -> None:
-        """Compiles everything."""
+    def __init__(self, spec: ProgramSpec, buckets: BucketSet, *, done: Compilations, progress: bool) -> None:
+        """Compiles everything but what is `done` already."""
         self.spec = spec
-        lowerings = {key: _lowering(spec, key) for key in all_keys(buckets)}
-        self.compilations: Mapping[ProgramKey, Compilation] = compile_all(lowerings, progress=progress)
+        self.buckets = buckets
+        rest = [key for key in all_keys(buckets) if key not in done]
+        self.compilations: Compilations = {**done, **compile_keys(spec, rest, progress=progress)}
         self.set_row = self.compilations[SET_ROW].compiled
         # One look-up per step instead of building keys.
         self._of_bucket = {
@@ -156,6 +185,11 @@ class Programs:
 
     def __len__(self) -> int:
         return len(self.compilations)
+
+    @property
+    def step_bytes(self) -> int:
+        """Device memory that the largest step takes beside parameters and state."""
+        return step_bytes(self.compilations, self._of_bucket)
 
     def of(self, bucket: Bucket) -> tuple[jax.stages.Compiled, ...]:
         """The forward program of `bucket`, and its sampling or featured program if it is sampled."""

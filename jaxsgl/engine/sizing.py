@@ -1,7 +1,8 @@
 """Decides every size at start-up: flags, the model and the free memory become a `Capacity`.
 
 Where a flag is left out, the default depends on the platform: a CPU step is long, so it takes smaller batches. The
-engine calls this once, after the weights are loaded and before the KV pool is allocated.
+engine calls this after the weights are loaded and before the KV pool is allocated, a second time if what the compiled
+steps need beside the pool turns out not to fit.
 """
 
 from __future__ import annotations
@@ -27,10 +28,26 @@ OTHER_CHUNK_TOKENS = 2048
 UNLIMITED = -1
 MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
 CPU_FRACTION = 0.25  # of free host memory: other programs use it too
+HEADROOM = 0.02  # of an accelerator's memory, for the inputs of steps, the code of programs, and fragmentation
 CGROUP_FILES = (  # limit and usage of the control group, version 2 then 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a device has left once the weights are loaded.
+
+    Attributes:
+      platform: of the device.
+      static_bytes: what the KV pool and the tables may take; on an accelerator --mem-fraction-static less the weights.
+      all_bytes: what the pool, the tables and the temporary memory of a step may take together.
+    """
+
+    platform: str
+    static_bytes: int
+    all_bytes: int
 
 
 @dataclass(frozen=True)
@@ -61,20 +78,25 @@ def kv_shape(arch: ModelArch, page_size: int, dtype: jnp.dtype) -> KvShape:
     return KvShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, page_size, dtype)
 
 
-def plan_capacity(config: EngineConfig, arch: ModelArch, page: KvShape, device: jax.Device) -> Capacity:
-    """All sizes of the engine. Raises `ConfigError` for flags that the model or the memory can't satisfy."""
+def plan_capacity(
+    config: EngineConfig, arch: ModelArch, page: KvShape, memory: Memory, step_bytes: int = 0
+) -> Capacity:
+    """All sizes of the engine, whose largest step takes `step_bytes` beside the pool.
+
+    Raises `ConfigError` for flags that the model or the memory can't satisfy.
+    """
     context_length = _context_length(config, arch)
-    num_rows = config.max_running_requests or ROWS.get(device.platform, OTHER_ROWS)
-    chunk = config.chunked_prefill_size or CHUNK_TOKENS.get(device.platform, OTHER_CHUNK_TOKENS)
+    num_rows = config.max_running_requests or ROWS.get(memory.platform, OTHER_ROWS)
+    chunk = config.chunked_prefill_size or CHUNK_TOKENS.get(memory.platform, OTHER_CHUNK_TOKENS)
     if chunk == UNLIMITED:
         chunk = context_length
     num_pages = choose_num_pages(
         page,
-        device,
+        memory,
         max_total_tokens=config.max_total_tokens,
-        mem_fraction_static=config.mem_fraction_static,
         useful_tokens=num_rows * context_length,
         reserved_bytes=edits.table_bytes(num_rows, arch.vocab_size),
+        step_bytes=step_bytes,
     )
     return Capacity(
         page_size=page.page_size,
@@ -99,41 +121,49 @@ def _context_length(config: EngineConfig, arch: ModelArch) -> int:
 
 def choose_num_pages(
     shape: KvShape,
-    device: jax.Device,
+    memory: Memory,
     *,
     max_total_tokens: int | None,
-    mem_fraction_static: float,
     useful_tokens: int,
     reserved_bytes: int,
+    step_bytes: int,
 ) -> int:
     """Pages of the pool, the dummy page included.
 
     Args:
       shape: of a page.
-      device: where the pool goes; the weights are there already.
+      memory: what the weights have left.
       max_total_tokens: tokens that the pool must hold; None: as many as fit.
-      mem_fraction_static: share of an accelerator's memory for weights and pool together.
       useful_tokens: tokens that fill all rows; bounds the pool on a CPU, whose memory other programs need too.
       reserved_bytes: bytes that other tables will take.
+      step_bytes: bytes that a step takes at most beside the pool, for as long as it runs.
 
     Raises:
-      ConfigError: the pool doesn't fit into memory, or can't hold one request of one prompt token.
+      ConfigError: pool and step don't fit into memory, or the pool can't hold one request of one prompt token.
     """
-    memory = free_bytes(device, mem_fraction_static) - reserved_bytes
+    static_bytes = memory.static_bytes - reserved_bytes
+    free_bytes = min(static_bytes, memory.all_bytes - reserved_bytes - step_bytes)
     if max_total_tokens is not None:
-        return _asked_pages(shape, max_total_tokens, memory)
-    if device.platform == "cpu":
-        memory = int(memory * CPU_FRACTION)
-    num_pages = memory // shape.page_bytes
-    if device.platform == "cpu":
+        return _asked_pages(shape, max_total_tokens, free_bytes, step_bytes)
+    on_cpu = memory.platform == "cpu"
+    num_pages = (min(free_bytes, int(static_bytes * CPU_FRACTION)) if on_cpu else free_bytes) // shape.page_bytes
+    if on_cpu:
         num_pages = min(_steady(num_pages), 1 + pages_for(useful_tokens, shape.page_size))
     least = 1 + pages_for(MIN_REQUEST_TOKENS, shape.page_size)
     if num_pages < least:
+        way_out = "raise --mem-fraction-static" if free_bytes == static_bytes else _SMALLER_STEPS
         raise ConfigError(
-            f"{memory / 2**20:.0f} MiB are free for the KV pool, but {least} pages of {shape.page_bytes / 2**20:.2f} "
-            "MiB are the least: raise --mem-fraction-static, or use a smaller model or --page-size"
+            f"{free_bytes / 2**20:.0f} MiB are free for the KV pool{_beside(step_bytes)}, but {least} pages of "
+            f"{shape.page_bytes / 2**20:.2f} MiB are the least: {way_out}, or use a smaller model or --page-size"
         )
     return num_pages
+
+
+_SMALLER_STEPS = "lower --chunked-prefill-size or --max-running-requests, which make steps smaller"
+
+
+def _beside(step_bytes: int) -> str:
+    return f" beside the {step_bytes / 2**20:.0f} MiB that a step takes" if step_bytes else ""
 
 
 def _steady(num_pages: int) -> int:
@@ -145,31 +175,30 @@ def _steady(num_pages: int) -> int:
     return num_pages // grain * grain
 
 
-def _asked_pages(shape: KvShape, max_total_tokens: int, memory: int) -> int:
+def _asked_pages(shape: KvShape, max_total_tokens: int, free_bytes: int, step_bytes: int) -> int:
     if max_total_tokens < MIN_REQUEST_TOKENS:
         raise ConfigError(
             f"--max-total-tokens is {max_total_tokens}, but must be {MIN_REQUEST_TOKENS} and more: a prompt token "
             "and a new one"
         )
     num_pages = 1 + pages_for(max_total_tokens, shape.page_size)
-    if num_pages * shape.page_bytes > memory:
+    if num_pages * shape.page_bytes > free_bytes:
+        way_out = f"lower it, {_SMALLER_STEPS}" if step_bytes else "lower it"
         raise ConfigError(
             f"--max-total-tokens {max_total_tokens} needs {num_pages * shape.page_bytes / 2**20:.0f} MiB, but "
-            f"{memory / 2**20:.0f} MiB are free: lower it, or leave it out to take what fits"
+            f"{free_bytes / 2**20:.0f} MiB are free{_beside(step_bytes)}: {way_out}, or leave it out to take what fits"
         )
     return num_pages
 
 
-def free_bytes(device: jax.Device, mem_fraction_static: float) -> int:
-    """Bytes that a buffer on `device` may take.
-
-    On an accelerator, the given fraction of its limit less what is in use; on a CPU, what the host and the process's
-    control group have left.
-    """
+def free_memory(device: jax.Device, mem_fraction_static: float) -> Memory:
+    """What `device` has left: on a CPU, what the host and the process's control group have."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"] * mem_fraction_static) - int(stats["bytes_in_use"])
-    return free_host_bytes()
+        limit, used = int(stats["bytes_limit"]), int(stats["bytes_in_use"])
+        return Memory(device.platform, int(limit * mem_fraction_static) - used, int(limit * (1 - HEADROOM)) - used)
+    free_bytes = free_host_bytes()
+    return Memory(device.platform, free_bytes, free_bytes)
 
 
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:

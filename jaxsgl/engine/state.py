@@ -1,12 +1,13 @@
 """What stays on the device from step to step: KV pages, last tokens and tables of logit edits.
 
-Every program that changes a part takes it donated and returns it, so that it is written in place. The engine allocates
-the state at start-up and holds it between steps. Knows nothing about which request owns a page or a row.
+Every program that changes a part takes it donated and returns it, so that it is written in place. The engine compiles
+for the state's shapes, then allocates it, and holds it between steps. Knows nothing about which request owns a page or
+a row.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine.edits import EditTables, neutral_tables
 from jaxsgl.engine.sizing import KvShape
 from jaxsgl.errors import ConfigError
@@ -41,6 +43,19 @@ class DeviceState(NamedTuple):
     edit_tables: EditTables
 
 
+def abstract_state(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
+    """Shapes and places of the state, in the place of arrays. Raises `ConfigError` if the mesh can't split kv heads."""
+    pages = jax.ShapeDtypeStruct(_pages_dims(shape, capacity.num_pages, mesh), shape.dtype, sharding=kv_sharding(mesh))
+    layers: Any = (pages,) * shape.num_layers
+    rows = capacity.num_rows + 1
+    tables: list[Any] = [
+        jax.ShapeDtypeStruct(dims, jnp.int32, sharding=replicated(mesh))
+        for dims in ((rows,), (rows, EDITS_LEN), (rows, capacity.vocab_size))
+    ]
+    last_tokens, edits, counts = tables
+    return DeviceState(KvBuffers(layers, layers), last_tokens, EditTables(edits, counts))
+
+
 def allocate(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
     """The state before the first step. Raises `ConfigError` if the mesh can't split the kv heads."""
     tables = neutral_tables(capacity.num_rows, capacity.vocab_size)
@@ -51,11 +66,15 @@ def allocate(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
 
 def allocate_kv(shape: KvShape, num_pages: int, mesh: Mesh) -> KvBuffers:
     """Zeroed pages, made on the device. Raises `ConfigError` if the mesh can't split the kv heads."""
+    dims = _pages_dims(shape, num_pages, mesh)
+    zeros = jax.jit(lambda: jnp.zeros(dims, shape.dtype), out_shardings=kv_sharding(mesh))
+    layers = range(shape.num_layers)
+    return KvBuffers(tuple(zeros() for _ in layers), tuple(zeros() for _ in layers))
+
+
+def _pages_dims(shape: KvShape, num_pages: int, mesh: Mesh) -> tuple[int, int, int, int]:
     if shape.num_kv_heads % mesh.size:
         raise ConfigError(
             f"{shape.num_kv_heads} kv heads can't be split over {mesh.size} devices: use a number that divides them"
         )
-    dims = (num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
-    zeros = jax.jit(lambda: jnp.zeros(dims, shape.dtype), out_shardings=kv_sharding(mesh))
-    layers = range(shape.num_layers)
-    return KvBuffers(tuple(zeros() for _ in layers), tuple(zeros() for _ in layers))
+    return num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim

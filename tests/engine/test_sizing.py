@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsgl.engine.sizing import KvShape, choose_num_pages, free_bytes, free_host_bytes
+from jaxsgl.engine.sizing import HEADROOM, KvShape, choose_num_pages, free_host_bytes, free_memory
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
 from tests.plain_model import mesh_of
@@ -30,8 +30,9 @@ class Accelerator:
 
 
 def num_pages(device: Any, page: KvShape = PAGE, **options: Any) -> int:
-    defaults = {"max_total_tokens": None, "mem_fraction_static": 0.85, "useful_tokens": 10**12, "reserved_bytes": 0}
-    return choose_num_pages(page, device, **{**defaults, **options})
+    defaults = {"max_total_tokens": None, "useful_tokens": 10**12, "reserved_bytes": 0, "step_bytes": 0}
+    memory = free_memory(device, options.pop("mem_fraction_static", 0.85))
+    return choose_num_pages(page, memory, **{**defaults, **options})
 
 
 def test_an_accelerators_pool_takes_the_static_fraction_less_the_weights() -> None:
@@ -52,7 +53,7 @@ def test_a_pool_on_cpu_is_the_same_at_the_next_start_with_other_free_memory(monk
     """With another pool size no program would be found in the compilation cache."""
     sizes = set()
     for free_gib in (19.9, 20, 20.7, 22.3):
-        monkeypatch.setattr("jaxsgl.engine.sizing.free_bytes", lambda *_, free=free_gib: int(free * GIB))
+        monkeypatch.setattr("jaxsgl.engine.sizing.free_host_bytes", lambda free=free_gib: int(free * GIB))
         sizes.add(num_pages(jax.devices("cpu")[0]))
     assert sizes == {4 * GIB // PAGE.page_bytes}
 
@@ -79,6 +80,24 @@ def test_weights_beyond_the_static_fraction_are_an_error() -> None:
         num_pages(Accelerator(limit=GIB, used=GIB))
 
 
+def test_a_step_takes_what_the_static_fraction_leaves_and_then_from_the_pool() -> None:
+    """So a pool with more than its fraction of memory gets smaller by what the largest step takes."""
+    device = Accelerator(limit=20 * GIB, used=7 * GIB)
+    assert num_pages(device, step_bytes=2 * GIB) == num_pages(device) == 10 * GIB // PAGE.page_bytes
+    left = int(20 * GIB * (1 - HEADROOM)) - 7 * GIB
+    for step_gib in (0, 3, 5):
+        pages = num_pages(device, mem_fraction_static=0.99, step_bytes=step_gib * GIB)
+        assert pages == (left - step_gib * GIB) // PAGE.page_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"max_total_tokens": 160}])
+def test_a_step_that_leaves_no_room_for_a_pool_is_an_error_that_says_how_to_make_steps_smaller(
+    options: dict[str, Any],
+) -> None:
+    with pytest.raises(ConfigError, match=r"MiB that a step takes.* --chunked-prefill-size or --max-running-requests"):
+        num_pages(Accelerator(limit=20 * GIB, used=7 * GIB), step_bytes=13 * GIB, **options)
+
+
 def test_buffers_are_zeros_of_the_mesh_one_pair_per_layer() -> None:
     shape = KvShape(num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=jnp.dtype("float16"))
     buffers = allocate_kv(shape, 5, mesh_of())
@@ -96,4 +115,4 @@ def test_free_host_memory_is_read_from_the_system(tmp_path: Path) -> None:
     meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    100 kB\n")
     assert free_host_bytes(meminfo) == 100 * 1024
     assert free_host_bytes(tmp_path / "nothing") > 2**20
-    assert free_bytes(jax.devices("cpu")[0], 0.5) == pytest.approx(free_host_bytes(), rel=0.3)
+    assert free_memory(jax.devices("cpu")[0], 0.5).static_bytes == pytest.approx(free_host_bytes(), rel=0.3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import EngineConfig
-from jaxsgl.engine.sizing import kv_shape, plan_capacity
+from jaxsgl.engine.sizing import free_memory, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
 
 JAX_SHARE = 0.75  # share of a GPU's memory that JAX takes by default
@@ -55,7 +56,8 @@ class SimulatedDevice:
 def capacity_on(hardware: Hardware, arch: ModelArch, config: EngineConfig) -> Capacity:
     """The capacity that the real engine would plan on this hardware. Raises `ConfigError` as it does."""
     page = kv_shape(arch, config.page_size, jnp.dtype(jnp.bfloat16))
-    return plan_capacity(config, arch, page, SimulatedDevice(hardware, arch))
+    device: Any = SimulatedDevice(hardware, arch)
+    return plan_capacity(config, arch, page, free_memory(device, config.mem_fraction_static))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,65 @@
+"""Runs every compiled program once before the engine is ready: what can't run fails at start, not under a client.
+
+A step of padding writes the dummy page and the dummy row only, so the state afterwards is as good as new. Called by
+`engine`; `step_failure` also names the way out for what XLA raises while it compiles. Knows nothing about requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import jax
+
+from jaxsgl.batch.build import empty_step
+from jaxsgl.batch.engine_api import StepHandle
+from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.engine.programs import ProgramKey, keys_of
+from jaxsgl.errors import StartupError
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # begins XLA's message
+MAX_REASON = 400  # characters of XLA's message
+
+
+def run_all(
+    submit: Callable[[StepInputs], StepHandle], buckets: Iterable[Bucket], num_rows: int, vocab_size: int
+) -> None:
+    """Runs a step of padding in so many of `buckets` that each of their programs has run, and waits for each.
+
+    Raises:
+      StartupError: a program can't be launched, or fails on the device.
+    """
+    for bucket in covering(buckets):
+        with step_failure(f"the program for [{bucket}] can't run"):
+            step = submit(empty_step(bucket, num_rows, vocab_size))
+            step.tokens()
+            step.scores()
+
+
+def covering(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """Buckets that together run every program of `buckets`; a program that several need runs in its smallest step."""
+    chosen: list[Bucket] = []
+    seen: set[ProgramKey] = set()
+    for bucket in sorted(buckets, key=lambda bucket: (bucket.num_tokens, not bucket.featured, not bucket.sampled)):
+        keys = keys_of(bucket)
+        if not seen.issuperset(keys):
+            chosen.append(bucket)
+            seen.update(keys)
+    return chosen
+
+
+@contextmanager
+def step_failure(what: str) -> Iterator[None]:
+    """Turns what XLA raises inside into a `StartupError` that says which flags to change."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        if OUT_OF_MEMORY in reason:
+            way_out = (
+                "lower --chunked-prefill-size or --max-running-requests, which make steps smaller, or "
+                "--mem-fraction-static or --max-total-tokens, which make the KV pool smaller"
+            )
+        else:
+            way_out = "try another --attention-backend, or a lower --chunked-prefill-size or --max-running-requests"
+        raise StartupError(f"{what}: {reason}: {way_out}") from error

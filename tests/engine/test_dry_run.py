@@ -1,0 +1,117 @@
+"""What an engine finds out before it is ready: every program runs, and the largest step fits beside the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsgl.batch.inputs import Bucket
+from jaxsgl.engine.dry_run import covering
+from jaxsgl.engine.edits import table_bytes
+from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.programs import SET_ROW, Programs, all_keys, keys_of
+from jaxsgl.engine.sizing import Memory, kv_shape
+from jaxsgl.engine.state import abstract_state, allocate
+from jaxsgl.errors import ConfigError, StartupError
+from tests.engine.conftest import ConfigMaker
+from tests.plain_model import mesh_of
+
+
+@pytest.mark.parametrize(
+    ("message", "way_out"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory", "--chunked-prefill-size or --max-running-requests.* --mem-fraction-stat"),
+        ("INTERNAL: launch failed", "--attention-backend"),
+    ],
+)
+def test_a_program_that_fails_at_launch_fails_the_start_with_the_flag_to_change(
+    tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch, message: str, way_out: str
+) -> None:
+    of = Programs.of
+
+    def fail(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError(message)
+
+    def broken(self: Programs, bucket: Bucket) -> tuple[Any, ...]:
+        return (fail,) if bucket.kind == "score" else of(self, bucket)
+
+    monkeypatch.setattr(Programs, "of", broken)
+    with pytest.raises(StartupError, match=rf"\[score T=16 .*\] can't run: {message}: .*{way_out}"):
+        Engine(tiny_config(), progress=False)
+
+
+def test_every_program_has_run_when_the_engine_is_ready_and_the_state_is_as_good_as_new(
+    tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, ran = Programs.of, set()
+
+    def recorded(self: Programs, bucket: Bucket) -> tuple[Any, ...]:
+        ran.update(keys_of(bucket))
+        return of(self, bucket)
+
+    monkeypatch.setattr(Programs, "of", recorded)
+    config = tiny_config(decode_steps=2, decode_buckets=(2, 4))
+    engine = Engine(config, progress=False)
+    fresh = allocate(kv_shape(engine.arch, config.page_size, engine._state.kv.k[0].dtype), engine.capacity, mesh_of())
+    assert ran == {*all_keys(engine.buckets)} - {SET_ROW}
+    assert engine.recompiles == 0
+    for pages, new in zip(jax.tree.leaves(engine._state.kv), jax.tree.leaves(fresh.kv), strict=True):
+        np.testing.assert_array_equal(np.asarray(pages)[1:], np.asarray(new)[1:])  # page 0 is the dummy page
+    for rows, new in zip(jax.tree.leaves(engine._state[1:]), jax.tree.leaves(fresh[1:]), strict=True):
+        np.testing.assert_array_equal(np.asarray(rows)[:-1], np.asarray(new)[:-1])  # the last row is the dummy row
+    engine.close()
+
+
+def test_a_program_that_several_steps_need_runs_in_the_smallest() -> None:
+    def forms(tokens: int) -> list[Bucket]:
+        return [Bucket("extend", tokens, 4, 8, *variant) for variant in ((False, False), (True, False), (True, True))]
+
+    small, large = forms(16), forms(64)
+    assert covering([*large, *small]) == [small[2], small[1], large[2]]
+
+
+def test_programs_are_compiled_for_the_state_that_is_allocated_later(engine: Engine, tiny_config: ConfigMaker) -> None:
+    page = kv_shape(engine.arch, tiny_config().page_size, engine._state.kv.k[0].dtype)
+    abstract = abstract_state(page, engine.capacity, mesh_of())
+    real = allocate(page, engine.capacity, mesh_of())
+    assert jax.tree.structure(abstract) == jax.tree.structure(real)
+    for planned, array in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
+        assert (planned.shape, planned.dtype, planned.sharding) == (array.shape, array.dtype, array.sharding)
+
+
+def small_memory(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    """The engine finds an accelerator with `free_bytes` left for everything."""
+    monkeypatch.setattr("jaxsgl.engine.engine.free_memory", lambda *_: Memory("gpu", free_bytes, free_bytes))
+
+
+def test_where_memory_is_short_the_pool_is_smaller_by_what_the_largest_step_takes(
+    tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes = 1 << 20
+    small_memory(monkeypatch, free_bytes)
+    engine = Engine(tiny_config(max_total_tokens=None), progress=False)
+    page_bytes = kv_shape(engine.arch, 4, engine._state.kv.k[0].dtype).page_bytes
+    tables = table_bytes(engine.capacity.num_rows, engine.capacity.vocab_size)
+    step = engine.programs.step_bytes
+    largest = max(memory_of(engine, bucket) for bucket in engine.buckets.all() if not bucket.sampled)
+    assert 4 * page_bytes < largest <= step
+    assert engine.capacity.num_pages == (free_bytes - tables - step) // page_bytes
+    engine.close()
+
+
+def memory_of(engine: Engine, bucket: Bucket) -> int:
+    """Temporary bytes of the forward program of `bucket`."""
+    return int(engine.programs.of(bucket)[0].memory_analysis().temp_size_in_bytes)
+
+
+def test_a_pool_asked_for_that_leaves_a_step_no_room_is_refused_at_start(
+    tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config()
+    pool = 65 * kv_shape(Engine(config, progress=False).arch, 4, np.dtype("float32")).page_bytes
+    small_memory(monkeypatch, pool + table_bytes(4, 101) + 1000)
+    with pytest.raises(ConfigError, match=r"--max-total-tokens 256 .* beside the .* --chunked-prefill-size"):
+        Engine(config, progress=False)
