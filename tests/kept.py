@@ -41,6 +41,8 @@ class Programs:
             "JAX_COMPILATION_CACHE_DIR": str(self._folder("xla")),  # where jaxsgl would look too
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            # XLA's own caches put the folder's path into the key of every program, and each run has another folder.
+            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
         }
         for kind in ("xla", "native"):
             for folder in self._folders(kind):

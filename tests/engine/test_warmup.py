@@ -92,3 +92,15 @@ def test_compilations_are_counted_from_any_thread_until_closed() -> None:
     counter.close()
     lowering(29)().compile()
     assert counted == counter.count == 1
+
+
+def test_programs_that_the_tests_keep_are_found_in_the_next_run_whose_folder_has_another_name(
+    tmp_path: Path, events: list[str], restored_cache_settings: None
+) -> None:
+    use_compilation_cache(str(tmp_path / "first"))
+    compile_all({1: lowering(31)}, progress=False)
+    (tmp_path / "first").rename(tmp_path / "second")
+    use_compilation_cache(str(tmp_path / "second"))
+    events.clear()
+    compile_all({1: lowering(31)}, progress=False)
+    assert events.count("/jax/compilation_cache/cache_hits") == 1
