@@ -60,7 +60,9 @@ class SchedulingConfig:
     schedule_conservativeness: float = flag(
         1.0, "how much of their max_tokens running requests are expected to use; lower admits more and retracts more"
     )
-    max_prefill_tokens: int = flag(16384, "prompt tokens of one step at most, however large its chunk may be")
+    max_prefill_tokens: int = flag(
+        16384, "prompt tokens of one step at most; with --chunked-prefill-size -1 a longer prompt has its own step"
+    )
     enable_mixed_chunk: bool = flag(False, "decode in the same steps that extend prompts")
     decode_first: bool = flag(False, "a decode step between any two steps that extend prompts")
     max_itl_ms: float | None = flag(
@@ -111,7 +113,8 @@ class EngineConfig:
     )
     max_running_requests: int | None = flag(None, "rows: requests running at once (default: 32 on CPU, else 256)")
     chunked_prefill_size: int | None = flag(
-        None, "prompt tokens extended in one step, -1: unlimited (default: 512 on CPU, else 2048)"
+        None,
+        "prompt tokens extended in one step; -1: a prompt is never cut into chunks (default: 512 on CPU, else 2048)",
     )
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
@@ -144,6 +147,10 @@ class EngineConfig:
         _require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
         chunk = self.chunked_prefill_size
         _require(chunk is None or chunk == -1 or chunk >= 1, "--chunked-prefill-size", chunk, "-1, or 1 and more")
+        if chunk == -1 and self.scheduling.max_itl_ms is not None:
+            raise ConfigError(
+                "--max-itl-ms cuts prompts into chunks, which --chunked-prefill-size -1 forbids: give one"
+            )
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
             _require(all(size >= 1 for size in sizes), _flag_name(name), sizes, "sizes of 1 and more")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from jaxsgl.errors import ConfigError
 MIN_EXTEND_TOKENS = 16
 VARIANTS = ((False, False), (True, False), (True, True))  # sampled, featured
 MIN_DECODE_STEP = 32  # rows; smaller sizes double, since every program costs seconds to compile
+SCORE_STRIDE = 2  # of the sizes of extend programs, every second one has a program that scores prompts
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
 
 
@@ -45,6 +47,7 @@ class Capacity:
       context_length: the most tokens of one request.
       max_extend_tokens: the most tokens of one extend step.
       vocab_size: size of the vocabulary.
+      whole_prompts: each prompt is extended in one step; else long ones are cut into chunks.
     """
 
     page_size: int
@@ -53,6 +56,12 @@ class Capacity:
     context_length: int
     max_extend_tokens: int
     vocab_size: int
+    whole_prompts: bool = False
+
+    @property
+    def max_mixed_decodes(self) -> int:
+        """Sequences that may decode in a step that extends prompts."""
+        return self.max_extend_tokens - (self.context_length if self.whole_prompts else 1)
 
     @property
     def pool_tokens(self) -> int:
@@ -78,15 +87,19 @@ class BucketSet:
       decode_sizes: S of decode programs, ascending.
       extend_sizes: T of extend programs, ascending.
       extend_seqs: S of extend programs, ascending; a program has S <= T.
+      score_sizes: T of the programs that score prompts, ascending.
       num_pages: P of all programs.
       decode_steps: number of steps of the decode programs that take several steps; 1: there are no such programs.
+      shared_tokens: the most tokens of an extend step of several sequences; None: as many as fit.
     """
 
     decode_sizes: tuple[int, ...]
     extend_sizes: tuple[int, ...]
     extend_seqs: tuple[int, ...]
+    score_sizes: tuple[int, ...]
     num_pages: int
     decode_steps: int = 1
+    shared_tokens: int | None = None
 
     @classmethod
     def derive(
@@ -95,8 +108,9 @@ class BucketSet:
         decode_sizes: tuple[int, ...] = (),
         extend_sizes: tuple[int, ...] = (),
         decode_steps: int = 1,
+        shared_tokens: int | None = None,
     ) -> BucketSet:
-        """The default shapes for `capacity`. Sizes that are given replace the default ones.
+        """The default shapes for `capacity`. Sizes that are given replace the default ones, as far as batches reach.
 
         Raises `ConfigError` if the given sizes don't reach the largest batch.
         """
@@ -109,12 +123,21 @@ class BucketSet:
                 "lower --max-running-requests"
             )
         if extend_sizes[-1] < tokens:
+            limit = "--max-prefill-tokens or --context-length" if capacity.whole_prompts else "--chunked-prefill-size"
             raise ConfigError(
                 f"--extend-buckets end at {extend_sizes[-1]}, but a step may extend {tokens} tokens: add {tokens}, or "
-                "lower --chunked-prefill-size"
+                f"lower {limit}"
             )
-        extend_seqs = tuple(sorted({min(FEW_SEQS, rows), rows}))
-        return cls(decode_sizes, extend_sizes, extend_seqs, capacity.max_pages_per_seq, decode_steps)
+        reached = extend_sizes[: bisect_left(extend_sizes, tokens) + 1]
+        return cls(
+            decode_sizes=decode_sizes[: bisect_left(decode_sizes, rows) + 1],
+            extend_sizes=reached,
+            extend_seqs=tuple(sorted({min(FEW_SEQS, rows), rows})),
+            score_sizes=reached[::-SCORE_STRIDE][::-1],
+            num_pages=capacity.max_pages_per_seq,
+            decode_steps=decode_steps,
+            shared_tokens=shared_tokens,
+        )
 
     def decode(self, num_seqs: int, sampled: bool, featured: bool = False, num_steps: int = 1) -> Bucket:
         """The smallest decode bucket that holds `num_seqs` sequences, of 1 or `decode_steps` steps."""
@@ -127,16 +150,20 @@ class BucketSet:
         seqs = self.extend_seqs[bisect_left(self.extend_seqs, num_seqs)]
         return Bucket("extend", tokens, min(seqs, tokens), self.num_pages, sampled or featured, featured)
 
-    def score(self, sampled: bool, featured: bool = False) -> Bucket:
-        """The only shape that extends with log-probabilities of the prompt: a rare need, so one program suffices."""
-        tokens, seqs = self.extend_sizes[-1], self.extend_seqs[-1]
-        return Bucket("score", tokens, min(seqs, tokens), self.num_pages, sampled or featured, featured)
+    def score(self, num_tokens: int, sampled: bool, featured: bool = False) -> Bucket:
+        """The smallest bucket that extends `num_tokens` tokens with log-probabilities of the prompt.
+
+        That is a rare need, so there are fewer sizes, and one number of sequences.
+        """
+        tokens = self.score_sizes[bisect_left(self.score_sizes, num_tokens)]
+        seqs = min(self.extend_seqs[-1], tokens)
+        return Bucket("score", tokens, seqs, self.num_pages, sampled or featured, featured)
 
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory."""
-        size, tokens = self.decode_sizes[-1], self.extend_sizes[-1]
-        buckets = [self.extend(tokens, self.extend_seqs[-1], *variant) for variant in VARIANTS]
-        buckets += [self.score(*variant) for variant in VARIANTS]
+        size, tokens_by_seqs = self.decode_sizes[-1], {seqs: tokens for tokens, seqs in self._extend_shapes()}
+        buckets = [self.extend(tokens, seqs, *v) for seqs, tokens in tokens_by_seqs.items() for v in VARIANTS]
+        buckets += [self.score(self.score_sizes[-1], *variant) for variant in VARIANTS]
         buckets += [self.decode(size, *variant) for variant in VARIANTS]
         if self.decode_steps > 1:
             buckets += [self.decode(size, sampled, num_steps=self.decode_steps) for sampled in (False, True)]
@@ -144,12 +171,11 @@ class BucketSet:
 
     def all(self) -> list[Bucket]:
         """Every bucket that warm-up compiles; larger ones first, so that the last programs to compile are short."""
-        buckets = {self.score(*variant) for variant in VARIANTS}
+        buckets = set()
         for variant in VARIANTS:
             buckets |= {self.decode(size, *variant) for size in self.decode_sizes}
-            buckets |= {
-                self.extend(tokens, seqs, *variant) for tokens in self.extend_sizes for seqs in self.extend_seqs
-            }
+            buckets |= {self.extend(*shape, *variant) for shape in self._extend_shapes()}
+            buckets |= {self.score(size, *variant) for size in self.score_sizes}
         if self.decode_steps > 1:
             buckets |= {
                 self.decode(size, sampled, num_steps=self.decode_steps)
@@ -157,6 +183,16 @@ class BucketSet:
                 for sampled in (False, True)
             }
         return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
+
+    def _extend_shapes(self) -> list[tuple[int, int]]:
+        """`(tokens, sequences)` of the extend programs, ascending: without shapes that no step can have."""
+        few, shared = self.extend_seqs[0], self.shared_tokens
+        return [
+            (tokens, seqs)
+            for smaller, tokens in pairwise((0, *self.extend_sizes))
+            for seqs in self.extend_seqs
+            if seqs == few or shared is None or smaller < shared
+        ]
 
 
 def _default_decode_sizes(rows: int) -> tuple[int, ...]:
@@ -178,15 +214,18 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
 
 def buckets_of(config: EngineConfig, capacity: Capacity) -> BucketSet:
     """The shapes that `config` asks for. Raises `ConfigError` if they can't be read or don't reach the capacity."""
+    scheduling, steps = config.scheduling, config.decode_steps
+    alone = capacity.whole_prompts and not scheduling.enable_mixed_chunk  # a prompt beyond --max-prefill-tokens
+    shared_tokens = scheduling.max_prefill_tokens if alone else None
     if config.auto_buckets is None:
-        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, config.decode_steps)
+        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, steps, shared_tokens)
     path = Path(config.auto_buckets)
     suggested = _suggested(path)
     decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")
     extend = _sizes(
         path, suggested, "extend_buckets", capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"
     )
-    return BucketSet.derive(capacity, decode, extend, config.decode_steps)
+    return BucketSet.derive(capacity, decode, extend, steps, shared_tokens)
 
 
 def _suggested(path: Path) -> dict[str, Any]:
@@ -203,7 +242,7 @@ def _suggested(path: Path) -> dict[str, Any]:
 
 
 def _sizes(path: Path, suggested: dict[str, Any], name: str, largest: int, what: str, flag: str) -> tuple[int, ...]:
-    """The sizes up to the first that holds `largest`."""
+    """The sizes in the file, which reach `largest`."""
     sizes = suggested.get(name)
     if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size >= 1 for size in sizes):
         raise ConfigError(f"--auto-buckets {path}: {name} is {sizes!r}, but must be a list of numbers of 1 and more")
@@ -213,4 +252,4 @@ def _sizes(path: Path, suggested: dict[str, Any], name: str, largest: int, what:
             f"--auto-buckets {path} was made for {sizes[-1]} {what}, but there may be {largest}: run "
             f"scripts/bench_buckets.py with the flags of this server, or use {flag} {sizes[-1]}"
         )
-    return tuple(sizes[: bisect_left(sizes, largest) + 1])
+    return tuple(sizes)

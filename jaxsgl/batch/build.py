@@ -100,8 +100,10 @@ class BatchBuilder:
         num_tokens = sum(counts)
         sampling_rows = rows[[work.sample for work in works]]
         variant = self._sampling.any_sampled(sampling_rows), self._sampling.any_featured(sampling_rows)
-        scored = any(work.targets is not None for work in works)
-        bucket = self._buckets.score(*variant) if scored else self._buckets.extend(num_tokens, len(works), *variant)
+        if any(work.targets is not None for work in works):
+            bucket = self._buckets.score(num_tokens, *variant)
+        else:
+            bucket = self._buckets.extend(num_tokens, len(works), *variant)
         packed, arrays = _padding(bucket, self._dummy_row)
         offset = 0
         for s, (work, count) in enumerate(zip(works, counts, strict=True)):

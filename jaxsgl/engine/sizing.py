@@ -87,9 +87,6 @@ def plan_capacity(
     """
     context_length = _context_length(config, arch)
     num_rows = config.max_running_requests or ROWS.get(memory.platform, OTHER_ROWS)
-    chunk = config.chunked_prefill_size or CHUNK_TOKENS.get(memory.platform, OTHER_CHUNK_TOKENS)
-    if chunk == UNLIMITED:
-        chunk = context_length
     num_pages = choose_num_pages(
         page,
         memory,
@@ -103,9 +100,20 @@ def plan_capacity(
         num_pages=num_pages,
         num_rows=num_rows,
         context_length=context_length,
-        max_extend_tokens=min(chunk, context_length),
+        max_extend_tokens=_max_extend_tokens(config, memory.platform, num_rows, context_length),
         vocab_size=arch.vocab_size,
+        whole_prompts=config.chunked_prefill_size == UNLIMITED,
     )
+
+
+def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, context_length: int) -> int:
+    """The most tokens of a step that extends prompts, beside which all other rows may decode in mixed steps."""
+    scheduling = config.scheduling
+    decodes = num_rows - 1 if scheduling.enable_mixed_chunk else 0
+    chunk = config.chunked_prefill_size or CHUNK_TOKENS.get(platform, OTHER_CHUNK_TOKENS)
+    if chunk == UNLIMITED:
+        return max(context_length, min(scheduling.max_prefill_tokens, num_rows * context_length)) + decodes
+    return min(chunk, context_length, scheduling.max_prefill_tokens + decodes)
 
 
 def _context_length(config: EngineConfig, arch: ModelArch) -> int:

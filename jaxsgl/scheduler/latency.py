@@ -64,7 +64,7 @@ class Latency:
         """Measures the oldest program in flight, which has ended. It began at its launch or when the last one ended."""
         bucket, kv_tokens, pairs, launched_s = self._in_flight.popleft()
         began_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
-        if bucket.kind in self._times:  # steps that score prompts are rare and of one size only
+        if bucket.kind in self._times:  # steps that score prompts are rare, and not bounded
             seconds = (self._last_end_s - began_s) / bucket.num_steps
             self._times[bucket.kind].measured(bucket.num_tokens, kv_tokens / bucket.num_steps, pairs, seconds)
 

@@ -86,7 +86,7 @@ class _Planner:
             self._take_back(view.retract_also(view), self._retract)
         has_prompts = bool(view.requests.waiting or view.requests.extending or self.taken_back)
         if config.enable_mixed_chunk and has_prompts:
-            decodes = self._retracted_for_room()[: view.capacity.max_extend_tokens - 1]
+            decodes = self._retracted_for_room()[: view.capacity.max_mixed_decodes]
             chunks = self._chunks(decodes)
             decodes = [req for req in decodes if req not in self.taken_back]
         elif self.decoding and view.extended_last and (config.decode_first or view.latency is not None):
@@ -284,6 +284,8 @@ class _ExtendStep:
         )
         self._seqs_left = view.capacity.num_rows - len(mixed)
         self._sizes = [size - len(mixed) for size in view.buckets.extend_sizes if size > len(mixed)]
+        self._score_sizes = view.buckets.score_sizes
+        self._whole_prompts = view.capacity.whole_prompts
         self._pages_taken = sum(req.needs_page for req in mixed)
         self._chunks: dict[Claim, int] = {}
 
@@ -328,14 +330,14 @@ class _ExtendStep:
 
     def finished(self) -> list[tuple[Claim, int]]:
         """The chunks, in order."""
-        if self._chunks:
+        if self._chunks and not self._whole_prompts:
             self._shed_padding()
         return list(self._chunks.items())
 
     def _lack(self) -> NoRoom | None:
         if not self._planner.num_free_rows:
             return NoRoom.ROWS
-        if not (self._budget.num_tokens and self._seqs_left):
+        if self._budget.num_tokens <= 0 or not self._seqs_left:
             return NoRoom.CHUNK
         return None
 
@@ -356,7 +358,10 @@ class _ExtendStep:
         before = self._chunks.get(claim, 0)
         if not before and not self._seqs_left:
             return
-        count = min(before + min(budget, self._budget.num_tokens), self._in_time(claim, before), claim.extend_left)
+        if self._whole_prompts:
+            count = claim.extend_left if self._takes_whole(claim) else 0
+        else:
+            count = min(before + min(budget, self._budget.num_tokens), self._in_time(claim, before), claim.extend_left)
         pages_before = _new_pages(claim, before, self._cache) if before else 0
         count = self._chunk_len(claim, count, pages_before)
         if count <= before:
@@ -365,6 +370,13 @@ class _ExtendStep:
         self._budget.take(claim.kv_len, before, count)
         self._seqs_left -= not before
         self._chunks[claim] = count
+
+    def _takes_whole(self, claim: Claim) -> bool:
+        """Whether the prompt gets into the step uncut. The first one always does, whatever the budget."""
+        pages_left = self._ledger.available - self._pages_taken
+        if _new_pages(claim, claim.extend_left, self._cache) > pages_left:
+            return False
+        return not self._chunks or claim.extend_left <= self._budget.num_tokens
 
     def _in_time(self, claim: Claim, before: int) -> int:
         """Tokens that the chunk may have so that the step ends in time; a page if it is the step's first chunk."""
@@ -385,7 +397,8 @@ class _ExtendStep:
         """Leaves the tail of the last chunk to the next step where that costs less than the padding."""
         claim, count = next(reversed(self._chunks.items()))
         total = sum(self._chunks.values())
-        better = without_much_padding(total, self._sizes, count - 1)
+        scores = any(claim.req.scores_prompt for claim in self._chunks)
+        better = without_much_padding(total, self._score_sizes if scores else self._sizes, count - 1)
         kept = self._cache.page_floor(claim.kv_len + count - (total - better)) - claim.kv_len
         if better < total and kept > 0:
             self._chunks[claim] = kept

@@ -55,9 +55,9 @@ def test_every_program_has_run_when_the_engine_is_ready_and_the_state_is_as_good
     monkeypatch.setattr(Programs, "of", recorded)
     config = tiny_config(decode_steps=2, decode_buckets=(2, 4))
     engine = Engine(config, progress=False)
-    fresh = allocate(kv_shape(engine.arch, config.page_size, engine._state.kv.k[0].dtype), engine.capacity, mesh_of())
     assert ran == {*all_keys(engine.buckets)} - {SET_ROW}
     assert engine.recompiles == 0
+    fresh = allocate(kv_shape(engine.arch, config.page_size, engine._state.kv.k[0].dtype), engine.capacity, mesh_of())
     for pages, new in zip(jax.tree.leaves(engine._state.kv), jax.tree.leaves(fresh.kv), strict=True):
         np.testing.assert_array_equal(np.asarray(pages)[1:], np.asarray(new)[1:])  # page 0 is the dummy page
     for rows, new in zip(jax.tree.leaves(engine._state[1:]), jax.tree.leaves(fresh[1:]), strict=True):

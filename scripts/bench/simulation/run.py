@@ -20,7 +20,7 @@ from bench.requests import Ask, prompt_ids
 from bench.simulation.cost import Costs
 from bench.simulation.engine import Clock, SimulatedEngine, SizesBuilder
 from bench.simulation.figures import Figures, Sent
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import Capacity, buckets_of
 from jaxsgl.config import EngineConfig
 from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.models import ModelArch
@@ -163,7 +163,7 @@ def simulate(
       plans: takes the scheduler's plan of each step, a line each.
     """
     clock = Clock()
-    buckets = BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, config.decode_steps)
+    buckets = buckets_of(config, capacity)
     engine = SimulatedEngine(arch, capacity, buckets, costs, clock, host_step_s, host_seq_s)
     scheduler = Scheduler(
         capacity,
