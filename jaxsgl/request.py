@@ -7,6 +7,7 @@ All bounds and checks are here, so that every front end refuses the same values 
 from __future__ import annotations
 
 import enum
+from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MAX_SEED = 2**32 - 1
 MAX_TOP_K = 2**31 - 1  # int32 on the device
 MAX_MIN_TOKENS = 2**31 - 1  # int32 in protocols; more than any context holds
+MAX_MAX_TOKENS = 2**63 - 1  # int64 between processes; capped by the context
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -62,7 +64,9 @@ BOUNDS = {
     "logprobs": Bounds(0, MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}", optional=True),
     "prompt_logprobs": Bounds(0, MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}", optional=True),
     "n": Bounds(1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
+    "max_tokens": Bounds(1, MAX_MAX_TOKENS, f"1 to {MAX_MAX_TOKENS}", optional=True),
 }
+INTEGERS = frozenset({"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"})  # of `BOUNDS`
 LOGIT_BIAS_BOUNDS = Bounds(-100.0, 100.0, "-100 to 100")  # of each entry
 PRIORITY_BOUNDS = Bounds(MIN_PRIORITY, MAX_PRIORITY, f"{MIN_PRIORITY} to {MAX_PRIORITY}")
 
@@ -124,36 +128,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: int = 1
 
     def __post_init__(self) -> None:
-        self._check_integers()
+        """Checks types, too, since Python code may pass anything: a max_tokens of 2.5 would never be reached."""
         for name, bounds in BOUNDS.items():
+            check_type = _check_integer if name in INTEGERS else _check_number
+            check_type(name, getattr(self, name))
             _check_bounds(name, getattr(self, name), bounds)
         self._check_logit_bias()
         self._check_end()
 
-    def _check_integers(self) -> None:
-        """Checks types, which structs made by Python code don't: a max_tokens of 2.5 would never be reached."""
-        for name in ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"):
-            _check_integer(name, getattr(self, name))
-        for stop_token_id in self.stop_token_ids:
-            _check_integer("a stop token id", stop_token_id)
-        for token_id in self.logit_bias:
-            _check_integer("a token id of logit_bias", token_id)
-
     def _check_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, dict):
+            raise InvalidRequest(f"logit_bias is {self.logit_bias!r:.100}, but must be a dict of numbers by token id")
         count = len(self.logit_bias)
         _check(count <= MAX_LOGIT_BIAS, "the number of logit_bias entries", count, f"0 to {MAX_LOGIT_BIAS}")
         for token_id, bias in self.logit_bias.items():
+            _check_integer("a token id of logit_bias", token_id, optional=False)
+            _check_number(f"the logit_bias of token {token_id}", bias)
             _check_bounds(f"the logit_bias of token {token_id}", bias, LOGIT_BIAS_BOUNDS)
 
     def _check_end(self) -> None:
-        """Checks what ends a request."""
-        _check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 and more")
-        _check(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            "the number of stop_token_ids",
-            len(self.stop_token_ids),
-            f"0 to {MAX_STOP_TOKEN_IDS}",
-        )
+        """Checks what ends a request. Lists are counted before they are looked at."""
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise InvalidRequest(f"stop_token_ids is {self.stop_token_ids!r:.100}, but must be a list of token ids")
+        num_ids = len(self.stop_token_ids)
+        _check(num_ids <= MAX_STOP_TOKEN_IDS, "the number of stop_token_ids", num_ids, f"0 to {MAX_STOP_TOKEN_IDS}")
+        for stop_token_id in self.stop_token_ids:
+            _check_integer("a stop token id", stop_token_id, optional=False)
         if self.max_tokens is not None:
             _check(
                 self.min_tokens <= self.max_tokens,
@@ -163,6 +163,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         if isinstance(self.stop, str):
             raise InvalidRequest(f"stop is the text {self.stop!r}, but must be a list of texts: write [{self.stop!r}]")
+        if not isinstance(self.stop, tuple | list):
+            raise InvalidRequest(f"stop is {self.stop!r:.100}, but must be a list of texts")
         _check(
             len(self.stop) <= MAX_STOP_STRINGS, "the number of stop strings", len(self.stop), f"0 to {MAX_STOP_STRINGS}"
         )
@@ -257,9 +259,14 @@ def check_token_ids(what: str, ids: list[int] | tuple[int, ...], vocab_size: int
         raise InvalidRequest(f"{what} holds token id {bad}, but ids go from 0 to {vocab_size - 1}")
 
 
-def _check_integer(name: str, value: object) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise InvalidRequest(f"{name} is {value!r}, but must be an integer")
+def _check_integer(name: str, value: object, optional: bool = True) -> None:
+    if not (value is None and optional) and (not isinstance(value, int) or isinstance(value, bool)):
+        raise InvalidRequest(f"{name} is {value!r:.100}, but must be an integer")
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} is {value!r:.100}, but must be a number")
 
 
 def _check_bounds(name: str, value: float | None, bounds: Bounds) -> None:

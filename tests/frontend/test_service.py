@@ -187,7 +187,7 @@ def test_chat_goes_through_the_template(stub: pb_grpc.JaxsglStub, tokenizer: Tok
         (ids_request(*[5] * LIMITS.context_length), [str(LIMITS.context_length), str(LIMITS.context_length - 1)]),
         (ids_request(*[5] * LIMITS.pool_tokens), [str(LIMITS.pool_tokens), "--max-total-tokens"]),
         (ids_request(5, max_tokens=LIMITS.pool_tokens), [str(LIMITS.pool_tokens + 1), "lower max_tokens"]),
-        (ids_request(5, max_tokens=0), ["max_tokens is 0", "1 and more"]),
+        (ids_request(5, max_tokens=0), ["max_tokens is 0", "must be 1 to"]),
         (ids_request(5, max_tokens=-(2**60)), ["max_tokens", str(-(2**60))]),
         (ids_request(5, temperature=-0.5), ["temperature is -0.5", "10000"]),
         (ids_request(5, temperature=float("nan")), ["temperature is nan"]),
