@@ -76,7 +76,7 @@ STAGES: dict[str, tuple[type, str, Callable[..., Any], Callable[[Any], bool]]] =
         Req, "__init__", lambda self, request, *rest: request.request_id if len(rest) > 3 else "", always
     ),
     "plan": (Req, "matchable_ids", lambda self: self, always),
-    "admission": (CacheManager, "acquire", lambda self, match, owner: owner, always),
+    "admission": (CacheManager, "acquire", lambda self, match, owner, *_: owner, always),
     "first chunk": (Req, "targets", lambda self, *_: self, always),
     "second chunk": (Req, "targets", lambda self, *_: self, lambda req: req.kv_len > 0),
     "last chunk": (Req, "edit_setup", lambda self, *_: self, always),
@@ -164,8 +164,8 @@ def test_a_fault_that_loses_pages_ends_the_engine(monkeypatch: pytest.MonkeyPatc
     """The state can't be trusted any more."""
     plain = CacheManager.acquire
 
-    def fail(self: CacheManager, match: Any, owner: str = "") -> Any:
-        lease = plain(self, match, owner)
+    def fail(self: CacheManager, match: Any, owner: str = "", *rest: Any) -> Any:
+        lease = plain(self, match, owner, *rest)
         if owner.startswith(POISON):
             raise Planted
         return lease
