@@ -97,6 +97,9 @@ class EngineConfig:
     """What the engine process needs: the model, the KV cache, the scheduler and the compiled shapes."""
 
     model: str = flag(BUNDLED_MODEL, "local folder or hub id (default: the bundled model)", alias="--model-path")
+    revision: str | None = flag(
+        None, "branch, tag or commit of the hub id: of its configuration, weights and tokenizer (default: main)"
+    )
     dtype: str = flag(
         "auto",
         "weights and products; auto: the checkpoint's, but float32 on a CPU that can't multiply it",

@@ -66,7 +66,7 @@ class LLM:
     def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
         self.config = EngineConfig(model=model, **flags)
         self.engine, self._scheduler = build(self.config, limited=False)
-        self.tokenizer = load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model, self.config.revision)
 
     def generate(
         self,

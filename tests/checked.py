@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,17 +30,22 @@ class CheckedApplier(Applier):
 
 
 class CheckedScheduler(Scheduler):
-    """Checks that planning twice gives equal plans, that plans come true, and all accounts after every event."""
+    """Checks that planning twice gives equal plans, that plans come true, and all accounts after every event.
+
+    Checks too that no array of a step changes while the device may read it.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._applier.__class__ = CheckedApplier
         self.launched: list[StepInputs] = []
+        self._unread: deque[tuple[StepInputs, list[np.ndarray]]] = deque()
 
     def launch(self) -> StepInputs | None:
         inputs = super().launch()
         if inputs is not None:
             self.launched.append(inputs)
+            self._unread.append((inputs, [array.copy() for array in arrays_of(inputs)]))
         self.check()
         return inputs
 
@@ -58,8 +64,17 @@ class CheckedScheduler(Scheduler):
                     assert salt_of.setdefault(page, req.cache_salt) == req.cache_salt, "requests of two salts share"
 
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
+        inputs, as_launched = self._unread.popleft()
+        for array, copy in zip(arrays_of(inputs), as_launched, strict=True):
+            np.testing.assert_array_equal(array, copy, "an array of a step in flight was changed")
         super().collect(tokens, scores)
         self.check()
+
+
+def arrays_of(inputs: StepInputs) -> list[np.ndarray]:
+    """All arrays that the engine hands to the device."""
+    features = inputs.features
+    return [inputs.packed, *(() if features is None else (features.edit_rows, *features.row_setups))]
 
 
 class WatchedScheduler(CheckedScheduler):

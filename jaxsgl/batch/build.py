@@ -145,8 +145,8 @@ class BatchBuilder:
 
     def _features(self, sample_rows: IntArray, works: Sequence[Work]) -> StepFeatures:
         """A sequence whose token is dropped has the dummy row already, and so edits and counts nothing."""
-        return StepFeatures(
-            edit_rows=self._sampling.edit_rows(sample_rows),
-            row_setups=tuple(work.setup for work in works if work.setup is not None),
-            logprobs=self._sampling.any_logprobs(sample_rows),
-        )
+        edit_rows = self._sampling.edit_rows(sample_rows)
+        row_setups = tuple(work.setup for work in works if work.setup is not None)
+        for array in (edit_rows, *row_setups):
+            array.flags.writeable = False
+        return StepFeatures(edit_rows, row_setups, self._sampling.any_logprobs(sample_rows))

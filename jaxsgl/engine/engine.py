@@ -89,7 +89,7 @@ class Engine:
         """
         start_s = time.monotonic()
         use_compilation_cache(config.compilation_cache_dir)
-        folder = resolve_model_folder(config.model)
+        folder = resolve_model_folder(config.model, config.revision)
         self.arch = ModelArch.from_folder(folder)
         mesh = make_mesh()
         device = mesh.devices.flat[0]  # the devices of a mesh are alike

@@ -20,12 +20,13 @@ from typing import Any
 
 from jaxsgl.config import ServerConfig
 from jaxsgl.frontend.access import Access
+from jaxsgl.frontend.certificates import load_certificate
 from jaxsgl.frontend.engine_link import ENGINE_COMMAND, EngineLink
 from jaxsgl.frontend.exposition import StatusLine
 from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import HttpServer
-from jaxsgl.frontend.listen import is_loopback, load_certificate
+from jaxsgl.frontend.listen import is_loopback
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.watchdog import Watchdog
 from jaxsgl.logs import LogStyle
@@ -78,7 +79,7 @@ class Server:
     def __init__(self, config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._start_s = time.monotonic()
         self._config = config
-        certificate = load_certificate(config)
+        self._certificate = load_certificate(config)
         access = Access(config)
         self.engine = EngineLink(config.engine, LogStyle(config.log_level, config.log_format), engine_command)
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # asyncio's own would delay the end
@@ -87,8 +88,8 @@ class Server:
         self._watchdog = Watchdog(self.engine, config.watchdog_s)
         self._status = StatusLine(self._metrics)
         front_end = FrontEnd(config, access, self.engine, self._generator, self._metrics)
-        self._grpc = GrpcServer(front_end, certificate)
-        self._http = HttpServer(front_end, certificate)
+        self._grpc = GrpcServer(front_end, self._certificate)
+        self._http = HttpServer(front_end, self._certificate)
 
     async def run(self) -> int:
         """Starts, and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
@@ -96,6 +97,8 @@ class Server:
         _spare_the_garbage_collector()
         death = asyncio.create_task(self.engine.death())
         duties = [asyncio.create_task(self._watchdog.run(self._report_health)), asyncio.create_task(self._status.run())]
+        if self._certificate is not None:
+            duties.append(asyncio.create_task(self._certificate.watch()))
         try:
             await asyncio.wait([death, *duties], return_when=asyncio.FIRST_COMPLETED)
             for duty in duties:
@@ -162,7 +165,8 @@ class Server:
         """Loads the tokenizer while the engine starts; waits for both."""
         starting = asyncio.create_task(self.engine.ready())
         loop = asyncio.get_running_loop()
-        loading = loop.run_in_executor(self._threads, load_tokenizer, self._config.engine.model)
+        engine = self._config.engine
+        loading = loop.run_in_executor(self._threads, load_tokenizer, engine.model, engine.revision)
         try:
             either: set[asyncio.Future[Any]] = {starting, loading}
             await asyncio.wait(either, return_when=asyncio.FIRST_EXCEPTION)

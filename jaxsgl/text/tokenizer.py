@@ -176,8 +176,8 @@ class Tokenizer:
         return self._tokenizer
 
 
-def load_tokenizer(model: str) -> Tokenizer:
-    """Loads the tokenizer of a local folder or hub id. Takes a few seconds: it imports transformers.
+def load_tokenizer(model: str, revision: str | None = None) -> Tokenizer:
+    """Loads the tokenizer of a local folder, or of a hub id at `revision`. Takes seconds: it imports transformers.
 
     A folder without any tokenizer file gives a `Tokenizer` that takes token ids only. Raises `CheckpointError` if the
     folder is missing or its tokenizer is broken.
@@ -190,7 +190,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(model, trust_remote_code=False))
+        return Tokenizer(AutoTokenizer.from_pretrained(model, revision=revision or "main", trust_remote_code=False))
     except Exception as error:  # transformers and tokenizers raise all kinds here, bare Exception included
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"the tokenizer of {model} can't be loaded: {type(error).__name__}: {reason}") from error

@@ -40,13 +40,18 @@ HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
 logger = logging.getLogger(__name__)
 
 
-def resolve_model_folder(name_or_path: str) -> Path:
+def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path:
     """The local folder of that name, else the hub's snapshot of that id, downloaded or from the hub's cache.
 
-    Raises `CheckpointError`, which says why neither was found.
+    `revision` is a branch, tag or commit of a hub id (None: its main branch). Raises `CheckpointError`, which says why
+    neither was found.
     """
     folder = Path(name_or_path).expanduser()
     if name_or_path and folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"--revision is {revision}, but {name_or_path} is a local folder: leave it out, or name a hub id"
+            )
         return folder
     tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
     if HUB_ID.fullmatch(name_or_path) is None:
@@ -56,10 +61,11 @@ def resolve_model_folder(name_or_path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=list(HUB_FILES)))
+        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(f"{tried}, and fetching hub id {name_or_path} failed: {reason}") from error
+        what = name_or_path if revision is None else f"{name_or_path} at revision {revision}"
+        raise CheckpointError(f"{tried}, and fetching hub id {what} failed: {reason}") from error
 
 
 def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:

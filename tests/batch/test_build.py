@@ -11,6 +11,7 @@ from jaxsgl.batch.inputs import Bucket, host_views, packed_len
 from jaxsgl.batch.sampling import COLUMNS, SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.request import SamplingParams
+from tests.checked import arrays_of
 
 SIZES = Capacity(page_size=4, num_pages=40, num_rows=6, context_length=24, max_extend_tokens=32, vocab_size=100)
 
@@ -120,3 +121,23 @@ def test_fields_fill_the_buffer_without_gap_or_overlap(bucket: Bucket) -> None:
         if array is not None:
             array.view(np.int32)[...] += 1
     assert (packed == 1).all()
+
+
+def test_a_batch_keeps_its_numbers_whatever_the_scheduler_does_next() -> None:
+    """The device may read a batch's arrays as they lie, without a copy, until its tokens are there."""
+    tables, rows = np.ones((6, 6), dtype=np.int32), SamplingRows(6)
+    rows.set(2, SamplingParams(temperature=0.7, frequency_penalty=1.0), seed=3)
+    build = BatchBuilder(BucketSet.derive(SIZES), tables, rows, page_size=4)
+    token_ids, setup, decoded = ids(11, 12), ids(2, 5, 7), (ids(2), ids(5))
+    batches = [build.extend([Work(2, token_ids, 0, sample=True, setup=setup)]), build.decode(*decoded)]
+    before = [[array.copy() for array in arrays_of(batch)] for batch in batches]
+    assert [len(arrays) for arrays in before] == [3, 2]
+    for changed in (tables, token_ids, *decoded):
+        changed[:] = 4
+    rows.set(2, SamplingParams(), seed=5)
+    build.decode(ids(2), ids(5))
+    for batch, arrays in zip(batches, before, strict=True):
+        for array, copy in zip(arrays_of(batch), arrays, strict=True):
+            assert array.tolist() == copy.tolist()
+            with pytest.raises(ValueError, match="read-only"):
+                array[:1] = 1

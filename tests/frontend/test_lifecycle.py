@@ -166,11 +166,11 @@ def test_http_streams_that_take_too_long_end_with_a_reason(start_server: Start) 
     assert "Traceback" not in server.log
 
 
-def test_a_thread_at_work_does_not_delay_the_end(tmp_path: Path) -> None:
+def test_a_thread_that_loads_the_tokenizer_of_a_revision_does_not_delay_the_end(tmp_path: Path) -> None:
     code = (
         "import sys, time, jaxsgl.frontend.server as server, jaxsgl.serve\n"
-        "server.load_tokenizer = lambda model: time.sleep(1000)\n"
-        "sys.argv[1:] = ['--model', sys.argv[2], '--grpc-port', '0', '--port', '0']\n"
+        "server.load_tokenizer = lambda *names: (print(*names, flush=True), time.sleep(1000))\n"
+        "sys.argv[1:] = ['--model', sys.argv[2], '--revision', 'v1', '--grpc-port', '0', '--port', '0']\n"
         "jaxsgl.serve.run([sys.executable, '-c', 'raise SystemExit(7)'])\n"
     )
     command = [sys.executable, "-c", code, "--", str(tmp_path)]
@@ -178,6 +178,7 @@ def test_a_thread_at_work_does_not_delay_the_end(tmp_path: Path) -> None:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "ended with exit status 7" in ended.stderr
+    assert ended.stdout.split() == [str(tmp_path), "v1"]
 
 
 def test_a_server_ends_with_the_process_that_runs_the_tests(start_server: Start) -> None:

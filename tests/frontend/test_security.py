@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import ssl
 import stat
 import subprocess
@@ -18,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from http_calls import connect, error_of, events, generate_body
 from server_process import ServerProcess, ids_request, wait_for
+from tls_files import make_certificate
 
 from jaxsgl.client import main as run_client
 from jaxsgl.config import API_KEY_VARIABLE, ServerConfig
@@ -106,14 +106,7 @@ def test_the_client_sends_the_key(
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A certificate for 127.0.0.1 and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the program openssl")
-    folder = tmp_path_factory.mktemp("certificate")
-    made = (str(folder / "cert.pem"), str(folder / "key.pem"))
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    options = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-out", made[0], "-keyout", made[1]]
-    subprocess.run([*command, *options], check=True, capture_output=True)
-    return made
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 def test_both_ports_speak_tls(

@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from jaxsgl.engine import engine
 from jaxsgl.errors import CheckpointError
+from jaxsgl.llm import LLM
 from jaxsgl.weights import resolve_model_folder
+from tests.text.small_tokenizers import save
 
-RESOLVE = "import sys; from jaxsgl.weights import resolve_model_folder; print(resolve_model_folder(sys.argv[1]))"
+RESOLVE = "import sys; from jaxsgl.weights import resolve_model_folder; print(resolve_model_folder(*sys.argv[1:]))"
+# The folder and the ids of "a" for each revision.
+RESOLVE_AND_ENCODE = """
+import sys
+from jaxsgl.text.tokenizer import load_tokenizer
+from jaxsgl.weights import resolve_model_folder
+for revision in (None, *sys.argv[2:]):
+    print(resolve_model_folder(sys.argv[1], revision), *load_tokenizer(sys.argv[1], revision).encode("a"))
+"""
+COMMIT, OLDER = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
 
 
-def resolve_offline(name: str, hub_cache: Path) -> subprocess.CompletedProcess[str]:
-    """Resolves `name` in a process of its own, because the hub's settings are read at import."""
+def run_offline(program: str, hub_cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with a hub's cache in a process of its own, because the hub's settings are read at import."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(hub_cache)}
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", RESOLVE, name]
+    command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=120)
+
+
+def snapshot_of(hub_cache: Path, commit: str, ref: str) -> Path:
+    """An empty snapshot in the cache, at a commit that `ref` names."""
+    repository = hub_cache / "models--someone--some-model"
+    snapshot = repository / "snapshots" / commit
+    for folder in (snapshot, repository / "refs"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs" / ref).write_text(commit)
+    return snapshot
 
 
 def test_a_local_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -34,7 +60,7 @@ def test_a_path_that_is_no_folder_is_not_looked_up_on_the_hub(name: str) -> None
 
 
 def test_a_hub_id_that_cannot_be_fetched_reports_both_attempts(tmp_path: Path) -> None:
-    done = resolve_offline("someone/some-model", tmp_path)
+    done = run_offline(RESOLVE, tmp_path, "someone/some-model")
     last_line = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert "CheckpointError: model someone/some-model:" in last_line
@@ -42,12 +68,33 @@ def test_a_hub_id_that_cannot_be_fetched_reports_both_attempts(tmp_path: Path) -
 
 
 def test_a_hub_id_in_the_cache_needs_no_network(tmp_path: Path) -> None:
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "models--someone--some-model"
-    snapshot = repository / "snapshots" / commit
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-    done = resolve_offline("someone/some-model", tmp_path)
+    snapshot = snapshot_of(tmp_path, COMMIT, "main")
+    done = run_offline(RESOLVE, tmp_path, "someone/some-model")
     assert done.stdout.strip() == str(snapshot), done.stderr
+
+
+def test_weights_and_tokenizer_are_of_the_revision(tmp_path: Path) -> None:
+    snapshots = snapshot_of(tmp_path, COMMIT, "main"), snapshot_of(tmp_path, OLDER, "v1")
+    for letters, snapshot in zip(("ab", "ba"), snapshots, strict=True):
+        save(Tokenizer(WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="b")), snapshot)
+    done = run_offline(RESOLVE_AND_ENCODE, tmp_path, "someone/some-model", "v1", OLDER)
+    assert done.stdout.splitlines() == [f"{snapshots[0]} 0", f"{snapshots[1]} 1", f"{snapshots[1]} 1"], done.stderr
+
+
+def test_a_revision_that_cannot_be_fetched_is_named() -> None:
+    with pytest.raises(CheckpointError, match="fetching hub id someone/some-model at revision v9 failed"):
+        resolve_model_folder("someone/some-model", "v9")
+
+
+def test_the_engine_looks_for_the_revision_that_the_flag_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*arguments: object) -> Path:
+        raise CheckpointError(repr(arguments))
+
+    monkeypatch.setattr(engine, "resolve_model_folder", resolve)
+    with pytest.raises(CheckpointError, match=re.escape("('someone/some-model', 'v1')")):
+        LLM("someone/some-model", revision="v1")
+
+
+def test_a_revision_of_a_local_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"--revision is v1, but {tmp_path} is a local folder: leave it out"):
+        resolve_model_folder(str(tmp_path), "v1")

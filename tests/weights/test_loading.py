@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,6 +55,18 @@ def test_every_stored_dtype_loads_as_every_wanted_dtype(stored: torch.dtype, wan
     assert embedding.dtype == jnp.dtype(wanted)
     expected = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].to(getattr(torch, wanted))
     np.testing.assert_array_equal(np.asarray(embedding.astype(jnp.float32)), expected.float().numpy())
+
+
+def test_loaded_parameters_are_no_view_of_the_file_or_of_what_was_read_from_it(tmp_path: Path) -> None:
+    """A file that is replaced in place would change the weights of a running server."""
+    folder = make_checkpoint("llama_tied", tmp_path)
+    expected = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone().numpy()
+    params: Any = load(folder)
+    jax.block_until_ready(params)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(bytes((folder / "model.safetensors").stat().st_size))
+    gc.collect()
+    np.testing.assert_array_equal(np.asarray(params["embedding"][...]), expected)
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:

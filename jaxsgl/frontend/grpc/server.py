@@ -11,13 +11,14 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 from jaxsgl.errors import StartupError
+from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.grpc import jaxsgl as jaxsgl_service
 from jaxsgl.frontend.grpc.interceptors import ApiKeyInterceptor, MalformedInterceptor
 from jaxsgl.frontend.grpc.jaxsgl import JaxsglService
 from jaxsgl.frontend.grpc.sglang import service as sglang_service
 from jaxsgl.frontend.grpc.sglang.service import SglangService
-from jaxsgl.frontend.listen import Certificate, address_of, take_port
+from jaxsgl.frontend.listen import address_of, take_port
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
 SERVICE_NAMES = (jaxsgl_service.SERVICE_NAME, sglang_service.SERVICE_NAME)
@@ -67,8 +68,7 @@ class GrpcServer:
     def _open(self, address: str) -> int:
         if self._certificate is None:
             return int(self._server.add_insecure_port(address))
-        pair = (self._certificate.key, self._certificate.certificate)
-        return int(self._server.add_secure_port(address, grpc.ssl_server_credentials([pair])))
+        return int(self._server.add_secure_port(address, self._certificate.grpc_credentials()))
 
     async def set_serving(self, serving: bool) -> None:
         """Sets what health checks answer from now on."""

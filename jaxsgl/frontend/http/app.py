@@ -14,13 +14,14 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import jaxsgl
+from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors, health
 from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, ApiKey, BodyLimit, Connection, RequestIds
 from jaxsgl.frontend.http.openai import routes as openai
 from jaxsgl.frontend.http.sglang import routes as sglang
 from jaxsgl.frontend.http.sites import PageGuard
-from jaxsgl.frontend.listen import BACKLOG, Certificate, address_of, take_port
+from jaxsgl.frontend.listen import BACKLOG, address_of, take_port
 
 # `router(front_end) -> APIRouter` of each module.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (health.router, openai.router, sglang.router)
@@ -65,21 +66,24 @@ class HttpServer:
 
     def __init__(self, front_end: FrontEnd, certificate: Certificate | None) -> None:
         self._config = front_end.config
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                build_app(front_end),
-                http=Connection,
-                ws="none",
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                backlog=BACKLOG,
-                ssl_certfile=None if certificate is None else certificate.certfile,
-                ssl_keyfile=None if certificate is None else certificate.keyfile,
-                server_header=False,
-                timeout_graceful_shutdown=round(SHUTDOWN_GRACE_S),
-            )
+        config = uvicorn.Config(
+            build_app(front_end),
+            http=Connection,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            backlog=BACKLOG,
+            ssl_certfile=None if certificate is None else certificate.certfile,
+            ssl_keyfile=None if certificate is None else certificate.keyfile,
+            server_header=False,
+            timeout_graceful_shutdown=round(SHUTDOWN_GRACE_S),
         )
+        if certificate is not None:
+            config.load()
+            assert config.ssl is not None
+            certificate.serve_http(config.ssl)
+        self._server = _Uvicorn(config)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:

@@ -1,0 +1,319 @@
+// Calls the native kernels of a compiled library as XLA does, but with each buffer between pages that can't be touched.
+//
+//   guarded LIBRARY COUNT SEED WIDENED [FAULT]
+//
+// Runs COUNT random cases of each kernel with the buffers at the ends of their pages, and again at their beginnings with
+// another number of threads: an access outside ends the process by a signal, and so does a write to an input. The
+// results of both runs must be the same bits, and every thread's floating-point environment must be what it was.
+// FAULT commits one such mistake beside a kernel, for the test of this program. test_native_memory.py runs it.
+
+#include <dlfcn.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fp_environment.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace {
+
+std::string fault;
+std::atomic<int> num_changed{0};  // tasks and calls after which the environment was another
+
+[[noreturn]] void Fail(const std::string& what) {
+  std::fprintf(stderr, "%s\n", what.c_str());
+  std::exit(1);
+}
+
+template <typename Work>
+void Watched(const Work& work) {
+  const FpEnvironment before = ReadFpEnvironment();
+  work();
+  if (!(ReadFpEnvironment() == before)) ++num_changed;
+}
+
+// Memory of whole pages between two that can't be touched.
+class Guarded {
+ public:
+  Guarded(const void* content, size_t bytes, bool at_end) : bytes_(bytes) {
+    const size_t page = sysconf(_SC_PAGESIZE);
+    room_ = (std::max<size_t>(bytes, 1) + page - 1) / page * page;
+    void* all = mmap(nullptr, room_ + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED) Fail("no memory");
+    mapping_ = static_cast<char*>(all), total_ = room_ + 2 * page, inside_ = mapping_ + page;
+    mprotect(inside_, room_, PROT_READ | PROT_WRITE);
+    std::memset(inside_, kFiller, room_);
+    data_ = at_end ? inside_ + room_ - bytes : inside_;
+    if (content) std::memcpy(data_, content, bytes);
+  }
+  Guarded(const Guarded&) = delete;
+  ~Guarded() { munmap(mapping_, total_); }
+
+  void MakeReadOnly() { mprotect(inside_, room_, PROT_READ); }
+  char* data() const { return data_; }
+  std::vector<char> content() const { return {data_, data_ + bytes_}; }
+
+  // Whether the bytes beside the data, in its own pages, are as they were.
+  bool IsUntouchedBeside() const {
+    const auto is_filler = [](char c) { return c == kFiller; };
+    return std::all_of(inside_, data_, is_filler) && std::all_of(data_ + bytes_, inside_ + room_, is_filler);
+  }
+
+ private:
+  static constexpr char kFiller = 0x5a;
+  char *mapping_, *inside_, *data_;
+  size_t room_, total_, bytes_;
+};
+
+// Stands for XLA's pool of threads.
+class Pool {
+ public:
+  explicit Pool(int num_threads) {
+    for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { Run(); });
+  }
+  ~Pool() {
+    Schedule(nullptr, nullptr);
+    for (std::thread& thread : threads_) thread.join();
+  }
+  int size() const { return int(threads_.size()); }
+  void Schedule(XLA_FFI_Task* task, void* data) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.emplace_back(task, data);
+    changed_.notify_all();
+  }
+
+ private:
+  void Run() {
+    for (;;) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [this] { return !tasks_.empty(); });
+      const auto [task, data] = tasks_.front();
+      if (!task) return;  // stays for the other threads
+      tasks_.pop_front();
+      lock.unlock();
+      Watched([task = task, data = data] {
+        task(data);
+        if (fault == "flush") _mm_setcsr(_mm_getcsr() | kFlushToZero);
+      });
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::pair<XLA_FFI_Task*, void*>> tasks_;
+  std::vector<std::thread> threads_;
+};
+
+XLA_FFI_Error* CreateError(XLA_FFI_Error_Create_Args* args) { Fail(std::string("the kernel says: ") + args->message); }
+Pool* PoolOf(XLA_FFI_ExecutionContext* ctx) { return reinterpret_cast<Pool*>(ctx); }
+XLA_FFI_Error* Schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
+  PoolOf(args->ctx)->Schedule(args->task, args->data);
+  return nullptr;
+}
+XLA_FFI_Error* NumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
+  *args->num_threads = PoolOf(args->ctx)->size();
+  return nullptr;
+}
+
+struct Array {
+  XLA_FFI_DataType type;
+  std::vector<int64_t> dims;
+  std::vector<char> bytes;  // of a result: only their number counts
+};
+
+template <typename Number>
+Array MakeArray(XLA_FFI_DataType type, std::vector<int64_t> dims, const std::vector<Number>& numbers) {
+  const char* begin = reinterpret_cast<const char*>(numbers.data());
+  return {type, std::move(dims), {begin, begin + numbers.size() * sizeof(Number)}};
+}
+
+struct Attribute {  // a call's must be in the order of their names
+  const char* name;
+  XLA_FFI_DataType type;
+  int64_t bits;
+};
+
+Attribute Float(const char* name, float value) {
+  Attribute attribute{name, XLA_FFI_DataType_F32, 0};
+  std::memcpy(&attribute.bits, &value, sizeof(value));
+  return attribute;
+}
+
+struct Call {
+  XLA_FFI_Handler* handler;
+  std::vector<Array> arguments;
+  std::vector<Attribute> attributes;
+  Array result;
+};
+
+// The result's bytes.
+std::vector<char> Run(Call& call, Pool& pool, bool at_end) {
+  std::deque<Guarded> buffers;
+  std::deque<XLA_FFI_Buffer> described;
+  const auto describe = [&](Array& array, const void* content) {
+    buffers.emplace_back(content, array.bytes.size(), at_end);
+    described.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, array.type, buffers.back().data(),
+                         int64_t(array.dims.size()), array.dims.data()});
+    return static_cast<void*>(&described.back());
+  };
+  std::vector<void*> arguments, attributes;
+  for (Array& array : call.arguments) {
+    arguments.push_back(describe(array, array.bytes.data()));
+    buffers.back().MakeReadOnly();
+  }
+  void* result = describe(call.result, nullptr);
+  std::vector<XLA_FFI_ArgType> argument_types(arguments.size(), XLA_FFI_ArgType_BUFFER);
+  std::vector<XLA_FFI_AttrType> attribute_types(call.attributes.size(), XLA_FFI_AttrType_SCALAR);
+  XLA_FFI_RetType result_type = XLA_FFI_RetType_BUFFER;
+  std::deque<XLA_FFI_ByteSpan> spans;
+  std::deque<XLA_FFI_Scalar> scalars;
+  std::vector<XLA_FFI_ByteSpan*> names;
+  for (Attribute& attribute : call.attributes) {
+    names.push_back(&spans.emplace_back(XLA_FFI_ByteSpan{attribute.name, std::strlen(attribute.name)}));
+    attributes.push_back(&scalars.emplace_back(XLA_FFI_Scalar{attribute.type, &attribute.bits}));
+  }
+  XLA_FFI_Api api{};
+  api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+  api.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
+  api.XLA_FFI_Error_Create = CreateError;
+  api.XLA_FFI_ThreadPool_Schedule = Schedule;
+  api.XLA_FFI_ThreadPool_NumThreads = NumThreads;
+  XLA_FFI_CallFrame frame{};
+  frame.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+  frame.api = &api;
+  frame.ctx = reinterpret_cast<XLA_FFI_ExecutionContext*>(&pool);
+  frame.stage = XLA_FFI_ExecutionStage_EXECUTE;
+  frame.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, int64_t(arguments.size()), argument_types.data(), arguments.data()};
+  frame.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, 1, &result_type, &result};
+  frame.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, int64_t(attributes.size()), attribute_types.data(), names.data(),
+                 attributes.data()};
+  const Guarded& out = buffers.back();
+  Watched([&] {
+    call.handler(&frame);
+    if (fault == "write after") out.data()[call.result.bytes.size()] = 0;
+    if (fault == "write before") out.data()[-1] = 0;
+    if (fault == "write to an input") buffers.front().data()[0] = 0;
+    if (fault == "random bits") out.data()[0] = char(at_end);
+    if (fault == "round") _mm_setcsr(_mm_getcsr() | kRoundUp);
+    if (fault == "x87") asm volatile("fldz" ::: "st");
+  });
+  for (const Guarded& buffer : buffers)
+    if (!buffer.IsUntouchedBeside()) Fail("memory beside a buffer was written");
+  return out.content();
+}
+
+using Random = std::mt19937;
+
+int OneOf(Random& random, std::vector<int> choices) { return choices[random() % choices.size()]; }
+int Below(Random& random, int limit) { return int(random() % limit); }
+
+std::vector<float> Floats(Random& random, int64_t count) {
+  std::vector<float> numbers(count);
+  for (float& x : numbers) x = float(int(random() % 2001) - 1000) / 500;
+  return numbers;
+}
+
+std::vector<uint16_t> Bfloats(Random& random, int64_t count) {
+  const std::vector<float> numbers = Floats(random, count);
+  std::vector<uint16_t> bits(count);
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t whole;
+    std::memcpy(&whole, &numbers[i], 4);
+    bits[i] = uint16_t(whole >> 16);
+  }
+  return bits;
+}
+
+Call Product(Random& random, XLA_FFI_Handler* handler, bool widened) {
+  const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 130});
+  const int64_t in = 32 * (1 + Below(random, 6)), out = 16 * OneOf(random, {1, 2, 3, 5, 8, 17, 33, 65});
+  return {handler,
+          {MakeArray(XLA_FFI_DataType_F32, {tokens, in}, Floats(random, tokens * in)),
+           MakeArray(XLA_FFI_DataType_BF16, {out, in}, Bfloats(random, out * in))},
+          {{"widened", XLA_FFI_DataType_PRED, widened}},
+          {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
+}
+
+// Sequences of random lengths, some empty, some on the pages of the one before; the last page ends with the buffer.
+Call Attention(Random& random, XLA_FFI_Handler* handler, bool widened) {
+  const int num_kv_heads = 1 + Below(random, 3), group = OneOf(random, {1, 2, 3, 8, 128});
+  const int head_dim = 32 * (1 + Below(random, 8)), page_size = OneOf(random, {1, 3, 16, 64});
+  const int num_seqs = 1 + Below(random, 6), longest = OneOf(random, {1, 64, 65, 200});
+  const bool is_decode = Below(random, 2), shares = Below(random, 2);
+  std::vector<int> lengths(num_seqs), offsets(num_seqs + 1);
+  for (int s = 0; s < num_seqs; ++s) {
+    lengths[s] = Below(random, 4) ? 1 + Below(random, longest) : 0;
+    const int most = std::min(lengths[s], group > 8 ? 3 : 150);
+    offsets[s + 1] = offsets[s] + (is_decode ? 1 : most == 0 ? 0 : Below(random, most + 1));
+  }
+  const int width = (longest + page_size - 1) / page_size;
+  const int num_pages = 1 + num_seqs * width;
+  std::vector<int> pages(num_pages - 1), table(num_seqs * width);
+  std::iota(pages.begin(), pages.end(), 1);
+  std::shuffle(pages.begin(), pages.end(), random);
+  for (int s = 0; s < num_seqs; ++s) {
+    for (int i = 0; i * page_size < lengths[s]; ++i) table[s * width + i] = pages[s * width + i];
+    const int common = s > 0 && shares ? std::min(lengths[s - 1], lengths[s]) / page_size : 0;
+    for (int i = 0; i < Below(random, common + 1); ++i) table[s * width + i] = table[(s - 1) * width + i];
+  }
+  const int64_t tokens = offsets[num_seqs] + Below(random, 3) * !is_decode + (offsets[num_seqs] == 0);
+  const int64_t queries = tokens * num_kv_heads * group, cache = int64_t(num_pages) * num_kv_heads * page_size;
+  return {handler,
+          {MakeArray(XLA_FFI_DataType_F32, {tokens, num_kv_heads * group, head_dim}, Floats(random, queries * head_dim)),
+           MakeArray(XLA_FFI_DataType_U16, {num_pages, num_kv_heads, page_size, head_dim},
+                     Bfloats(random, cache * head_dim)),
+           MakeArray(XLA_FFI_DataType_U16, {num_pages, num_kv_heads, page_size, head_dim},
+                     Bfloats(random, cache * head_dim)),
+           MakeArray(XLA_FFI_DataType_S32, {num_seqs, width}, table),
+           MakeArray(XLA_FFI_DataType_S32, {num_seqs}, lengths),
+           MakeArray(XLA_FFI_DataType_S32, {num_seqs + 1}, offsets)},
+          {Float("sm_scale", 0.1f), Float("soft_cap", Below(random, 3) ? 0.0f : 2.0f),
+           {"widened", XLA_FFI_DataType_PRED, widened},
+           {"window", XLA_FFI_DataType_S64, OneOf(random, {0, 0, 0, 1, 9, 64, 70})}},
+          {XLA_FFI_DataType_F32, {tokens, num_kv_heads * group, head_dim}, std::vector<char>(4 * queries * head_dim)}};
+}
+
+XLA_FFI_Handler* Load(void* library, const char* name) {
+  void* found = dlsym(library, name);
+  if (!found) Fail(dlerror());
+  return reinterpret_cast<XLA_FFI_Handler*>(found);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 5) Fail("guarded LIBRARY COUNT SEED WIDENED [FAULT]");
+  void* library = dlopen(argv[1], RTLD_NOW);
+  if (!library) Fail(dlerror());
+  const int count = std::atoi(argv[2]);
+  const bool widened = std::atoi(argv[4]);
+  if (argc > 5) fault = argv[5];
+  Random random(std::atoi(argv[3]));
+  {
+    Pool few(2), more(5);
+    for (int i = 0; i < count; ++i) {
+      for (bool attends : {false, true}) {
+        Call call = attends ? Attention(random, Load(library, "paged_attention"), widened)
+                            : Product(random, Load(library, "rows_product"), widened);
+        const std::string which = std::string(attends ? "attention" : "product") + " of case " + std::to_string(i);
+        const std::vector<char> first = Run(call, few, true), second = Run(call, more, false);
+        if (num_changed) Fail(which + " left another floating-point environment");
+        if (first != second) Fail(which + " depends on memory or on the threads");
+      }
+    }
+  }
+  if (num_changed) Fail("a thread was left with another floating-point environment");  // a task that ran late
+  std::printf("%d cases of each kernel, tiles %s\n", count, HasTiles() ? "seen" : "not there");
+}
