@@ -28,6 +28,7 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 PRIORITY_POLICIES = ("fcfs", "lof")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_WORKERS = 64
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
 ADMIN_API_KEY_VARIABLE = "JAXSGL_ADMIN_API_KEY"  # in the environment of servers
 KEY_PATTERN = r"[!-~]+"
@@ -170,6 +171,9 @@ class ServerConfig:
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = flag(30000, "HTTP port; 0 takes a free one", alias="--http-port")
     grpc_port: int = flag(30001, "gRPC port; 0 takes a free one")
+    tokenizer_worker_num: int = flag(
+        1, "front-end processes that share both ports and the engine, one core each (docs/operations.md)"
+    )
     served_model_name: str | None = flag(None, "the model's name in the APIs (default: the model's path)")
     api_key: str | None = flag(
         None,
@@ -206,6 +210,8 @@ class ServerConfig:
             _require(0 <= getattr(self, name) <= 65535, _flag_name(name), getattr(self, name), "0 to 65535")
         if self.port:
             _require(self.port != self.grpc_port, "--grpc-port", self.grpc_port, "another than --port")
+        workers = self.tokenizer_worker_num
+        _require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
         for name in ("request_timeout_s", "watchdog_s"):
             _require(getattr(self, name) > 0, _flag_name(name), getattr(self, name), "more than 0")
         _require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")

@@ -17,7 +17,8 @@ import msgspec
 
 from jaxsgl import logs
 from jaxsgl.errors import StartupError
-from jaxsgl.ipc import Endpoints, EngineLaunch, EngineMailbox
+from jaxsgl.ipc import Endpoints, EngineLaunch, EngineMailbox, open_mailbox
+from jaxsgl.shared_mailbox import SharedMailbox
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,11 @@ def main() -> int:
     launch = read_launch(sys.stdin.buffer)
     follow_parent(sys.stdin.buffer, launch.endpoints)
     logs.configure(launch.log_style, "engine")
-    mailbox = EngineMailbox(launch.endpoints)
-    try:
+    with open_mailbox(launch.endpoints) as mailbox:
         return _serve(launch, mailbox)
-    finally:
-        mailbox.close()
 
 
-def _serve(launch: EngineLaunch, mailbox: EngineMailbox) -> int:
+def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     try:
         # Imported here, so that a broken JAX installation is reported like any other failure to start.
         from jaxsgl import wiring

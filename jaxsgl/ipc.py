@@ -1,8 +1,10 @@
 """The line between the two processes: ZeroMQ over Unix sockets, messages of messages.py as MessagePack.
 
 Owns the sockets and the folder they are in; never knows what a message means. The front end (`EngineLine`, asyncio) and
-the engine process (`EngineMailbox`, blocking) hold one end each. The number of waiting messages has no limit here: the
-engine must never block on a slow front end, and a request brings at most max_tokens replies.
+the engine process (`EngineMailbox`, blocking) hold one end each. If several front-end processes share the engine, each
+has a line of its own, and `EngineLines` is the end of all of them (shared_mailbox.py says what goes where). The number
+of waiting messages has no limit here: the engine must never block on a slow front end, and a request brings at most
+max_tokens replies.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import zmq
@@ -19,7 +21,8 @@ import zmq
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.logs import LogStyle
-from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, News, ToEngine
+from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, News, ToEngine, ToMailbox
+from jaxsgl.shared_mailbox import SharedMailbox
 
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
 FINAL_MESSAGE_MS = 1000  # a closing engine waits so long for its final message to leave
@@ -28,24 +31,30 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Endpoints(msgspec.Struct, frozen=True):
-    """The private folder (mode 0700) of the two sockets; the process that ends last removes it."""
+    """The private folder (mode 0700) of the sockets; the process that ends last removes it.
+
+    Attributes:
+      folder: its path.
+      line: None: the only front-end process; else the number of this one, whose socket has it in its name.
+    """
 
     folder: str
+    line: int | None = None
 
     @classmethod
-    def create(cls) -> Endpoints:
+    def create(cls, line: int | None = None) -> Endpoints:
         """Makes the folder in the system's temporary folder, or in /tmp if the sockets' paths would get too long.
 
         Raises `StartupError` if it can't be made.
         """
         try:
             folder = tempfile.mkdtemp(prefix="jaxsgl-")
-            if len(folder) > MAX_SOCKET_PATH - len("/from_engine"):
+            if len(folder) > MAX_SOCKET_PATH - len("/from_engine.12345"):
                 shutil.rmtree(folder)
                 folder = tempfile.mkdtemp(prefix="jaxsgl-", dir="/tmp")
         except OSError as error:
             raise StartupError(f"no folder for sockets: {error}; set TMPDIR to a folder that can be written") from None
-        return cls(folder)
+        return cls(folder, line)
 
     @property
     def to_engine(self) -> str:
@@ -54,8 +63,12 @@ class Endpoints(msgspec.Struct, frozen=True):
 
     @property
     def from_engine(self) -> str:
-        """Address of the socket on which the engine sends."""
-        return f"ipc://{self.folder}/from_engine"
+        """Address of the socket on which the engine sends, to the process at `line`."""
+        return f"ipc://{self.folder}/from_engine" + ("" if self.line is None else f".{self.line}")
+
+    def at(self, line: int) -> Endpoints:
+        """Returns those of the front-end process number `line`, of several."""
+        return Endpoints(self.folder, line)
 
     def remove(self) -> None:
         """Removes the folder and the sockets in it."""
@@ -63,11 +76,25 @@ class Endpoints(msgspec.Struct, frozen=True):
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):
-    """What the engine process reads from the first line of its standard input, as JSON."""
+    """What the engine process reads from the first line of its standard input, as JSON.
+
+    If `endpoints` name a line, several front-end processes will share the engine.
+    """
 
     config: EngineConfig
     endpoints: Endpoints
     log_style: LogStyle
+
+
+@contextlib.contextmanager
+def open_mailbox(endpoints: Endpoints) -> Iterator[EngineMailbox | SharedMailbox]:
+    """Yields the engine process's end, for one front-end process or for several; closes it after the final message."""
+    if endpoints.line is None:
+        with contextlib.closing(EngineMailbox(endpoints)) as mailbox:
+            yield mailbox
+    else:
+        with contextlib.closing(EngineLines(endpoints)) as lines:
+            yield SharedMailbox(lines)
 
 
 class EngineMailbox:
@@ -111,15 +138,61 @@ class EngineMailbox:
         self._context.term()
 
 
+class EngineLines:
+    """The engine process's end of the lines to several front-end processes: a `Transport`. Used by one thread."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._endpoints = endpoints
+        self._context = zmq.Context()
+        self._in = _socket(self._context, zmq.PULL)  # takes turns between the lines
+        self._in.bind(endpoints.to_engine)
+        self._out: dict[int, zmq.Socket[bytes]] = {}
+        self._decoder = msgspec.msgpack.Decoder(ToMailbox)
+
+    def receive(self, block: bool) -> list[ToMailbox]:
+        """See `Transport`."""
+        if block:
+            self._in.poll()
+        messages: list[ToMailbox] = []
+        while True:
+            try:
+                messages.append(self._decoder.decode(self._in.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def connect(self, line: int) -> None:
+        """See `Transport`. The process may bind its socket later."""
+        self._out[line] = _socket(self._context, zmq.PUSH)
+        self._out[line].connect(self._endpoints.at(line).from_engine)
+
+    def disconnect(self, line: int) -> None:
+        """See `Transport`."""
+        self._out.pop(line).close(linger=0)
+
+    def send(self, line: int, message: FromEngine) -> None:
+        """See `Transport`."""
+        self._out[line].send(_encoder.encode(message))
+
+    def close(self) -> None:
+        """Closes the sockets, after giving the final messages a moment to leave."""
+        self._in.close(linger=0)
+        for socket in self._out.values():
+            socket.close(linger=FINAL_MESSAGE_MS)
+        self._context.term()
+
+
 class EngineLine:
-    """The front end's end, inside an asyncio loop. Received messages go to a callback, in order."""
+    """A front-end process's end, inside an asyncio loop. Received messages go to a callback, in order."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._context = zmq.Context()
         self._in = _socket(self._context, zmq.PULL)
         self._out = _socket(self._context, zmq.PUSH)
         self._in.bind(endpoints.from_engine)
-        self._out.bind(endpoints.to_engine)
+        if endpoints.line is None:
+            self._out.bind(endpoints.to_engine)
+        else:
+            self._out.connect(endpoints.to_engine)  # the engine's, for all lines
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._receiver: Callable[[FromEngine], None] | None = None
 
@@ -141,7 +214,7 @@ class EngineLine:
                 return
             self._receiver(self._decoder.decode(message))
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToMailbox) -> None:
         """Sends without waiting. Raises `EngineUnavailable` if no engine is connected."""
         try:
             self._out.send(_encoder.encode(message), zmq.NOBLOCK)

@@ -2,6 +2,7 @@
 
 Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`, and commands, each answered once unless a
 `Withdraw` comes first: by an `Answer`, or in the case of `WatchCache` by `CacheEvents`.
+Several front-end processes that share an engine send `LineOrder`s too, which shared_mailbox.py carries out.
 Engine to front end: `EngineReady` once, then one `Replies` per turn of the loop (hence per step), `CacheEvents` after a
 `WatchCache`, and `EngineFailed` as the final message.
 """
@@ -15,6 +16,19 @@ import msgspec
 
 from jaxsgl.config import Limits
 from jaxsgl.request import FinishReason, Request
+
+PARENT_LINE = 0  # of the process that started the engine; other front-end processes have the lines 1, 2, ...
+_LINE_SHIFT = 32
+
+
+def first_number(line: int) -> int:
+    """Returns the first of the numbers by which the front-end process at `line` names its requests and commands."""
+    return line << _LINE_SHIFT
+
+
+def line_of(number: int) -> int:
+    """Returns the line of the process that counted `number`."""
+    return number >> _LINE_SHIFT
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -117,6 +131,31 @@ class WatchCache(msgspec.Struct, frozen=True, tag="watch_cache"):
     """Send `CacheEvents` from now on, first of all one (with this `number`) that tells all that is cached now."""
 
     number: int
+
+
+class OpenLine(msgspec.Struct, frozen=True, tag="open_line"):
+    """A front-end process starts, and will talk over `line`, a number that no process had before. Never answered."""
+
+    line: int
+
+
+class CloseLine(msgspec.Struct, frozen=True, tag="close_line"):
+    """The front-end process at `line` has ended; its requests have no client any more. Never answered."""
+
+    line: int
+
+
+class AbortMatching(msgspec.Struct, frozen=True, tag="abort_matching"):
+    """End the requests of all front-end processes that have this id. `Answer.text` is their number.
+
+    Attributes:
+      request_id: as clients gave it.
+      prefix: end all requests whose ids begin with it.
+    """
+
+    number: int
+    request_id: str
+    prefix: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -323,5 +362,7 @@ Command: TypeAlias = (
     Ping | FlushCache | PauseGeneration | ContinueGeneration | DumpState | StartProfile | StopProfile | WatchCache
 )
 ToEngine: TypeAlias = Request | Abort | Command | Withdraw | Shutdown
+LineOrder: TypeAlias = OpenLine | CloseLine | AbortMatching
+ToMailbox: TypeAlias = ToEngine | LineOrder
 News: TypeAlias = Replies | Answer | CacheEvents
 FromEngine: TypeAlias = EngineReady | News | EngineFailed

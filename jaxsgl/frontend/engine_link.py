@@ -2,8 +2,9 @@
 
 Owns the life of the engine process, from `start` to `stop`, and the table of open calls: a dead engine ends every open
 call at once, and nothing of a call outlives its `open` block. Never knows a client protocol or text; ipc.py carries the
-messages. server.py runs the life, generation.py opens calls, and endpoints send commands and read the load. Used inside
-one asyncio loop.
+messages. server.py runs the life, generation.py opens calls, and endpoints send commands and read the load. Of several
+front-end processes only the parent owns the engine process; worker.py has the link of the others. Used inside one
+asyncio loop.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jaxsgl.ipc import Endpoints, EngineLaunch, EngineLine
 from jaxsgl.logs import LogStyle
 from jaxsgl.messages import (
     Abort,
+    AbortMatching,
     Answer,
     Command,
     EngineFailed,
@@ -37,8 +39,9 @@ from jaxsgl.messages import (
     Ping,
     Replies,
     Shutdown,
-    ToEngine,
+    ToMailbox,
     Withdraw,
+    first_number,
 )
 from jaxsgl.request import Request
 
@@ -56,6 +59,12 @@ class EngineLink:
 
     Refuses requests until `accept` is called, after `refuse`, while `stuck` is set, and once the engine is dead.
 
+    Args:
+      config, log_style: of the engine process.
+      command: starts it.
+      max_unread: replies of a request that wait for its client at most.
+      line: None: this process has the engine alone; else its line, of several front-end processes.
+
     Attributes:
       load: the engine's, after its latest step.
       heard_s: when the engine last said anything (`time.monotonic`).
@@ -68,8 +77,10 @@ class EngineLink:
         log_style: LogStyle,
         command: Sequence[str] = ENGINE_COMMAND,
         max_unread: int = MAX_UNREAD,
+        line: int | None = None,
     ) -> None:
         self._config = config
+        self._line_number = line
         self._log_style = log_style
         self._command = command
         self._max_unread = max_unread
@@ -87,7 +98,7 @@ class EngineLink:
         self._by_request_id: dict[str, ReplyStream] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._watchers: list[Callable[[News], None]] = []
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first_number(line or 0))
         self.load = Load()
         self.heard_s = time.monotonic()
         self.stuck: str | None = None
@@ -96,9 +107,8 @@ class EngineLink:
 
     async def start(self) -> None:
         """Starts the process; returns before it is ready. Raises `StartupError` if there is no place for sockets."""
-        self._endpoints = Endpoints.create()
-        self._line = EngineLine(self._endpoints)
-        self._line.listen(self.receive)
+        self._endpoints = Endpoints.create(self._line_number)
+        self._connect(self._endpoints)
         launch = EngineLaunch(self._config, self._endpoints, self._log_style)
         # In a process group of its own: Ctrl-C in the terminal reaches the server alone.
         self._process = await asyncio.create_subprocess_exec(
@@ -109,6 +119,17 @@ class EngineLink:
         with contextlib.suppress(ConnectionError):  # the process ended at once: `_watch` reports it
             self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
             await self._process.stdin.drain()
+
+    @property
+    def line(self) -> int:
+        """The number of this process's line to the engine; 0 for the owner of the engine process."""
+        return self._line_number or 0
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Where the engine process is spoken to, once `start` was called."""
+        assert self._endpoints is not None
+        return self._endpoints
 
     async def ready(self) -> EngineInfo:
         """Waits until the engine can take requests. Raises `StartupError` if the process ends first."""
@@ -146,9 +167,7 @@ class EngineLink:
         self._stopping = True
         if self._process is not None and self._watcher is not None:
             await self._end(self._process, self._watcher)
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        self._hang_up()
         if self._endpoints is not None:
             self._endpoints.remove()
 
@@ -203,19 +222,23 @@ class EngineLink:
             del self._streams[engine_id], self._by_request_id[request.request_id]
             self._abort(stream)
 
-    def abort(self, request_id: str) -> bool:
+    async def abort(self, request_id: str) -> bool:
         """Aborts a running request; its stream then ends with `FinishReason.ABORT`. Returns whether it ran."""
+        if self._line_number is not None:
+            return await self._abort_anywhere(request_id, prefix=False) > 0
         stream = self._by_request_id.get(request_id)
         return stream is not None and self._abort(stream)
 
-    def abort_prefix(self, prefix: str) -> int:
+    async def abort_prefix(self, prefix: str) -> int:
         """Aborts all running requests whose ids begin with `prefix`, with "" all there are; returns how many."""
+        if self._line_number is not None:
+            return await self._abort_anywhere(prefix, prefix=True)
         begins = [stream for request_id, stream in self._by_request_id.items() if request_id.startswith(prefix)]
         return sum(map(self._abort, begins))
 
     # Commands, and what the engine says without being asked.
 
-    async def ask(self, command: Callable[[int], Command], timeout_s: float) -> Answer:
+    async def ask(self, command: Callable[[int], Command | AbortMatching], timeout_s: float) -> Answer:
         """Sends the command that `command` makes of a new number, and waits for its answer.
 
         A caller that is cancelled, as when its client leaves, withdraws the command. Raises `EngineUnavailable` if no
@@ -254,7 +277,7 @@ class EngineLink:
 
     # Messages.
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToMailbox) -> None:
         """Sends a message without waiting. Raises `EngineUnavailable` if the process doesn't listen."""
         if self._line is None:
             raise EngineUnavailable("the engine process is not running: try again later")
@@ -283,6 +306,11 @@ class EngineLink:
         for watcher in self._watchers:
             watcher(message)
 
+    async def _abort_anywhere(self, request_id: str, prefix: bool) -> int:
+        """Aborts requests of all front-end processes, this one included. Raises `EngineUnavailable`."""
+        answer = await self.ask(lambda number: AbortMatching(number, request_id, prefix), ANSWER_LIMIT_S)
+        return int(answer.text)
+
     def _abort(self, stream: ReplyStream) -> bool:
         if stream.ended:
             return False
@@ -293,6 +321,15 @@ class EngineLink:
         with contextlib.suppress(EngineUnavailable):  # a dead engine needs no abort
             self.send(abort)
 
+    def _connect(self, endpoints: Endpoints) -> None:
+        self._line = EngineLine(endpoints)
+        self._line.listen(self.receive)
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
     # The process's end.
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
@@ -300,7 +337,7 @@ class EngineLink:
         status = await process.wait()
         if self._death is None:
             await asyncio.sleep(FINAL_MESSAGE_S)
-        reason = f"the engine process {process.pid} {_how_it_ended(status)}"
+        reason = f"the engine process {process.pid} {how_it_ended(status)}"
         if self._death is not None and self._info is not None:  # the final message said why; this says how
             logger.error("%s", reason)
         self._die(reason)
@@ -334,7 +371,8 @@ class EngineLink:
         process.stdin.close()
 
 
-def _how_it_ended(status: int) -> str:
+def how_it_ended(status: int) -> str:
+    """Returns a process's end in words, from its exit status; a negative one is a signal's number."""
     if status >= 0:
         return f"ended with exit status {status}"
     name = {number.value: number.name for number in signal.Signals}.get(-status, "unnamed")

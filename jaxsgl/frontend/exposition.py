@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from jaxsgl.frontend.metrics import Histogram, Metrics, Snapshot
+from jaxsgl.frontend.counts import Counts, ProcessesCollector, with_counts
+from jaxsgl.frontend.metrics import SAMPLE_S, Histogram, Metrics, Snapshot
 
-SAMPLE_S = 1.0
 SAMPLES_PER_LINE = 10
 
 logger = logging.getLogger(__name__)
@@ -247,6 +247,14 @@ def registry_of(metrics: Metrics, model_name: str) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(_Collector(metrics, model_name))
     ProcessCollector(registry=registry)
+    return registry
+
+
+def registry_of_all(metrics: Metrics, model_name: str, counts: Counts) -> CollectorRegistry:
+    """Returns the same for several front-end processes, that have counted `counts` together."""
+    registry = CollectorRegistry()
+    registry.register(_Collector(with_counts(metrics, counts), model_name))
+    registry.register(ProcessesCollector(counts.process))
     return registry
 
 

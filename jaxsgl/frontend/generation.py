@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxsgl import logs
 from jaxsgl.config import ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.access import Access, cache_namespace
+from jaxsgl.frontend.counts import Counts
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.reply_stream import ReplyStream
@@ -202,6 +204,14 @@ class Generator:
         stream.fail(TimedOut(f"the request took longer than {self._timeout_s:g} s (--request-timeout-s): ask for less"))
 
 
+class Peers(Protocol):
+    """The other front-end processes of the same server."""
+
+    async def counts(self) -> Counts:
+        """Returns what all of them have counted so far, this one included. Raises `EngineUnavailable`."""
+        ...
+
+
 @dataclass(frozen=True)
 class FrontEnd:
     """What the handlers of every protocol are given.
@@ -211,7 +221,8 @@ class FrontEnd:
       access: the keys, and what they grant.
       engine: open calls, commands, the load, and why requests are refused.
       generator: prompts to pieces of text; knows the model.
-      metrics: what is counted and timed.
+      metrics: what is counted and timed, in this process.
+      peers: None: there is no other front-end process.
     """
 
     config: ServerConfig
@@ -219,6 +230,11 @@ class FrontEnd:
     engine: EngineLink
     generator: Generator
     metrics: Metrics
+    peers: Peers | None = None
+
+    async def num_open(self) -> int:
+        """Returns the number of open calls of all front-end processes."""
+        return self.engine.num_open if self.peers is None else (await self.peers.counts()).num_open
 
 
 def _log_end(engine_id: str, request: Request, generation: Generation, timing: Timing) -> None:

@@ -1,22 +1,29 @@
 """Where the servers listen: a TCP port for each.
 
 Everything that can be wrong with a port is one clear `StartupError` before the model is loaded. Never knows a protocol.
-The gRPC and the HTTP server take their ports.
+The gRPC and the HTTP server take their ports, but those of several front-end processes are taken by their parent
+(workers.py).
 """
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
+from dataclasses import dataclass
 
+from jaxsgl.config import ServerConfig
 from jaxsgl.errors import StartupError
 
 BACKLOG = 2048  # connections that wait to be accepted, as in uvicorn
 
+logger = logging.getLogger(__name__)
 
-def take_port(host: str, port: int, flag: str) -> socket.socket:
-    """Returns a socket that is bound to `host:port` (0: a free one) and listens.
 
+def take_port(host: str, port: int, flag: str, shared: bool = False, listens: bool = True) -> socket.socket:
+    """Returns a socket that is bound to `host:port` (0: a free one) and `listens`.
+
+    If `shared`, more sockets may be bound to the port, and the kernel spreads connections over those that listen.
     Raises `StartupError` naming `flag` if it can't.
     """
     where = f"{host}:{port} (--host, {flag})"
@@ -27,8 +34,11 @@ def take_port(host: str, port: int, flag: str) -> socket.socket:
         taken = socket.socket(family, kind, protocol)
         try:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             taken.bind(address)
-            taken.listen(BACKLOG)
+            if listens:
+                taken.listen(BACKLOG)
         except OSError:
             taken.close()
             raise
@@ -37,6 +47,17 @@ def take_port(host: str, port: int, flag: str) -> socket.socket:
             f"can't listen on {where}: {error.strerror or error}; choose another port or address"
         ) from None
     return taken
+
+
+def reserve_port(host: str, port: int, flag: str, count: int, listens: bool) -> list[socket.socket]:
+    """Returns `count` sockets bound to one port, which no other server has and no other server gets.
+
+    Raises `StartupError` naming `flag`.
+    """
+    alone = take_port(host, port, flag)  # fails if another server has the port, even one that would share it
+    port = alone.getsockname()[1]
+    alone.close()
+    return [take_port(host, port, flag, shared=True, listens=listens) for _ in range(count)]
 
 
 def is_loopback(host: str) -> bool:
@@ -50,3 +71,24 @@ def is_loopback(host: str) -> bool:
 def address_of(host: str, port: int) -> str:
     """`host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """host:port of both ports."""
+
+    grpc: str
+    http: str
+
+
+def log_listening(config: ServerConfig, at: Addresses) -> None:
+    """Logs where the server listens."""
+    logger.info("listening on %s (gRPC) and %s (HTTP), loading %s", at.grpc, at.http, config.engine.model)
+    if not config.needs_key and not is_loopback(config.host):
+        logger.warning("%s can be reached from other machines, and no --api-key is set", config.host)
+
+
+def log_ready(config: ServerConfig, at: Addresses, seconds: float) -> None:
+    """Logs that requests may come, `seconds` after the start."""
+    words = "ready: %s on %s (gRPC) and %s (HTTP), %.1f s after start"
+    logger.info(words, config.engine.model, at.grpc, at.http, seconds)

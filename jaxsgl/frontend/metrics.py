@@ -7,6 +7,7 @@ measurements and shows them. Used by one thread, hence without locks.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import time
@@ -20,6 +21,7 @@ from jaxsgl.request import FinishReason
 from jaxsgl.text.sample import End
 
 WINDOW_S = 10.0
+SAMPLE_S = 1.0  # between two samples of the throughput
 BUSY_SAMPLES = 10
 
 
@@ -163,7 +165,8 @@ class Rates:
 class Throughput:
     """Rates over a sliding window of loads, from their differences.
 
-    `load` gives the engine's latest load, `clock` seconds. The status line's task calls `sample` once a second.
+    `load` gives the engine's latest load, `clock` seconds. `sample` must be called about once a second: the status
+    line does so, or `run` in a process without one.
     """
 
     def __init__(self, load: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
@@ -182,6 +185,12 @@ class Throughput:
         self._loads.append((now_s, load))
         while self._loads[0][0] < now_s - WINDOW_S:
             self._loads.popleft()
+
+    async def run(self) -> None:
+        """Samples until it is cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(SAMPLE_S)
 
     def rates(self) -> Rates:
         """Returns the rates from the oldest load in the window to the latest."""
@@ -216,6 +225,16 @@ class Histogram:
         """Counts `value` as `times` equal ones."""
         self._counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
+
+    def state(self) -> tuple[list[int], float]:
+        """Returns the number of values in each bucket, the last one without a bound, and the sum of all values."""
+        return list(self._counts), self.sum
+
+    def with_state(self, counts: list[int], total: float) -> Histogram:
+        """Returns another histogram with the same bounds, and a `state` of its own."""
+        other = Histogram(self._bounds)
+        other._counts, other.sum = list(counts), total
+        return other
 
     def buckets(self) -> list[tuple[str, float]]:
         """Returns (bound, number of values up to it) for each bound and infinity, as Prometheus wants them."""

@@ -2,7 +2,8 @@
 
 Owns the order of things at the start and at the end. Never handles a request: that is the business of grpc, http and
 generation.py. The ports are taken before the model is loaded and answer "not ready" meanwhile, so that a port in use
-costs no start-up time.
+costs no start-up time. With several front-end processes, each of them is a `Server` that is given its `Share` by the
+parent (workers.py).
 """
 
 from __future__ import annotations
@@ -12,28 +13,31 @@ import gc
 import logging
 import os
 import signal
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxsgl.config import ServerConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.certificates import load_certificate
 from jaxsgl.frontend.engine_link import ENGINE_COMMAND, EngineLink
 from jaxsgl.frontend.exposition import StatusLine
-from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
+from jaxsgl.frontend.generation import FrontEnd, Generator, Peers, ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import HttpServer
-from jaxsgl.frontend.listen import is_loopback
+from jaxsgl.frontend.listen import Addresses, log_listening, log_ready
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.watchdog import Watchdog
+from jaxsgl.frontend.workers import Workers
 from jaxsgl.logs import LogStyle
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 GRACE_S = 0.2  # calls that arrive at the end get an error that says why; a stopped gRPC server would say CANCELLED
 ENGINE_ERROR_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine's error explains it better
+SHUTTING_DOWN = "the server is shutting down: try again elsewhere or later"
 POLL_S = 0.02
 MAX_THREADS = 4  # that tokenize long prompts
 GC_THRESHOLD = 10_000  # new objects; one step's replies exceed Python's default of 700
@@ -43,8 +47,34 @@ logger = logging.getLogger(__name__)
 
 async def serve(config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serves until a signal comes (returns 0) or the engine dies (returns 1). Raises `StartupError`."""
-    server = Server(config, engine_command)
-    stopped = asyncio.create_task(_stop_signal(server))
+    several = config.tokenizer_worker_num > 1
+    server: Life = Workers(config, engine_command) if several else Server(config, engine_command)
+    return await live(server, _stop_signal(server))
+
+
+class Life(Protocol):
+    """A server that `live` runs."""
+
+    async def run(self) -> int:
+        """Starts, and serves until it can't go on; returns the exit status then. Raises `StartupError`."""
+        ...
+
+    async def drain(self) -> None:
+        """Lets open calls finish, within limits."""
+        ...
+
+    async def close(self) -> None:
+        """Ends everything that `run` has started. Called in any state."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the processes that `run` has started, at once."""
+        ...
+
+
+async def live(server: Life, stop: Coroutine[Any, Any, None]) -> int:
+    """Serves until `stop` returns (returns 0 then), or until `server` can't go on. Raises `StartupError`."""
+    stopped = asyncio.create_task(stop)
     living = asyncio.create_task(server.run())
     try:
         await asyncio.wait({stopped, living}, return_when=asyncio.FIRST_COMPLETED)
@@ -60,45 +90,61 @@ async def serve(config: ServerConfig, engine_command: Sequence[str] = ENGINE_COM
 
 
 @dataclass(frozen=True)
-class Addresses:
-    """host:port of both ports."""
+class Share:
+    """What one of several front-end processes has from its parent, which has taken the ports and owns the engine.
 
-    grpc: str
-    http: str
+    Attributes:
+      engine: the link to the engine process.
+      peers: the other front-end processes.
+      http: listens on the HTTP port.
+      is_late: the other processes serve already, so nothing is accepted before this one can serve it.
+    """
+
+    engine: EngineLink
+    peers: Peers
+    http: socket.socket
+    is_late: bool = False
 
 
 class Server:
-    """Both ports and the engine process together. Must be made inside the event loop that runs it.
+    """Both ports and the engine process together, or what a `share` has of them. Made inside the loop that runs it.
 
     Raises `StartupError` for a certificate or a file of keys that doesn't work.
 
     Attributes:
       engine: the link to the engine process.
+      metrics: what this process has counted.
+      serving: set when requests may come.
     """
 
-    def __init__(self, config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(
+        self, config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND, share: Share | None = None
+    ) -> None:
         self._start_s = time.monotonic()
         self._config = config
+        self._shares = share is not None
+        self._is_late = share is not None and share.is_late
         self._certificate = load_certificate(config)
         access = Access(config)
-        self.engine = EngineLink(config.engine, LogStyle(config.log_level, config.log_format), engine_command)
+        log_style = LogStyle(config.log_level, config.log_format)
+        self.engine = EngineLink(config.engine, log_style, engine_command) if share is None else share.engine
+        self.serving = asyncio.Event()
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # asyncio's own would delay the end
-        self._metrics = Metrics(lambda: self.engine.load)
-        self._generator = Generator(self.engine, self._threads, self._metrics, config.request_timeout_s)
+        self.metrics = Metrics(lambda: self.engine.load)
+        self._generator = Generator(self.engine, self._threads, self.metrics, config.request_timeout_s)
         self._watchdog = Watchdog(self.engine, config.watchdog_s)
-        self._status = StatusLine(self._metrics)
-        front_end = FrontEnd(config, access, self.engine, self._generator, self._metrics)
+        self._status = StatusLine(self.metrics)
+        peers = None if share is None else share.peers
+        front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, peers)
         self._grpc = GrpcServer(front_end, self._certificate)
-        self._http = HttpServer(front_end, self._certificate)
+        self._http = HttpServer(front_end, self._certificate, None if share is None else share.http)
 
     async def run(self) -> int:
         """Starts, and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
         await self.start()
         _spare_the_garbage_collector()
         death = asyncio.create_task(self.engine.death())
-        duties = [asyncio.create_task(self._watchdog.run(self._report_health)), asyncio.create_task(self._status.run())]
-        if self._certificate is not None:
-            duties.append(asyncio.create_task(self._certificate.watch()))
+        duties = [asyncio.create_task(duty) for duty in self._duties()]
         try:
             await asyncio.wait([death, *duties], return_when=asyncio.FIRST_COMPLETED)
             for duty in duties:
@@ -112,29 +158,30 @@ class Server:
 
     async def start(self) -> Addresses:
         """Starts everything; returns the addresses when requests may come. Raises `StartupError`."""
-        at = Addresses(await self._grpc.start(), await self._http.start())
-        logger.info("listening on %s (gRPC) and %s (HTTP), loading %s", at.grpc, at.http, self._config.engine.model)
-        if not self._config.needs_key and not is_loopback(self._config.host):
-            logger.warning("%s can be reached from other machines, and no --api-key is set", self._config.host)
+        at = None if self._is_late else await self._open_ports()
+        if at is not None and not self._shares:
+            log_listening(self._config, at)
         await self.engine.start()
         model = await self._load_model()
-        self._metrics.serve(model.info)
+        self.metrics.serve(model.info)
         self._generator.serve(model)
-        await self._report_health()
-        seconds = time.monotonic() - self._start_s
-        logger.info(
-            "ready: %s on %s (gRPC) and %s (HTTP), %.1f s after start",
-            self._config.engine.model, at.grpc, at.http, seconds,
-        )  # fmt: skip
+        at = at or await self._open_ports()
+        await self.report_health()
+        self.serving.set()
+        if not self._shares:
+            log_ready(self._config, at, time.monotonic() - self._start_s)
         return at
+
+    async def _open_ports(self) -> Addresses:
+        return Addresses(await self._grpc.start(), await self._http.start())
 
     async def drain(self) -> None:
         """Refuses new calls, gives the open ones `--drain-s` seconds to finish, and ends those that are left."""
-        reason = "the server is shutting down: try again elsewhere or later"
+        reason = SHUTTING_DOWN
         drain_s = self._config.drain_s
         logger.info("stopping: %d open calls get %.0f s to finish", self.engine.num_open, drain_s)
         self.engine.refuse(reason)
-        await self._report_health()
+        await self.report_health()
         deadline_s = time.monotonic() + drain_s
         while self.engine.num_open and time.monotonic() < deadline_s:
             await asyncio.sleep(POLL_S)
@@ -153,13 +200,21 @@ class Server:
         """Ends the engine process at once."""
         self.engine.kill()
 
+    async def report_health(self) -> None:
+        """Tells gRPC's health checks whether requests make sense now."""
+        await self._grpc.set_serving(self.engine.refusal is None)
+
+    def _duties(self) -> list[Coroutine[Any, Any, None]]:
+        """Returns what runs beside the requests; the parent of several front-end processes does some of it for all."""
+        certificate = [self._certificate.watch()] if self._certificate is not None else []
+        if self._shares:
+            return [self.metrics.throughput.run(), *certificate]
+        return [self._watchdog.run(self.report_health), self._status.run(), *certificate]
+
     async def _end_calls(self, reason: str) -> None:
         self.engine.fail(reason)
-        await self._report_health()
+        await self.report_health()
         await asyncio.sleep(GRACE_S)
-
-    async def _report_health(self) -> None:
-        await self._grpc.set_serving(self.engine.refusal is None)
 
     async def _load_model(self) -> ServedModel:
         """Loads the tokenizer while the engine starts; waits for both."""

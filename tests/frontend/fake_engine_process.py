@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from jaxsgl import logs
 from jaxsgl.config import Limits
 from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
-from jaxsgl.ipc import EngineMailbox
+from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
 from jaxsgl.messages import (
     Abort,
     Answer,
@@ -47,6 +47,7 @@ from jaxsgl.messages import (
     Withdraw,
 )
 from jaxsgl.request import FinishReason, Request, max_new_tokens
+from jaxsgl.shared_mailbox import SharedMailbox
 
 VOCAB_SIZE = 1000
 LIMITS = Limits(vocab_size=VOCAB_SIZE, context_length=200, pool_tokens=160)
@@ -84,7 +85,7 @@ class Running:
 
 
 class FakeEngine:
-    def __init__(self, mailbox: EngineMailbox, max_requests: int) -> None:
+    def __init__(self, mailbox: EngineMailbox | SharedMailbox, max_requests: int) -> None:
         """Requests beyond `max_requests` at once are refused."""
         self.mailbox = mailbox
         self.max_requests = max_requests
@@ -219,7 +220,6 @@ class FakeEngine:
                 os.kill(os.getpid(), signal.SIGKILL)
             case Script.FAIL if len(run.sent) == 1:
                 self.mailbox.fail("the fake engine failed as told")
-                self.mailbox.close()
                 sys.exit(1)
             case Script.FOREVER:
                 time.sleep(0.005)
@@ -262,11 +262,14 @@ def main() -> int:
         follow_parent(sys.stdin.buffer, launch.endpoints)
     logs.configure(launch.log_style, "engine")
     logging.getLogger(__name__).debug("the fake engine starts")
-    mailbox = EngineMailbox(launch.endpoints)
+    with open_mailbox(launch.endpoints) as mailbox:
+        return serve(launch, mailbox)
+
+
+def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     match launch.config.random_seed:
         case Script.START_FAILS | Script.START_SLOW_WORDS:
             mailbox.fail("--dtype is odd, but must be even")
-            mailbox.close()
             return 1
         case Script.START_DIES:
             return 7
@@ -288,7 +291,6 @@ def main() -> int:
     )
     mailbox.announce(info)
     FakeEngine(mailbox, launch.config.max_queued_requests).run()
-    mailbox.close()
     return 0
 
 

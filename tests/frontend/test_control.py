@@ -217,8 +217,8 @@ def test_an_abort_by_prefix_matches_the_clients_ids_not_the_engines() -> None:
     engine.accept()
     begin: Callable[[str], Request] = lambda name: Request(name, [5], SamplingParams())  # noqa: E731
     with engine.open(begin("a")) as first, engine.open(begin("a/0/b")) as second, engine.open(begin("b")):
-        assert engine.abort_prefix("a/0") == 1
+        assert asyncio.run(engine.abort_prefix("a/0")) == 1
         assert engine.sent[3:] == [Abort(second.engine_id)]
-        assert engine.abort_prefix("a") == 2
+        assert asyncio.run(engine.abort_prefix("a")) == 2
         assert engine.sent[4:] == [Abort(first.engine_id), Abort(second.engine_id)]
-        assert engine.abort_prefix("") == 3
+        assert asyncio.run(engine.abort_prefix("")) == 3

@@ -9,14 +9,36 @@ from pathlib import Path
 
 import pytest
 
+from jaxsgl.config import Limits
 from jaxsgl.errors import EngineUnavailable
-from jaxsgl.ipc import MAX_SOCKET_PATH, Endpoints, EngineLine, EngineMailbox
-from jaxsgl.messages import Abort, EngineFailed, FromEngine, Refusal, RefusalKind, Replies, Reply, Shutdown, ToEngine
+from jaxsgl.ipc import MAX_SOCKET_PATH, Endpoints, EngineLine, EngineLines, EngineMailbox
+from jaxsgl.messages import (
+    Abort,
+    EngineFailed,
+    EngineInfo,
+    EngineReady,
+    FromEngine,
+    OpenLine,
+    Refusal,
+    RefusalKind,
+    Replies,
+    Reply,
+    Shutdown,
+    ToEngine,
+    first_number,
+)
 from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.shared_mailbox import SharedMailbox
 
 pytestmark = pytest.mark.unit
 
 REQUEST = Request("r", [1, 2, 3], SamplingParams(temperature=0.7, seed=3, stop_token_ids=(4,)))
+
+INFO = EngineInfo(
+    model_path="/models/a", architecture="FakeForCausalLM", dtype="float32",
+    limits=Limits(vocab_size=100, context_length=100, pool_tokens=100), eos_token_ids=(1,), page_size=2,
+    max_running_requests=8, attention_backend="xla", platform="cpu", kv_bytes=1, weight_bytes=1, warmup_s=0.1,
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -84,6 +106,36 @@ def test_sending_without_an_engine_is_an_error_not_a_wait(endpoints: Endpoints) 
     async def scenario() -> None:
         with line_to(endpoints, []) as line, pytest.raises(EngineUnavailable, match="not connected"):
             line.send(REQUEST)
+
+    asyncio.run(scenario())
+
+
+def test_several_front_ends_each_get_their_own_replies_in_order(endpoints: Endpoints) -> None:
+    async def scenario() -> None:
+        heard: dict[int, list[FromEngine]] = {0: [], 1: [], 2: []}
+        with contextlib.ExitStack() as stack:
+            lines = {line: stack.enter_context(line_to(endpoints.at(line), heard[line])) for line in heard}
+            for line in (1, 2):
+                lines[0].send(OpenLine(line))  # sent before the engine is there
+            lines_of_engine = stack.enter_context(contextlib.closing(EngineLines(endpoints.at(0))))
+            mailbox = SharedMailbox(lines_of_engine, clock=lambda: 0.0)
+            mailbox.announce(INFO)
+            ids = {line: f"r{line}/{first_number(line)}" for line in (1, 2)}
+            async with asyncio.timeout(60):
+                while mailbox.num_running < 2:
+                    mailbox.receive(block=False)
+                    await asyncio.sleep(0.01)
+                    for line in (1, 2):
+                        if heard[line]:  # the engine is ready, and has opened this line
+                            assert heard[line] == [EngineReady(INFO)]
+                            heard[line].clear()
+                            lines[line].send(Request(ids[line], [5], SamplingParams()))
+            steps = [[Reply(ids[line], (step,)) for line in (2, 1)] for step in range(500)]
+            for step in steps:
+                mailbox.send(Replies(step))
+            for line in (1, 2):
+                await until(lambda line=line: len(heard[line]) == len(steps))  # type: ignore[misc]
+                assert heard[line] == [Replies([Reply(ids[line], (step,))]) for step in range(500)]
 
     asyncio.run(scenario())
 

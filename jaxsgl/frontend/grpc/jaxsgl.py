@@ -59,7 +59,7 @@ class JaxsglService(pb_grpc.JaxsglServicer):
     @answers_errors
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortReply:
         """Ends a running request by its id."""
-        return pb.AbortReply(found=self._engine.abort(request.request_id))
+        return pb.AbortReply(found=await self._engine.abort(request.request_id))
 
     @answers_errors
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:

@@ -34,13 +34,14 @@ class GrpcServer:
 
     def __init__(self, front_end: FrontEnd, certificate: Certificate | None) -> None:
         self._config = front_end.config
+        self._shares_port = front_end.peers is not None
         self._certificate = certificate
         self._health = health.aio.HealthServicer()
         access = front_end.access
         self._server = grpc.aio.server(
             interceptors=[*([ApiKeyInterceptor(access)] if access.guards else []), MalformedInterceptor()],
             options=[
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(self._shares_port)),
                 ("grpc.max_receive_message_length", front_end.config.max_request_bytes),
                 ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
                 ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
@@ -56,7 +57,8 @@ class GrpcServer:
     async def start(self) -> str:
         """Takes the port; returns the address. Raises `StartupError`."""
         host, port = self._config.host, self._config.grpc_port
-        take_port(host, port, "--grpc-port").close()  # gRPC opens its own socket, but its error explains less
+        if not self._shares_port:
+            take_port(host, port, "--grpc-port").close()  # gRPC opens its own socket, but its error explains less
         await self.set_serving(False)
         try:
             port = self._open(address_of(host, port))

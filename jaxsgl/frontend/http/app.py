@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -62,10 +63,13 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves HTTP from `start` to `stop`. Must be made inside the event loop."""
+    """Serves HTTP from `start` to `stop`. Must be made inside the event loop. `listener` has the port already."""
 
-    def __init__(self, front_end: FrontEnd, certificate: Certificate | None) -> None:
+    def __init__(
+        self, front_end: FrontEnd, certificate: Certificate | None, listener: socket.socket | None = None
+    ) -> None:
         self._config = front_end.config
+        self._listener = listener
         config = uvicorn.Config(
             build_app(front_end),
             http=Connection,
@@ -88,11 +92,11 @@ class HttpServer:
 
     async def start(self) -> str:
         """Takes the port and returns its address. Raises `StartupError`."""
-        socket = take_port(self._config.host, self._config.port, "--port")
-        self._serving = asyncio.create_task(self._server.serve([socket]))
+        listener = self._listener or take_port(self._config.host, self._config.port, "--port")
+        self._serving = asyncio.create_task(self._server.serve([listener]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(POLL_S)
-        return address_of(self._config.host, socket.getsockname()[1])
+        return address_of(self._config.host, listener.getsockname()[1])
 
     async def stop(self) -> None:
         """Closes all connections."""

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import generate_latest
 
 from jaxsgl.errors import EngineUnavailable, Overloaded
-from jaxsgl.frontend.exposition import registry_of
+from jaxsgl.frontend.exposition import registry_of, registry_of_all
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.request import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
@@ -45,7 +45,11 @@ def router(front_end: FrontEnd) -> APIRouter:
     @api.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
     async def metrics() -> Response:
         """All metrics in Prometheus' text format."""
-        return Response(generate_latest(registry), headers={"content-type": METRICS_CONTENT_TYPE})
+        shown = registry
+        if front_end.peers is not None:
+            counts = await front_end.peers.counts()
+            shown = registry_of_all(front_end.metrics, front_end.config.model_name, counts)
+        return Response(generate_latest(shown), headers={"content-type": METRICS_CONTENT_TYPE})
 
     return api
 

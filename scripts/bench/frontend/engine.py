@@ -12,9 +12,10 @@ import time
 from bench.frontend.plan import Plan, write_whole
 from jaxsgl.config import BUNDLED_MODEL, Limits
 from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
-from jaxsgl.ipc import EngineMailbox
+from jaxsgl.ipc import EngineMailbox, open_mailbox
 from jaxsgl.messages import Abort, Answer, CacheEvents, EngineInfo, Load, Replies, Reply, Shutdown, Totals, WatchCache
 from jaxsgl.request import FinishReason, Request
+from jaxsgl.shared_mailbox import SharedMailbox
 
 VOCAB_SIZE = 1024
 PROMPT_ROOM = 64
@@ -23,7 +24,7 @@ PROMPT_ROOM = 64
 class FakeEngine:
     """Runs the plan again and again until a `Shutdown` arrives."""
 
-    def __init__(self, plan: Plan, mailbox: EngineMailbox) -> None:
+    def __init__(self, plan: Plan, mailbox: EngineMailbox | SharedMailbox) -> None:
         self._plan = plan
         self._mailbox = mailbox
         self._streams: dict[str, int] = {}  # request id -> number of the stream
@@ -98,10 +99,9 @@ def main() -> None:
     launch = read_launch(sys.stdin.buffer)
     follow_parent(sys.stdin.buffer, launch.endpoints)
     plan = Plan.load(sys.argv[1])
-    mailbox = EngineMailbox(launch.endpoints)
-    mailbox.announce(engine_info(plan))
-    FakeEngine(plan, mailbox).run()
-    mailbox.close()
+    with open_mailbox(launch.endpoints) as mailbox:
+        mailbox.announce(engine_info(plan))
+        FakeEngine(plan, mailbox).run()
 
 
 if __name__ == "__main__":

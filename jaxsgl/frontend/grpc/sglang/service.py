@@ -44,7 +44,9 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self._engine = front_end.engine
         self._generator = front_end.generator
         self._metrics = front_end.metrics
-        self._kv_log = KvLog(front_end.engine, last=time.time_ns() // 1000)  # beyond those of servers before this one
+        self._num_open = front_end.num_open
+        # Beyond the numbers of servers before this one, and of other processes: a subscriber may come from any of them.
+        self._kv_log = KvLog(front_end.engine, last=(front_end.engine.line % 1024 << 52) + time.time_ns() // 1000)
         self._start_s = time.time()
 
     @answers_errors
@@ -62,7 +64,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     @answers_errors
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """Ends a running request by its id."""
-        if self._engine.abort(request.request_id):
+        if await self._engine.abort(request.request_id):
             return pb.AbortResponse(success=True)
         return pb.AbortResponse(success=False, message=f"no request with id {request.request_id!r} is running")
 
@@ -97,7 +99,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         engine = self._engine
         heard_s = time.time() - (time.monotonic() - engine.heard_s)
         paused = engine.load.paused
-        return server_info(self._generator.model, self._config, self._start_s, engine.num_open, heard_s, paused)
+        return server_info(self._generator.model, self._config, self._start_s, await self._num_open(), heard_s, paused)
 
     @answers_errors
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:

@@ -155,12 +155,12 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
     async def abort_request(body: AbortBody) -> dict[str, Any]:
         """Ends a running request by its rid, several, or all; what isn't known has ended already."""
         if body.abort_all:
-            return {"num_aborted": front_end.engine.abort_prefix("")}
+            return {"num_aborted": await front_end.engine.abort_prefix("")}
         if not body.rid:
             raise InvalidRequest("neither rid nor abort_all is given: say what to abort")
         if body.prefix:
-            return {"num_aborted": front_end.engine.abort_prefix(body.rid)}
-        return {"num_aborted": int(front_end.engine.abort(body.rid))}
+            return {"num_aborted": await front_end.engine.abort_prefix(body.rid)}
+        return {"num_aborted": int(await front_end.engine.abort(body.rid))}
 
     @router.api_route("/flush_cache", methods=control_methods(front_end.config))
     async def flush_cache(

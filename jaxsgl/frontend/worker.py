@@ -1,0 +1,149 @@
+"""Entry point of a front-end worker, one of several processes that serve both ports of one server.
+
+Runs a `Server` on the ports that its parent has taken, and talks to the engine over a line of its own: nothing of a
+request passes through the parent or another worker. Follows the parent's orders (worker_channel.py) and leaves signals
+to it. Started by workers.py as `python -m jaxsgl.frontend.worker FD_OF_CHANNEL FD_OF_HTTP_PORT`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections import deque
+
+from jaxsgl import logs
+from jaxsgl.config import EngineConfig
+from jaxsgl.errors import EngineUnavailable, StartupError
+from jaxsgl.frontend.counts import Counts, counts_of
+from jaxsgl.frontend.engine_link import EngineLink
+from jaxsgl.frontend.server import Server, Share, live
+from jaxsgl.frontend.worker_channel import (
+    AskCounts,
+    AskTotal,
+    Channel,
+    Drain,
+    EngineDied,
+    EngineStuck,
+    StartFailed,
+    Total,
+    ToWorker,
+    WorkerLaunch,
+    WorkerReady,
+    workers_end,
+)
+from jaxsgl.ipc import Endpoints
+from jaxsgl.logs import LogStyle
+
+TOTAL_S = 5.0  # for the parent to answer
+
+
+class WorkerLink(EngineLink):
+    """The link of a process that does not own the engine process: its parent does, and tells of its death."""
+
+    def __init__(self, config: EngineConfig, log_style: LogStyle, endpoints: Endpoints) -> None:
+        super().__init__(config, log_style, line=endpoints.line)
+        self._engine_endpoints = endpoints
+
+    async def start(self) -> None:
+        """Connects to the engine, which may be still to start."""
+        self._connect(self._engine_endpoints)
+
+    def died(self, reason: str) -> None:
+        """Takes note of the engine's death: all open calls fail."""
+        self._die(reason)
+
+    async def stop(self) -> None:
+        """Hangs up."""
+        self._hang_up()
+
+    def kill(self) -> None:
+        """Leaves the engine process to its owner."""
+
+
+class Worker:
+    """A `Server` under its parent's orders. It is the `Peers` of its own front end."""
+
+    def __init__(self, launch: WorkerLaunch, channel: Channel[ToWorker], http: socket.socket) -> None:
+        config = launch.config
+        self._channel = channel
+        self._link = WorkerLink(config.engine, LogStyle(config.log_level, config.log_format), launch.endpoints)
+        self._server = Server(config, share=Share(self._link, self, http, launch.is_late))
+        self._totals: deque[asyncio.Future[Counts]] = deque()
+
+    async def live(self) -> int:
+        """Serves until the parent says otherwise or the engine dies; returns the exit status."""
+        readiness = asyncio.create_task(self._tell_readiness())
+        try:
+            return await live(self._server, self._follow())
+        except StartupError as error:
+            self._channel.send(StartFailed(str(error)))
+            return 1
+        finally:
+            readiness.cancel()
+
+    async def counts(self) -> Counts:
+        """See `Peers`."""
+        total: asyncio.Future[Counts] = asyncio.get_running_loop().create_future()
+        self._totals.append(total)
+        self._channel.send(AskTotal(self._own_counts()))
+        try:
+            async with asyncio.timeout(TOTAL_S):
+                return await total
+        except TimeoutError:
+            raise EngineUnavailable(f"the parent process has not answered within {TOTAL_S:g} s: try again") from None
+
+    async def _tell_readiness(self) -> None:
+        await self._server.serving.wait()
+        self._channel.send(WorkerReady())
+
+    async def _follow(self) -> None:
+        """Follows orders until one says to end. Ends the process at once when the parent has died."""
+        while True:
+            match await self._channel.receive():
+                case None:
+                    os._exit(1)
+                case Drain():
+                    return
+                case EngineDied(reason):
+                    self._link.died(reason)
+                case EngineStuck(reason):
+                    self._link.stuck = reason
+                    await self._server.report_health()
+                case AskCounts():
+                    self._channel.send(self._own_counts())
+                case Total(counts):
+                    total = self._totals.popleft()
+                    if not total.done():
+                        total.set_result(counts)
+
+    def _own_counts(self) -> Counts:
+        return counts_of(self._server.metrics, self._link.num_open)
+
+
+async def work(channel_end: socket.socket, http: socket.socket) -> int:
+    """Takes the launch from the parent and serves; returns the exit status."""
+    channel = await workers_end(channel_end)
+    launch = await channel.receive()
+    if launch is None:
+        return 1
+    assert isinstance(launch, WorkerLaunch)
+    style = LogStyle(launch.config.log_level, launch.config.log_format)
+    logs.configure(style, f"worker {launch.number}")
+    return await Worker(launch, channel, http).live()
+
+
+def main() -> None:
+    """Runs the worker and ends the process with its status, without joining threads."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # service managers signal all processes; the parent says when to end
+    ends = [socket.socket(fileno=int(fd)) for fd in sys.argv[1:]]
+    status = asyncio.run(work(*ends))
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""A front-end worker that says it is ready, and then dies or stands still, as its variable of the environment says."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+
+channel = socket.socket(fileno=int(sys.argv[1]))
+match os.environ["WORKER_DOES"]:
+    case "fail":
+        channel.send(b'{"type":"start_failed","message":"no such tokenizer"}\n')
+    case "die at start":
+        pass
+    case "die":
+        channel.send(b'{"type":"ready"}\n')
+        while b"ask_counts" not in channel.recv(1 << 16):  # the parent asks once the whole server is ready
+            pass
+    case "stand still":
+        channel.send(b'{"type":"ready"}\n')
+        time.sleep(60)
+sys.exit(3)
