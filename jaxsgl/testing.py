@@ -251,7 +251,8 @@ class RetractEvery:
         if (view.totals.steps + 1) % self._num_steps:
             return []
         decoding = view.requests.decoding.values()
-        return in_order_of_loss([req for req in decoding if req.prompt_len + len(req.output_ids) > req.extend_to])[:1]
+        got_further = [req for req in decoding if req.prompt_len + len(req.output_ids) > req.extend_to]
+        return in_order_of_loss(got_further, lambda req: 0)[:1]
 
 
 class ScriptedMailbox:

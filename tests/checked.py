@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,10 @@ class CheckedApplier(Applier):
 
 
 class CheckedScheduler(Scheduler):
-    """Checks that planning twice gives equal plans, that plans come true, and all accounts after every event.
+    """Checks plans and, after every event, all accounts.
 
-    Checks too that no array of a step changes while the device may read it.
+    Planning twice gives equal plans, plans come true, and a plan that skips the try to admit because the last one
+    failed is the plan that another try would lead to. No array of a step changes while the device may read it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,6 +53,7 @@ class CheckedScheduler(Scheduler):
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
         assert plan_step(self.state) == plan, "planning again gives another plan"
+        self._check_that_no_try_was_missed(plan)
         return super().apply(plan)
 
     def check(self) -> None:
@@ -69,6 +72,16 @@ class CheckedScheduler(Scheduler):
             np.testing.assert_array_equal(array, copy, "an array of a step in flight was changed")
         super().collect(tokens, scores)
         self.check()
+
+    def _check_that_no_try_was_missed(self, plan: StepPlan) -> None:
+        state, failed = self.state, self.state.failed_admission
+        if failed is None:
+            return
+        state.failed_admission = None
+        with_try = plan_step(state)
+        state.failed_admission = failed
+        same = replace(with_try, failed_admission=plan.failed_admission, blocked=plan.blocked)
+        assert same == plan, f"another try to admit gives another plan: {with_try}; {failed}"
 
 
 def arrays_of(inputs: StepInputs) -> list[np.ndarray]:

@@ -29,12 +29,17 @@ from jaxsgl.cache.prefix import Insertion, Match, Peek, PrefixCache
 
 
 class CacheManager:
-    """Pages, rows and prefixes of one KV pool."""
+    """Pages, rows and prefixes of one KV pool.
+
+    Attributes:
+      num_evicted: pages that were evicted so far.
+    """
 
     def __init__(self, num_pages: int, page_size: int, table: PageTable, prefixes: PrefixCache) -> None:
         self.page_size = page_size
         self.table = table
         self.prefixes = prefixes
+        self.num_evicted = 0
         self._allocator = PageAllocator(num_pages)
         self._observer: CacheObserver | None = None
         self._last_owners = LastOwners(num_pages, len(table.pages))
@@ -164,6 +169,7 @@ class CacheManager:
         missing = count - self._allocator.num_free
         if missing > 0:
             evicted = self.prefixes.evict(missing)
+            self.num_evicted += len(evicted)
             self._allocator.free(evicted)
             if self._observer is not None:
                 self._observer.removed(evicted)

@@ -16,12 +16,13 @@ import numpy.typing as npt
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 ArrayT = TypeVar("ArrayT", bound=Any)
+CountT = TypeVar("CountT", int, npt.NDArray[np.int64])
 
 DUMMY_PAGE = 0
 
 
-def pages_for(num_tokens: int, page_size: int) -> int:
-    """Pages that hold `num_tokens` tokens (rounded up)."""
+def pages_for(num_tokens: CountT, page_size: int) -> CountT:
+    """Pages that hold `num_tokens` tokens (rounded up), a number or an array of numbers."""
     return -(-num_tokens // page_size)
 
 
@@ -30,8 +31,8 @@ def full_pages(num_tokens: int, page_size: int) -> int:
     return num_tokens // page_size
 
 
-def tokens_in(num_pages: int, page_size: int) -> int:
-    """Tokens that `num_pages` pages hold."""
+def tokens_in(num_pages: CountT, page_size: int) -> CountT:
+    """Tokens that `num_pages` pages hold, a number or an array of numbers."""
     return num_pages * page_size
 
 

@@ -102,7 +102,13 @@ class WrongLocks:
 
 
 class PrefixCache(Protocol):
-    """Matching, inserting, locking and evicting of prefixes."""
+    """Matching, inserting, locking and evicting of prefixes.
+
+    Attributes:
+      keeps: whether anything that is inserted can be matched later.
+    """
+
+    keeps: bool
 
     @property
     def num_pages(self) -> int:
@@ -170,6 +176,7 @@ class PrefixCache(Protocol):
 class NaiveCache:
     """A prefix cache that keeps nothing (`--disable-radix-cache`): every request computes its whole prompt."""
 
+    keeps = False
     num_pages = 0
     num_evictable = 0
 

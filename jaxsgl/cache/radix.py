@@ -60,6 +60,8 @@ class _Node:
 class RadixCache:
     """The tree. A handle is the node at which a prefix ends; it stays valid while locked, also when nodes split."""
 
+    keeps = True
+
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._clock = 0  # counts uses; the order of uses is all that LRU needs

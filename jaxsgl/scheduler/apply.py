@@ -123,6 +123,7 @@ class Applier:
         elif plan.decodes:
             state.ratio.decoded(plan.num_steps)
         state.admission_closed, state.blocked = plan.admission_closed, plan.blocked
+        state.failed_admission = plan.failed_admission
         for admission in plan.admit:
             try:
                 self._admit(admission)
@@ -186,6 +187,7 @@ class Applier:
         """Moves a running request to the head of the queue; its pages come free at once."""
         self._cache.drop(req.retract())
         self._requests.moved(req)
+        self._state.failed_admission = None
         self._state.totals.retractions += 1
 
     def end(self, req: Req, share: bool = True) -> None:
@@ -193,6 +195,7 @@ class Applier:
         stored = req.stored_ids() if share else None
         lease = req.finish()
         self._requests.moved(req)
+        self._state.failed_admission = None
         if lease is not None:
             if stored is not None:
                 self._cache.release(lease, stored)

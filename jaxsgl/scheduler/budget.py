@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.cache.pages import Lease, pages_before_ends, sums_from
+from jaxsgl.cache.pages import Lease, pages_before_ends, pages_for, sums_from, tokens_in
 from jaxsgl.cache.prefix import Peek, Span
 from jaxsgl.scheduler.req import Req
 
@@ -25,6 +25,7 @@ FIRST_RATIO = 0.7
 LEAST_SHARE = 0.14  # of the first ratio
 DECAY_STEPS = 600
 STEP_COST_TOKENS = 128  # what a step costs besides its tokens (weights to read, a launch), in tokens
+HORIZON_STEPS = 64  # decode steps that are looked ahead for room
 TOKENS_AHEAD = 20  # tokens for which each request should find room after a retraction
 
 
@@ -212,6 +213,10 @@ class NewTokenRatio:
         """Lowers the ratio after `num_steps` decode steps that found all their pages."""
         self.value = max(self.value - num_steps * self._step, self._least)
 
+    def after(self, num_steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """What the ratio will be after `num_steps [n]` more such steps."""
+        return np.maximum(self.value - num_steps * self._step, self._least)
+
     def retracted(self, running: Iterable[Req]) -> None:
         """Sets the ratio by the requests that go on after pages ran out."""
         reqs = list(running)
@@ -226,13 +231,13 @@ class NewTokenRatio:
 
 def pages_held_for(reqs: Iterable[Req], ratio: float, cache: CacheManager) -> int:
     """Pages held for admitted requests: for all that is left to extend of each, and for its share of output."""
-    pages_for, total = cache.pages_for, 0
+    pages_of, total = cache.pages_for, 0
     for req in reqs:
         assert req.lease is not None
         to_come = min(max(req.max_new_tokens - req.num_launched, 0), CLIP_TOKENS)
         if not req.sampling.ignore_eos:
             to_come = math.ceil(to_come * ratio)
-        total += max(pages_for(max(req.kv_len, req.extend_to) + to_come) - req.lease.num_pages, 0)
+        total += max(pages_of(max(req.kv_len, req.extend_to) + to_come) - req.lease.num_pages, 0)
     return total
 
 
@@ -263,12 +268,16 @@ class Forecast:
         self._claims.append(claim)
         self._table = np.concatenate((self._table, self._rows([claim])))
 
-    def fits(self, claim: Claim) -> bool:
-        """Whether the pool suffices until the last request ends, if that of `claim` runs too. Its prefix is locked.
+    def steps_short(self, claim: Claim) -> int:
+        """Decode steps for which the pool can't do with the request of `claim` besides; 0 if it suffices now.
 
-        Between two ends each request grows by the same number of tokens, so the pool is tightest right before an end.
-        The pages of a request come free at its end; those that it shares with other requests only when no other lock
-        holds them.
+        The pool suffices if it does until the last request ends. The prefix of `claim` is locked. Between two ends each
+        request grows by the same number of tokens, so the pool is tightest right before an end. The pages of a request
+        come free at its end; those that it shares with other requests only when no other lock holds them.
+
+        While steps run that end no request, those that run come nearer to their ends, where they need the same as
+        before, and the new one would need less there. Right before the end of the new one they need more and more,
+        until one of them would end earlier than it.
         """
         if claim.num_shared:  # requests with the same prefix no longer hold it alone
             self._table = self._rows(self._claims)
@@ -276,7 +285,17 @@ class Forecast:
         steps, known, held, exclusive = table[np.argsort(table[:, 0], kind="stable")].T
         freed = np.cumsum(exclusive) - exclusive
         needed = pages_before_ends(steps, known, self._cache.page_size) - sums_from(held)
-        return bool((needed <= self._ledger.available + freed).all())
+        missing = needed - self._ledger.available - freed
+        if not (missing > 0).any():
+            return 0
+        known_of_new = claim.kv_len + claim.extend_left
+        of_new = claim.req.max_kv_len - known_of_new
+        until_crossing = (self._table[self._table[:, 0] >= of_new, 0] - of_new).min(initial=HORIZON_STEPS)
+        decides = (missing > 0) & (steps <= of_new)
+        lengths = known_of_new + steps[decides]  # of the new request at these ends, now
+        fitting = tokens_in(pages_for(lengths, self._cache.page_size) - missing[decides], self._cache.page_size)
+        shorter = np.where(steps[decides] == of_new, until_crossing, 0) + lengths - fitting
+        return int(np.clip(shorter.max(initial=1), 1, HORIZON_STEPS))
 
     def _rows(self, claims: Iterable[Claim]) -> npt.NDArray[np.int64]:
         """`[n, 4]` steps until its end, tokens that it knows now, pages that it has, pages that its end sets free."""

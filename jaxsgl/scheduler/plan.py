@@ -15,6 +15,7 @@ from jaxsgl.cache.manager import CacheManager
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import Totals
 from jaxsgl.scheduler.budget import NewTokenRatio, PageCount
+from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.req import Req
@@ -43,6 +44,7 @@ class SchedulerState:
       totals: counters since the start.
       admission_closed: a retraction closes admission until a request ends: those retracted would only come back.
       blocked: why admission stopped at the last step that tried it; None if no request had to wait.
+      failed_admission: the last try to admit, if it failed and nothing has changed since that could make room.
       extended_last: whether the last step extended prompts.
       steps_in_flight: steps that are launched and not collected.
       num_admitted: admissions so far.
@@ -60,6 +62,7 @@ class SchedulerState:
     totals: Totals
     admission_closed: bool = False
     blocked: NoRoom | None = None
+    failed_admission: FailedAdmission | None = None
     extended_last: bool = False
     steps_in_flight: int = 0
     num_admitted: int = 0
@@ -94,7 +97,7 @@ class StepPlan:
       decodes: requests that decode, in the step of the chunks if there are any.
       num_steps: decode steps of the program.
       out_of_pages: whether the next tokens of the running requests lacked pages, so that some are retracted.
-      admission_closed, blocked: see `SchedulerState`; their values after the step.
+      admission_closed, blocked, failed_admission: see `SchedulerState`; their values after the step.
       pages: what is free and evictable once the plan is carried out, before computed pages are shared.
     """
 
@@ -107,6 +110,7 @@ class StepPlan:
     out_of_pages: bool
     admission_closed: bool
     blocked: NoRoom | None
+    failed_admission: FailedAdmission | None
     pages: PageCount
 
     def __str__(self) -> str:

@@ -4,33 +4,27 @@
     in mixed steps the running requests decode in the same step; without chunks, all running requests decode.
 
 Where the pages don't suffice for the next tokens of the running requests, the plan takes some back to the queue
-(preemption.py). What-ifs go through the ledger, never through the cache. A waiting request is admitted if what it has
-to extend and its output fit besides what is held for running ones (budget.py). The estimate may turn out too low: then
-a later plan retracts. An empty pool takes any request, since one that could never fit was refused on arrival.
+(preemption.py). What-ifs go through the ledger, never through the cache. extend_step.py admits waiting requests by an
+estimate of the pages that running ones will need. It may turn out too low: then a later plan retracts. An empty pool
+takes any request, since one that could never fit was refused on arrival. While requests wait for pages and nothing
+changes that could make room, the queue isn't read (failed_admission.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 from functools import partial
 
-from jaxsgl.cache.manager import CacheManager
 from jaxsgl.scheduler import preemption
-from jaxsgl.scheduler.budget import (
-    Claim,
-    Forecast,
-    Ledger,
-    TokenBudget,
-    fair_shares,
-    pages_held_for,
-    pages_to_come,
-    without_much_padding,
-)
+from jaxsgl.scheduler.budget import HORIZON_STEPS, Claim
+from jaxsgl.scheduler.extend_step import Draft, ExtendStep, new_pages
+from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.failure import blame
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
 from jaxsgl.scheduler.req import Req
 
-SPARE_PAGES = 1  # beyond the estimate, for each request that is admitted
 LEAST_USED = 0.75  # of the rows of several decode steps; the others have all their tokens before the last step
 
 
@@ -48,36 +42,23 @@ def plan_step(view: SchedulerState) -> StepPlan:
 
 def _plan_alone(view: SchedulerState, req: Req) -> None:
     """Does what a plan does with the tokens of a waiting request."""
-    view.policy.order([req], view.num_admitted, view.totals.steps)
-    _ExtendStep(_Planner(view), [], []).admit(req)
+    in_order = view.policy.order([req], view.num_admitted)
+    ExtendStep(_Planner(view), [], []).admit_in_order(in_order)
 
 
-class _Planner:
-    """One plan in the making: the state after the what-ifs so far."""
+class _Planner(Draft):
+    """Makes one plan."""
 
     def __init__(self, view: SchedulerState) -> None:
-        self.view = view
-        self.ledger = Ledger(view.cache)
-        self.decoding = list(view.requests.decoding.values())
-        self.admissions: dict[Req, Claim] = {}
-        self.taken_back: dict[Req, None] = {}
+        super().__init__(view)
         self._retract: list[Req] = []
         self._preempt: list[Req] = []
         self._decode_pages = 0  # that the next tokens of all running requests take
         self._out_of_pages = False
         self._admission_closed = view.admission_closed
         self._blocked: NoRoom | None = None
-
-    @property
-    def admitted(self) -> list[Req]:
-        """Requests that hold a lease, without those taken back and those that this plan admits."""
-        admitted = self.view.requests.admitted.values()
-        return [req for req in admitted if req not in self.taken_back] if self.taken_back else list(admitted)
-
-    @property
-    def num_free_rows(self) -> int:
-        """Rows that are left."""
-        return self.view.cache.table.num_free_rows + len(self.taken_back) - len(self.admissions)
+        self._failed_admission: FailedAdmission | None = None
+        self._preempting: dict[Req, None] = {}  # waiting requests for which others were taken back
 
     def plan(self) -> StepPlan:
         """See `plan_step`."""
@@ -99,7 +80,7 @@ class _Planner:
             return self._decode_plan(prompts_wait=extending)
         if any(claim.req.scores_prompt for claim, _ in chunks):
             decodes = []  # the program that scores prompts takes no decodes
-        pages = sum(_new_pages(claim, count, view.cache) for claim, count in chunks)
+        pages = sum(new_pages(claim, count, view.cache) for claim, count in chunks)
         pages += sum(req.needs_page for req in decodes)
         return self._finished(pages, tuple(Chunk(claim.req, count) for claim, count in chunks), decodes)
 
@@ -115,6 +96,10 @@ class _Planner:
         self, num_pages: int, chunks: tuple[Chunk, ...], decodes: Sequence[Req], num_steps: int = 1
     ) -> StepPlan:
         self.ledger.take(num_pages)
+        failed = self._failed_admission
+        if failed is not None:
+            steps_left = max(failed.steps - num_steps, 0) if decodes else failed.steps
+            failed = None if self.taken_back else dataclasses.replace(failed, steps=steps_left)
         return StepPlan(
             retract=tuple(self._retract),
             preempt=tuple(self._preempt),
@@ -125,6 +110,7 @@ class _Planner:
             out_of_pages=self._out_of_pages,
             admission_closed=self._admission_closed,
             blocked=self._blocked,
+            failed_admission=failed,
             pages=self.ledger.count,
         )
 
@@ -150,7 +136,7 @@ class _Planner:
     def _retract_one(self, candidates: Sequence[Req]) -> None:
         """Retracts the request that loses least, and admits none for now."""
         self._admission_closed = True
-        self._take_back(preemption.in_order_of_loss(candidates)[:1], self._retract)
+        self._take_back(preemption.in_order_of_loss(candidates, self.view.policy.rank)[:1], self._retract)
 
     def _take_back(self, reqs: Sequence[Req], into: list[Req]) -> None:
         """Takes `reqs` back to the queue. Reopens admission if no request is left whose end could do so."""
@@ -194,43 +180,79 @@ class _Planner:
         hold pages that the others wait for.
         """
         view = self.view
+        if self._would_fail_again():
+            self._blocked, self._failed_admission = view.blocked, view.failed_admission
+            return []
         while True:
             continuing = [
                 Claim.held(req) for req in view.requests.extending.values() if req not in self.taken_back
             ] + list(self.admissions.values())
             waiting = self._waiting_in_order()
-            if not (continuing or waiting):
+            head = next(waiting, None)
+            if head is None and not continuing:
+                self._note_failure(None, HORIZON_STEPS)
                 return []
-            step = _ExtendStep(self, mixed, continuing)
-            step.add_continuing(continuing, prompts_wait=bool(waiting))
-            first = next((req for req in waiting if not step.admit(req)), None)
+            step = ExtendStep(self, mixed, continuing)
+            step.add_continuing(continuing, prompts_wait=head is not None)
+            first = None if head is None else step.admit_in_order(itertools.chain((head,), waiting))
             if first is not None and step.no_room is not NoRoom.CHUNK and self._preempt_for(first, step.pages_short):
                 mixed = [req for req in mixed if req not in self.taken_back]
                 continue
             self._blocked = self._blocked or step.no_room
             step.add_leftovers(continuing)
             chunks = step.finished()
+            if not (chunks or continuing or first is None):
+                self._note_failure(first, 0 if view.failed_admission is None else step.steps_short)
             if chunks or not continuing or self.decoding or view.steps_in_flight:
                 return chunks
             self._retract_one(preemption.retractable(self.admitted))
 
-    def _waiting_in_order(self) -> list[Req]:
-        """The requests to admit, in order; [] with the reason in `_blocked` if none can be admitted."""
+    def _would_fail_again(self) -> bool:
+        """Whether the last try to admit failed and nothing has changed since that could make room."""
+        failed, cache = self.view.failed_admission, self.view.cache
+        if failed is None or not failed.steps or self.taken_back:
+            return False
+        if failed.head is None or not self.view.policy.by_prefix or failed.num_evicted == cache.num_evicted:
+            return True
+        return cache.peek(failed.head.matchable_ids, failed.head.cache_salt).num_pages == failed.head_pages
+
+    def _note_failure(self, head: Req | None, steps: int) -> None:
+        """Notes that no request was admitted, of which `head` is the first, and that none can be for so many steps.
+
+        Looking ahead costs as much as several tries: so the first time, `steps` is 0.
+        """
+        view = self.view
+        if self.taken_back:
+            return
+        if head is not None and self._outranks(head):
+            steps = 0  # what the requests that it may preempt give back grows with every step
+        pages = 0 if head is None else view.cache.peek(head.matchable_ids, head.cache_salt).num_pages
+        self._failed_admission = FailedAdmission(head, pages, view.cache.num_evicted, steps)
+
+    def _waiting_in_order(self) -> Iterator[Req]:
+        """The requests to admit, in order; none, with the reason in `_blocked`, if none can be admitted."""
         view = self.view
         self._blocked = None
         if len(view.requests.waiting) + len(self.taken_back) == len(self.admissions):
-            return []
+            return iter(())
         if self._admission_closed:
             self._blocked = NoRoom.TOKENS
         elif not self.num_free_rows and not view.config.enable_priority_scheduling:
             self._blocked = NoRoom.ROWS
-        if self._blocked is not None:  # before the queue is read, which may hold thousands
-            return []
-        waiting = [*reversed(self.taken_back), *view.requests.in_turn()]
-        waiting = [req for req in waiting if req not in self.admissions]
-        if len(waiting) <= 1:
-            return waiting
-        return view.policy.order(waiting, view.num_admitted + len(self.admissions), view.totals.steps)
+        if self._blocked is not None and not view.config.enable_priority_scheduling:
+            return iter(())  # before the queue is read, which may hold thousands
+        waiting = itertools.chain(reversed(self.taken_back), view.requests.in_turn())
+        in_order = view.policy.order((req for req in waiting if req not in self.admissions), self.num_admitted)
+        return itertools.takewhile(self._outranks, in_order) if self._admission_closed else in_order
+
+    def _outranks(self, req: Req) -> bool:
+        """Whether `req` may preempt running requests, or others were taken back for it."""
+        if not self.view.config.enable_priority_scheduling:
+            return False
+        threshold = self.view.config.priority_scheduling_preemption_threshold
+        return req in self._preempting or bool(
+            preemption.outranked(self.view.policy.rank, req, self.admitted, threshold)
+        )
 
     def _preempt_for(self, waiting: Req, pages_short: int) -> bool:
         """Takes requests of lower priority back to the queue if that makes room for `waiting`."""
@@ -245,165 +267,7 @@ class _Planner:
             pages_short,
             lambda req: self.ledger.num_exclusive(Claim.held(req)),
         )
+        if chosen:
+            self._preempting[waiting] = None
         self._take_back(chosen, self._preempt)
         return bool(chosen)
-
-
-class _ExtendStep:
-    """One extend step in the making, request by request, within the budgets of tokens, sequences, rows and pages.
-
-    Args:
-      planner: its plan.
-      mixed: requests that decode in the same step.
-      continuing: requests between chunks.
-
-    Attributes:
-      no_room: why the last waiting request was not admitted; None while all were.
-      pages_short: pages that it lacks, if any.
-    """
-
-    def __init__(self, planner: _Planner, mixed: Sequence[Req], continuing: Sequence[Claim]) -> None:
-        view = planner.view
-        self.no_room: NoRoom | None = None
-        self.pages_short = 0
-        self._planner = planner
-        self._ledger = planner.ledger
-        self._cache = view.cache
-        self._admitted = planner.admitted
-        self._pages_held = pages_held_for(self._admitted, view.ratio.value, view.cache)
-        self._pages_held += sum(
-            pages_to_come(claim, claim.tokens_to_come, view.cache) for claim in planner.admissions.values()
-        )
-        self._all_go_on = all(req.sampling.ignore_eos for req in [*self._admitted, *planner.admissions])
-        self._forecast: Forecast | None = None  # made when it is needed
-        most = min(view.capacity.max_extend_tokens - len(mixed), view.config.max_prefill_tokens)
-        self._budget = (
-            TokenBudget(most)
-            if view.latency is None
-            else view.latency.budget(most, planner.decoding, continuing, mixed)
-        )
-        self._seqs_left = view.capacity.num_rows - len(mixed)
-        self._sizes = [size - len(mixed) for size in view.buckets.extend_sizes if size > len(mixed)]
-        self._score_sizes = view.buckets.score_sizes
-        self._whole_prompts = view.capacity.whole_prompts
-        self._pages_taken = sum(req.needs_page for req in mixed)
-        self._chunks: dict[Claim, int] = {}
-
-    def add_continuing(self, claims: Sequence[Claim], prompts_wait: bool) -> None:
-        """Adds the next chunks of admitted requests, in equal shares; of half the step, if `prompts_wait` too."""
-        budget = self._budget.num_tokens
-        if prompts_wait:
-            budget = max(budget // 2, self._cache.page_size)
-        claims = claims[: self._seqs_left]
-        for claim, share in zip(claims, fair_shares([claim.extend_left for claim in claims], budget), strict=True):
-            self._add(claim, share)
-
-    def add_leftovers(self, claims: Sequence[Claim]) -> None:
-        """Gives what waiting requests have left of the step to requests between chunks, oldest first."""
-        for claim in claims:
-            self._add(claim, self._budget.num_tokens)
-
-    def admit(self, req: Req) -> bool:
-        """Admits `req` and adds its first chunk; False, with the reason in `no_room`, if it has to wait."""
-        self.no_room = self._lack()
-        if self.no_room is not None:
-            return False
-        prefix = self._cache.peek(req.matchable_ids, req.cache_salt)
-        claim = Claim.planned(req, prefix, self._cache)
-        self._ledger.lock(prefix)  # before anything else: what it locks can't be evicted for it
-        pages = pages_to_come(claim, claim.tokens_to_come, self._cache)
-        if not self._fits(claim, pages):
-            self.no_room = NoRoom.TOKENS
-        else:
-            self._add(claim, self._budget.num_tokens)
-            if claim not in self._chunks:  # what is left of the step holds no page of it
-                self.no_room = NoRoom.CHUNK
-        if self.no_room is not None:
-            self._ledger.unlock(prefix)
-            return False
-        self._planner.admissions[req] = claim
-        self._all_go_on = self._all_go_on and req.sampling.ignore_eos
-        if self._forecast is not None:
-            self._forecast.add(claim)
-        self._pages_held += pages
-        return True
-
-    def finished(self) -> list[tuple[Claim, int]]:
-        """The chunks, in order."""
-        if self._chunks and not self._whole_prompts:
-            self._shed_padding()
-        return list(self._chunks.items())
-
-    def _lack(self) -> NoRoom | None:
-        if not self._planner.num_free_rows:
-            return NoRoom.ROWS
-        if self._budget.num_tokens <= 0 or not self._seqs_left:
-            return NoRoom.CHUNK
-        return None
-
-    def _fits(self, claim: Claim, pages: int) -> bool:
-        """Whether the pool suffices for the `pages` to come of a claim besides those held for running requests."""
-        if not (self._admitted or self._planner.admissions):
-            return True
-        self.pages_short = max(pages + SPARE_PAGES + self._pages_held - self._ledger.available, 0)
-        if not (self._all_go_on and claim.req.sampling.ignore_eos):
-            return self.pages_short == 0
-        if self._forecast is None:
-            claims = [*map(Claim.held, self._admitted), *self._planner.admissions.values()]
-            self._forecast = Forecast(claims, self._ledger, self._cache)
-        return self._forecast.fits(claim)
-
-    def _add(self, claim: Claim, budget: int) -> None:
-        """Gives the request up to `budget` tokens more of the step, as far as pages reach."""
-        before = self._chunks.get(claim, 0)
-        if not before and not self._seqs_left:
-            return
-        if self._whole_prompts:
-            count = claim.extend_left if self._takes_whole(claim) else 0
-        else:
-            count = min(before + min(budget, self._budget.num_tokens), self._in_time(claim, before), claim.extend_left)
-        pages_before = _new_pages(claim, before, self._cache) if before else 0
-        count = self._chunk_len(claim, count, pages_before)
-        if count <= before:
-            return
-        self._pages_taken += _new_pages(claim, count, self._cache) - pages_before
-        self._budget.take(claim.kv_len, before, count)
-        self._seqs_left -= not before
-        self._chunks[claim] = count
-
-    def _takes_whole(self, claim: Claim) -> bool:
-        """Whether the prompt gets into the step uncut. The first one always does, whatever the budget."""
-        pages_left = self._ledger.available - self._pages_taken
-        if _new_pages(claim, claim.extend_left, self._cache) > pages_left:
-            return False
-        return not self._chunks or claim.extend_left <= self._budget.num_tokens
-
-    def _in_time(self, claim: Claim, before: int) -> int:
-        """Tokens that the chunk may have so that the step ends in time; a page if it is the step's first chunk."""
-        longest = self._budget.longest_chunk(claim.kv_len, before)
-        return longest if self._chunks else max(longest, self._cache.page_size)
-
-    def _chunk_len(self, claim: Claim, count: int, pages_before: int) -> int:
-        """At most `count`: what pages can be allocated for, and unless it is the rest, up to a page border."""
-        cache = self._cache
-        pages_left = self._ledger.available - self._pages_taken + pages_before
-        count = min(count, cache.tokens_of(claim.num_pages + max(pages_left, 0)) - claim.kv_len)
-        if count >= claim.extend_left:
-            return claim.extend_left
-        whole = max(cache.page_floor(claim.kv_len + count) - claim.kv_len, 0)
-        return whole if whole or self._chunks else max(count, 0)
-
-    def _shed_padding(self) -> None:
-        """Leaves the tail of the last chunk to the next step where that costs less than the padding."""
-        claim, count = next(reversed(self._chunks.items()))
-        total = sum(self._chunks.values())
-        scores = any(claim.req.scores_prompt for claim in self._chunks)
-        better = without_much_padding(total, self._score_sizes if scores else self._sizes, count - 1)
-        kept = self._cache.page_floor(claim.kv_len + count - (total - better)) - claim.kv_len
-        if better < total and kept > 0:
-            self._chunks[claim] = kept
-
-
-def _new_pages(claim: Claim, count: int, cache: CacheManager) -> int:
-    """Pages that a chunk of `count` tokens takes."""
-    return max(cache.pages_for(claim.kv_len + count) - claim.num_pages, 0)

@@ -1,19 +1,25 @@
 """Which waiting request is admitted first: SGLang's policies, as functions from the queue to an order.
 
 planner.py admits requests in that order until there is no more room. Whatever the policy, requests that were overtaken
-too often or were retracted come first, in order of arrival, so that no request starves.
+too often or were retracted come first, in order of arrival, so that no request starves. `PrefixesInProgress` tells
+which requests had better wait for another one to compute what both begin with.
 """
 
 from __future__ import annotations
 
-import random
+import itertools
+import zlib
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from jaxsgl.cache.manager import CacheManager
+from jaxsgl.cache.pages import IntArray
 from jaxsgl.cache.prefix import Peek
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.request import Request
+from jaxsgl.scheduler.budget import Claim
 from jaxsgl.scheduler.req import Req
 
 MAX_REORDERED = 128  # prefixes of this many requests are looked up; later arrivals are served first come, first served
@@ -28,68 +34,115 @@ class Policy:
       config: names the policy.
       cache: where prefixes are looked up.
       random_seed: seed of the random policy.
+
+    Attributes:
+      by_prefix: whether the order depends on cached prefixes.
     """
 
     def __init__(self, config: SchedulingConfig, cache: CacheManager, random_seed: int) -> None:
         self._config = config
         self._cache = cache
         self._random_seed = random_seed
+        self.by_prefix = config.schedule_policy in ("lpm", "dfs-weight") and cache.prefixes.keeps
 
-    def order(self, waiting: Sequence[Req], num_admitted: int, num_steps: int) -> list[Req]:
-        """`waiting` (in order of arrival), in the order in which they are to be admitted now.
-
-        Requests that had better wait until another one has computed their common prefix are left out.
+    def order(self, waiting: Iterable[Req], num_admitted: int) -> Iterator[Req]:
+        """`waiting` (in order of arrival), in the order in which they are to be admitted now; read as far as needed.
 
         Args:
           num_admitted: admissions so far.
-          num_steps: steps launched so far.
         """
-        if self._config.enable_priority_scheduling:
-            return sorted(waiting, key=lambda req: (self.rank(req), self._by_length(req)))
-        policy = self._config.schedule_policy
-        if policy == "fcfs":
-            return list(waiting)
-        first = [req for req in waiting if req.output_ids or num_admitted - req.num_ahead > MAX_OVERTAKEN]
-        overdue = frozenset(first)
-        return first + self._reordered(policy, [req for req in waiting if req not in overdue], num_steps)
+        config = self._config
+        if config.enable_priority_scheduling:
+            return iter(sorted(waiting, key=self._key))
+        if self.by_prefix:
+            later = iter(waiting)
+            window = list(itertools.islice(later, MAX_REORDERED))
+            return itertools.chain(self._reordered(window, num_admitted), later)
+        if config.schedule_policy in ("lof", "random"):
+            return iter(self._reordered(list(waiting), num_admitted))
+        return iter(waiting)
+
+    def may_precede(self, arrival: Req, head: Req | None, waiting: Iterable[Req]) -> bool:
+        """Whether the order may begin with `arrival` from now on, instead of with `head` (None: it was empty).
+
+        `waiting` are the requests that wait ahead of `arrival` and may be admitted; read as far as needed.
+        """
+        if head is None:
+            return True
+        if self.by_prefix:
+            return sum(1 for _ in itertools.islice(waiting, MAX_REORDERED)) < MAX_REORDERED
+        return self._key(arrival) < self._key(head)
+
+    def goes_first(self, req: Req, num_admitted: int) -> bool:
+        """Whether `req` was retracted, or overtaken so often that it waits for no other request any more."""
+        return bool(req.output_ids) or num_admitted - req.num_ahead > MAX_OVERTAKEN
 
     def lowest(self, reqs: Sequence[Req]) -> Req | None:
         """The request of the lowest priority; of several, the one that came last."""
         return max(reversed(reqs), key=self.rank, default=None)
 
     def rank(self, req: Req | Request) -> int:
-        """Its priority, as a number of which the lowest goes first."""
+        """Its priority, as a number of which the lowest goes first; 0 for all if priorities are off."""
+        if not self._config.enable_priority_scheduling:
+            return 0
         return req.priority if self._config.schedule_low_priority_values_first else -req.priority
 
-    def _by_length(self, req: Req) -> int:
-        return -req.max_new_tokens if self._config.schedule_policy == "lof" else 0
-
-    def _reordered(self, policy: str, waiting: list[Req], num_steps: int) -> list[Req]:
-        if policy == "random":
-            return random.Random(f"{self._random_seed} {num_steps}").sample(waiting, len(waiting))
+    def _key(self, req: Req) -> tuple[int, int]:
+        """What the order goes by if it doesn't depend on the cache; equals stay in order of arrival."""
+        policy, by_policy = self._config.schedule_policy, 0
         if policy == "lof":
-            return sorted(waiting, key=lambda req: -req.max_new_tokens)
-        waiting, others = waiting[:MAX_REORDERED], waiting[MAX_REORDERED:]
-        peeks = {req: self._cache.peek(req.matchable_ids, req.cache_salt) for req in waiting}
-        later = self._sharing_with_earlier(peeks)
-        waiting = [req for req in waiting if req not in later]
-        if policy == "lpm":
-            return sorted(waiting, key=lambda req: -peeks[req].num_pages) + others
-        return _depth_first(waiting, peeks) + others
+            by_policy = -req.max_new_tokens
+        elif policy == "random":
+            by_policy = zlib.crc32(f"{self._random_seed} {req.request_id} {req.index}".encode())
+        return self.rank(req), by_policy
 
-    def _sharing_with_earlier(self, peeks: dict[Req, Peek]) -> frozenset[Req]:
-        """Requests that share more than SHARED_TOKENS uncached tokens with an earlier one, which goes first."""
-        seen: set[bytes] = set()
-        later: list[Req] = []
-        for req, peek in peeks.items():
-            stop = self._cache.tokens_of(peek.num_pages) + SHARED_TOKENS + 1
-            if len(req.matchable_ids) < stop:
-                continue
-            beginning = req.matchable_ids[:stop].tobytes() + req.cache_salt
-            if beginning in seen:
-                later.append(req)
-            seen.add(beginning)
-        return frozenset(later)
+    def _reordered(self, waiting: list[Req], num_admitted: int) -> list[Req]:
+        first = [req for req in waiting if self.goes_first(req, num_admitted)]
+        overdue = frozenset(first)
+        waiting = [req for req in waiting if req not in overdue]
+        if not self.by_prefix:
+            return first + sorted(waiting, key=self._key)
+        peeks = {req: self._cache.peek(req.matchable_ids, req.cache_salt) for req in waiting}
+        if self._config.schedule_policy == "lpm":
+            return first + sorted(waiting, key=lambda req: -peeks[req].num_pages)
+        return first + _depth_first(waiting, peeks)
+
+
+class PrefixesInProgress:
+    """The prompts that are being computed: a request that begins like one of them finds that part cached a step later.
+
+    Args:
+      cache: where prefixes are looked up.
+      claims: of the requests between chunks.
+    """
+
+    def __init__(self, cache: CacheManager, claims: Iterable[Claim]) -> None:
+        self._cache = cache
+        self._least_pages = cache.pages_for(SHARED_TOKENS)
+        self._prompts: dict[tuple[bytes, int, bytes], list[IntArray]] = {}
+        for claim in claims:
+            self.add(claim)
+
+    def add(self, claim: Claim) -> None:
+        """Adds the prompt of a request that extends in the step that is being planned."""
+        ids = claim.req.known_ids
+        start, stop = self._next_pages(claim.num_shared)
+        if stop <= len(ids):
+            key = (claim.req.cache_salt, start, ids[start:stop].tobytes())
+            self._prompts.setdefault(key, []).append(ids)
+
+    def cover(self, req: Req, prefix: Peek) -> bool:
+        """Whether `req`, of which `prefix` is cached, shares `SHARED_TOKENS` in whole pages more with one of them."""
+        ids = req.matchable_ids
+        start, stop = self._next_pages(prefix.num_pages)
+        if stop >= len(ids):  # a match leaves one token to compute
+            return False
+        prompts = self._prompts.get((req.cache_salt, start, ids[start:stop].tobytes()), ())
+        return any(np.array_equal(prompt[:start], ids[:start]) for prompt in prompts)
+
+    def _next_pages(self, num_pages: int) -> tuple[int, int]:
+        """Where the tokens begin and end that come behind `num_pages` cached pages, and are worth waiting for."""
+        return self._cache.tokens_of(num_pages), self._cache.tokens_of(num_pages + self._least_pages)
 
 
 def _depth_first(waiting: list[Req], peeks: dict[Req, Peek]) -> list[Req]:

@@ -16,14 +16,20 @@ def retractable(admitted: Iterable[Req]) -> list[Req]:
     return [req for req in admitted if req.state is State.EXTENDING or req.can_launch]
 
 
-def in_order_of_loss(reqs: Collection[Req]) -> list[Req]:
+def in_order_of_loss(reqs: Collection[Req], rank: Callable[[Req], int]) -> list[Req]:
     """`reqs` (in order of admission), the one to retract first at the head.
 
-    That is the one that loses least: fewest tokens generated, then the longest input, since it frees most; of equals
-    the newest. So the oldest request with most output goes on, and the whole makes progress.
+    That is one of the lowest priority (`rank` gives priorities, of which the lowest number goes first), and of these
+    the one that loses least: fewest tokens generated, then the longest input, since it frees most; of equals the
+    newest. So the oldest request with most output goes on, and the whole makes progress.
     """
     newest_first = reversed(list(reqs))
-    return sorted(newest_first, key=lambda req: (len(req.output_ids), -req.prompt_len))
+    return sorted(newest_first, key=lambda req: (-rank(req), len(req.output_ids), -req.prompt_len))
+
+
+def outranked(rank: Callable[[Req], int], waiting: Req, running: Iterable[Req], threshold: int) -> list[Req]:
+    """Those of `running` whose priority is lower than that of `waiting` by more than `threshold`."""
+    return [req for req in running if rank(req) - rank(waiting) > threshold]
 
 
 def victims(
@@ -43,7 +49,7 @@ def victims(
       pages_short: pages that `waiting` lacks; 0 if it lacks a row only.
       num_exclusive: pages that a candidate alone holds.
     """
-    lower = [req for req in candidates if rank(req) - rank(waiting) > threshold]
+    lower = outranked(rank, waiting, candidates, threshold)
     lower.reverse()  # newest first
     lower.sort(key=rank, reverse=True)  # and before that, lowest priority first
     chosen: list[Req] = []

@@ -9,7 +9,7 @@ apply.py and planner.py.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import Refusal, RefusalKind
@@ -81,9 +81,9 @@ class RequestTable:
                 self._leave_queue(req)
                 self._remove(req)
 
-    def in_turn(self) -> list[Req]:
+    def in_turn(self) -> Iterator[Req]:
         """Waiting requests that may be admitted, in their order; a sample may not until its leader is launched."""
-        return [req for req in self.waiting.values() if req.may_start]
+        return (req for req in self.waiting.values() if req.may_start)
 
     def samples_of(self, request_id: str) -> list[Req]:
         """Samples of the request that have not ended; [] if the request is unknown."""

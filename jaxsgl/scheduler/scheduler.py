@@ -220,7 +220,7 @@ class Scheduler:
         assert self._paused and not self.state.steps_in_flight
         for req in reversed(list(self._requests.admitted.values())):
             self._applier.take_back(req)
-        self.state.admission_closed = False
+        self.state.admission_closed, self.state.failed_admission = False, None
         self.state.ratio.reset()
 
     def abort_all(self) -> None:
@@ -231,6 +231,7 @@ class Scheduler:
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""
         self.cache.flush()
+        self.state.failed_admission = None
 
     def leaks(self) -> list[str]:
         """Pages, rows and locks that are lost or in two places, each in words; [] if all is well."""
@@ -253,6 +254,9 @@ class Scheduler:
         samples = self._samples(request)
         for i, req in enumerate(samples):
             req.num_ahead = self.state.num_admitted + len(self._requests.waiting) + i
+        failed = self.state.failed_admission
+        if failed is not None and self.state.policy.may_precede(samples[0], failed.head, self._requests.in_turn()):
+            self.state.failed_admission = None
         self._requests.add(samples)
 
     def _refusal(self, request: Request) -> Refusal | None:

@@ -79,7 +79,7 @@ def test_the_forecast_agrees_with_growing_all_requests_step_by_step(
         forecast = Forecast([Claim.held(held) for held in reqs], ledger, cache)
         prefix = cache.peek(req.matchable_ids)
         ledger.lock(prefix)
-        fits = forecast.fits(Claim.planned(req, prefix, cache))
+        fits = not forecast.steps_short(Claim.planned(req, prefix, cache))
         admit(cache, req)
         assert fits == fits_step_by_step(cache, [*reqs, req])
         cache.drop(spare)

@@ -113,13 +113,6 @@ def test_random_depends_on_the_seed_alone() -> None:
     assert first != [r.request_id for r in requests]
 
 
-@pytest.mark.parametrize(("policy", "computed"), [("fcfs", 3 * 42), ("lpm", 42 + 2 * 2)])
-def test_requests_with_a_common_uncached_prefix_wait_for_the_first_of_them(policy: str, computed: int) -> None:
-    serving = Serving(policy, rows=4)
-    serving.serve(*(of(f"r{i}", [*A, 50 + i, 7], 1) for i in range(3)))
-    assert serving.scheduler.load(0).totals.extend_tokens == computed
-
-
 def test_a_request_without_a_prefix_is_overtaken_a_limited_number_of_times() -> None:
     serving = Serving("lpm")
     serving.serve(of("warm", C))

@@ -87,7 +87,7 @@ def reqs_with(*lengths: tuple[int, int]) -> Iterator[Req]:
 
 def test_the_request_with_least_to_lose_is_retracted_first() -> None:
     reqs = list(reqs_with((10, 5), (10, 2), (30, 2), (10, 2), (10, 9)))
-    assert [req.request_id for req in in_order_of_loss(reqs)] == ["r2", "r3", "r1", "r0", "r4"]
+    assert [req.request_id for req in in_order_of_loss(reqs, lambda req: 0)] == ["r2", "r3", "r1", "r0", "r4"]
 
 
 def test_the_ratio_falls_with_every_good_step_and_learns_from_a_retraction() -> None:
