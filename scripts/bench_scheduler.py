@@ -1,10 +1,10 @@
 """Measure what the scheduler and the cache cost the host. Uses no device and no JAX.
 
 Prints host microseconds per decode step (launch, collect, replies, load) with many running requests; the time to admit
-new requests, also 64 at once beside three quarters of --running; the launch of a full batch before an empty queue and
-before 8,000 waiting requests; a step that orders 128 waiting requests of 4,096
-tokens by their prefixes in a radix tree of a million tokens; and the rates of match, insert and evict in the radix
-tree. Reproduce the figures of docs/performance.md with:
+new requests, also 64 at once beside three quarters of --running; the launch of a decode step before an empty queue and
+before 8,000 waiting requests, when rows or pages are short; a step that orders 128 waiting requests of 4,096 tokens by
+their prefixes in a radix tree of a million tokens; and the rates of match, insert and evict in the radix tree.
+Reproduce the figures of docs/performance.md with:
 
     python scripts/bench_scheduler.py
 """
@@ -84,22 +84,38 @@ def admission(num_running: int, num_new: int, prompt_len: int, ignore_eos: bool,
     return seconds[-1]
 
 
-def decode_before_queue(num_waiting: int, page_size: int, steps: int) -> float:
-    """Median host seconds of a decode step of 8 requests that take all rows, while `num_waiting` more wait."""
-    num_rows, prompt_len, room = 8, 32, 64 + steps
-    num_pages = num_rows * (pages_for(room, page_size) + 1) + 1
-    sizes = Capacity(page_size, num_pages, num_rows, room, num_rows * prompt_len, 32_000)
-    scheduler = Scheduler(sizes, BucketSet.derive(sizes), {2})
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 2)
-    scheduler.receive([Request(str(i), [i % 30_000 + 3] * prompt_len, params) for i in range(num_rows + num_waiting)])
-    times = []
+def decode_before_queue(short_of: str, policy: str, page_size: int, steps: int) -> dict[int, float]:
+    """Median host seconds of launching a decode step of 64 requests while none, and while 8,000 more, wait.
+
+    The 64 take all rows or, by what is held for their output, all pages, as `short_of` says. Both cases take turns.
+    """
+    num_running, prompt_len, room = 64, 32, 76 + steps
+    num_pages = num_running * pages_for(room, page_size) + 8
+    num_rows = num_running if short_of == "rows" else 2 * num_running
+    sizes = Capacity(page_size, num_pages, num_rows, 4 * room, num_rows * prompt_len, 32_000)
+    config = SchedulingConfig(schedule_policy=policy, schedule_conservativeness=10.0)
+    params = SamplingParams(temperature=0.0, max_tokens=room - prompt_len)
+    requests = [
+        Request(str(i), [i % 30_000 + 3] * (prompt_len if i < num_running else 3 * room), params)
+        for i in range(num_running + 8_000)
+    ]
+    schedulers = {}
+    for num_waiting in (0, 8_000):
+        schedulers[num_waiting] = scheduler = Scheduler(sizes, BucketSet.derive(sizes), {2}, config)
+        scheduler.receive(requests[: num_running + num_waiting])
+        while scheduler.num_running < num_running:
+            launched = scheduler.launch()
+            assert launched is not None
+            scheduler.collect(np.full(launched.num_seqs, 5, dtype=np.int32))
+    times: dict[int, list[float]] = {0: [], 8_000: []}
     for _ in range(steps):
-        start = time.perf_counter()
-        launched = scheduler.launch()
-        times.append(time.perf_counter() - start)
-        assert launched is not None and launched.num_seqs == num_rows and scheduler.num_waiting == num_waiting
-        scheduler.collect(np.full(num_rows, 5, dtype=np.int32))
-    return statistics.median(times)
+        for num_waiting, scheduler in schedulers.items():
+            start = time.perf_counter()
+            launched = scheduler.launch()
+            times[num_waiting].append(time.perf_counter() - start)
+            assert launched is not None and launched.num_seqs == num_running and scheduler.num_waiting == num_waiting
+            scheduler.collect(np.full(num_running, 5, dtype=np.int32))
+    return {num_waiting: statistics.median(values) for num_waiting, values in times.items()}
 
 
 def longest_match_first(num_waiting: int, length: int, cached_tokens: int, page_size: int, steps: int) -> float:
@@ -187,13 +203,13 @@ def main() -> None:
     for name, ignore_eos in (("admission_of_64_ms", False), ("admission_of_64_ignoring_eos_ms", True)):
         runs = (admission(args.running * 3 // 4, 64, 256, ignore_eos, args.page_size) for _ in range(5))
         figures[name] = 1e3 * min(runs)
-    figures |= {
-        f"launch_before_{count}_us": 1e6 * decode_before_queue(count, args.page_size, steps=100) for count in (0, 8_000)
-    }
+    for short_of, policy in (("rows", "fcfs"), ("pages", "fcfs"), ("pages", "lpm")):
+        for num_waiting, seconds in decode_before_queue(short_of, policy, args.page_size, steps=100).items():
+            figures[f"{policy}_short_of_{short_of}_before_{num_waiting}_us"] = 1e6 * seconds
     figures["lpm_step_ms"] = 1e3 * longest_match_first(128, 4096, 1_000_000, args.page_size, steps=20)
     print(f"{args.running} running requests of {args.context} tokens, page size {args.page_size}")
     for name, value in figures.items():
-        print(f"  {name:28} {value:14,.1f}")
+        print(f"  {name:34} {value:14,.1f}")
     if args.json:
         settings = {"running": args.running, "context": args.context, "page_size": args.page_size, "steps": args.steps}
         write_json(args.json, {"settings": settings, "figures": figures})
