@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -150,10 +150,11 @@ def test_a_fault_in_the_building_of_a_decode_step_ends_its_request_alone(overlap
 
 
 def test_a_fault_that_no_request_is_to_blame_for_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Policy, waiting: Sequence[Req], *rest: int) -> list[Req]:
-        if len(waiting) > 1:
+    def fail(self: Policy, waiting: Iterable[Req], num_admitted: int) -> Iterator[Req]:
+        reqs = list(waiting)
+        if len(reqs) > 1:
             raise Planted
-        return list(waiting)
+        return iter(reqs)
 
     monkeypatch.setattr(Policy, "order", fail)
     with pytest.raises(Planted):
