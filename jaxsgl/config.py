@@ -198,6 +198,11 @@ class ServerConfig:
     allow_get_control: bool = flag(False, "accept SGLang's GET, too, where POST changes the server's state")
     ssl_certfile: str | None = flag(None, "TLS certificate (PEM) for HTTP and gRPC; needs --ssl-keyfile")
     ssl_keyfile: str | None = flag(None, "private key (PEM) of --ssl-certfile")
+    max_connections: int | None = flag(
+        None,
+        "connections of each port at once; past them HTTP answers probes only (default: what the limit of open files "
+        "allows, 16384 at most)",
+    )
     max_request_bytes: int = flag(4 << 20, "size of one request's message or body at most")
     request_timeout_s: float = flag(3600.0, "seconds that a request may take, queue included")
     drain_s: float = flag(30.0, "seconds that open requests get to finish after Ctrl-C or SIGTERM")
@@ -214,6 +219,12 @@ class ServerConfig:
         _require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
         for name in ("request_timeout_s", "watchdog_s"):
             _require(getattr(self, name) > 0, _flag_name(name), getattr(self, name), "more than 0")
+        _require(
+            self.max_connections is None or self.max_connections >= 1,
+            "--max-connections",
+            self.max_connections,
+            "1 and more",
+        )
         _require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
         _require(self.max_request_bytes >= 1024, "--max-request-bytes", self.max_request_bytes, "1024 and more")
         for name in ("api_key", "admin_api_key"):

@@ -1,21 +1,26 @@
-"""Where the servers listen: a TCP port for each.
+"""Where the servers listen: a TCP port for each, and how many connections each may have.
 
-Everything that can be wrong with a port is one clear `StartupError` before the model is loaded. Never knows a protocol.
-The gRPC and the HTTP server take their ports, but those of several front-end processes are taken by their parent
-(workers.py).
+Everything that can be wrong with them is one clear `StartupError` before the model is loaded. Never knows a protocol.
+server.py raises the limit of open files. The gRPC and the HTTP server take their ports, but those of several front-end
+processes are taken by their parent (workers.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
+import resource
 import socket
 from dataclasses import dataclass
 
 from jaxsgl.config import ServerConfig
 from jaxsgl.errors import StartupError
 
-BACKLOG = 2048  # connections that wait to be accepted, as in uvicorn
+BACKLOG = 512  # connections that wait to be accepted
+MAX_FILES = 1 << 20  # asked of systems that set no limit; Linux gives no process more unless told to
+OWN_FILES = 256  # that a front-end process needs besides its clients' connections, at most
+MAX_CONNECTIONS = 16_384  # of each port by default: twice as many as requests may wait
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +63,30 @@ def reserve_port(host: str, port: int, flag: str, count: int, listens: bool) -> 
     port = alone.getsockname()[1]
     alone.close()
     return [take_port(host, port, flag, shared=True, listens=listens) for _ in range(count)]
+
+
+def raise_file_limit() -> None:
+    """Lets this process, and those that it starts, open as many files as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if most == resource.RLIM_INFINITY else most
+    with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def max_connections(asked: int | None) -> int:
+    """Returns how many connections each port may have: `asked`, or else what fits into the limit of open files.
+
+    Raises `StartupError` if `asked` doesn't fit.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MAX_FILES if files == resource.RLIM_INFINITY else files
+    room = max(1, (files - min(OWN_FILES, files // 2)) // 2)
+    if asked is not None and asked > room:
+        raise StartupError(
+            f"--max-connections is {asked}, but this process may open {files} files, which is enough for {room} "
+            "connections of each port: choose less, or allow more files (ulimit -n)"
+        )
+    return min(room, MAX_CONNECTIONS) if asked is None else asked
 
 
 def is_loopback(host: str) -> bool:

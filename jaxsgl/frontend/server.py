@@ -28,7 +28,7 @@ from jaxsgl.frontend.exposition import StatusLine
 from jaxsgl.frontend.generation import FrontEnd, Generator, Peers, ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import HttpServer
-from jaxsgl.frontend.listen import Addresses, log_listening, log_ready
+from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_file_limit
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.watchdog import Watchdog
 from jaxsgl.frontend.workers import Workers
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 async def serve(config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Serves until a signal comes (returns 0) or the engine dies (returns 1). Raises `StartupError`."""
+    raise_file_limit()  # of the processes that are started from here, too
     several = config.tokenizer_worker_num > 1
     server: Life = Workers(config, engine_command) if several else Server(config, engine_command)
     return await live(server, _stop_signal(server))

@@ -26,7 +26,7 @@ from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.http import errors
-from jaxsgl.frontend.http.middleware import Connection
+from jaxsgl.frontend.http.connection import Connection
 from jaxsgl.frontend.http.sse import EventStream, event
 from jaxsgl.frontend.server import Server
 
@@ -106,7 +106,7 @@ class Hurried(Connection):
 
 
 class Endpoint:
-    """Endpoints for these tests, with large answers and a short `stall_s`."""
+    """Endpoints for these tests, with large answers."""
 
     def __init__(self) -> None:
         self.num_made = 0
@@ -118,7 +118,7 @@ class Endpoint:
         self.app.get("/large")(self.large)
 
     async def endless(self) -> EventStream:
-        return EventStream(self.many(), stall_s=0.2)
+        return EventStream(self.many())
 
     async def many(self) -> AsyncGenerator[bytes, None]:
         try:

@@ -67,10 +67,12 @@ def _refusing(error: JaxsglError) -> grpc.RpcMethodHandler:
 class MalformedInterceptor(grpc.aio.ServerInterceptor):
     """Ends calls whose bytes are no message with INVALID_ARGUMENT; gRPC would say UNKNOWN and log a traceback.
 
-    Methods that read a stream of requests (reflection) are left alone.
+    Ends calls whose message doesn't come in `message_s` seconds, too, for which gRPC would wait forever. Methods that
+    read a stream of requests (reflection) are left alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, message_s: float = STALL_S) -> None:
+        self._message_s = message_s
         self._handlers: dict[str, grpc.RpcMethodHandler] = {}
 
     async def intercept_service(
@@ -85,12 +87,13 @@ class MalformedInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or handler.request_streaming:
             return handler
-        return self._handlers.setdefault(details.method, _refusing_malformed(handler))
+        return self._handlers.setdefault(details.method, _refusing_malformed(handler, self._message_s))
 
 
-def _refusing_malformed(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+def _refusing_malformed(handler: grpc.RpcMethodHandler, message_s: float) -> grpc.RpcMethodHandler:
+    """Returns a handler that reads the one message itself, since gRPC hands no call over that has none yet."""
     serve = handler.unary_stream if handler.response_streaming else handler.unary_unary
-    kind = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+    kind = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
 
     def parse(data: bytes) -> Any:
         try:
@@ -98,7 +101,15 @@ def _refusing_malformed(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler
         except DecodeError as error:
             return error
 
-    async def serve_if_parsed(request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def serve_if_parsed(_: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            async with asyncio.timeout(message_s):
+                request = await context.read()
+        except TimeoutError:
+            words = f"the request has not come within {message_s:g} s: send it at once"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, words)
+        if request is grpc.aio.EOF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call ends without a request: send one")
         if isinstance(request, DecodeError):
             words = f"the request is no message of this method: {request}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, words)

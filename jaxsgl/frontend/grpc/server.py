@@ -16,9 +16,10 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.grpc import jaxsgl as jaxsgl_service
 from jaxsgl.frontend.grpc.interceptors import ApiKeyInterceptor, MalformedInterceptor
 from jaxsgl.frontend.grpc.jaxsgl import JaxsglService
+from jaxsgl.frontend.grpc.limits import HeldStreams, Timeouts, connection_options
 from jaxsgl.frontend.grpc.sglang import service as sglang_service
 from jaxsgl.frontend.grpc.sglang.service import SglangService
-from jaxsgl.frontend.listen import address_of, take_port
+from jaxsgl.frontend.listen import address_of, max_connections, take_port
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
 SERVICE_NAMES = (jaxsgl_service.SERVICE_NAME, sglang_service.SERVICE_NAME)
@@ -32,19 +33,25 @@ SHUTDOWN_GRACE_S = 1.0  # for final statuses to reach their clients before the c
 class GrpcServer:
     """Answers from `start` on; health says NOT_SERVING until `set_serving`. Must be made inside the event loop."""
 
-    def __init__(self, front_end: FrontEnd, certificate: Certificate | None) -> None:
+    def __init__(self, front_end: FrontEnd, certificate: Certificate | None, timeouts: Timeouts = Timeouts()) -> None:
         self._config = front_end.config
         self._shares_port = front_end.peers is not None
         self._certificate = certificate
         self._health = health.aio.HealthServicer()
         access = front_end.access
+        most = max_connections(front_end.config.max_connections)
         self._server = grpc.aio.server(
-            interceptors=[*([ApiKeyInterceptor(access)] if access.guards else []), MalformedInterceptor()],
+            interceptors=[
+                *([ApiKeyInterceptor(access)] if access.guards else []),
+                HeldStreams(),
+                MalformedInterceptor(timeouts.message_s),
+            ],
             options=[
                 ("grpc.so_reuseport", int(self._shares_port)),
                 ("grpc.max_receive_message_length", front_end.config.max_request_bytes),
                 ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
                 ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+                *connection_options(front_end.config, most, timeouts),
             ],
         )
         pb_grpc.add_JaxsglServicer_to_server(JaxsglService(front_end), self._server)

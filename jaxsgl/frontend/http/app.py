@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
@@ -18,11 +19,13 @@ import jaxsgl
 from jaxsgl.frontend.certificates import Certificate
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http import errors, health
-from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, ApiKey, BodyLimit, Connection, RequestIds
+from jaxsgl.frontend.http.acceptor import Acceptor
+from jaxsgl.frontend.http.connection import Connection
+from jaxsgl.frontend.http.middleware import REQUEST_ID_HEADER, ApiKey, BodyLimit, RequestIds
 from jaxsgl.frontend.http.openai import routes as openai
 from jaxsgl.frontend.http.sglang import routes as sglang
 from jaxsgl.frontend.http.sites import PageGuard
-from jaxsgl.frontend.listen import BACKLOG, address_of, take_port
+from jaxsgl.frontend.listen import address_of, max_connections, take_port
 
 # `router(front_end) -> APIRouter` of each module.
 ROUTERS: tuple[Callable[[FrontEnd], APIRouter], ...] = (health.router, openai.router, sglang.router)
@@ -54,7 +57,23 @@ def build_app(front_end: FrontEnd) -> FastAPI:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to frontend/server.py."""
+    """Leaves signals to frontend/server.py, and accepts at most `max_connections` at once."""
+
+    def __init__(self, config: uvicorn.Config, max_connections: int) -> None:
+        super().__init__(config)
+        self._max_connections = max_connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to accept from `sockets`, which listen."""
+
+        def new_connection() -> Connection:
+            return Connection(self.config, self.server_state, app_state={})
+
+        context = self.config.ssl
+        self.servers: list[Any] = [
+            Acceptor(listening, context, new_connection, self._max_connections) for listening in sockets or []
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -72,12 +91,10 @@ class HttpServer:
         self._listener = listener
         config = uvicorn.Config(
             build_app(front_end),
-            http=Connection,
             ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",
-            backlog=BACKLOG,
             ssl_certfile=None if certificate is None else certificate.certfile,
             ssl_keyfile=None if certificate is None else certificate.keyfile,
             server_header=False,
@@ -87,7 +104,7 @@ class HttpServer:
             config.load()
             assert config.ssl is not None
             certificate.serve_http(config.ssl)
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(config, max_connections(front_end.config.max_connections))
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:

@@ -1,7 +1,7 @@
-"""What an HTTP request passes before its endpoint: limits of the connection, an id, the API key, limits of the body.
+"""What an HTTP request passes before its endpoint: an id, the API key, limits of the body.
 
-`Connection` is uvicorn's protocol with the bounds that uvicorn lacks. The other classes are plain ASGI middleware:
-Starlette's base class would put a queue between a stream and its client. Knows no endpoint. app.py installs them.
+The classes are plain ASGI middleware: Starlette's base class would put a queue between a stream and its client. Knows
+no endpoint. app.py installs them.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ import asyncio
 import logging
 import re
 import uuid
-from typing import Any, cast
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from jaxsgl import logs
 from jaxsgl.errors import Forbidden, Unauthenticated
 from jaxsgl.frontend.access import Access, enter
 from jaxsgl.frontend.http.errors import answer, answer_to
 
-MAX_HEAD_BYTES = 64 << 10
 REQUEST_ID_HEADER = "x-request-id"
 STALL_S = 60.0  # how long a client may send nothing of a body that it has begun
+MIN_BODY_BYTES_PER_S = 1024  # on the whole, after the first `STALL_S`
 OPEN_PATHS = ("/health", "/health_generate", "/metrics")  # probes and scrapers hold no key
 # They operate the server or show what all its clients do: for the administrator, if there is one.
 ORDER_PATHS = frozenset({
@@ -35,93 +33,6 @@ ORDER_PATHS = frozenset({
 _REQUEST_ID = re.compile(r"[ -~]{1,256}")
 
 logger = logging.getLogger(__name__)
-
-
-class Connection(HttpToolsProtocol):
-    """A client's connection. Lets an answer break it, too, by calling `scope["jaxsgl.abort"]`.
-
-    Uvicorn bounds neither the size of a request's head nor the time it takes. It waits forever to close a connection
-    whose client doesn't read. When a client pipelines requests and leaves, it tells only the last of them. Bodies are
-    bounded by `BodyLimit`, streams by sse.py.
-
-    Attributes:
-      head_s: seconds that a request's head may take, including the wait for a connection's first request.
-      stall_s: seconds that a client may read nothing of an answer that is complete.
-    """
-
-    head_s = 60.0
-    stall_s = 60.0
-    _head_bytes = 0
-    _head_timer: asyncio.TimerHandle | None = None
-    _running: RequestResponseCycle | None = None  # the request being answered; those in `pipeline` wait
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Starts waiting for the first head."""
-        super().connection_made(transport)
-        self._await_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tells the request being answered, too."""
-        self._end_head()
-        if self._running is not None:
-            self._running.disconnected = True
-            self._running.message_event.set()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        """A request starts."""
-        super().on_message_begin()
-        self._head_bytes = 0
-        self._end_head()
-        self._await_head()
-        cast(dict[str, Any], self.scope)["jaxsgl.abort"] = self.transport.abort
-
-    def on_url(self, url: bytes) -> None:
-        """Counts a part of the URL."""
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Counts a header."""
-        self._count(len(name) + len(value))
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """The head is complete."""
-        self._end_head()
-        super().on_headers_complete()
-        if not self.pipeline:
-            self._running = self.cycle
-
-    def on_response_complete(self) -> None:
-        """The answer is written completely; the client may not have read it yet."""
-        self._running = self.pipeline[-1][0] if self.pipeline else None
-        super().on_response_complete()
-        unread = self.transport.get_write_buffer_size()
-        if unread:
-            self.loop.call_later(self.stall_s, self._break_unless_read, self.cycle, unread)
-
-    def _break_unless_read(self, cycle: object, unread: int) -> None:
-        left = self.transport.get_write_buffer_size()
-        if self.cycle is not cycle or not left:
-            return
-        if left >= unread:
-            self.transport.abort()
-        else:
-            self.loop.call_later(self.stall_s, self._break_unless_read, cycle, left)
-
-    def _count(self, num_bytes: int) -> None:
-        self._head_bytes += num_bytes
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError(f"the head has more than {MAX_HEAD_BYTES} bytes")  # uvicorn answers 400 and closes
-
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_s, self.transport.close)
-
-    def _end_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
 
 class RequestIds:
@@ -183,7 +94,8 @@ class ApiKey:
 class BodyLimit:
     """Refuses a body of more than `max_bytes`, by its declared length or as soon as that much has arrived.
 
-    Also refuses a body of which nothing arrives for `stall_s` seconds: its client would hold a connection forever.
+    Also refuses a body of which nothing arrives for `stall_s` seconds, or that comes more slowly than
+    `MIN_BODY_BYTES_PER_S`: its client would hold a connection forever.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, stall_s: float = STALL_S) -> None:
@@ -201,17 +113,22 @@ class BodyLimit:
             await answer(413, self._words(declared))(scope, receive, send)
             return
         num_bytes, complete = 0, False
+        now_s = asyncio.get_running_loop().time
+        start_s = now_s()
 
         async def receive_some() -> Message:
             nonlocal num_bytes, complete
             if complete:
                 return await receive()  # the disconnect
+            late_s = start_s + self._stall_s + num_bytes / MIN_BODY_BYTES_PER_S
             try:
-                async with asyncio.timeout(self._stall_s):
+                async with asyncio.timeout_at(min(now_s() + self._stall_s, late_s)):
                     message = await receive()
             except TimeoutError:
                 words = (
                     f"the body stops after {num_bytes} bytes, nothing more has come for {self._stall_s:g} s: send all"
+                    if now_s() < late_s
+                    else f"only {num_bytes} bytes of the body have come in {now_s() - start_s:.0f} s: send it faster"
                 )
                 raise HTTPException(408, words) from None  # FastAPI passes this exception on while it reads a body
             num_bytes += len(message.get("body", b""))

@@ -1,0 +1,216 @@
+"""HTTP connections whose clients stop in the middle of something, and those past the cap."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from http_calls import connect, generate_body, until
+from server_process import PATIENCE_S, ServerProcess
+from starlette.responses import Response
+
+from jaxsgl.frontend.http import errors
+from jaxsgl.frontend.http.connection import MAX_PIPELINED, Connection
+from jaxsgl.frontend.http.middleware import ApiKey, BodyLimit
+from tests.grids import daily
+
+LIMIT_S = 0.3  # of every wait in these tests
+SLACK_S = 20.0  # for a machine that is busy
+BODY = b'{"a": 1}'
+POST = b"POST /read HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\ncontent-length: 8\r\n\r\n" + BODY
+REFUSED = b"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: 8\r\n\r\n" + BODY
+CHUNKED = b"POST /read HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED += b"8\r\n" + BODY + b"\r\n0\r\n\r\n"
+UNREAD = b"GET /unread HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\ncontent-length: 8\r\n\r\n" + BODY
+UPGRADE = b"GET /unread HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\nupgrade: h2c\r\nconnection: upgrade\r\n\r\n"
+JUNK = b"\x16\x03\x01\x02\r\n\r\n"
+REQUESTS = {
+    "whole body": POST,
+    "refused": REFUSED,
+    "chunked": CHUNKED,
+    "body unread": UNREAD,
+    "upgrade": UPGRADE + b"\r\nabc",
+    "second request": POST + b"\r\n" + POST,
+    "empty lines": b"\r\n" * 4 + POST + b"\r\n" * 4,
+    "junk": JUNK,
+}
+
+
+class Hurried(Connection):
+    head_s = LIMIT_S
+    stall_s = LIMIT_S
+    linger_s = LIMIT_S
+
+
+def new_app() -> FastAPI:
+    app = FastAPI()
+    errors.add_handlers(app)
+
+    @app.post("/read")
+    async def read(request: Request) -> Response:
+        return Response(await request.body())
+
+    @app.get("/unread")
+    async def unread() -> Response:
+        return Response(b"early")
+
+    @app.get("/large")
+    async def large() -> Response:
+        return Response(b"x" * (16 << 20))
+
+    app.add_middleware(BodyLimit, max_bytes=100, stall_s=LIMIT_S)
+    app.add_middleware(ApiKey, key="k")
+    return app
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[tuple[int, set[Any]]]:
+    """Yields the port and the connections of a server in this process."""
+    options: dict[str, Any] = {"lifespan": "off", "log_config": None, "ws": "none", "timeout_keep_alive": LIMIT_S}
+    server = uvicorn.Server(uvicorn.Config(new_app(), port=0, http=Hurried, timeout_graceful_shutdown=1, **options))
+    running = asyncio.create_task(server._serve())
+    await until(lambda: server.started)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield server.servers[0].sockets[0].getsockname()[1], server.server_state.connections
+    finally:
+        server.should_exit = True
+        await running
+
+
+async def answer_to(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
+    """Sends the pieces, is silent then, and returns what comes until the server closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    got = b""
+    try:
+        async with asyncio.timeout(SLACK_S):
+            with contextlib.suppress(ConnectionError):
+                for piece in pieces:
+                    writer.write(piece)
+                    await asyncio.sleep(pause_s)
+                while some := await reader.read(1 << 16):
+                    got += some
+    finally:
+        writer.close()
+    return got
+
+
+def offsets() -> list[Any]:
+    """(request, number of its bytes): by day the ends of requests and one offset in 6, by night all."""
+    cases = []
+    for name, sent in REQUESTS.items():
+        chosen = {*daily(range(len(sent) + 1), every=6), len(sent) - 1, len(sent)}
+        cases.append(pytest.param(sent, sorted(chosen), id=name))
+    return cases
+
+
+@pytest.mark.parametrize(("sent", "lengths"), offsets())
+def test_a_client_that_falls_silent_after_any_byte_loses_its_connection(sent: bytes, lengths: list[int]) -> None:
+    async def scenario() -> None:
+        async with serving() as (port, _):
+            cuts = [(sent[: length - 1], sent[length - 1 : length]) for length in lengths]
+            await asyncio.gather(*(answer_to(port, *pieces, pause_s=LIMIT_S / 6) for pieces in cuts))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("dripping", [b"\r\n", b"a"], ids=["lines", "letters"])
+@pytest.mark.parametrize("first", [b"", POST, REFUSED[:-5], UPGRADE], ids=["nothing", "request", "refused", "upgrade"])
+def test_a_client_that_sends_a_byte_now_and_then_loses_its_connection(first: bytes, dripping: bytes) -> None:
+    async def scenario() -> None:
+        async with serving() as (port, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            ended = asyncio.create_task(reader.read())
+            writer.write(first)
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(SLACK_S):
+                    while not ended.done():
+                        await asyncio.sleep(LIMIT_S / 3)
+                        writer.write(dripping)
+                    await ended
+            writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_before_the_body_arrives_whole_and_ends_the_connection() -> None:
+    async def scenario() -> None:
+        async with serving() as (port, _):
+            head = b"POST /read HTTP/1.1\r\nhost: x\r\ncontent-length: 10000000\r\n\r\n"
+            early = await answer_to(port, head, *[b"x" * 100_000] * 20, pause_s=0.001)
+            assert early.startswith(b"HTTP/1.1 401")
+            assert b"connection: close" in early
+            assert early.endswith(b"}}")
+            unread = await answer_to(port, UNREAD[:-1])
+            assert unread.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" in unread
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_comes_with_its_head_keeps_the_connection() -> None:
+    async def scenario() -> None:
+        async with serving() as (port, _):
+            got = await answer_to(port, POST, POST, REFUSED, pause_s=LIMIT_S / 3)
+            assert [got.count(b"HTTP/1.1 " + status) for status in (b"200", b"401")] == [2, 1]
+            assert b"connection: close" not in got
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_reads_a_little_now_and_then_loses_its_connection() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving() as (port, connections):
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.setblocking(False)
+                await loop.sock_connect(client, ("127.0.0.1", port))
+                get = b"GET /large HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\n\r\n"
+                await loop.sock_sendall(client, get + get)  # the second waits until the first answer is read
+                async with asyncio.timeout(SLACK_S):
+                    await loop.sock_recv(client, 10)
+                    while connections:
+                        await loop.sock_recv(client, 10)
+                        await asyncio.sleep(LIMIT_S / 3)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_may_not_send_many_requests_ahead() -> None:
+    async def scenario() -> bytes:
+        async with serving() as (port, _):
+            return await answer_to(port, POST * (MAX_PIPELINED + 2))
+
+    assert b"HTTP/1.1 400" in asyncio.run(scenario())
+
+
+def test_past_the_cap_only_probes_are_answered(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server("--max-connections", "5")
+    server.wait_until_ready()
+    host, _, port = server.http_address.rpartition(":")
+    held = [socket.create_connection((host, int(port))) for _ in range(5)]
+    for _ in range(50):  # more than there are spare files
+        with connect(server) as http:
+            assert http.get("/health").headers["connection"] == "close"
+    with connect(server) as http:
+        refused = http.post("/generate", json=generate_body(5, max_new_tokens=1))
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert "--max-connections" in refused.text
+        assert http.get("/metrics").status_code == 200
+    silent = [socket.create_connection((host, int(port))) for _ in range(100)]
+    with connect(server) as http:
+        assert http.get("/health").status_code == 200
+    for client in held + silent:
+        client.close()
+    with connect(server) as http:
+        for _ in range(3):
+            assert http.post("/generate", json=generate_body(5, max_new_tokens=1)).status_code in (200, 503)
+    assert server.log.count("no room for more HTTP connections") == 1
