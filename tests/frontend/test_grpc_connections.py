@@ -17,6 +17,7 @@ from played_link import PlayedLink
 from server_process import PATIENCE_S, ServerProcess, ids_request
 
 from jaxsgl.config import EngineConfig, Limits, ServerConfig
+from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
 from jaxsgl.frontend.grpc.limits import MAX_HELD_PER_CONNECTION, Timeouts, connection_options
 from jaxsgl.frontend.grpc.server import GrpcServer
@@ -72,7 +73,7 @@ async def serving(link: PlayedLink, timeouts: Timeouts, folder: str) -> AsyncIte
         generator = Generator(link, threads, metrics, timeout_s=PATIENCE_S)
         info = EngineInfo("m", "FakeForCausalLM", "float32", Limits(1000, 200, 160), (1,), 16, 8, "xla", "cpu", 1, 1, 0)
         generator.serve(ServedModel(info, load_tokenizer(folder)))
-        server = GrpcServer(FrontEnd(config, link, generator, metrics), None, timeouts)
+        server = GrpcServer(FrontEnd(config, Access(config), link, generator, metrics), None, timeouts)
         try:
             async with asyncio.timeout(PATIENCE_S):
                 yield await server.start()

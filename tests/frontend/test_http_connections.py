@@ -15,6 +15,8 @@ from http_calls import connect, generate_body, until
 from server_process import PATIENCE_S, ServerProcess
 from starlette.responses import Response
 
+from jaxsgl.config import ServerConfig
+from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.http import errors
 from jaxsgl.frontend.http.connection import MAX_PIPELINED, Connection
 from jaxsgl.frontend.http.middleware import ApiKey, BodyLimit
@@ -65,7 +67,7 @@ def new_app() -> FastAPI:
         return Response(b"x" * (16 << 20))
 
     app.add_middleware(BodyLimit, max_bytes=100, stall_s=LIMIT_S)
-    app.add_middleware(ApiKey, key="k")
+    app.add_middleware(ApiKey, access=Access(ServerConfig(api_key="k")))
     return app
 
 
