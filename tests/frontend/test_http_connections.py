@@ -185,6 +185,14 @@ def test_a_client_that_reads_a_little_now_and_then_loses_its_connection() -> Non
     asyncio.run(scenario())
 
 
+def test_junk_behind_a_request_ends_both() -> None:
+    async def scenario() -> bytes:
+        async with serving() as (port, _):
+            return await answer_to(port, POST + JUNK)
+
+    assert b"HTTP/1.1 400" in asyncio.run(scenario())
+
+
 def test_a_client_may_not_send_many_requests_ahead() -> None:
     async def scenario() -> bytes:
         async with serving() as (port, _):

@@ -80,9 +80,7 @@ class Connection(HttpToolsProtocol):
         for timer in (self._head_timer, self._read_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
-        if self._running is not None:
-            self._running.disconnected = True
-            self._running.message_event.set()
+        self._leave_running()
         self._client.close_now()
         super().connection_lost(exc)
         if self.on_lost is not None:
@@ -173,6 +171,7 @@ class Connection(HttpToolsProtocol):
     def _end(self) -> None:
         """Closes the connection in the client's time: it may still be sending, or reading."""
         self._end_head()
+        self._leave_running()
         if self._receiving:
             self._client.finish()
             self.flow.resume_reading()
@@ -180,6 +179,11 @@ class Connection(HttpToolsProtocol):
             self._watch_reading()
         else:
             self._close()
+
+    def _leave_running(self) -> None:
+        if self._running is not None:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def _close(self) -> None:
         self._client.close_now()
@@ -215,7 +219,9 @@ class _Transport(asyncio.Transport):
         return self._num_written - self._transport.get_write_buffer_size()
 
     def write(self, data: Any) -> None:
-        """Sends bytes, or keeps them until there is room."""
+        """Sends bytes, or keeps them until there is room. Those after the end are dropped, as asyncio does."""
+        if self._ending:
+            return
         self._num_written += len(data)
         self._transport.write(data)
 
