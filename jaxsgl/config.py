@@ -64,6 +64,9 @@ class SchedulingConfig:
     max_prefill_tokens: int = flag(
         16384, "prompt tokens of one step at most; with --chunked-prefill-size -1 a longer prompt has its own step"
     )
+    prefill_max_requests: int | None = flag(
+        None, "requests of one step at most whose prompts it extends (default: no limit)"
+    )
     enable_mixed_chunk: bool = flag(False, "decode in the same steps that extend prompts")
     decode_first: bool = flag(False, "a decode step between any two steps that extend prompts")
     max_itl_ms: float | None = flag(
@@ -88,6 +91,8 @@ class SchedulingConfig:
         )
         _require(self.max_itl_ms is None or self.max_itl_ms > 0, "--max-itl-ms", self.max_itl_ms, "more than 0")
         _require(self.max_prefill_tokens >= 1, "--max-prefill-tokens", self.max_prefill_tokens, "1 and more")
+        most = self.prefill_max_requests
+        _require(most is None or most >= 1, "--prefill-max-requests", most, "1 and more")
         for name in ("queue_timeout_s", "running_timeout_s"):
             value = getattr(self, name)
             _require(value is None or value > 0, _flag_name(name), value, "more than 0")

@@ -264,6 +264,7 @@ class StatusLine:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._steps_total = 0
+        self._retractions_total = 0
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -280,9 +281,11 @@ class StatusLine:
         load, rates = now.load, now.rates
         if load.totals.steps == self._steps_total and not load.num_running and not load.num_waiting:
             return
-        self._steps_total = load.totals.steps
+        retractions = load.totals.retractions - self._retractions_total
+        self._steps_total, self._retractions_total = load.totals.steps, load.totals.retractions
         logger.info(
-            "%d running, %d queued, %.0f output tokens/s, %.0f prompt tokens/s, KV pool %.0f%%, cache hits %.0f%%",
+            "%d running, %d queued, %.0f output tokens/s, %.0f prompt tokens/s, KV pool %.0f%%, cache hits %.0f%%, "
+            "%d retracted",
             load.num_running, load.num_waiting, rates.output_tokens_per_s, rates.prompt_tokens_per_s,
-            100 * now.token_usage, 100 * rates.cache_hit_rate,
+            100 * now.token_usage, 100 * rates.cache_hit_rate, retractions,
         )  # fmt: skip

@@ -99,6 +99,8 @@ class ExtendStep:
             TokenBudget(most) if view.latency is None else view.latency.budget(most, draft.decoding, continuing, mixed)
         )
         self._seqs_left = view.capacity.num_rows - len(mixed)
+        if view.config.prefill_max_requests is not None:
+            self._seqs_left = min(self._seqs_left, view.config.prefill_max_requests)
         self._sizes = [size - len(mixed) for size in view.buckets.extend_sizes if size > len(mixed)]
         self._score_sizes = view.buckets.score_sizes
         self._whole_prompts = view.capacity.whole_prompts

@@ -40,6 +40,7 @@ from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.request_table import RequestTable
+from jaxsgl.scheduler.retraction_warning import RetractionWarning
 
 NO_SCORES = StepScores()
 
@@ -110,6 +111,7 @@ class Scheduler:
         )
         self.last_plan: StepPlan | None = None
         self._requests = self.state.requests
+        self._retraction_warning = RetractionWarning(capacity, config.schedule_conservativeness, clock)
         sampling = SamplingRows(capacity.num_rows)
         self._applier = Applier(self.state, make_builder(buckets, table.pages, sampling, capacity.page_size), sampling)
         self._replies: list[Reply] = []
@@ -178,6 +180,8 @@ class Scheduler:
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("plan: %s", plan)
         inputs = self._applier.apply(plan)
+        if plan.retract and self.state.retract_also is None:
+            self._retraction_warning.retracted(len(plan.retract))
         self._applier.share_prefixes(plan)
         return inputs
 

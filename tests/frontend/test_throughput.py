@@ -63,12 +63,15 @@ def test_the_status_line_is_written_while_something_happens(caplog: pytest.LogCa
         assert not caplog.messages, "nothing has happened yet"
         engine.work(10, steps=5, output_tokens=50, num_running=3, num_waiting=2, used_tokens=7)
         engine.status.write()
-        engine.work(10, steps=9, output_tokens=70, prompt_tokens=300, cached_prompt_tokens=150)
+        engine.work(10, steps=9, output_tokens=70, prompt_tokens=300, cached_prompt_tokens=150, retractions=4)
         engine.status.write()
+        engine.status.write()
+        engine.work(10, steps=10, output_tokens=70, prompt_tokens=300, cached_prompt_tokens=150, retractions=5)
         engine.status.write()
     assert caplog.messages == [
-        "3 running, 2 queued, 5 output tokens/s, 0 prompt tokens/s, KV pool 0%, cache hits 0%",
-        "0 running, 0 queued, 2 output tokens/s, 30 prompt tokens/s, KV pool 0%, cache hits 50%",
+        "3 running, 2 queued, 5 output tokens/s, 0 prompt tokens/s, KV pool 0%, cache hits 0%, 0 retracted",
+        "0 running, 0 queued, 2 output tokens/s, 30 prompt tokens/s, KV pool 0%, cache hits 50%, 4 retracted",
+        "0 running, 0 queued, 0 output tokens/s, 0 prompt tokens/s, KV pool 0%, cache hits 50%, 1 retracted",
     ]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config import SchedulingConfig
+from jaxsgl.errors import ConfigError
 from jaxsgl.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import FakeEngine, ScriptedMailbox
@@ -72,3 +75,27 @@ def test_long_prompts_beside_each_other_advance_in_equal_shares() -> None:
     assert sorted(ends) == ["a", "b"]
     shared = [step for step in scheduler.launched if step.num_seqs == 2]
     assert len(shared) >= 10, "they advance together"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("most", "num_steps"), [(None, 1), (3, 3), (1, 8)])
+def test_a_step_extends_the_prompts_of_so_many_requests_at_most(mixed: bool, most: int | None, num_steps: int) -> None:
+    """All prompts together would get into one step; running requests don't count."""
+    sizes = capacity(num_pages=400)
+    config = SchedulingConfig(enable_mixed_chunk=mixed, prefill_max_requests=most)
+    scheduler, engine = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config), FakeEngine(sizes)
+    scheduler.receive([request(f"r{i}", range(50 * i, 50 * i + 16), 20) for i in range(8)])
+    prompts_of_steps = []
+    while not scheduler.is_idle:
+        inputs = scheduler.launch()
+        assert inputs is not None and scheduler.last_plan is not None
+        scheduler.collect(engine.submit(inputs).tokens())
+        scheduler.take_replies()
+        prompts_of_steps.append(len(scheduler.last_plan.chunks))
+    assert max(prompts_of_steps) <= (most or 8)
+    assert sum(count > 0 for count in prompts_of_steps) == num_steps
+
+
+def test_a_limit_on_prompts_of_a_step_is_at_least_one() -> None:
+    with pytest.raises(ConfigError, match="--prefill-max-requests is 0, but must be 1 and more"):
+        SchedulingConfig(prefill_max_requests=0)

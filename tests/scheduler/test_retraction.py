@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -14,7 +16,7 @@ from jaxsgl.scheduler.budget import DECAY_STEPS, NewTokenRatio
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing import FakeEngine, RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, request
 
@@ -165,3 +167,37 @@ def test_the_ratio_falls_once_a_decode_step_and_not_in_idle_turns(mixed: bool) -
     decoded = NewTokenRatio(1.0)
     decoded.decoded(8)
     assert scheduler.state.ratio.value == pytest.approx(decoded.value)
+
+
+def test_retractions_are_logged_at_most_once_in_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    sizes, now_s = capacity(num_pages=60), 0.0
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), OPTIMIST, clock=lambda: now_s)
+    engine = FakeEngine(sizes)
+    scheduler.receive([forgetful(f"r{i}", range(i, i + 20), 60) for i in range(24)])
+    retracted_at: list[float] = []
+    with caplog.at_level(logging.WARNING, "jaxsgl.scheduler"):
+        while not scheduler.is_idle:
+            before = scheduler.load(0).totals.retractions
+            inputs = scheduler.launch()
+            if inputs is not None:
+                scheduler.collect(engine.submit(inputs).tokens())
+            scheduler.take_replies()
+            retracted_at += [now_s] * (scheduler.load(0).totals.retractions - before)
+            now_s += 0.25
+    logged, count, next_s = [], 0, 0.0
+    for at_s, is_last in zip(retracted_at, [*(a != b for a, b in pairwise(retracted_at)), True], strict=True):
+        count += 1
+        if at_s >= next_s and is_last:
+            logged.append(count)
+            count, next_s = 0, at_s + 10.0
+    assert len(logged) > 1 and sum(logged) > len(logged), "several lines, some of them for several requests"
+    for message, count in zip(caplog.messages, logged, strict=True):
+        assert f"of 236 tokens ran out: {count} running requests were retracted within" in message
+        assert "raise --schedule-conservativeness (now 0.01) or lower --max-running-requests (now 8)" in message
+
+
+def test_a_retraction_without_need_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = capacity()
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), retract_also=RetractEvery(2))
+    run_loop(scheduler, FakeEngine(sizes), ScriptedMailbox([[forgetful("r", range(20), 9)]]), True)
+    assert scheduler.load(0).totals.retractions > 0 and not caplog.messages

@@ -70,6 +70,7 @@ class ServingMachine(RuleBasedStateMachine):
             SchedulingConfig,
             schedule_conservativeness=st.sampled_from([0.01, 1.0, 2.0]),
             max_prefill_tokens=st.sampled_from([5, 16384]),
+            prefill_max_requests=st.sampled_from([None, None, 1, 2]),
             enable_mixed_chunk=st.booleans(),
             decode_first=st.booleans(),
             max_itl_ms=st.sampled_from([None, None, 0.001, 5000.0]),
