@@ -211,7 +211,12 @@ class ServerConfig:
     max_request_bytes: int = flag(4 << 20, "size of one request's message or body at most")
     request_timeout_s: float = flag(3600.0, "seconds that a request may take, queue included")
     drain_s: float = flag(30.0, "seconds that open requests get to finish after Ctrl-C or SIGTERM")
-    watchdog_s: float = flag(60.0, "seconds without a sign of life after which the engine counts as stuck")
+    watchdog_s: float = flag(
+        60.0,
+        "seconds without a sign of life after which the engine counts as stuck and requests are refused; after five "
+        "times as many the server ends with status 1, so that a supervisor starts it again",
+    )
+    keep_stuck_server: bool = flag(False, "do not end the server, however long the engine is stuck")
     log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS)
     log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
 
@@ -322,6 +327,12 @@ def public_flags(config: Any) -> dict[str, Any]:
         elif not spec.metadata["secret"]:
             values[spec.name] = value
     return values
+
+
+def secrets_of(config_type: type, args: argparse.Namespace) -> list[str]:
+    """Returns the values of the secret flags in `args` that are given."""
+    specs = dataclasses.fields(config_type)
+    return [value for spec in specs if spec.metadata.get("secret") and (value := getattr(args, spec.name)) is not None]
 
 
 def _help_of(spec: dataclasses.Field[Any]) -> str:

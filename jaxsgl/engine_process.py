@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from jaxsgl import logs
+from jaxsgl import logs, stacks
 from jaxsgl.errors import StartupError
 from jaxsgl.ipc import Endpoints, EngineLaunch, EngineMailbox, open_mailbox
 from jaxsgl.shared_mailbox import SharedMailbox
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Runs the engine process; returns its exit status."""
-    ignore_terminal_signals()
+    set_signals()
     launch = read_launch(sys.stdin.buffer)
     follow_parent(sys.stdin.buffer, launch.endpoints)
     logs.configure(launch.log_style, "engine")
@@ -58,14 +58,15 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     return 0
 
 
-def ignore_terminal_signals() -> None:
-    """Leaves Ctrl-C and SIGTERM to the parent.
+def set_signals() -> None:
+    """Leaves Ctrl-C and SIGTERM to the parent, and shows the stacks when the parent asks for them.
 
     Terminals and service managers signal both processes at once, but the parent still needs the engine to finish
     short calls. The parent ends the engine itself, and the engine ends when the parent dies.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    stacks.dump_at_signals()
 
 
 def read_launch(stdin: BinaryIO) -> EngineLaunch:

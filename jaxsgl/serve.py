@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxsgl import logs
-from jaxsgl.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig, add_flags, from_flags
+from jaxsgl import logs, stacks
+from jaxsgl.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig, add_flags, from_flags, secrets_of
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.engine_link import ENGINE_COMMAND
 
@@ -25,12 +25,14 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
     )
     add_flags(parser, ServerConfig)
     args = parser.parse_args(argv)
-    logs.configure(logs.LogStyle(args.log_level, args.log_format), "server")
+    if args.api_key is None:
+        args.api_key = os.environ.get(API_KEY_VARIABLE)
+    if args.admin_api_key is None:
+        args.admin_api_key = os.environ.get(ADMIN_API_KEY_VARIABLE)
+    output = logs.configure(logs.LogStyle(args.log_level, args.log_format), "server", secrets_of(ServerConfig, args))
+    output.replace_stderr()
+    stacks.dump_at_signals(crashes_fd=output.stderr.real_fd)
     try:
-        if args.api_key is None:
-            args.api_key = os.environ.get(API_KEY_VARIABLE)
-        if args.admin_api_key is None:
-            args.admin_api_key = os.environ.get(ADMIN_API_KEY_VARIABLE)
         config = from_flags(ServerConfig, args)
         from jaxsgl.frontend.server import serve  # importing gRPC takes a while: bad flags fail before it
 
@@ -39,10 +41,12 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
         if args.log_format == "json":
             logger.error("%s", error)
         else:
-            print(f"error: {error}", file=sys.stderr)
+            output.line(f"error: {error}")
         return 1
     except KeyboardInterrupt:  # it came before the loop had its own handler
         return 130
+    finally:
+        output.close()
 
 
 def run(engine_command: Sequence[str] = ENGINE_COMMAND) -> NoReturn:

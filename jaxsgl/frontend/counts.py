@@ -41,9 +41,9 @@ class Counts(msgspec.Struct, frozen=True, tag="counts"):
         return Counts(self.counters, self.histograms, kept)
 
 
-def counts_of(metrics: Metrics | None, num_open: int) -> Counts:
-    """Returns the counts of this process, which has no metrics if it serves no requests itself."""
-    found = vars(metrics) if metrics is not None else {}
+def counts_of(metrics: Metrics, num_open: int) -> Counts:
+    """Returns the counts of this process."""
+    found = vars(metrics)
     return Counts(
         {name: dict(value) for name, value in found.items() if isinstance(value, Counter)},
         {name: value.state() for name, value in found.items() if isinstance(value, Histogram)},

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ import msgspec
 
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
+from jaxsgl.frontend.child_process import how_it_ended, start_child
 from jaxsgl.frontend.reply_stream import MAX_UNREAD, ReplyStream
 from jaxsgl.ipc import Endpoints, EngineLaunch, EngineLine
 from jaxsgl.logs import LogStyle
@@ -44,6 +44,7 @@ from jaxsgl.messages import (
     first_number,
 )
 from jaxsgl.request import Request
+from jaxsgl.stacks import DUMP_SIGNAL
 
 ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")
 FINAL_MESSAGE_S = 0.2  # the final message of a process that has ended may still be on its way
@@ -94,11 +95,13 @@ class EngineLink:
         self._dead = asyncio.Event()
         self._stopping = False
         self._refusal: str | None = "the engine is still starting: try again later"
+        self._accepted = False
         self._streams: dict[str, ReplyStream] = {}  # by engine id
         self._by_request_id: dict[str, ReplyStream] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._watchers: list[Callable[[News], None]] = []
         self._numbers = itertools.count(first_number(line or 0))
+        self._next_token: asyncio.Future[None] | None = None
         self.load = Load()
         self.heard_s = time.monotonic()
         self.stuck: str | None = None
@@ -110,10 +113,7 @@ class EngineLink:
         self._endpoints = Endpoints.create(self._line_number)
         self._connect(self._endpoints)
         launch = EngineLaunch(self._config, self._endpoints, self._log_style)
-        # In a process group of its own: Ctrl-C in the terminal reaches the server alone.
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.PIPE, process_group=0
-        )
+        self._process = await start_child("engine", self._command, asyncio.subprocess.PIPE)
         self._watcher = asyncio.create_task(self._watch(self._process))
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):  # the process ended at once: `_watch` reports it
@@ -141,7 +141,7 @@ class EngineLink:
 
     def accept(self) -> None:
         """Lets requests in."""
-        self._refusal = None
+        self._refusal, self._accepted = None, True
 
     async def death(self) -> str:
         """Waits until the engine has failed or its process has ended; returns why. All open calls have failed then."""
@@ -179,12 +179,30 @@ class EngineLink:
         if self._endpoints is not None:
             self._endpoints.remove()
 
+    def dump_stacks(self) -> None:
+        """Has the process write the stacks of its threads to its log, even if it hangs."""
+        if self._process is not None:
+            logger.error("the engine process %d writes its stacks", self._process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(DUMP_SIGNAL)
+
     # Calls: one request each.
 
     @property
     def refusal(self) -> str | None:
         """Why new requests are refused now, None if they aren't. All health endpoints report it."""
         return self._death or self._refusal or self.stuck
+
+    @property
+    def state(self) -> str:
+        """Where the engine stands: dead, loading, draining, stuck, paused or ready."""
+        if self._death is not None:
+            return "dead"
+        if self._refusal is not None:
+            return "draining" if self._accepted else "loading"
+        if self.stuck is not None:
+            return "stuck"
+        return "paused" if self.load.paused else "ready"
 
     @property
     def num_running(self) -> int:
@@ -265,6 +283,12 @@ class EngineLink:
             raise EngineUnavailable(self.refusal)
         await self.ask(Ping, timeout_s)
 
+    async def next_token(self) -> None:
+        """Waits until the engine has made a token, of whatever request."""
+        if self._next_token is None:
+            self._next_token = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._next_token)
+
     def send_command(self, command: Callable[[int], Command]) -> int:
         """Sends a command without waiting for its answer; returns its number. Raises `EngineUnavailable`."""
         number = next(self._numbers)
@@ -287,6 +311,9 @@ class EngineLink:
         """Takes one message of the engine. Replies of calls that have ended are dropped."""
         self.heard_s = time.monotonic()
         if isinstance(message, Replies):
+            if self._next_token is not None and message.load.totals.output_tokens > self.load.totals.output_tokens:
+                self._next_token.set_result(None)
+                self._next_token = None
             self.load = message.load
             for reply in message.replies:
                 stream = self._streams.get(reply.request_id)
@@ -369,12 +396,3 @@ class EngineLink:
         await watcher
         assert process.stdin is not None
         process.stdin.close()
-
-
-def how_it_ended(status: int) -> str:
-    """Returns a process's end in words, from its exit status; a negative one is a signal's number."""
-    if status >= 0:
-        return f"ended with exit status {status}"
-    name = {number.value: number.name for number in signal.Signals}.get(-status, "unnamed")
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"was killed by signal {-status}, {name}{hint}"

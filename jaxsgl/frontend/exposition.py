@@ -206,6 +206,11 @@ TABLE = (
         "Pages, rows and locks that the runtime check found lost or in two places; more than 0 is a bug.",
         lambda front_end, engine: engine.load.totals.leaks,
     ),
+    Row(
+        ("jaxsgl:log_lines_dropped_total",),
+        "Log lines that were dropped because nothing read standard error.",
+        lambda front_end, engine: front_end.log_lines["dropped"],
+    ),
 )
 
 

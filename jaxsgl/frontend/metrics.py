@@ -51,11 +51,18 @@ class Metrics:
       prompt_tokens, output_tokens: lengths of samples that ended.
       throughput: how fast the engine works now.
       clock: gives seconds.
+      log_lines: counts of log lines: those dropped because standard error did not take them.
     """
 
-    def __init__(self, load: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
-        """`load` gives the engine's latest load."""
+    def __init__(
+        self,
+        load: Callable[[], Load],
+        clock: Callable[[], float] = time.monotonic,
+        log_lines: Counter[str] | None = None,
+    ) -> None:
+        """`load` gives the engine's latest load; whoever writes `log_lines` goes on counting in them."""
         self._load = load
+        self.log_lines: Counter[str] = Counter(dropped=0) if log_lines is None else log_lines
         self._pool_tokens = 0
         self.clock = clock
         self.throughput = Throughput(load, clock)

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jaxsgl import logs
 from jaxsgl.config import ServerConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.certificates import load_certificate
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(config: ServerConfig, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Serves until a signal comes (returns 0) or the engine dies (returns 1). Raises `StartupError`."""
+    """Serves until a signal comes (returns 0) or the engine dies or hangs (returns 1). Raises `StartupError`."""
     raise_file_limit()  # of the processes that are started from here, too
     several = config.tokenizer_worker_num > 1
     server: Life = Workers(config, engine_command) if several else Server(config, engine_command)
@@ -131,9 +132,9 @@ class Server:
         self.engine = EngineLink(config.engine, log_style, engine_command) if share is None else share.engine
         self.serving = asyncio.Event()
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # asyncio's own would delay the end
-        self.metrics = Metrics(lambda: self.engine.load)
+        self.metrics = Metrics(lambda: self.engine.load, log_lines=logs.line_counts())
         self._generator = Generator(self.engine, self._threads, self.metrics, config.request_timeout_s)
-        self._watchdog = Watchdog(self.engine, config.watchdog_s)
+        self._watchdog = Watchdog(self.engine, config.watchdog_s, config.keep_stuck_server)
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers
         front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, peers)
@@ -141,20 +142,19 @@ class Server:
         self._http = HttpServer(front_end, self._certificate, None if share is None else share.http)
 
     async def run(self) -> int:
-        """Starts, and serves until the engine dies; returns exit status 1 then. Raises `StartupError`."""
+        """Starts, and serves until the engine dies or hangs; returns exit status 1 then. Raises `StartupError`."""
         await self.start()
         _spare_the_garbage_collector()
         death = asyncio.create_task(self.engine.death())
         duties = [asyncio.create_task(duty) for duty in self._duties()]
         try:
             await asyncio.wait([death, *duties], return_when=asyncio.FIRST_COMPLETED)
-            for duty in duties:
-                if duty.done():
-                    duty.result()  # only a bug ends a duty; without a watchdog, health would stay good forever
+            # The watchdog ends with a reason, other duties by a bug only.
+            reason = next((duty.result() for duty in duties if duty.done()), None) or death.result()
         finally:
             for task in (death, *duties):
                 task.cancel()
-        await self._end_calls(death.result())
+        await self._end_calls(reason)
         return 1
 
     async def start(self) -> Addresses:
@@ -205,7 +205,7 @@ class Server:
         """Tells gRPC's health checks whether requests make sense now."""
         await self._grpc.set_serving(self.engine.refusal is None)
 
-    def _duties(self) -> list[Coroutine[Any, Any, None]]:
+    def _duties(self) -> list[Coroutine[Any, Any, str | None]]:
         """Returns what runs beside the requests; the parent of several front-end processes does some of it for all."""
         certificate = [self._certificate.watch()] if self._certificate is not None else []
         if self._shares:
@@ -244,6 +244,7 @@ async def _stop_signal(server: Server) -> None:
     def on_signal(number: int) -> None:
         if first.is_set():
             server.kill()
+            logging.shutdown()
             os._exit(128 + number)
         first.set()
 

@@ -1,4 +1,4 @@
-"""Notices when the engine stands still, and has its link refuse requests until it moves again.
+"""Notices when the engine stands still: has its link refuse requests, logs all stacks, and ends the server at last.
 
 Pings the engine whenever it has been silent, and expects steps while requests run or wait, unless generation is paused.
 Counts its own ticks instead of seconds: a front end that was stopped itself (by a debugger, or a laptop's sleep) must
@@ -12,41 +12,55 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
+from jaxsgl import stacks
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.messages import Ping
 
 MAX_TICK_S = 5.0
 TICKS = 4  # at least this many in `limit_s`
+PATIENCE = 5  # times `limit_s` from the engine's last sign of life until the server ends
 
 logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Watches `engine`, which counts as stuck after `limit_s` seconds without a message, or without a step it owes."""
+    """Watches `engine`, which counts as stuck after `limit_s` seconds without a message, or without a step it owes.
 
-    def __init__(self, engine: EngineLink, limit_s: float) -> None:
+    With `keep_alive` a stuck engine is given any time to move again.
+
+    Attributes:
+      dump_s: seconds for the engine's stacks to arrive before the server ends.
+    """
+
+    dump_s = 1.0
+
+    def __init__(self, engine: EngineLink, limit_s: float, keep_alive: bool = False) -> None:
         self._engine = engine
         self._limit_s = limit_s
+        self._keep_alive = keep_alive
         self._tick_s = min(MAX_TICK_S, limit_s / TICKS)
         self._heard_s = 0.0
         self._steps_total = 0
         self._silent_ticks = self._stalled_ticks = 0
         self._asked = False
 
-    async def run(self, report: Callable[[], Awaitable[None]]) -> None:
-        """Watches until it is cancelled. Sets `EngineLink.stuck`, and awaits `report` at each change."""
+    async def run(self, report: Callable[[], Awaitable[None]]) -> str:
+        """Watches until the server must end, and returns why. Sets `EngineLink.stuck`; awaits `report` at each change.
+
+        The server must end once the engine has been stuck for `PATIENCE` times the limit.
+        """
         while True:
             await asyncio.sleep(self._tick_s)
             stuck = self.tick()
-            if (stuck is None) == (self._engine.stuck is None):
-                continue
-            self._engine.stuck = stuck
-            if stuck is not None:
-                logger.error("%s: refusing requests until it does; %d are open", stuck, self._engine.num_open)
-            else:
-                logger.info("the engine works again")
-            await report()
+            if (stuck is None) != (self._engine.stuck is None):
+                await self._changed(stuck, report)
+            reason = None if self._keep_alive else self._problem(PATIENCE * self._limit_s)
+            if reason is not None:
+                logger.error("%s: ending %d open calls and the server", reason, self._engine.num_open)
+                self._dump_stacks()
+                await asyncio.sleep(self.dump_s)
+                return reason
 
     def tick(self) -> str | None:
         """Looks at the engine, every `limit_s` / `TICKS` seconds. Returns why it is stuck, None if it isn't."""
@@ -62,8 +76,26 @@ class Watchdog:
             with contextlib.suppress(EngineUnavailable):  # the link itself reports a death
                 engine.send_command(Ping)
             self._asked = True
-        if self._silent_ticks * self._tick_s >= self._limit_s:
-            return f"the engine has given no sign of life for {self._limit_s:g} s"
-        if self._stalled_ticks * self._tick_s >= self._limit_s:
-            return f"the engine has made no step for {self._limit_s:g} s, though requests run or wait"
+        return self._problem(self._limit_s)
+
+    def _problem(self, limit_s: float) -> str | None:
+        """Why the engine has been stuck for `limit_s` seconds or more, None if it hasn't."""
+        if self._silent_ticks * self._tick_s >= limit_s:
+            return f"the engine has given no sign of life for {limit_s:g} s"
+        if self._stalled_ticks * self._tick_s >= limit_s:
+            return f"the engine has made no step for {limit_s:g} s, though requests run or wait"
         return None
+
+    async def _changed(self, stuck: str | None, report: Callable[[], Awaitable[None]]) -> None:
+        self._engine.stuck = stuck
+        if stuck is not None:
+            logger.error("%s: refusing requests until it does; %d are open", stuck, self._engine.num_open)
+            self._dump_stacks()
+        else:
+            logger.info("the engine works again")
+        await report()
+
+    def _dump_stacks(self) -> None:
+        """Logs where this process stands, and has the engine do so."""
+        self._engine.dump_stacks()
+        logger.error("stacks of the server process:\n%s%s", stacks.of_threads(), stacks.of_tasks())

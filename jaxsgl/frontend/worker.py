@@ -8,13 +8,14 @@ to it. Started by workers.py as `python -m jaxsgl.frontend.worker FD_OF_CHANNEL 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import sys
 from collections import deque
 
-from jaxsgl import logs
+from jaxsgl import logs, stacks
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.counts import Counts, counts_of
@@ -139,9 +140,10 @@ def main() -> None:
     """Runs the worker and ends the process with its status, without joining threads."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # service managers signal all processes; the parent says when to end
+    stacks.dump_at_signals()
     ends = [socket.socket(fileno=int(fd)) for fd in sys.argv[1:]]
     status = asyncio.run(work(*ends))
-    sys.stderr.flush()
+    logging.shutdown()
     os._exit(status)
 
 

@@ -19,10 +19,12 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxsgl import logs
 from jaxsgl.config import ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
+from jaxsgl.frontend.child_process import how_it_ended, start_child
 from jaxsgl.frontend.counts import Counts, counts_of, summed
-from jaxsgl.frontend.engine_link import ENGINE_COMMAND, EngineLink, how_it_ended
+from jaxsgl.frontend.engine_link import ENGINE_COMMAND, EngineLink
 from jaxsgl.frontend.exposition import StatusLine
 from jaxsgl.frontend.listen import Addresses, address_of, log_listening, log_ready, reserve_port
 from jaxsgl.frontend.metrics import Metrics
@@ -83,9 +85,8 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             files = (theirs.fileno(), http)
-            # In a process group of its own: Ctrl-C in the terminal reaches the parent alone.
-            self._process = await asyncio.create_subprocess_exec(
-                *command, *map(str, files), stdin=asyncio.subprocess.DEVNULL, pass_fds=files, process_group=0
+            self._process = await start_child(
+                f"worker {self.number}", [*command, *map(str, files)], asyncio.subprocess.DEVNULL, files
             )
         logger.info("worker %d is process %d", self.number, self._process.pid)
         self._channel = await parents_end(ours)
@@ -144,8 +145,8 @@ class Workers:
         self._worker_command = worker_command
         log_style = LogStyle(config.log_level, config.log_format)
         self.engine = EngineLink(config.engine, log_style, engine_command, line=PARENT_LINE)
-        self._metrics = Metrics(lambda: self.engine.load)
-        self._watchdog = Watchdog(self.engine, config.watchdog_s)
+        self._metrics = Metrics(lambda: self.engine.load, log_lines=logs.line_counts())
+        self._watchdog = Watchdog(self.engine, config.watchdog_s, config.keep_stuck_server)
         self._status = StatusLine(self._metrics)
         self._sockets: list[
             socket.socket
@@ -169,10 +170,9 @@ class Workers:
         try:
             any_end: list[asyncio.Future[Any]] = [death, self._broken, *duties]
             await asyncio.wait(any_end, return_when=asyncio.FIRST_COMPLETED)
-            for duty in duties:
-                if duty.done():
-                    duty.result()  # only a bug ends a duty
-            reason = death.result() if death.done() else self._broken.result()
+            # The watchdog ends with a reason, other duties by a bug only.
+            reason = next((duty.result() for duty in duties if duty.done()), None)
+            reason = reason or (death.result() if death.done() else self._broken.result())
         finally:
             for task in (death, *duties):
                 task.cancel()
@@ -335,5 +335,5 @@ class Workers:
             async with asyncio.timeout(COUNTS_S):
                 for worker in others:
                     await worker.told.wait()
-        own = counts_of(None, 0)
+        own = counts_of(self._metrics, 0)
         asker.send(Total(summed([self._past, own, *(worker.counts for worker in self._workers)])))

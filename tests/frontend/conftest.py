@@ -7,6 +7,7 @@ import pytest
 from server_process import ServerProcess
 from sglang_calls import sglang_stub
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
+from tls_files import make_certificate
 
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
@@ -42,6 +43,12 @@ def stub(server: ServerProcess) -> Iterator[pb_grpc.JaxsglStub]:
 def sglang(server: ServerProcess) -> Iterator[sglang_grpc.SglangSchedulerStub]:
     with sglang_stub(server) as stub:
         yield stub
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate for 127.0.0.1 and its key."""
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from jaxsgl import logs
 from jaxsgl.config import Limits
-from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
+from jaxsgl.engine_process import follow_parent, read_launch, set_signals
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
 from jaxsgl.messages import (
     Abort,
@@ -252,7 +252,7 @@ def logprob(token: int, num_top: int) -> TokenLogprob:
 
 
 def main() -> int:
-    ignore_terminal_signals()
+    set_signals()
     launch = read_launch(sys.stdin.buffer)
     if launch.config.random_seed == Script.START_SLOW_WORDS:
         if os.fork():  # while there is one thread: Python 3.12 warns of forking later

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from fake_engine_process import Script
 from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request
 
 from jaxsgl import logs
+
+SECRET = 'sk-"it\\is"-me'
 
 Start = Callable[..., ServerProcess]
 
@@ -25,7 +28,9 @@ Start = Callable[..., ServerProcess]
 def logger_of(log_format: str) -> Iterator[tuple[logging.Logger, io.StringIO]]:
     """A logger, and what it has written in `log_format`."""
     written = io.StringIO()
-    handler = logs.new_handler(log_format, "server", written)
+    clean = logs.Cleaner([SECRET])
+    formatter = logs.new_formatter(log_format, "server", clean)
+    handler = logs.Handler(formatter, lambda line: print(line.decode(), end="", file=written))
     logger = logging.Logger("jaxsgl.of_this_test")
     logger.addHandler(handler)
     yield logger, written
@@ -91,6 +96,57 @@ def test_a_request_id_cannot_forge_a_log_line() -> None:
             asyncio.run(serve(logger))
         assert written.getvalue().count("\n") == 1
         assert written.getvalue().isprintable() or written.getvalue()[:-1].isprintable()
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_secrets_and_credentials_are_blacked_out(log_format: str) -> None:
+    with logger_of(log_format) as (logger, written):
+        logger.info("the key is %s", SECRET, extra={"given": f"Bearer {SECRET}"})
+        logger.info("metadata: %r", (("authorization", "Bearer sk-of-a-client"), ("x", "y")))
+        try:
+            raise ValueError(f"bearer sk-of-a-client is not {SECRET}")
+        except ValueError:
+            logger.exception("it failed")
+    assert "sk-" not in written.getvalue()
+    assert written.getvalue().count("***") >= 4
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_bytes_that_a_library_logs_are_not_shown(log_format: str) -> None:
+    """So gRPC logs metadata that is no UTF-8."""
+    with logger_of(log_format) as (logger, written):
+        logger.error("Invalid encoding on %s", b"Bearer sk-of-a-client\xff")
+    assert "Invalid encoding on <22 bytes>" in written.getvalue()
+
+
+def test_lines_of_one_place_are_limited_and_counted() -> None:
+    now_s = 100.0
+    limit = logs.RepeatLimit(lambda: now_s)
+
+    def warn(level: int = logging.WARNING, line: int = 7) -> logging.LogRecord | None:
+        record = logging.LogRecord("uvicorn.error", level, "a.py", line, "Invalid HTTP request received.", None, None)
+        return record if limit.filter(record) else None
+
+    def outcome(record: logging.LogRecord | None) -> object:
+        return record and {name: value for name, value in vars(record).items() if name in ("silent_s", "left_out")}
+
+    written = [outcome(warn()) for _ in range(logs.REPEATS + 50)]
+    assert written == [{}] * (logs.REPEATS - 1) + [{"silent_s": logs.PERIOD_S}] + [None] * 50
+    assert outcome(warn(line=8)) == {}, "another place of the code"
+    assert all(warn(logging.INFO) for _ in range(100)), "no warning"
+    now_s += logs.PERIOD_S
+    assert [outcome(warn()) for _ in range(2)] == [{"left_out": 50}, {}]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_call_with_wrong_arguments_is_still_a_line(log_format: str) -> None:
+    with logger_of(log_format) as (logger, written):
+        logger.error("%d of %s", "one")
+        logger.error("half a pair: \ud83d", extra={"number": 1 << 80})
+    lines = written.getvalue().splitlines()
+    assert len(lines) == 2
+    assert "can't be formatted" in lines[0]
+    assert all(isinstance(line, dict) for line in map(json.loads, lines)) if log_format == "json" else True
 
 
 def post(server: ServerProcess, path: str, headers: dict[str, str], body: object) -> None:

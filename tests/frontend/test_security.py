@@ -17,7 +17,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from http_calls import connect, error_of, events, generate_body
 from server_process import ServerProcess, ids_request, wait_for
-from tls_files import make_certificate
 
 from jaxsgl.client import main as run_client
 from jaxsgl.config import API_KEY_VARIABLE, ServerConfig
@@ -88,6 +87,8 @@ def test_the_key_is_never_shown(guarded: ServerProcess) -> None:
         told = [http.get(path).text for path in ("/get_server_info", "/get_model_info", "/openapi.json", "/metrics")]
     assert not any(KEY in text for text in told)
     assert KEY not in guarded.log
+    engine = Path(f"/proc/{guarded.engine_pid}")
+    assert KEY.encode() not in (engine / "cmdline").read_bytes() + (engine / "environ").read_bytes()
     assert KEY not in repr(ServerConfig(api_key=KEY))
 
 
@@ -101,12 +102,6 @@ def test_the_client_sends_the_key(
     assert run_client([*ask, "--api-key", KEY]) == 0
     monkeypatch.setenv(API_KEY_VARIABLE, KEY)
     assert run_client(ask) == 0
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A certificate for 127.0.0.1 and its key."""
-    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 def test_both_ports_speak_tls(

@@ -30,10 +30,10 @@ Start = Callable[..., ServerProcess]
 class Engine:
     """An engine that answers as the test says, under a watchdog."""
 
-    def __init__(self, limit_s: float = 4.0) -> None:
+    def __init__(self, limit_s: float = 4.0, keep_alive: bool = False) -> None:
         self.link = PlayedLink()
         self.link.accept()
-        self.watchdog = Watchdog(self.link, limit_s)
+        self.watchdog = Watchdog(self.link, limit_s, keep_alive)
 
     def ticks(self, count: int) -> list[str | None]:
         return [self.watchdog.tick() for _ in range(count)]
@@ -106,7 +106,7 @@ def test_a_paused_engine_need_not_step() -> None:
 
 
 def test_problems_are_reported_and_logged_once_and_refuse_requests_meanwhile(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(limit_s=0.02)
+    engine = Engine(limit_s=0.02, keep_alive=True)
     told: asyncio.Queue[str | None]
 
     async def tell() -> None:
@@ -127,9 +127,39 @@ def test_problems_are_reported_and_logged_once_and_refuse_requests_meanwhile(cap
     with caplog.at_level(logging.INFO, "jaxsgl"):
         asyncio.run(live())
     assert told.empty()
-    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 1
-    assert "no sign of life" in errors[0].getMessage()
+    error, stacks = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert "no sign of life" in error
+    assert stacks.startswith("stacks of the server process:\nthread ")
+    assert "in live\n    await told.get()" in stacks or "in live\n    assert await told.get()" in stacks
+
+
+def test_an_engine_that_stays_stuck_ends_the_server_unless_it_is_to_be_kept() -> None:
+    async def outcome(engine: Engine) -> str:
+        engine.watchdog.dump_s = 0.0
+        async with asyncio.timeout(1.0):
+            return await engine.watchdog.run(nothing)
+
+    async def nothing() -> None:
+        pass
+
+    reason = asyncio.run(outcome(Engine(limit_s=0.02)))
+    assert reason == "the engine has given no sign of life for 0.1 s"
+    with pytest.raises(TimeoutError):
+        asyncio.run(outcome(Engine(limit_s=0.02, keep_alive=True)))
+
+
+def test_a_server_whose_engine_hangs_shows_both_processes_and_ends(start_server: Start) -> None:
+    server = start_server("--watchdog-s", "0.4")
+    server.wait_until_ready()
+    with server.stub() as stub:
+        call = stub.Generate(ids_request(Script.STICK))
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert "no sign of life" in caught.value.details()
+    assert server.wait_for_exit() == 1
+    assert "fake_engine_process.py" in server.log and "in handle" in server.log, "the engine's stack"
+    assert "stacks of the server process" in server.log and "in run" in server.log
 
 
 def test_a_shutdown_is_reported_rather_than_a_stuck_engine() -> None:
@@ -142,7 +172,7 @@ def test_a_shutdown_is_reported_rather_than_a_stuck_engine() -> None:
 
 
 def test_health_follows_a_stuck_engine_and_its_recovery(start_server: Start) -> None:
-    server = start_server("--watchdog-s", "2")
+    server = start_server("--watchdog-s", "2", "--keep-stuck-server")
     server.wait_until_ready()
     with grpc.insecure_channel(server.address) as channel, server.stub() as stub:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

@@ -6,6 +6,7 @@ Reads the watchdog and the metrics; decides neither. app.py includes the router.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 
 from fastapi import APIRouter, Response
@@ -18,6 +19,7 @@ from jaxsgl.request import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
 
 GENERATE_S = 20.0  # for one token, as in SGLang
+OTHERS_S = 1.0  # for a token of running requests; then the probe asks for one of its own
 # Never OpenMetrics, even if the client prefers it: there, prometheus_client writes colons of names as underscores.
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -36,7 +38,7 @@ def router(front_end: FrontEnd) -> APIRouter:
 
     @api.get("/health_generate")
     async def health_generate() -> dict[str, str]:
-        """As /health, but has the engine generate a token, too, unless generation is paused."""
+        """As /health, and a token has come since, of any request, unless generation is paused."""
         _check(front_end)
         if not front_end.engine.load.paused:
             await probe.run()
@@ -61,29 +63,47 @@ def _check(front_end: FrontEnd) -> None:
 
 
 class _Probe:
-    """Generates one token. Callers need no key, so all that ask at the same time share one request."""
+    """Waits for a token of any request, and has the engine make one if it has nothing to do.
+
+    Callers need no key, so all that ask at the same time share one wait. A token that ends it came after each of them
+    asked.
+    """
 
     def __init__(self, front_end: FrontEnd) -> None:
         self._front_end = front_end
         self._running: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Raises `EngineUnavailable` if neither the token nor a step of a busy engine comes in time."""
+        """Raises `EngineUnavailable` if neither a token nor a step of a busy engine comes in time."""
         if self._running is None or self._running.done():
-            self._running = asyncio.create_task(self._generate())
+            self._running = asyncio.create_task(self._wait())
         await asyncio.shield(self._running)
 
-    async def _generate(self) -> None:
-        generator, engine = self._front_end.generator, self._front_end.engine
+    async def _wait(self) -> None:
+        engine = self._front_end.engine
         steps = engine.load.totals.steps
-        sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = await generator.prepare(IdsPrompt([0]), sampling, f"health-{uuid.uuid4().hex}")
+        coming = asyncio.ensure_future(engine.next_token())
+        generating: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(GENERATE_S):
-                with generator.start(request) as generation:
-                    await generation.whole()
-        except Overloaded:
-            pass  # a full queue, reported by the engine itself; the watchdog knows whether the engine steps
+                if engine.load.num_running:
+                    await asyncio.wait({coming}, timeout=OTHERS_S)
+                if not coming.done():
+                    generating = asyncio.create_task(self._generate())
+                    await asyncio.wait({coming, generating}, return_when=asyncio.FIRST_COMPLETED)
+                    if generating.done():
+                        generating.result()
         except TimeoutError:
             if engine.load.totals.steps == steps:
                 raise EngineUnavailable(f"the engine has made no token within {GENERATE_S:g} s") from None
+        finally:
+            coming.cancel()
+            if generating is not None:
+                generating.cancel()
+
+    async def _generate(self) -> None:
+        generator = self._front_end.generator
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        request = await generator.prepare(IdsPrompt([0]), sampling, f"health-{uuid.uuid4().hex}")
+        with contextlib.suppress(Overloaded), generator.start(request) as generation:  # a full queue: the engine lives
+            await generation.whole()

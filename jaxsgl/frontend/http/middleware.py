@@ -23,7 +23,7 @@ from jaxsgl.frontend.http.errors import answer, answer_to
 REQUEST_ID_HEADER = "x-request-id"
 STALL_S = 60.0  # how long a client may send nothing of a body that it has begun
 MIN_BODY_BYTES_PER_S = 1024  # on the whole, after the first `STALL_S`
-OPEN_PATHS = ("/health", "/health_generate", "/metrics")  # probes and scrapers hold no key
+OPEN_PATHS = ("/", "/health", "/health_generate", "/metrics")  # probes, scrapers and browsers hold no key
 # They operate the server or show what all its clients do: for the administrator, if there is one.
 ORDER_PATHS = frozenset({
     "/abort_request", "/continue_generation", "/flush_cache", "/get_server_info", "/internal_state",

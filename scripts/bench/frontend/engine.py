@@ -11,7 +11,7 @@ import time
 
 from bench.frontend.plan import Plan, write_whole
 from jaxsgl.config import BUNDLED_MODEL, Limits
-from jaxsgl.engine_process import follow_parent, ignore_terminal_signals, read_launch
+from jaxsgl.engine_process import follow_parent, read_launch, set_signals
 from jaxsgl.ipc import EngineMailbox, open_mailbox
 from jaxsgl.messages import Abort, Answer, CacheEvents, EngineInfo, Load, Replies, Reply, Shutdown, Totals, WatchCache
 from jaxsgl.request import FinishReason, Request
@@ -95,7 +95,7 @@ def engine_info(plan: Plan) -> EngineInfo:
 
 def main() -> None:
     """Runs the engine process; the server starts it with the path of the plan."""
-    ignore_terminal_signals()
+    set_signals()
     launch = read_launch(sys.stdin.buffer)
     follow_parent(sys.stdin.buffer, launch.endpoints)
     plan = Plan.load(sys.argv[1])
