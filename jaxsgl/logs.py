@@ -119,8 +119,9 @@ class Output:
         """Passes on a line that some process wrote to its standard error."""
         text = self._clean(line.decode(errors="backslashreplace"))
         if self._log_format == "json" and not _is_object(text):
-            text = new_formatter("json", process_name, self._clean).format(_warning("stderr", text))
-        self.stderr.writer.put(_encoded(text))
+            record = _warning("stderr", text.strip("\r\n"))
+            text = new_formatter("json", process_name, self._clean).format(record) + "\n"
+        self.stderr.writer.put(text.encode())
 
     def _told_of_dropped(self, count: int) -> bytes:
         words = f"{count} log lines were dropped, because nothing read standard error"

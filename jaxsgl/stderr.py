@@ -100,9 +100,10 @@ def new_pipe() -> tuple[int, int]:
 
 
 def read_lines(fd: int, take: Callable[[bytes], None]) -> threading.Thread:
-    """Gives each line that arrives at `fd` to `take`, without its line break, until all writers have closed it.
+    """Gives each line that arrives at `fd` to `take`, with its line break, until all writers have closed it.
 
-    Returns the thread that does so; it closes `fd` at its end.
+    A progress bar, which returns to the start of its line, is handed over without waiting for the line's end. Returns
+    the thread that does all this; it closes `fd` at its end.
     """
 
     def run() -> None:
@@ -110,8 +111,8 @@ def read_lines(fd: int, take: Callable[[bytes], None]) -> threading.Thread:
         while chunk := os.read(fd, 64 << 10):
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
-                take(line)
-            if len(rest) > MAX_LINE_BYTES:
+                take(line + b"\n")
+            if b"\r" in rest or len(rest) > MAX_LINE_BYTES:
                 take(rest)
                 rest = b""
         if rest:

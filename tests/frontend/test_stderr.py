@@ -88,15 +88,15 @@ def test_a_pipe_hands_over_whole_lines_and_never_blocks() -> None:
 
     thread = read_lines(reading, take)
     os.write(writing, b"one\ntw")
-    os.write(writing, b"o\n\nlast\n")
+    os.write(writing, b"o\n\n\r 50%")
     with pytest.raises(BlockingIOError):
         for _ in range(1000):
             os.write(writing, b"x" * 65536)
     os.close(writing)
     may_read.set()
     thread.join(PATIENCE_S)
-    assert lines[:3] == [b"one", b"two", b""]
-    assert lines[3] == b"last"
+    assert lines[:3] == [b"one\n", b"two\n", b"\n"]
+    assert lines[3].startswith(b"\r 50%"), "a progress bar does not wait for the end of its line"
 
 
 @contextlib.contextmanager
