@@ -91,7 +91,7 @@ class LineWriter:
 
 
 def new_pipe() -> tuple[int, int]:
-    """Returns the ends of a pipe, for reading and writing; whoever writes is never blocked, even if it is full."""
+    """Returns the ends of a pipe, for reading and writing; a writer is never blocked, even if it is full."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with contextlib.suppress(OSError, AttributeError):  # the system may allow less, or not know this at all

@@ -60,7 +60,7 @@ class Metrics:
         clock: Callable[[], float] = time.monotonic,
         log_lines: Counter[str] | None = None,
     ) -> None:
-        """`load` gives the engine's latest load; whoever writes `log_lines` goes on counting in them."""
+        """`load` gives the engine's latest load; `log_lines` is kept, and counted by logs.py."""
         self._load = load
         self.log_lines: Counter[str] = Counter(dropped=0) if log_lines is None else log_lines
         self._pool_tokens = 0
