@@ -2,9 +2,11 @@
 
 There are three processes: the fake engine, which gives each stream a token per step; the real front end; and the load,
 which checks every token of every stream. The front end's processor time per token says most, since it hardly depends on
-what else the machine does. Reproduce the figures of docs/performance.md with:
+what else the machine does. With `--workers N` there are N front-end processes and their parent. Reproduce the figures
+of docs/performance.md with:
 
     python scripts/bench_frontend.py
+    python scripts/bench_frontend.py --workers 2
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ def server(plan: Plan) -> Iterator[Server]:
     """Runs the front end with the fake engine inside the block."""
     log_path = Path(plan.folder) / "server.log"
     command = [sys.executable, "-m", "bench.frontend.server", str(plan.save()), "--served-model-name", MODEL]
+    command += ["--tokenizer-worker-num", str(plan.num_workers)]
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*command, "--port", "0", "--grpc-port", "0"],
@@ -127,6 +130,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             *(f"{of[name]:.1f}" for name in ("delay_ms_p50", "delay_ms_p99", "gap_ms_p50", "gap_ms_p99")),
         ]
         lines.append(f"{PROTOCOLS[protocol]:26}" + "".join(f"{cell:>14}" for cell in cells))
+        for number, worker in enumerate(of["workers"], 1):
+            share, cost_us = worker["tokens"] / of["tokens"], 1e6 * worker["cpu_s"] / max(worker["tokens"], 1)
+            lines.append(f"  worker {number}: {share:.0%} of the tokens, {cost_us:.1f} us CPU/token")
     return "\n".join(lines)
 
 
@@ -140,14 +146,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10, help="length of a run at that rate (default 10)")
     parser.add_argument("--tokens", type=int, help="tokens of each stream, instead of --seconds")
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS), help="default: all")
+    parser.add_argument("--workers", type=int, default=1, help="front-end processes (default 1)")
     parser.add_argument("--profile", action="store_true", help="run everything again under a sampling profile")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
+    if args.profile and args.workers > 1:
+        parser.error("--profile is of one front-end process: leave out --workers")
     if not args.rate and not args.tokens:
         parser.error("--rate 0 has no length in seconds: give --tokens too")
     num_tokens = args.tokens or max(1, round(args.seconds * args.rate / args.streams))
     with tempfile.TemporaryDirectory(prefix="bench-frontend-") as folder:
-        plan = Plan.make(args.streams, num_tokens, args.rate, Path(folder))
+        plan = Plan.make(args.streams, num_tokens, args.rate, Path(folder), args.workers)
         with server(plan) as running:
             results = {protocol: measure(plan, running, protocol) for protocol in args.protocols}
             pace = f"{args.rate:,.0f} tokens/s" if args.rate else "full speed"
@@ -156,7 +165,7 @@ def main() -> None:
             for protocol in args.protocols if args.profile else ():
                 profile(plan, running, protocol)
     if args.json:
-        settings = {"streams": args.streams, "rate": args.rate, "tokens": num_tokens}
+        settings = {"streams": args.streams, "rate": args.rate, "tokens": num_tokens, "workers": args.workers}
         write_json(args.json, {"settings": settings, "figures": results})
 
 

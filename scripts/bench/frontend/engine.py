@@ -8,12 +8,25 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 
 from bench.frontend.plan import Plan, write_whole
 from jaxsgl.config import BUNDLED_MODEL, Limits
 from jaxsgl.engine_process import follow_parent, read_launch, set_signals
 from jaxsgl.ipc import EngineMailbox, open_mailbox
-from jaxsgl.messages import Abort, Answer, CacheEvents, EngineInfo, Load, Replies, Reply, Shutdown, Totals, WatchCache
+from jaxsgl.messages import (
+    Abort,
+    Answer,
+    CacheEvents,
+    EngineInfo,
+    Load,
+    Replies,
+    Reply,
+    Shutdown,
+    Totals,
+    WatchCache,
+    line_of,
+)
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.shared_mailbox import SharedMailbox
 
@@ -36,8 +49,14 @@ class FakeEngine:
         while not self._ended:
             self._take_messages(block=True)
             if len(self._streams) == self._plan.num_streams:
+                write_whole(self._plan.lines_path, self._streams_of_lines())
                 write_whole(self._plan.steps_path, self._round())
                 self._streams.clear()
+
+    def _streams_of_lines(self) -> list[int]:
+        """The number of streams of each front-end process."""
+        lines = Counter(line_of(int(id.rpartition("/")[2])) for id in self._streams)
+        return [lines[line] for line in sorted(lines)]
 
     def _round(self) -> list[float]:
         """Sends all tokens of all streams; returns the time of each step."""

@@ -130,7 +130,7 @@ def _http_request(plan: Plan, number: int, address: str) -> bytes:
 
 OWN = "/jaxsgl.v1.Jaxsgl/Generate"
 SGLANG = "/sglang.grpc.scheduler.SglangScheduler/Generate"
-NUM_CONNECTIONS = 8
+NUM_CONNECTIONS = 8  # to one front-end process; more for several, so that chance spreads them evenly
 
 
 async def run_grpc(
@@ -138,13 +138,14 @@ async def run_grpc(
 ) -> None:
     """Sends all requests and fills `received`, one per stream; calls `on_token` for every message with tokens."""
     own_connection = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, own_connection) for _ in range(NUM_CONNECTIONS)]
+    num_connections = NUM_CONNECTIONS if plan.num_workers == 1 else 8 * NUM_CONNECTIONS * plan.num_workers
+    channels = [grpc.aio.insecure_channel(address, own_connection) for _ in range(num_connections)]
     calls = [channel.unary_stream(method) for channel in channels]
     request_of = own_request if method == OWN else sglang_request
 
     async def stream(number: int) -> None:
         of_stream = received[number]
-        async for message in calls[number % NUM_CONNECTIONS](request_of(plan, number).SerializeToString()):
+        async for message in calls[number % num_connections](request_of(plan, number).SerializeToString()):
             of_stream.add(message)
             on_token()
 
@@ -201,8 +202,9 @@ class CpuWatch:
     """Measures the processor time of the server, the engine and this process from the first token on."""
 
     def __init__(self, server_pid: int) -> None:
-        (engine_pid,) = children(server_pid)
+        engine_pid, *workers = children(server_pid)  # in the order of their start
         self._pids = {"server": server_pid, "engine": engine_pid, "load": os.getpid()}
+        self._pids |= {f"worker{number}": pid for number, pid in enumerate(workers, 1)}
         self._start: dict[str, float] = {}
 
     def start(self) -> None:
@@ -229,7 +231,19 @@ def measure(plan: Plan, protocol: str, address: str, server_pid: int) -> dict[st
     gc.enable()
     expected = Expected(plan)
     streams = [expected.check(number, parse(of_stream)) for number, of_stream in enumerate(received)]
-    return figures(plan, streams) | {f"{name}_cpu_s": seconds for name, seconds in used.items()}
+    workers = [seconds for name, seconds in used.items() if name.startswith("worker")]
+    of_lines: list[int] = json.loads(plan.lines_path.read_text())
+    return figures(plan, streams) | {
+        "server_cpu_s": used["server"] + sum(workers),  # of several front-end processes together, the parent included
+        "engine_cpu_s": used["engine"],
+        "load_cpu_s": used["load"],
+        "workers": [
+            {"tokens": plan.num_tokens * streams, "cpu_s": seconds}
+            for streams, seconds in zip(of_lines, workers, strict=True)
+        ]
+        if workers
+        else [],
+    }
 
 
 def figures(plan: Plan, streams: Sequence[Sequence[tuple[float, int]]]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Plan(msgspec.Struct, frozen=True):
       step_s: seconds from one step of the engine to the next; a step gives one token to every stream.
       ids: the tokens, repeated as often as needed; stream s starts at s x STRIDE.
       folder: where the processes leave files for each other.
+      num_workers: front-end processes.
     """
 
     num_streams: int
@@ -46,12 +47,13 @@ class Plan(msgspec.Struct, frozen=True):
     step_s: float
     ids: list[int]
     folder: str
+    num_workers: int = 1
 
     @classmethod
-    def make(cls, num_streams: int, num_tokens: int, rate: float, folder: Path) -> Plan:
+    def make(cls, num_streams: int, num_tokens: int, rate: float, folder: Path, num_workers: int = 1) -> Plan:
         """A plan with the tokens of `TEXT`; `rate` is tokens per second of all streams together, 0 for no pauses."""
         ids = tokenizer().encode(TEXT).ids
-        return cls(num_streams, num_tokens, num_streams / rate if rate else 0.0, ids, str(folder))
+        return cls(num_streams, num_tokens, num_streams / rate if rate else 0.0, ids, str(folder), num_workers)
 
     @classmethod
     def load(cls, path: str) -> Plan:
@@ -68,6 +70,11 @@ class Plan(msgspec.Struct, frozen=True):
     def steps_path(self) -> Path:
         """Where the engine writes the times of its steps, in seconds by the monotonic clock."""
         return Path(self.folder) / "steps.json"
+
+    @property
+    def lines_path(self) -> Path:
+        """Where the engine writes how many streams each front-end process had, in the order of their lines."""
+        return Path(self.folder) / "lines.json"
 
     @property
     def profile_path(self) -> Path:
