@@ -6,7 +6,7 @@ what else the machine does. With `--workers N` there are N front-end processes a
 of docs/performance.md with:
 
     python scripts/bench_frontend.py
-    python scripts/bench_frontend.py --workers 2
+    python scripts/bench_frontend.py --rate 8000 --connections 64 --workers 2
 """
 
 from __future__ import annotations
@@ -147,6 +147,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="tokens of each stream, instead of --seconds")
     parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS), help="default: all")
     parser.add_argument("--workers", type=int, default=1, help="front-end processes (default 1)")
+    parser.add_argument(
+        "--connections",
+        type=int,
+        default=8,
+        help="that all streams share over gRPC (default 8); chance spreads them over front-end processes",
+    )
     parser.add_argument("--profile", action="store_true", help="run everything again under a sampling profile")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
@@ -156,7 +162,14 @@ def main() -> None:
         parser.error("--rate 0 has no length in seconds: give --tokens too")
     num_tokens = args.tokens or max(1, round(args.seconds * args.rate / args.streams))
     with tempfile.TemporaryDirectory(prefix="bench-frontend-") as folder:
-        plan = Plan.make(args.streams, num_tokens, args.rate, Path(folder), args.workers)
+        plan = Plan.make(
+            args.streams,
+            num_tokens,
+            args.rate,
+            Path(folder),
+            num_workers=args.workers,
+            num_connections=args.connections,
+        )
         with server(plan) as running:
             results = {protocol: measure(plan, running, protocol) for protocol in args.protocols}
             pace = f"{args.rate:,.0f} tokens/s" if args.rate else "full speed"
@@ -165,7 +178,13 @@ def main() -> None:
             for protocol in args.protocols if args.profile else ():
                 profile(plan, running, protocol)
     if args.json:
-        settings = {"streams": args.streams, "rate": args.rate, "tokens": num_tokens, "workers": args.workers}
+        settings = {
+            "streams": args.streams,
+            "rate": args.rate,
+            "tokens": num_tokens,
+            "workers": args.workers,
+            "connections": args.connections,
+        }
         write_json(args.json, {"settings": settings, "figures": results})
 
 

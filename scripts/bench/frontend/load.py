@@ -130,7 +130,6 @@ def _http_request(plan: Plan, number: int, address: str) -> bytes:
 
 OWN = "/jaxsgl.v1.Jaxsgl/Generate"
 SGLANG = "/sglang.grpc.scheduler.SglangScheduler/Generate"
-NUM_CONNECTIONS = 8  # to one front-end process; more for several, so that chance spreads them evenly
 
 
 async def run_grpc(
@@ -138,14 +137,13 @@ async def run_grpc(
 ) -> None:
     """Sends all requests and fills `received`, one per stream; calls `on_token` for every message with tokens."""
     own_connection = [("grpc.use_local_subchannel_pool", 1)]
-    num_connections = NUM_CONNECTIONS if plan.num_workers == 1 else 8 * NUM_CONNECTIONS * plan.num_workers
-    channels = [grpc.aio.insecure_channel(address, own_connection) for _ in range(num_connections)]
+    channels = [grpc.aio.insecure_channel(address, own_connection) for _ in range(plan.num_connections)]
     calls = [channel.unary_stream(method) for channel in channels]
     request_of = own_request if method == OWN else sglang_request
 
     async def stream(number: int) -> None:
         of_stream = received[number]
-        async for message in calls[number % num_connections](request_of(plan, number).SerializeToString()):
+        async for message in calls[number % plan.num_connections](request_of(plan, number).SerializeToString()):
             of_stream.add(message)
             on_token()
 

@@ -40,6 +40,7 @@ class Plan(msgspec.Struct, frozen=True):
       ids: the tokens, repeated as often as needed; stream s starts at s x STRIDE.
       folder: where the processes leave files for each other.
       num_workers: front-end processes.
+      num_connections: that all streams share over gRPC.
     """
 
     num_streams: int
@@ -48,12 +49,13 @@ class Plan(msgspec.Struct, frozen=True):
     ids: list[int]
     folder: str
     num_workers: int = 1
+    num_connections: int = 8
 
     @classmethod
-    def make(cls, num_streams: int, num_tokens: int, rate: float, folder: Path, num_workers: int = 1) -> Plan:
+    def make(cls, num_streams: int, num_tokens: int, rate: float, folder: Path, **more: int) -> Plan:
         """A plan with the tokens of `TEXT`; `rate` is tokens per second of all streams together, 0 for no pauses."""
         ids = tokenizer().encode(TEXT).ids
-        return cls(num_streams, num_tokens, num_streams / rate if rate else 0.0, ids, str(folder), num_workers)
+        return cls(num_streams, num_tokens, num_streams / rate if rate else 0.0, ids, str(folder), **more)
 
     @classmethod
     def load(cls, path: str) -> Plan:
