@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import tiers
+from tests.floating_point import controls
 from tests.kept import Programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -64,6 +65,13 @@ def _unit_tests_import_no_jax(request: pytest.FixtureRequest) -> Iterator[None]:
 def _compiled_programs_are_kept() -> Iterator[None]:
     yield
     _PROGRAMS.exchange()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_floating_point_environment_stays() -> Iterator[None]:
+    before = controls()
+    yield
+    assert controls() == before, f"these tests left rounding or denormals as {controls()}, not {before}"
 
 
 def pytest_unconfigure() -> None:

@@ -1,4 +1,4 @@
-"""The decoder's logits are those of transformers, for every kind of checkpoint."""
+"""The decoder's logits are those of transformers, for every kind of checkpoint, and both are those of float64."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import numpy as np
 import pytest
 import torch
 
+from tests.agreement import check_agreement
 from tests.checkpoints import CHECKPOINT_KINDS, VOCAB_SIZE, make_checkpoint, reference_logits
+from tests.exact_model import exact_logits
 from tests.plain_model import checkpoint_logits
 
+ATOL = 1e-4
 PROMPT = np.random.default_rng(7).integers(0, VOCAB_SIZE, 300).tolist()
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT_KINDS)
 def test_logits_equal_those_of_transformers_in_float32(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path)
-    expected = reference_logits(folder, PROMPT).numpy()
-    assert expected.std() > 0.5  # else any model would be close
-    np.testing.assert_allclose(checkpoint_logits(folder, PROMPT), expected, atol=1e-4)
+    exact = exact_logits(folder, PROMPT)
+    assert exact.std() > 0.5  # else any model would be close
+    sides = {
+        "jaxsgl": lambda: checkpoint_logits(folder, PROMPT),
+        "transformers": lambda: reference_logits(folder, PROMPT).numpy(),
+    }
+    check_agreement(sides, exact, ATOL, f"torch {torch.__version__} with {torch.get_num_threads()} threads")
 
 
 def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Path) -> None:
