@@ -7,6 +7,7 @@ All bounds and checks are here, so that every front end refuses the same values 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence, Sized
 from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +28,9 @@ MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 300  # entries
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
+MAX_OUTPUT_TOKENS = 1 << 22  # of all samples of a request
+MAX_SCORES = 1 << 20  # log-probabilities in one answer, those of other likely tokens included: 120 MB
+MAX_PROMPT_SCORES = 1 << 18  # of those, the prompt's, which come all at once: reading them takes 30 ms
 MAX_CACHE_SALT_CHARS = 256
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1  # int32 in protocols
 
@@ -64,9 +68,9 @@ BOUNDS = {
     "logprobs": Bounds(0, MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}", optional=True),
     "prompt_logprobs": Bounds(0, MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}", optional=True),
     "n": Bounds(1, MAX_SAMPLES, f"1 to {MAX_SAMPLES}"),
-    "max_tokens": Bounds(1, MAX_MAX_TOKENS, f"1 to {MAX_MAX_TOKENS}", optional=True),
 }
-INTEGERS = frozenset({"top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"})  # of `BOUNDS`
+INTEGERS = frozenset({"top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs", "n"})  # of `BOUNDS`
+MAX_TOKENS_BOUNDS = Bounds(1, MAX_MAX_TOKENS, f"1 to {MAX_MAX_TOKENS}", optional=True)  # protocols have their own
 LOGIT_BIAS_BOUNDS = Bounds(-100.0, 100.0, "-100 to 100")  # of each entry
 PRIORITY_BOUNDS = Bounds(MIN_PRIORITY, MAX_PRIORITY, f"{MIN_PRIORITY} to {MAX_PRIORITY}")
 
@@ -133,25 +137,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_type = _check_integer if name in INTEGERS else _check_number
             check_type(name, getattr(self, name))
             _check_bounds(name, getattr(self, name), bounds)
+        self._check_lists()
         self._check_logit_bias()
         self._check_end()
 
-    def _check_logit_bias(self) -> None:
+    def _check_lists(self) -> None:
+        """Checks types and lengths, before anything looks at the entries."""
+        if isinstance(self.stop, str):
+            raise InvalidRequest(f"stop is the text {self.stop!r}, but must be a list of texts: write [{self.stop!r}]")
+        if not isinstance(self.stop, tuple | list):
+            raise InvalidRequest(f"stop is {self.stop!r:.100}, but must be a list of texts")
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise InvalidRequest(f"stop_token_ids is {self.stop_token_ids!r:.100}, but must be a list of token ids")
         if not isinstance(self.logit_bias, dict):
             raise InvalidRequest(f"logit_bias is {self.logit_bias!r:.100}, but must be a dict of numbers by token id")
-        count = len(self.logit_bias)
-        _check(count <= MAX_LOGIT_BIAS, "the number of logit_bias entries", count, f"0 to {MAX_LOGIT_BIAS}")
+        check_counts(self.stop_token_ids, self.stop, self.logit_bias)
+
+    def _check_logit_bias(self) -> None:
         for token_id, bias in self.logit_bias.items():
             _check_integer("a token id of logit_bias", token_id, optional=False)
             _check_number(f"the logit_bias of token {token_id}", bias)
             _check_bounds(f"the logit_bias of token {token_id}", bias, LOGIT_BIAS_BOUNDS)
 
     def _check_end(self) -> None:
-        """Checks what ends a request. Lists are counted before they are looked at."""
-        if not isinstance(self.stop_token_ids, tuple | list):
-            raise InvalidRequest(f"stop_token_ids is {self.stop_token_ids!r:.100}, but must be a list of token ids")
-        num_ids = len(self.stop_token_ids)
-        _check(num_ids <= MAX_STOP_TOKEN_IDS, "the number of stop_token_ids", num_ids, f"0 to {MAX_STOP_TOKEN_IDS}")
+        """Checks what ends a request."""
+        _check_integer("max_tokens", self.max_tokens)
+        _check_bounds("max_tokens", self.max_tokens, MAX_TOKENS_BOUNDS)
         for stop_token_id in self.stop_token_ids:
             _check_integer("a stop token id", stop_token_id, optional=False)
         if self.max_tokens is not None:
@@ -161,13 +172,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 self.min_tokens,
                 f"max_tokens={self.max_tokens} at most",
             )
-        if isinstance(self.stop, str):
-            raise InvalidRequest(f"stop is the text {self.stop!r}, but must be a list of texts: write [{self.stop!r}]")
-        if not isinstance(self.stop, tuple | list):
-            raise InvalidRequest(f"stop is {self.stop!r:.100}, but must be a list of texts")
-        _check(
-            len(self.stop) <= MAX_STOP_STRINGS, "the number of stop strings", len(self.stop), f"0 to {MAX_STOP_STRINGS}"
-        )
         for text in self.stop:
             if not isinstance(text, str):
                 raise InvalidRequest(f"a stop string is {text!r}, but must be a text")
@@ -200,6 +204,16 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     cache_salt: str = ""
 
 
+def check_counts(stop_token_ids: Sized, stop: Sized, logit_bias: Sized) -> None:
+    """Raises `InvalidRequest` for lists of `SamplingParams` that are too long, before they are copied."""
+    for name, given, most in (
+        ("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ("stop strings", stop, MAX_STOP_STRINGS),
+        ("logit_bias entries", logit_bias, MAX_LOGIT_BIAS),
+    ):
+        _check(len(given) <= most, f"the number of {name}", len(given), f"0 to {most}")
+
+
 def check_request(request: Request, limits: Limits) -> None:
     """Raises `InvalidRequest` if `request` can never be served within `limits`.
 
@@ -223,6 +237,41 @@ def check_request(request: Request, limits: Limits) -> None:
             f"whole pool holds {limits.pool_tokens}: shorten the prompt, lower max_tokens, or start the server "
             "with a larger --max-total-tokens"
         )
+    check_num_scores([request], limits)
+    num_tokens = request.sampling.n * max_new_tokens(request, limits)
+    if num_tokens > MAX_OUTPUT_TOKENS:
+        raise InvalidRequest(
+            f"n={request.sampling.n} samples may have {num_tokens} tokens, but a request may have {MAX_OUTPUT_TOKENS}: "
+            "lower n or max_tokens"
+        )
+
+
+def check_num_scores(requests: Sequence[Request], limits: Limits) -> None:
+    """Raises `InvalidRequest` if the answer to `requests`, which one call brings, may hold too many log-probabilities.
+
+    The answer is in memory as a whole.
+    """
+    of_prompts = [_num_scores(request.sampling.prompt_logprobs) * len(request.prompt_ids) for request in requests]
+    if max(of_prompts) > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"the prompt's log-probabilities are {max(of_prompts)}, but may be {MAX_PROMPT_SCORES}: ask for fewer "
+            "likely tokens, or shorten the prompt"
+        )
+    total = sum(of_prompts)
+    for request in requests:
+        if request.sampling.logprobs is not None:
+            per_token = request.sampling.n * _num_scores(request.sampling.logprobs)
+            total += per_token * max_new_tokens(request, limits)
+    if total > MAX_SCORES:
+        raise InvalidRequest(
+            f"the answer may hold {total} log-probabilities, but {MAX_SCORES} are the most: lower max_tokens, n or the "
+            "number of likely tokens, or send fewer prompts at once"
+        )
+
+
+def _num_scores(num_likely: int | None) -> int:
+    """Log-probabilities of each token, if `num_likely` others are wanted in its place."""
+    return 0 if num_likely is None else 1 + num_likely
 
 
 def _check_cache_salt(salt: object) -> None:
@@ -241,12 +290,19 @@ def check_prompt_len(prompt_len: int, context_length: int) -> None:
 
 
 def max_new_tokens(request: Request, limits: Limits) -> int:
-    """Tokens that `request` may generate: max_tokens, capped by the context and (if not given) by the pool."""
-    prompt_len = len(request.prompt_ids)
+    """Tokens that `request` may generate: max_tokens, capped by the context.
+
+    If it is not given, the pool and the size of an answer cap the output, too.
+    """
+    sampling, prompt_len = request.sampling, len(request.prompt_ids)
     room = limits.context_length - prompt_len
-    if request.sampling.max_tokens is not None:
-        return min(request.sampling.max_tokens, room)
-    return min(room, limits.pool_tokens - prompt_len)
+    if sampling.max_tokens is not None:
+        return min(sampling.max_tokens, room)
+    most = min(room, limits.pool_tokens - prompt_len, MAX_OUTPUT_TOKENS // sampling.n)
+    if sampling.logprobs is not None:
+        left = MAX_SCORES - _num_scores(sampling.prompt_logprobs) * prompt_len
+        most = min(most, max(left // (sampling.n * _num_scores(sampling.logprobs)), 1))
+    return most
 
 
 def check_token_ids(what: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> None:

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from jaxsgl import logs
 from jaxsgl.config import ServerConfig
@@ -24,13 +24,18 @@ from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
-from jaxsgl.request import Request, SamplingParams, check_request
+from jaxsgl.request import Request, SamplingParams, check_num_scores, check_request
 from jaxsgl.text.detokenizer import Detokenizer, NoText
-from jaxsgl.text.prompts import Prompt, tokenize
+from jaxsgl.text.prompts import Prompt, tokenize_all
 from jaxsgl.text.sample import End, Piece, Sample, join
 from jaxsgl.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARS = 256
+INLINE_SCORES = 1000  # that an endpoint may write out on the event loop: a few milliseconds
+REQUESTS_A_TURN = 64  # that a call may check or submit in one turn of the event loop: a few milliseconds
+TOKENS_LIKE_A_REQUEST = 1000  # to check so many tokens takes as long as to check a request
+
+ResultT = TypeVar("ResultT")
 
 _REFUSALS = {
     RefusalKind.INVALID: InvalidRequest,
@@ -49,6 +54,20 @@ class ServedModel:
 
     info: EngineInfo
     tokenizer: Tokenizer
+
+
+class Pause:
+    """Lets other calls run between the parts of a loop over many requests."""
+
+    def __init__(self) -> None:
+        self._done = 0
+
+    async def after(self, num_requests: int) -> None:
+        """Ends the turn of the event loop if enough was done in it."""
+        self._done += num_requests
+        if self._done >= REQUESTS_A_TURN:
+            self._done = 0
+            await asyncio.sleep(0)
 
 
 class Generation:
@@ -151,29 +170,50 @@ class Generator:
 
         Prefixes are shared with requests of the same tenant and of an equal `cache_salt` alone.
         """
-        logs.name_unnamed_request(request_id)
-        with self._metrics.counting_errors():
-            return await self._prepare(prompt, sampling, request_id, priority, cache_namespace(cache_salt))
-
-    async def _prepare(
-        self, prompt: Prompt, sampling: SamplingParams, request_id: str, priority: int, cache_salt: str
-    ) -> Request:
-        model = self.model
-        if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
-            raise InvalidRequest(
-                f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}"
-            )
-        if sampling.stop:
-            model.tokenizer.check_text_comes_back("stop strings")
-        limits = model.info.limits
-        request = Request(request_id, await self.tokenize(prompt), sampling, priority, cache_salt)
-        check_request(request, limits)
+        (request,) = await self.prepare_all([prompt], [sampling], [request_id], priority, cache_salt)
         return request
 
-    async def tokenize(self, prompt: Prompt) -> list[int]:
-        """Returns the ids of `prompt`. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready."""
+    async def prepare_all(
+        self,
+        prompts: Sequence[Prompt],
+        samplings: Sequence[SamplingParams],
+        request_ids: Sequence[str],
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[Request]:
+        """Tokenizes and checks all prompts of one call, like `prepare`. Other calls go on meanwhile."""
+        logs.name_unnamed_request(request_ids[0])
+        with self._metrics.counting_errors():
+            model, namespace = self.model, cache_namespace(cache_salt)
+            for sampling, request_id in zip(samplings, request_ids, strict=True):
+                if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
+                    raise InvalidRequest(
+                        f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}"
+                    )
+                if sampling.stop:
+                    model.tokenizer.check_text_comes_back("stop strings")
+            limits, requests, pause = model.info.limits, list[Request](), Pause()
+            tokenized = await self.tokenize_all(prompts)
+            for ids, sampling, request_id in zip(tokenized, samplings, request_ids, strict=True):
+                requests.append(Request(request_id, ids, sampling, priority, namespace))
+                check_request(requests[-1], limits)
+                await pause.after(1 + len(ids) // TOKENS_LIKE_A_REQUEST)
+            check_num_scores(requests, limits)
+            return requests
+
+    async def tokenize_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Returns the ids of each of `prompts`.
+
+        Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready.
+        """
         model = self.model
-        return await tokenize(prompt, model.tokenizer, model.info.limits.context_length, self._threads)
+        return await tokenize_all(prompts, model.tokenizer, model.info.limits.context_length, self._threads)
+
+    async def off_loop(self, num_scores: int, work: Callable[[], ResultT]) -> ResultT:
+        """Returns the result of `work` on `num_scores` log-probabilities or tokens: from a thread, if they are many."""
+        if num_scores <= INLINE_SCORES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def decode(self, ids: list[int]) -> str:
         """Returns the text of `ids` without special tokens; empty for a model without a tokenizer."""

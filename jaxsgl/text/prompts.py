@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from jaxsgl.request import check_prompt_len
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn, num_bytes_of
 
 INLINE_CHARS = 1000  # about a millisecond on the event loop; longer prompts are tokenized in a thread
+SLICE = 32  # prompts of a batch that a thread takes at a time
 
 
 class Message(Protocol):
@@ -62,8 +63,7 @@ Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt
 async def tokenize(prompt: Prompt, tokenizer: Tokenizer, context_length: int, threads: Executor) -> list[int]:
     """Returns the ids of `prompt`, made in `threads` if it is long. Raises `InvalidRequest`."""
     if isinstance(prompt, IdsPrompt):
-        check_prompt_len(len(prompt.ids), context_length)
-        return list(prompt.ids)
+        return _copy_ids(prompt, context_length)
     if isinstance(prompt, TextPrompt):
         is_long = len(prompt.text) > INLINE_CHARS
         return await _run(threads if is_long else None, _encode_text, prompt, tokenizer, context_length)
@@ -77,6 +77,33 @@ async def tokenize(prompt: Prompt, tokenizer: Tokenizer, context_length: int, th
     num_bytes = len(msgspec.json.encode((turns, options.tools, options.variables)))
     is_long = num_bytes > INLINE_CHARS
     return await _run(threads if is_long else None, _encode_chat, turns, options, num_bytes, tokenizer, context_length)
+
+
+async def tokenize_all(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, context_length: int, threads: Executor
+) -> list[list[int]]:
+    """Returns the ids of each of `prompts`. A batch goes through `threads` in slices. Raises `InvalidRequest`."""
+    if len(prompts) == 1 or any(isinstance(prompt, ChatPrompt) for prompt in prompts):
+        return [await tokenize(prompt, tokenizer, context_length, threads) for prompt in prompts]
+
+    def encode(part: Sequence[Prompt]) -> list[list[int]]:
+        return [
+            _encode_text(prompt, tokenizer, context_length)
+            if isinstance(prompt, TextPrompt)
+            else _copy_ids(cast(IdsPrompt, prompt), context_length)
+            for prompt in part
+        ]
+
+    ids: list[list[int]] = []
+    for first in range(0, len(prompts), SLICE):
+        part = prompts[first : first + SLICE]
+        ids += await asyncio.get_running_loop().run_in_executor(threads, encode, part)
+    return ids
+
+
+def _copy_ids(prompt: IdsPrompt, context_length: int) -> list[int]:
+    check_prompt_len(len(prompt.ids), context_length)
+    return list(prompt.ids)
 
 
 async def _run(threads: Executor | None, encode: Callable[..., list[int]], *args: object) -> list[int]:

@@ -44,6 +44,12 @@ class Piece(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = 0
 
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities that it holds, those of other likely tokens included."""
+        each = (self.logprobs, self.prompt_logprobs or ())
+        return sum(len(scored) * (1 + len(scored[0].top)) for scored in each if scored)
+
 
 class StopStrings:
     """Finds the first of `strings` in a text that comes in pieces, however it is cut.

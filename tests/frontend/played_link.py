@@ -1,9 +1,14 @@
-"""A link to an engine whose part the test plays."""
+"""A link to an engine whose part the test plays, and a front end on it."""
 
 from __future__ import annotations
 
-from jaxsgl.config import EngineConfig
+from concurrent.futures import Executor
+
+from jaxsgl.config import EngineConfig, ServerConfig
+from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.engine_link import EngineLink
+from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
+from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.reply_stream import MAX_UNREAD
 from jaxsgl.logs import LogStyle
 from jaxsgl.messages import ToEngine
@@ -18,3 +23,12 @@ class PlayedLink(EngineLink):
 
     def send(self, message: ToEngine) -> None:
         self.sent.append(message)
+
+
+def front_end_of(link: EngineLink, threads: Executor, model: ServedModel) -> FrontEnd:
+    """A front end that serves `model`."""
+    config = ServerConfig(EngineConfig(), port=0, grpc_port=0)
+    metrics = Metrics(lambda: link.load)
+    generator = Generator(link, threads, metrics, timeout_s=600.0)
+    generator.serve(model)
+    return FrontEnd(config, Access(config), link, generator, metrics)

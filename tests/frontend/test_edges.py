@@ -17,15 +17,13 @@ from contextlib import asynccontextmanager
 import grpc
 import httpx
 import msgspec
-from played_link import PlayedLink
+from played_link import PlayedLink, front_end_of
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
+from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
-from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.messages import EngineInfo, FromEngine, News, RefusalKind, Shutdown, ToEngine
 from jaxsgl.request import check_request
 from jaxsgl.scheduler.loop import run_loop
@@ -78,10 +76,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[tuple[httpx.AsyncClient
     mailbox = ThreadMailbox(link.receive)
     link.send = mailbox.put  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as threads:
-        metrics = Metrics(lambda: link.load)
-        generator = Generator(link, threads, metrics, PATIENCE_S)
-        generator.serve(ServedModel(INFO, tokenizer))
-        front_end = FrontEnd(ServerConfig(EngineConfig(), port=0, grpc_port=0), link, generator, metrics)
+        front_end = front_end_of(link, threads, ServedModel(INFO, tokenizer))
         failures: list[BaseException] = []
 
         def serve() -> None:
@@ -97,7 +92,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[tuple[httpx.AsyncClient
             address = await server.start()
             transport = httpx.ASGITransport(build_app(front_end), raise_app_exceptions=False)
             async with (
-                httpx.AsyncClient(transport=transport, base_url="http://server", timeout=PATIENCE_S) as http,
+                httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=PATIENCE_S) as http,
                 grpc.aio.insecure_channel(address) as channel,
             ):
                 yield http, channel, link

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import platform
 import uuid
+from functools import partial
 from importlib import metadata
 
 import grpc
@@ -20,7 +21,7 @@ from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages import TokenLogprob
-from jaxsgl.request import FinishReason, SamplingParams
+from jaxsgl.request import FinishReason, SamplingParams, check_counts
 from jaxsgl.text.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
 
@@ -51,10 +52,15 @@ class JaxsglService(pb_grpc.JaxsglServicer):
         with self._generator.start(prepared) as generation:
             if request.stream:
                 async for piece in generation:
-                    await write(context, _reply(request_id, piece))
+                    await self._write(context, request_id, piece)
             else:
                 for piece in await generation.whole():
-                    await write(context, _reply(request_id, piece))
+                    await self._write(context, request_id, piece)
+
+    async def _write(self, context: grpc.aio.ServicerContext, request_id: str, piece: Piece) -> None:
+        reply = partial(_reply, request_id, piece)
+        scored = piece.logprobs or piece.prompt_logprobs
+        await write(context, await self._generator.off_loop(piece.num_scores, reply) if scored else reply())
 
     @answers_errors
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortReply:
@@ -79,6 +85,7 @@ def _prompt(request: pb.GenerateRequest) -> Prompt:
 
 
 def _sampling(params: pb.SamplingParams) -> SamplingParams:
+    check_counts(params.stop_token_ids, params.stop, params.logit_bias)
     given = {name: getattr(params, name) for name in _OPTIONAL_PARAMS if params.HasField(name)}
     return SamplingParams(
         **given,

@@ -6,6 +6,7 @@ jaxsgl/request.py. Knows no endpoint; the schemas and routes of both APIs use it
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Set
 from typing import Annotated, Any
@@ -31,6 +32,9 @@ from jaxsgl.request import (
 
 MAX_INT = 2**31 - 1
 MAX_TEXTS = 1024  # and prompts of other kinds
+SMALL_BODY = 1 << 16  # bytes, which parse in a few milliseconds whatever they hold
+MAX_PARTS = 1 << 16  # lists, objects and members of a body
+MAX_STRINGS = 1 << 18  # of a body whose texts hold brackets
 
 
 class _StrictRequest(Request):
@@ -41,7 +45,30 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         """Returns the parsed body. Raises `ValueError`."""
-        return from_json(await self.body(), allow_inf_nan=False)
+        body = await self.body()
+        if len(body) <= SMALL_BODY:
+            return from_json(body, allow_inf_nan=False)
+        check_num_parts(body)
+        parsed = from_json(body, allow_inf_nan=False)
+        await asyncio.sleep(0)  # checking it takes as long as parsing: other calls run in between
+        return parsed
+
+
+def check_num_parts(body: bytes) -> None:
+    """Raises `InvalidRequest` for JSON of too many lists, objects and members, each of which takes a microsecond.
+
+    Millions of numbers are fine, and so are brackets inside of texts.
+    """
+    if _num_parts(body) <= MAX_PARTS:
+        return
+    body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if body.count(b'"') <= 2 * MAX_STRINGS and _num_parts(b"".join(body.split(b'"')[::2])) <= MAX_PARTS:
+        return
+    raise InvalidRequest(f"it holds more than {MAX_PARTS} lists, objects and members of objects: send less at once")
+
+
+def _num_parts(body: bytes) -> int:
+    return body.count(b"[") + body.count(b"{") + body.count(b":")
 
 
 class StrictJson(APIRoute):

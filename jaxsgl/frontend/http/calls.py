@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.generation import Generation, Generator
+from jaxsgl.frontend.generation import Generation, Generator, Pause
 from jaxsgl.frontend.http.errors import ClientGone
 from jaxsgl.request import Request
 from jaxsgl.text.sample import Piece
@@ -34,11 +34,16 @@ def check_num_choices(num_prompts: int, n: int) -> None:
         )
 
 
-@contextlib.contextmanager
-def start_all(generator: Generator, requests: Sequence[Request]) -> Iterator[list[Generation]]:
+@contextlib.asynccontextmanager
+async def start_all(generator: Generator, requests: Sequence[Request]) -> AsyncIterator[list[Generation]]:
     """Submits prepared requests. Leaving the block before they end aborts them. Raises as `Generator.start`."""
+    generations: list[Generation] = []
+    pause = Pause()
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(generator.start(request)) for request in requests]
+        for request in requests:
+            generations.append(stack.enter_context(generator.start(request)))
+            await pause.after(1)
+        yield generations
 
 
 async def whole(generations: Sequence[Generation]) -> list[Piece]:

@@ -15,7 +15,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages import TokenLogprob
-from jaxsgl.request import FinishReason, SamplingParams
+from jaxsgl.request import FinishReason, SamplingParams, check_counts
 from jaxsgl.text.sample import End, Piece
 
 # Field -> what to do instead. Ignoring one of them would give an answer that the client did not ask for.
@@ -104,6 +104,7 @@ def _logprob_start(request: pb.GenerateRequest) -> int | None:
 
 def _sampling(request: pb.GenerateRequest, prefill_only: bool, scores_prompt: bool) -> SamplingParams:
     params = request.sampling_params
+    check_counts(params.stop_token_ids, params.stop, params.logit_bias)
     max_tokens = params.max_new_tokens if params.HasField("max_new_tokens") else None
     top = request.top_logprobs_num
     return SamplingParams(
@@ -148,6 +149,12 @@ class Responses:
         self._options = options
         self._prompt_ids = prompt_ids
         self._samples = [_Sample() for _ in range(options.sampling.n)]
+
+    def num_scores(self, piece: Piece) -> int:
+        """Log-probabilities that `of(piece)` has to write."""
+        sample = self._samples[piece.index]
+        kept = len(sample.logprobs) * (1 + (self._options.sampling.logprobs or 0)) if piece.end is not None else 0
+        return piece.num_scores + kept
 
     def of(self, piece: Piece) -> Iterator[pb.GenerateResponse]:
         """Yields what is to be sent now that `piece` has come: nothing yet, a chunk, a completion, or both."""

@@ -12,6 +12,7 @@ import contextlib
 import tempfile
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -56,9 +57,13 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         options = options_of(request)
         prepared = await self._generator.prepare(IdsPrompt(request.tokenized.input_ids), options.sampling, request_id)
         responses = Responses(request_id, options, prepared.prompt_ids)
+        scored = options.sampling.logprobs is not None
         with self._generator.start(prepared, text=bool(options.sampling.stop)) as generation:
             async for piece in generation:
-                for response in responses.of(piece):
+                ready = responses.of(piece)
+                if scored:
+                    ready = iter(await self._generator.off_loop(responses.num_scores(piece), partial(list, ready)))
+                for response in ready:
                     await write(context, response)
 
     @answers_errors

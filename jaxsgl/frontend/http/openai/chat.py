@@ -7,6 +7,7 @@ Turns messages into what chat templates know, and refuses in clear words what th
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -133,17 +134,21 @@ def _sampling(body: ChatRequest) -> SamplingParams:
 
 async def _whole(front_end: FrontEnd, request: Request, head: Head) -> bytes:
     tokenizer = front_end.generator.model.tokenizer
-    with start_all(front_end.generator, [request]) as generations:
+    async with start_all(front_end.generator, [request]) as generations:
         samples = await whole(generations)
-    usage = Usage()
-    choices: list[ChatChoice] = []
-    for index, sample in enumerate(samples):
-        assert sample.end is not None
-        end = sample.end
-        usage.add(end, index)
-        scores = _scores(request, tokenizer, sample)
-        choices.append(ChatChoice(index, Message("assistant", sample.text), scores, end.reason.value, end.matched_stop))
-    return head.answer(choices, usage)
+
+    def write() -> bytes:
+        usage = Usage()
+        choices: list[ChatChoice] = []
+        for index, sample in enumerate(samples):
+            assert sample.end is not None
+            end = sample.end
+            usage.add(end, index)
+            scores, message = _scores(request, tokenizer, sample), Message("assistant", sample.text)
+            choices.append(ChatChoice(index, message, scores, end.reason.value, end.matched_stop))
+        return head.answer(choices, usage)
+
+    return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
 
 async def _stream(
@@ -151,7 +156,8 @@ async def _stream(
 ) -> AsyncGenerator[bytes, None]:
     tokenizer = front_end.generator.model.tokenizer
     started = [False] * request.sampling.n
-    with start_all(front_end.generator, [request]) as generations:
+    scored = request.sampling.logprobs is not None
+    async with start_all(front_end.generator, [request]) as generations:
         async for piece in generations[0]:
             index = piece.index
             role = b""
@@ -159,7 +165,8 @@ async def _stream(
                 started[index] = True
                 role = event(head.answer([ChatDelta(index, Delta("assistant", ""))], usage.in_chunk(index)))
             usage.add(index, piece)
-            delta = _delta(request, tokenizer, index, piece)
+            write = partial(_delta, request, tokenizer, index, piece)
+            delta = await front_end.generator.off_loop(piece.num_scores, write) if scored else write()
             if delta is not None:
                 yield role + event(head.answer([delta], usage.in_chunk(index)))
             elif role:

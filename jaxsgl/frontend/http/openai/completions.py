@@ -6,9 +6,10 @@ calls `answer_completions`.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
+from typing import cast
 
 from msgspec.structs import replace
 from starlette.requests import Request as HttpRequest
@@ -46,11 +47,9 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, http:
     check_num_choices(len(prompts), sampling.n)
     salt = salt_of(body)
     head = new_head("cmpl", "text_completion", front_end.config.model_name)
-    requests: list[Request] = []
-    for number, prompt in enumerate(prompts):
-        request_id = head.id if len(prompts) == 1 else f"{head.id}-{number}"
-        requests.append(await front_end.generator.prepare(prompt, sampling, request_id, body.priority or 0, salt))
-        await asyncio.sleep(0)  # short prompts are tokenized on the event loop: let other calls run between them
+    ids = [head.id] if len(prompts) == 1 else [f"{head.id}-{number}" for number in range(len(prompts))]
+    samplings = [sampling] * len(prompts)
+    requests = await front_end.generator.prepare_all(prompts, samplings, ids, body.priority or 0, salt)
     texts = await _echoed(front_end, body, prompts, requests)
     usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], sampling.n)
     tokenizer = front_end.generator.model.tokenizer
@@ -64,12 +63,11 @@ def _prompts(body: CompletionRequest) -> list[Prompt]:
     given = body.prompt
     if isinstance(given, str):
         given = [given]
-    ids = [one for one in given if isinstance(one, int)]
-    if ids or not given:
-        return [IdsPrompt(ids)]
+    if not given or isinstance(given[0], int):  # not copied: there may be millions
+        return [IdsPrompt(cast(list[int], given))]
     with_special = body.add_special_tokens is not False
-    lists = [one for one in given if not isinstance(one, int)]
-    return [TextPrompt(one, with_special) if isinstance(one, str) else IdsPrompt(one) for one in lists]
+    several = cast(list[str | list[int]], given)
+    return [TextPrompt(one, with_special) if isinstance(one, str) else IdsPrompt(one) for one in several]
 
 
 def _sampling(body: CompletionRequest) -> SamplingParams:
@@ -100,21 +98,31 @@ async def _echoed(
 async def _whole(
     front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head, usage: UsageCounter
 ) -> bytes:
-    with start_all(front_end.generator, requests) as generations:
+    async with start_all(front_end.generator, requests) as generations:
         samples = await whole(generations)
-    return head.answer([choices.whole(number, piece) for number, piece in enumerate(samples)], usage.total)
+
+    def write() -> bytes:
+        return head.answer([choices.whole(number, piece) for number, piece in enumerate(samples)], usage.total)
+
+    return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
 
 async def _stream(
     front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head, usage: UsageCounter
 ) -> AsyncGenerator[bytes, None]:
-    with start_all(front_end.generator, requests) as generations:
-        async with contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered:
-            async for number, piece in numbered:
-                updates = choices.updates(number, piece)
-                events = [event(head.answer([choice], usage.in_chunk(choice.index))) for choice in updates]
-                if events:
-                    yield b"".join(events)
+    def events(number: int, piece: Piece) -> bytes:
+        updates = choices.updates(number, piece)
+        return b"".join([event(head.answer([choice], usage.in_chunk(choice.index))) for choice in updates])
+
+    off_loop, scored = front_end.generator.off_loop, requests[0].sampling.logprobs is not None
+    async with (
+        start_all(front_end.generator, requests) as generations,
+        contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered,
+    ):
+        async for number, piece in numbered:
+            data = await off_loop(piece.num_scores, partial(events, number, piece)) if scored else events(number, piece)
+            if data:
+                yield data
     yield usage.last_chunk(head) + DONE
 
 

@@ -91,16 +91,20 @@ def _add_tokenizer(router: APIRouter, front_end: FrontEnd) -> None:
         _check_model(front_end, body.model)
         model = generator.model
         several = isinstance(body.prompt, list)
-        of_each = [await generator.tokenize(prompt) for prompt in _prompts_to_tokenize(body, front_end)]
-        answer: dict[str, object] = {
-            "tokens": of_each if several else of_each[0],
-            "count": [len(ids) for ids in of_each] if several else len(of_each[0]),
-            "max_model_len": model.info.limits.context_length,
-        }
-        if body.return_token_strs:
-            names = [[name_of(model.tokenizer, token_id) for token_id in ids] for ids in of_each]
-            answer["token_strs"] = names if several else names[0]
-        return json_response(encode(answer))
+        of_each = await generator.tokenize_all(_prompts_to_tokenize(body, front_end))
+
+        def write() -> bytes:
+            answer: dict[str, object] = {
+                "tokens": of_each if several else of_each[0],
+                "count": [len(ids) for ids in of_each] if several else len(of_each[0]),
+                "max_model_len": model.info.limits.context_length,
+            }
+            if body.return_token_strs:
+                names = [[name_of(model.tokenizer, token_id) for token_id in ids] for ids in of_each]
+                answer["token_strs"] = names if several else names[0]
+            return encode(answer)
+
+        return json_response(await generator.off_loop(sum(map(len, of_each)), write))
 
     @router.post("/detokenize")
     @router.post("/v1/detokenize")

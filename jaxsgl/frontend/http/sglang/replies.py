@@ -54,11 +54,15 @@ class Writer:
       index: the choice's number; UNSET leaves it out of the answer.
       start_len: position of the first prompt token whose log-probability is wanted; None: none.
       tokenizer: gives scored tokens their texts; None leaves them out.
+
+    Attributes:
+      num_scores: log-probabilities so far, counted by a stream.
     """
 
     def __init__(
         self, request: Request, index: int | UnsetType, start_len: int | None, tokenizer: Tokenizer | None
     ) -> None:
+        self.num_scores = 0
         self._start_s = time.monotonic()
         self._prompt_ids = request.prompt_ids
         self._start_len = start_len

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, cast
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -25,12 +26,13 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson, refuse_not_built, refuse_special_tokens, salt_of, sampling_params
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import encode, json_response
-from jaxsgl.frontend.http.sglang.replies import Choice, Writer
+from jaxsgl.frontend.http.sglang.replies import Writer
 from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, SamplingBody
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.messages import ContinueGeneration, DumpState, FlushCache, Load, PauseGeneration, PauseMode
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
+from jaxsgl.text.sample import Piece
 
 # Fields of SGLang's that change the answer and that aren't built. Empty or false, they ask for nothing.
 NOT_BUILT = frozenset({
@@ -64,8 +66,7 @@ def _add_generate(router: APIRouter, front_end: FrontEnd) -> None:
         ]
         if body.stream:
             return EventStream(_stream(front_end, requests, writers))
-        choices = await until_gone(http, _whole(front_end, requests, writers))
-        return json_response(encode(choices[0] if alone else choices))
+        return json_response(await until_gone(http, _whole(front_end, requests, writers, alone)))
 
 
 async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
@@ -78,10 +79,7 @@ async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     ids = _ids(body.rid, prompts)
     salt = salt_of(body)
     samplings = [_sampling(body, params) for params in each]
-    return [
-        await front_end.generator.prepare(prompt, sampling, request_id, body.priority or 0, salt)
-        for prompt, sampling, request_id in zip(prompts, samplings, ids, strict=True)
-    ]
+    return await front_end.generator.prepare_all(prompts, samplings, ids, body.priority or 0, salt)
 
 
 def _is_batch(body: GenerateBody) -> bool:
@@ -95,9 +93,9 @@ def _prompts(body: GenerateBody) -> list[Prompt]:
     if body.text is not None:
         return [TextPrompt(text) for text in ([body.text] if isinstance(body.text, str) else body.text)]
     given = body.input_ids or []
-    ids = [entry for entry in given if isinstance(entry, int)]
-    lists = [entry for entry in given if isinstance(entry, list)]
-    return [IdsPrompt(entry) for entry in lists] or [IdsPrompt(ids)]
+    if not given or isinstance(given[0], int):  # not copied: there may be millions
+        return [IdsPrompt(cast(list[int], given))]
+    return [IdsPrompt(ids) for ids in cast(list[list[int]], given)]
 
 
 def _check_counts(prompts: Sequence[Prompt], each: Sequence[SamplingBody]) -> None:
@@ -134,20 +132,38 @@ def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
     )
 
 
-async def _whole(front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer]) -> list[Choice]:
-    with start_all(front_end.generator, requests) as generations:
+async def _whole(front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer], alone: bool) -> bytes:
+    """Returns the answer: an object for a choice that is `alone`, otherwise a list."""
+    async with start_all(front_end.generator, requests) as generations:
         samples = await whole(generations)
-    return [writer.add(piece) for writer, piece in zip(writers, samples, strict=True)]
+
+    def write() -> bytes:
+        choices = [writer.add(piece) for writer, piece in zip(writers, samples, strict=True)]
+        return encode(choices[0] if alone else choices)
+
+    return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
 
 async def _stream(
     front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer]
 ) -> AsyncGenerator[bytes, None]:
-    with start_all(front_end.generator, requests) as generations:
-        async with contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered:
-            async for number, piece in numbered:
-                yield event(encode(writers[number].add(piece)))
+    scored = requests[0].sampling.logprobs is not None
+    async with (
+        start_all(front_end.generator, requests) as generations,
+        contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered,
+    ):
+        async for number, piece in numbered:
+            writer = writers[number]
+            if scored:
+                writer.num_scores += piece.num_scores  # each event repeats them all
+                yield await front_end.generator.off_loop(writer.num_scores, partial(_event, writer, piece))
+            else:
+                yield _event(writer, piece)
     yield DONE
+
+
+def _event(writer: Writer, piece: Piece) -> bytes:
+    return event(encode(writer.add(piece)))
 
 
 def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
