@@ -217,6 +217,11 @@ class ServerConfig:
         "times as many the server ends with status 1, so that a supervisor starts it again",
     )
     keep_stuck_server: bool = flag(False, "do not end the server, however long the engine is stuck")
+    profile_dir: str | None = flag(None, "local folder for profiles; without it none can be recorded")
+    profile_max_s: float = flag(60.0, "seconds after which a profile ends by itself")
+    profile_max_mb: int = flag(
+        1024, "megabytes of memory that a profile may take, and of files that --profile-dir may hold"
+    )
     log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS)
     log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
 
@@ -248,7 +253,14 @@ class ServerConfig:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")
         self._check_sites()
+        self._check_profiles()
         _check_choices(self)
+
+    def _check_profiles(self) -> None:
+        folder = self.profile_dir
+        _require(folder is None or (folder != "" and "://" not in folder), "--profile-dir", folder, "a local folder")
+        _require(0 < self.profile_max_s <= 3600, "--profile-max-s", self.profile_max_s, "above 0, up to 3600")
+        _require(self.profile_max_mb >= 1, "--profile-max-mb", self.profile_max_mb, "1 and more")
 
     def _check_sites(self) -> None:
         for host in self.allowed_hosts:

@@ -114,11 +114,18 @@ class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
     Attributes:
       folder: where the trace goes.
       num_steps: stop by itself after this many steps; None: at `StopProfile`.
+      by_stage: record two traces, one from the first step on that extends prompts, one from the first that only
+        decodes, each until it holds `num_steps` steps of its kind.
+      max_s: stop by itself after so many seconds, waiting for steps included.
+      max_mb: stop by itself before the trace takes about so many megabytes of memory, writing it included.
     """
 
     number: int
     folder: str
     num_steps: int | None = None
+    by_stage: bool = False
+    max_s: float = 60.0
+    max_mb: int = 1024
 
 
 class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):

@@ -7,6 +7,7 @@ loop calls it from one thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 import time
@@ -179,16 +180,29 @@ class Engine:
         """Starts to record a trace of device and host, readable in TensorBoard, XProf and Perfetto.
 
         A process records one trace at a time. Makes `folder`; raises OSError or ValueError at once if it can't be
-        written, where JAX would find out only when it writes the trace.
+        written, where JAX would find out only when it writes the trace. Python's functions are left out: tracing them
+        takes more time and memory than all the rest.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        jax.profiler.start_trace(folder)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(folder, profiler_options=options)
 
     def stop_profile(self) -> None:
-        """Writes the trace to `plugins/profile/<time>/` in the folder. Raises RuntimeError if that fails."""
-        jax.profiler.stop_trace()
+        """Writes the trace to `plugins/profile/<time>/` in the folder. Raises RuntimeError if that fails.
+
+        The trace is dropped then. JAX would keep it in memory and record no other one.
+        """
+        try:
+            jax.profiler.stop_trace()
+        except Exception:
+            with contextlib.suppress(ImportError, AttributeError):  # there is no public way to give a trace up
+                from jax._src import profiler
+
+                profiler._profile_state.reset()
+            raise
 
     def close(self) -> None:
         """Stops counting compilations and frees the device's memory."""

@@ -22,6 +22,7 @@ from jaxsgl.frontend.access import Access, cache_namespace
 from jaxsgl.frontend.counts import Counts
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Metrics, Timing
+from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
 from jaxsgl.request import Request, SamplingParams, check_num_scores, check_request
@@ -262,6 +263,7 @@ class FrontEnd:
       engine: open calls, commands, the load, and why requests are refused.
       generator: prompts to pieces of text; knows the model.
       metrics: what is counted and timed, in this process.
+      profiles: orders of the profiler.
       peers: None: there is no other front-end process.
     """
 
@@ -270,6 +272,7 @@ class FrontEnd:
     engine: EngineLink
     generator: Generator
     metrics: Metrics
+    profiles: Profiles
     peers: Peers | None = None
 
     async def num_open(self) -> int:

@@ -31,6 +31,7 @@ from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import HttpServer
 from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_file_limit
 from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.watchdog import Watchdog
 from jaxsgl.frontend.workers import Workers
 from jaxsgl.logs import LogStyle
@@ -111,7 +112,7 @@ class Share:
 class Server:
     """Both ports and the engine process together, or what a `share` has of them. Made inside the loop that runs it.
 
-    Raises `StartupError` for a certificate or a file of keys that doesn't work.
+    Raises `StartupError` for a certificate, a file of keys or a folder for profiles that doesn't work.
 
     Attributes:
       engine: the link to the engine process.
@@ -137,7 +138,8 @@ class Server:
         self._watchdog = Watchdog(self.engine, config.watchdog_s, config.keep_stuck_server)
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers
-        front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, peers)
+        profiles = Profiles(config, self.engine)
+        front_end = FrontEnd(config, access, self.engine, self._generator, self.metrics, profiles, peers)
         self._grpc = GrpcServer(front_end, self._certificate)
         self._http = HttpServer(front_end, self._certificate, None if share is None else share.http)
 

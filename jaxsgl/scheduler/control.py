@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.engine_api import StepEngine
+from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.events import page_hashes
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
@@ -82,7 +83,7 @@ class Control:
         self._orders: list[Order] = []
         self._news: list[News] = []
         self._journal: CacheJournal | None = None  # once the cache is watched
-        self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle)
+        self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle, clock)
 
     def handle(self, command: Command | Withdraw) -> None:
         """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""
@@ -110,6 +111,11 @@ class Control:
                 self._orders = [
                     order for order in self._orders if not (isinstance(order, _Flush) and order.number == number)
                 ]
+
+    def before_step(self, inputs: StepInputs) -> None:
+        """A step is about to be launched; the loop calls it only while there is something to do."""
+        stage = "decode" if inputs.bucket.kind == "decode" else "extend"
+        self._profiling.before_step(stage, self._scheduler.state.steps_in_flight)
 
     def after_turn(self, collected: bool) -> list[News]:
         """Advances all orders after a turn of the loop, in which a step was `collected` or not; returns the news."""

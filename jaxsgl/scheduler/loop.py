@@ -47,6 +47,8 @@ def run_loop(
                 control.handle(message)
         inputs = scheduler.launch()
         if inputs is not None:
+            if control.is_active:
+                control.before_step(inputs)
             in_flight.append(engine.submit(inputs))
         collects = bool(in_flight) and (inputs is None or len(in_flight) > unread_allowed)
         if collects:

@@ -11,7 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -284,20 +284,6 @@ def test_the_cache_is_flushed_when_nothing_runs(sglang: Stub) -> None:
     assert waiting[0].success
     for timeout_s in (-1.0, float("nan"), 1e9):
         assert status_of(functools.partial(flush, timeout_s))[0] is grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_profiles_start_and_stop(sglang: Stub, tmp_path: Path) -> None:
-    def start(**fields: Any) -> common_pb2.ProfileResponse:
-        return sglang.StartProfile(common_pb2.StartProfileRequest(**fields))
-
-    started = start(output_dir=str(tmp_path), num_steps=3, activities=["CPU"])
-    assert (started.success, started.message) == (True, str(tmp_path))
-    assert start().message  # a folder of the server's choice
-    stopped = sglang.StopProfile(common_pb2.StopProfileRequest())
-    assert (stopped.success, stopped.message) == (False, "no profile is being recorded")
-    for fields in ({"start_step": 5}, {"profile_by_stage": True}, {"num_steps": 0}):
-        code, words = status_of(functools.partial(start, **fields))
-        assert (code, next(iter(fields)) in words) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 def test_methods_that_are_not_built_are_refused(sglang: Stub) -> None:

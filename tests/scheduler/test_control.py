@@ -182,35 +182,6 @@ def test_a_command_that_fails_says_why_and_the_engine_goes_on(command: ToEngine,
     assert mailbox.output_ids("a") == expected(PROMPT, 9)
 
 
-class FullDisk(FakeEngine):
-    """An engine that can't write a trace the first time."""
-
-    tried = False
-
-    def stop_profile(self) -> None:
-        if not self.tried:
-            self.tried = True
-            raise OSError("no space left")
-        super().stop_profile()
-
-
-@pytest.mark.parametrize("num_steps", [None, 2])
-def test_a_profile_that_could_not_be_written_can_be_stopped_again(num_steps: int | None) -> None:
-    stop: list[ToEngine] = [StopProfile(2)] if num_steps is None else []
-    script: Script = [
-        [StartProfile(1, "/traces", num_steps), request("a", PROMPT, 9)],
-        *[[]] * 5,
-        stop,
-        [StopProfile(3)],
-    ]
-    mailbox, engine = profiled(script, make_engine=FullDisk)
-    assert isinstance(engine, FullDisk) and engine.tried
-    if num_steps is None:
-        assert "'/traces': no space left" in answers(mailbox)[2].text
-    assert answers(mailbox)[3].ok
-    assert mailbox.output_ids("a") == expected(PROMPT, 9)
-
-
 class SlowDisk(FakeEngine):
     """An engine that writes a trace only once it is allowed to."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import time
 import uuid
 from functools import partial
@@ -28,12 +27,11 @@ from jaxsgl.frontend.grpc.sglang.convert import Responses, options_of
 from jaxsgl.frontend.grpc.sglang.info import chunks, model_info, server_info, zip_tokenizer
 from jaxsgl.frontend.grpc.sglang.kv_events import KvLog, KvStream
 from jaxsgl.frontend.grpc.sglang.loads import Busy, check_loads_request, loads_response
-from jaxsgl.messages import FlushCache, StartProfile, StopProfile
+from jaxsgl.messages import FlushCache
 from jaxsgl.text.prompts import IdsPrompt
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
 HEALTH_LIMIT_S = 4.0  # gateways wait 5 s
-PROFILE_LIMIT_S = 600.0  # a trace of many steps takes minutes to write
 _NO_LORA = "LoRA adapters are not supported: merge them into the weights and serve those"
 
 
@@ -45,6 +43,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self._engine = front_end.engine
         self._generator = front_end.generator
         self._metrics = front_end.metrics
+        self._profiles = front_end.profiles
         self._num_open = front_end.num_open
         # Beyond the numbers of servers before this one, and of other processes: a subscriber may come from any of them.
         self._kv_log = KvLog(front_end.engine, last=(front_end.engine.line % 1024 << 52) + time.time_ns() // 1000)
@@ -130,13 +129,8 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         """Records a trace from now on. What it holds can't be chosen: it has both the device and the host."""
         if request.start_step:
             raise InvalidRequest(f"start_step is {request.start_step}, but recording starts at once: leave it out")
-        if request.profile_by_stage:
-            raise InvalidRequest("profile_by_stage is set, but prefill and decode go into one trace: leave it out")
         num_steps = request.num_steps if request.HasField("num_steps") else None
-        if num_steps is not None and num_steps < 1:
-            raise InvalidRequest(f"num_steps is {num_steps}, but must be 1 and more")
-        folder = request.output_dir or str(Path(tempfile.gettempdir()) / "jaxsgl-profile")
-        answer = await self._engine.ask(lambda number: StartProfile(number, folder, num_steps), ANSWER_LIMIT_S)
+        answer = await self._profiles.start(request.output_dir, num_steps, request.profile_by_stage)
         return common_pb2.ProfileResponse(success=answer.ok, message=answer.text)
 
     @answers_errors
@@ -144,7 +138,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self, request: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext
     ) -> common_pb2.ProfileResponse:
         """Ends recording and writes the trace; the message names its folder."""
-        answer = await self._engine.ask(StopProfile, PROFILE_LIMIT_S)
+        answer = await self._profiles.stop()
         return common_pb2.ProfileResponse(success=answer.ok, message=answer.text)
 
     @answers_errors

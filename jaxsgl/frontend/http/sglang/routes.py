@@ -27,9 +27,9 @@ from jaxsgl.frontend.http.bodies import StrictJson, refuse_not_built, refuse_spe
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Writer
-from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, SamplingBody
+from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, ProfileBody, SamplingBody
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.messages import ContinueGeneration, DumpState, FlushCache, Load, PauseGeneration, PauseMode
+from jaxsgl.messages import Answer, ContinueGeneration, DumpState, FlushCache, Load, PauseGeneration, PauseMode
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
@@ -46,6 +46,7 @@ def router(front_end: FrontEnd) -> APIRouter:
     router = APIRouter(route_class=StrictJson, tags=["sglang"])
     _add_generate(router, front_end)
     _add_control(router, front_end)
+    _add_profiles(router, front_end)
     _add_infos(router, front_end)
     return router
 
@@ -203,6 +204,30 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
         """Ends a pause."""
         await front_end.engine.ask(ContinueGeneration, ANSWER_LIMIT_S)
         return {"status": "ok", "message": "generation goes on"}
+
+
+def _add_profiles(router: APIRouter, front_end: FrontEnd) -> None:
+    methods = control_methods(front_end.config)
+
+    @router.api_route("/start_profile", methods=methods)
+    async def start_profile(body: ProfileBody | None = None) -> dict[str, Any]:
+        """Records a trace of the engine, for `num_steps` steps or until /stop_profile; `message` is its folder."""
+        asked = body or ProfileBody()
+        if asked.start_step:
+            raise InvalidRequest(f"start_step is {asked.start_step}, but recording starts at once: leave it out")
+        answer = await front_end.profiles.start(asked.output_dir, asked.num_steps, bool(asked.profile_by_stage))
+        return _ok(answer, "no profile is started")
+
+    @router.api_route("/stop_profile", methods=methods)
+    async def stop_profile() -> dict[str, Any]:
+        """Ends the recording and answers when the trace is written; `message` is its folder."""
+        return _ok(await front_end.profiles.stop(), "no profile is written")
+
+
+def _ok(answer: Answer, failed: str) -> dict[str, Any]:
+    if not answer.ok:
+        raise InvalidRequest(f"{failed}: {answer.text}")
+    return {"status": "ok", "message": answer.text}
 
 
 def control_methods(config: ServerConfig) -> list[str]:

@@ -91,6 +91,15 @@ class AbortBody(Body):
     abort_all: Flag = None
 
 
+class ProfileBody(Body):
+    """Body of /start_profile. Other fields of SGLang's don't change what a trace holds, and are ignored."""
+
+    output_dir: Annotated[str, Field(description="name of a new folder below --profile-dir")] | None = None
+    num_steps: int | None = None
+    start_step: Annotated[int, Field(description="not supported")] | None = None
+    profile_by_stage: Annotated[Flag, Field(description="one trace of extend steps, one of decode steps")] = None
+
+
 class PauseBody(Body):
     """Body of /pause_generation; the modes are SGLang's, and so is the default."""
 
