@@ -22,8 +22,8 @@ from jaxsgl.messages import Answer, StartProfile
 STAGES = ("extend", "decode")  # of a profile by stage: one trace each, in folders of these names
 HEAD_START_S = 0.5  # a small trace is written within this, and its steps are the last that it holds
 IDLE_POLL_S = 0.05
-# Writing a trace takes several times the memory that recording it took: 5 to 6.5 times, measured with JAX 0.10 on CPUs.
-WRITING_FACTOR = 7
+# Writing a trace takes several times the memory that recording it took: 5 to 8 times, measured with JAX 0.10 on CPUs.
+WRITING_FACTOR = 8
 
 logger = logging.getLogger(__name__)
 
