@@ -52,7 +52,11 @@ def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str =
 class SchedulingConfig:
     """Which request runs when. The defaults are SGLang's."""
 
-    schedule_policy: str = flag("fcfs", "which waiting request goes first (docs/scheduling.md)", choices=POLICIES)
+    schedule_policy: str | None = flag(
+        None,
+        "which waiting request goes first, see docs/scheduling.md (default: lpm, or fcfs if priorities are on)",
+        choices=POLICIES,
+    )
     enable_priority_scheduling: bool = flag(False, "requests of higher priority go first, and may preempt others")
     schedule_low_priority_values_first: bool = flag(False, "a lower number is the higher priority")
     priority_scheduling_preemption_threshold: int = flag(
@@ -79,9 +83,14 @@ class SchedulingConfig:
         None, "seconds that a request may take from its admission on; then it is ended (default: no limit)"
     )
 
+    @property
+    def policy(self) -> str:
+        """Which waiting request goes first: `schedule_policy`, or what holds if that is None."""
+        return self.schedule_policy or ("fcfs" if self.enable_priority_scheduling else "lpm")
+
     def __post_init__(self) -> None:
         _check_choices(self)
-        if self.enable_priority_scheduling and self.schedule_policy not in PRIORITY_POLICIES:
+        if self.enable_priority_scheduling and self.policy not in PRIORITY_POLICIES:
             raise ConfigError(
                 f"--enable-priority-scheduling goes with --schedule-policy {' or '.join(PRIORITY_POLICIES)}, "
                 f"but that is {self.schedule_policy}"
@@ -376,6 +385,8 @@ def _check_choices(config: Any) -> None:
     for spec in dataclasses.fields(config):
         allowed = spec.metadata.get("choices") or ()
         value = getattr(config, spec.name)
+        if value is None and spec.default is None:
+            continue
         _require(not allowed or value in allowed, _flag_name(spec.name), value, f"one of {', '.join(allowed)}")
 
 

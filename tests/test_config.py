@@ -46,9 +46,22 @@ def test_flags_out_of_range_name_the_value_and_the_limit(argv: list[str], messag
 def test_a_secret_flag_is_shown_nowhere() -> None:
     shown = public_flags(ServerConfig(api_key="key", port=5))
     assert shown["port"] == 5
-    assert shown["engine"]["scheduling"]["schedule_policy"] == "fcfs"
+    assert shown["engine"]["scheduling"]["max_prefill_tokens"] == 16384
     assert "api_key" not in shown
     assert "key'" not in repr(ServerConfig(api_key="key"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "policy"),
+    [
+        ([], "lpm"),
+        (["--enable-priority-scheduling"], "fcfs"),
+        (["--enable-priority-scheduling", "--schedule-policy", "lof"], "lof"),
+        (["--schedule-policy", "fcfs"], "fcfs"),
+    ],
+)
+def test_the_longest_match_goes_first_unless_a_flag_says_otherwise(argv: list[str], policy: str) -> None:
+    assert parse(*argv).engine.scheduling.policy == policy
 
 
 @pytest.mark.parametrize("name", ["--decode-buckets", "--extend-buckets"])

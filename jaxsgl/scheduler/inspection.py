@@ -30,7 +30,7 @@ def dump_state(state: SchedulerState, paused: bool, last_plan: StepPlan | None) 
     requests = state.requests
     return {
         "paused": paused,
-        "schedule_policy": state.config.schedule_policy,
+        "schedule_policy": state.config.policy,
         "new_token_ratio": state.ratio.value,
         "admission_stopped_for": state.blocked.value if state.blocked else None,
         "admission_closed": state.admission_closed,

@@ -43,7 +43,7 @@ class Policy:
         self._config = config
         self._cache = cache
         self._random_seed = random_seed
-        self.by_prefix = config.schedule_policy in ("lpm", "dfs-weight") and cache.prefixes.keeps
+        self.by_prefix = config.policy in ("lpm", "dfs-weight") and cache.prefixes.keeps
 
     def order(self, waiting: Iterable[Req], num_admitted: int) -> Iterator[Req]:
         """`waiting` (in order of arrival), in the order in which they are to be admitted now; read as far as needed.
@@ -58,7 +58,7 @@ class Policy:
             later = iter(waiting)
             window = list(itertools.islice(later, MAX_REORDERED))
             return itertools.chain(self._reordered(window, num_admitted), later)
-        if config.schedule_policy in ("lof", "random"):
+        if config.policy in ("lof", "random"):
             return iter(self._reordered(list(waiting), num_admitted))
         return iter(waiting)
 
@@ -89,7 +89,7 @@ class Policy:
 
     def _key(self, req: Req) -> tuple[int, int]:
         """What the order goes by if it doesn't depend on the cache; equals stay in order of arrival."""
-        policy, by_policy = self._config.schedule_policy, 0
+        policy, by_policy = self._config.policy, 0
         if policy == "lof":
             by_policy = -req.max_new_tokens
         elif policy == "random":
@@ -103,7 +103,7 @@ class Policy:
         if not self.by_prefix:
             return first + sorted(waiting, key=self._key)
         peeks = {req: self._cache.peek(req.matchable_ids, req.cache_salt) for req in waiting}
-        if self._config.schedule_policy == "lpm":
+        if self._config.policy == "lpm":
             return first + sorted(waiting, key=lambda req: -peeks[req].num_pages)
         return first + _depth_first(waiting, peeks)
 

@@ -226,7 +226,7 @@ def test_a_dump_names_running_and_waiting_requests_and_why_they_wait() -> None:
     mailbox, _ = serve(capacity(rows=2), script)
     state = dump_of(mailbox, 1)
     assert (state["paused"], state["num_running"], state["num_waiting"]) == (False, 2, 2)
-    assert (state["admission_stopped_for"], state["schedule_policy"], state["leaks"]) == ("rows", "fcfs", [])
+    assert (state["admission_stopped_for"], state["schedule_policy"], state["leaks"]) == ("rows", "lpm", [])
     assert state["cache"]["free_rows"] == 0  # type: ignore[index]
     running, waiting = state["running"], state["waiting"]
     assert [entry["request_id"] for entry in running] == ["r0", "r1"]  # type: ignore[attr-defined]

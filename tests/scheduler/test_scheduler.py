@@ -18,7 +18,7 @@ from tests.scheduler.serving import (
 
 def test_prefill_goes_before_decode_and_requests_go_in_order_of_arrival() -> None:
     sizes = capacity(rows=2)
-    script = [[request(key, range(i, i + 5), 6) for i, key in enumerate("abc")], [], [request("d", range(9), 6)]]
+    script = [[request(key, range(i, i + 5), 6) for i, key in enumerate("abc")], [], [request("d", range(50, 59), 6)]]
     mailbox, scheduler = serve(sizes, script)
     assert [inputs.bucket.kind for inputs in scheduler.launched[:2]] == ["extend", "decode"]
     firsts = list(dict.fromkeys(reply.request_id for reply in mailbox.replies))

@@ -28,7 +28,8 @@ SMALL = Capacity(page_size=16, num_pages=400, num_rows=16, context_length=2048, 
 STEADY = {kind: StepCost(0.0, 1.0, 0.0, 0.0, 0.0) for kind in ("decode", "extend")}  # every step takes a second
 TINY_TRACES = [
     TraceConfig(trace="random", num_prompts=80, input_len=300, output_len=40, request_rate=500.0),
-    TraceConfig(trace="shared-prefix", num_prompts=80, system_len=200, input_len=30, output_len=10, groups=5),
+    TraceConfig(trace="shared-prefix", num_prompts=80, system_len=200, input_len=30, output_len=10, groups=5,
+                range_ratio=0.5),
     TraceConfig(trace="chat", num_prompts=80, input_len=50, output_len=30, turns=4, think_s=0.1, request_rate=100.0),
     TraceConfig(trace="bursts", num_prompts=80, output_len=20, long_len=1500, burst_size=4, burst_every_s=0.05,
                 request_rate=400.0),
@@ -57,7 +58,7 @@ def test_every_request_ends_once_with_all_its_tokens(config: TraceConfig) -> Non
     assert figures.output_tokens == sum(ask.output_len for ask in asked) == figures.load.totals.output_tokens
     assert sum(figures.itl_s.counts) == figures.output_tokens - len(asked)
     assert summary["steps"]["decode"]["waste"] >= 1 and summary["steps"]["extend"]["waste"] >= 1
-    assert 0 < summary["device_busy"] <= 1
+    assert 0 < summary["device_busy"] <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("config", TINY_TRACES, ids=lambda config: config.trace)
