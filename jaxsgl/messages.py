@@ -259,6 +259,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       num_retracted: waiting samples that have run before.
       paused: nothing is launched until generation is continued.
       totals: counters.
+      step_times: how long steps took since the start of the engine, for step_times.py: packed, since each load
+        carries it and only a scrape reads it.
     """
 
     num_running: int = 0
@@ -269,6 +271,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     num_retracted: int = 0
     paused: bool = False
     totals: Totals = msgspec.field(default_factory=Totals)
+    step_times: bytes = b""
 
 
 class RefusalKind(enum.Enum):
@@ -300,6 +303,18 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class StageTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds that a sample spent in the engine before its first token.
+
+    Attributes:
+      queue_s: from its arrival to its first admission.
+      prefill_s: from there until its first token was read.
+    """
+
+    queue_s: float
+    prefill_s: float
+
+
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """News about one sample of a request: its new tokens, and its end if it ended.
 
@@ -313,6 +328,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
       logprob: of the new token, if asked for; such requests get one token a step.
       prompt_logprobs: of prompt tokens 1, 2, ... (nothing stands before token 0), if asked for; comes once, with the
         first token of sample 0.
+      times: with a sample's first token.
     """
 
     request_id: str
@@ -323,6 +339,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     index: int = 0
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    times: StageTimes | None = None
 
 
 class Replies(msgspec.Struct, frozen=True, tag="replies"):

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 COMMON = {"config", "request", "errors", "logs", "stacks"}
 ALLOWED = {
     "text": {"messages"},
-    "frontend": {"messages", "ipc", "text"},
-    "scheduler": {"cache", "batch", "messages"},
+    "frontend": {"messages", "ipc", "step_times", "text"},
+    "scheduler": {"cache", "batch", "messages", "step_times"},
     "cache": set(),
     "batch": {"cache.pages"},
     "engine": {"batch", "models", "weights", "messages", "cache.pages", "pallas_kernels"},

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -23,18 +24,23 @@ SAMPLES_PER_LINE = 10
 logger = logging.getLogger(__name__)
 
 
+Value: TypeAlias = float | Histogram | Mapping[Any, float] | Mapping[Any, Histogram]
+
+
 @dataclass(frozen=True)
 class Row:
     """One metric under all its names. Those of counters end in `_total`.
 
     Attributes:
-      value: a number, a histogram, or one number for each value of `label`.
+      value: a number, a histogram, or one of either for each value of the `labels` (a tuple for several).
+      of_histograms: whether the values for labels, of which there may be none yet, are histograms.
     """
 
     names: tuple[str, ...]
     help: str
-    value: Callable[[Metrics, Snapshot], float | Histogram | Mapping[str, float]]
-    label: str = ""
+    value: Callable[[Metrics, Snapshot], Value]
+    labels: tuple[str, ...] = ()
+    of_histograms: bool = False
 
 
 TABLE = (
@@ -71,7 +77,7 @@ TABLE = (
             "rows": engine.load.totals.short_of_rows,
             "chunk": engine.load.totals.short_of_chunk,
         },
-        label="reason",
+        labels=("reason",),
     ),
     Row(
         ("jaxsgl:failed_requests_total",),
@@ -137,7 +143,7 @@ TABLE = (
         ("vllm:request_success_total",),
         "Samples that ended, by the reason.",
         lambda front_end, engine: front_end.finished,
-        label="finished_reason",
+        labels=("finished_reason",),
     ),
     Row(
         ("sglang:num_aborted_requests_total",),
@@ -148,7 +154,39 @@ TABLE = (
         ("jaxsgl:request_errors_total",),
         "Requests that were refused or ended with an error, by its name.",
         lambda front_end, engine: front_end.errors,
-        label="error",
+        labels=("error",),
+    ),
+    Row(
+        ("sglang:queue_time_seconds", "vllm:request_queue_time_seconds"),
+        "From a sample's arrival in the engine to its first admission.",
+        lambda front_end, engine: front_end.queue_s,
+    ),
+    Row(
+        ("vllm:request_prefill_time_seconds",),
+        "From a sample's first admission to its first token.",
+        lambda front_end, engine: front_end.prefill_s,
+    ),
+    Row(
+        ("vllm:request_decode_time_seconds",),
+        "From a sample's first token to its last; aborted ones left out.",
+        lambda front_end, engine: front_end.decode_s,
+    ),
+    Row(
+        ("vllm:request_inference_time_seconds",),
+        "From a sample's first admission to its last token; aborted ones left out.",
+        lambda front_end, engine: front_end.inference_s,
+    ),
+    Row(
+        ("sglang:per_stage_req_latency_seconds",),
+        "Time that a sample spends in each stage.",
+        lambda front_end, engine: {
+            "request_process": front_end.prepare_s,
+            "prefill_waiting": front_end.queue_s,
+            "prefill_forward": front_end.prefill_s,
+            "decode_forward": front_end.decode_s,
+        },
+        labels=("stage",),
+        of_histograms=True,
     ),
     Row(
         ("sglang:time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
@@ -174,6 +212,19 @@ TABLE = (
         ("sglang:generation_tokens_histogram", "vllm:request_generation_tokens"),
         "Output tokens of a sample that ended; aborted ones left out.",
         lambda front_end, engine: front_end.output_tokens,
+    ),
+    Row(
+        ("jaxsgl:step_seconds",),
+        "How long steps take, by kind and padded shape.",
+        lambda front_end, engine: engine.step_histograms(),
+        labels=("kind", "bucket"),
+        of_histograms=True,
+    ),
+    Row(
+        ("sglang:forward_execution_seconds_total",),
+        "Time that steps took, by their kind.",
+        lambda front_end, engine: engine.step_seconds(),
+        labels=("category",),
     ),
     Row(("jaxsgl:steps_total",), "Steps launched.", lambda front_end, engine: engine.load.totals.steps),
     Row(
@@ -229,21 +280,22 @@ class _Collector:
             for name in row.names:
                 yield self._family(name, row, value)
 
-    def _family(self, name: str, row: Row, value: float | Histogram | Mapping[str, float]) -> Metric:
-        labels = ["model_name"]
-        if isinstance(value, Histogram):
-            histogram = HistogramMetricFamily(name, row.help, labels=labels)
-            histogram.add_metric([self._model_name], value.buckets(), value.sum)
-            return histogram
-        if row.label:
-            labels.append(row.label)
-        family_type = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family: CounterMetricFamily | GaugeMetricFamily = family_type(name, row.help, labels=labels)
-        if isinstance(value, Mapping):
-            for of_label, number in value.items():
-                family.add_metric([self._model_name, of_label], number)
+    def _family(self, name: str, row: Row, value: Value) -> Metric:
+        labels = ["model_name", *row.labels]
+        values = value if isinstance(value, Mapping) else {(): value}
+        family: HistogramMetricFamily | CounterMetricFamily | GaugeMetricFamily
+        if row.of_histograms or isinstance(value, Histogram):
+            family = HistogramMetricFamily(name, row.help, labels=labels)
+        elif name.endswith("_total"):
+            family = CounterMetricFamily(name, row.help, labels=labels)
         else:
-            family.add_metric([self._model_name], value)
+            family = GaugeMetricFamily(name, row.help, labels=labels)
+        for of_labels, one in values.items():
+            shown = [self._model_name, *((of_labels,) if isinstance(of_labels, str) else of_labels)]
+            if isinstance(one, Histogram):
+                family.add_metric(shown, one.buckets(), one.sum)
+            else:
+                family.add_metric(shown, one)
         return family
 
 

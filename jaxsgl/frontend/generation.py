@@ -124,6 +124,8 @@ class Generation:
         for reply in replies:
             if reply.refusal is not None:
                 raise _REFUSALS[reply.refusal.kind](reply.refusal.text)
+            if reply.times is not None:
+                self._timing.engine_times(reply.index, reply.times)
             of_sample.setdefault(reply.index, []).append(reply)
         for index, news in of_sample.items():
             sample = self._samples[index]
@@ -134,7 +136,7 @@ class Generation:
                     self._timing.tokens(index, len(piece.token_ids))
                 if piece.end is not None:
                     self.ends.append(piece.end)
-                    self._timing.sample_ended(piece.end)
+                    self._timing.sample_ended(index, piece.end)
                     self._stream.end_sample(index)
 
 
@@ -184,6 +186,7 @@ class Generator:
     ) -> list[Request]:
         """Tokenizes and checks all prompts of one call, like `prepare`. Other calls go on meanwhile."""
         logs.name_unnamed_request(request_ids[0])
+        start_s = self._metrics.clock()
         with self._metrics.counting_errors():
             model, namespace = self.model, cache_namespace(cache_salt)
             for sampling, request_id in zip(samplings, request_ids, strict=True):
@@ -200,6 +203,7 @@ class Generator:
                 check_request(requests[-1], limits)
                 await pause.after(1 + len(ids) // TOKENS_LIKE_A_REQUEST)
             check_num_scores(requests, limits)
+            self._metrics.prepare_s.observe(self._metrics.clock() - start_s, len(requests))
             return requests
 
     async def tokenize_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -287,6 +291,8 @@ def _log_end(engine_id: str, request: Request, generation: Generation, timing: T
         "output_tokens": generation.num_tokens,
         "cached_tokens": max((end.cached_tokens for end in generation.ends), default=0),
         "finish_reason": ",".join(end.reason.value for end in generation.ends) or "unfinished",
+        "queue_s": None if timing.stages is None else timing.stages.queue_s,
+        "prefill_s": None if timing.stages is None else timing.stages.prefill_s,
         "first_token_s": timing.first_token_s,
         "total_s": timing.total_s,
     }

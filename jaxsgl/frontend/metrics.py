@@ -16,8 +16,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from jaxsgl.messages import EngineInfo, Load
+from jaxsgl.messages import EngineInfo, Load, StageTimes
 from jaxsgl.request import FinishReason
+from jaxsgl.step_times import STEP_BOUNDS_S, unpack
 from jaxsgl.text.sample import End
 
 WINDOW_S = 10.0
@@ -38,6 +39,21 @@ class Snapshot:
         """Share of the KV pool that running samples need, 0 to 1."""
         return self.load.used_tokens / self.pool_tokens if self.pool_tokens else 0.0
 
+    def step_histograms(self) -> dict[tuple[str, str], Histogram]:
+        """Returns how long steps took, by kind and bucket."""
+        empty = Histogram(STEP_BOUNDS_S)
+        return {
+            (times.kind, times.bucket): empty.with_state(times.counts, times.seconds)
+            for times in unpack(self.load.step_times)
+        }
+
+    def step_seconds(self) -> dict[str, float]:
+        """Returns how long all steps of each kind took together."""
+        seconds = {"decode": 0.0, "extend": 0.0}
+        for times in unpack(self.load.step_times):
+            seconds[times.kind] = seconds.get(times.kind, 0.0) + times.seconds
+        return seconds
+
 
 class Metrics:
     """All that is measured. A request with n samples counts as n: that is what the engine runs.
@@ -45,6 +61,11 @@ class Metrics:
     Attributes:
       finished: samples that ended, by reason; those that the client left count as aborted.
       errors: requests that ended with an error, by the error's name.
+      prepare_s: from a request's arrival until it is tokenized and checked.
+      queue_s: from a sample's arrival in the engine to its admission.
+      prefill_s: from there to its first token.
+      decode_s: from a sample's first token to its last.
+      inference_s: from admission to the last token.
       first_token_s: from submission to a sample's first token.
       inter_token_s: between two tokens of a sample.
       request_s: from submission to a sample's end. Aborted samples are left out here and in the lengths.
@@ -68,6 +89,11 @@ class Metrics:
         self.throughput = Throughput(load, clock)
         self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self.errors: Counter[str] = Counter()
+        self.prepare_s = Histogram(one_two_five(1e-4, 10))
+        self.queue_s = Histogram(one_two_five(1e-4, 5000))
+        self.prefill_s = Histogram(one_two_five(1e-3, 500))
+        self.decode_s = Histogram(one_two_five(1e-2, 5000))
+        self.inference_s = Histogram(one_two_five(1e-2, 5000))
         self.first_token_s = Histogram(one_two_five(1e-3, 500))
         self.inter_token_s = Histogram(one_two_five(5e-4, 10))
         self.request_s = Histogram(one_two_five(1e-2, 5000))
@@ -101,14 +127,18 @@ class Timing:
 
     Attributes:
       first_token_s: seconds until the first token of any sample, None until it comes.
+      stages: what the engine said of the sample that had its first token first, None until then.
     """
 
     def __init__(self, metrics: Metrics, num_samples: int) -> None:
         self._metrics = metrics
         self._start_s = metrics.clock()
+        self._first_s = [0.0] * num_samples
         self._last_s: list[float | None] = [None] * num_samples
+        self._prefill_s = [0.0] * num_samples
         self._num_running = num_samples
         self.first_token_s: float | None = None
+        self.stages: StageTimes | None = None
 
     @property
     def total_s(self) -> float:
@@ -126,17 +156,29 @@ class Timing:
         if last_s is not None:
             self._metrics.inter_token_s.observe((now_s - last_s) / count, count)
             return
+        self._first_s[index] = now_s
         self._metrics.first_token_s.observe(now_s - self._start_s)
         if self.first_token_s is None:
             self.first_token_s = now_s - self._start_s
 
-    def sample_ended(self, end: End) -> None:
-        """Counts a sample that ended."""
+    def engine_times(self, index: int, stages: StageTimes) -> None:
+        """Counts what sample `index` spent in the engine before its first token."""
+        self._metrics.queue_s.observe(stages.queue_s)
+        self._metrics.prefill_s.observe(stages.prefill_s)
+        self._prefill_s[index] = stages.prefill_s
+        if self.stages is None:
+            self.stages = stages
+
+    def sample_ended(self, index: int, end: End) -> None:
+        """Counts that sample `index` ended."""
         self._num_running -= 1
         metrics = self._metrics
         metrics.finished[end.reason.value] += 1
         if end.reason is not FinishReason.ABORT:
             metrics.request_s.observe(self.total_s)
+            decode_s = (self._last_s[index] or self._first_s[index]) - self._first_s[index]
+            metrics.decode_s.observe(decode_s)
+            metrics.inference_s.observe(self._prefill_s[index] + decode_s)
             metrics.prompt_tokens.observe(end.prompt_tokens)
             metrics.output_tokens.observe(end.completion_tokens)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +29,7 @@ from jaxsgl.messages import Reply, TokenLogprob
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
 from jaxsgl.scheduler.req import Req, State
+from jaxsgl.scheduler.stopwatch import Stopwatch
 
 
 class Builder(Protocol):
@@ -72,12 +74,14 @@ class InFlightStep:
       lease_numbers: their lease numbers at the launch.
       silent: requests whose chunk isn't their last, so that its token means nothing.
       scored: chunks whose prompt tokens are scored.
+      num_chunks: how many of `reqs`, from the first, are extended; the others decode.
     """
 
     reqs: Sequence[Req]
     lease_numbers: Sequence[int]
     silent: frozenset[Req] = frozenset()
     scored: Sequence[ScoredChunk] = ()
+    num_chunks: int = 0
 
     def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:
         """(place in the batch, request, its tokens) of each request that waits for tokens of this step.
@@ -99,14 +103,16 @@ class Applier:
       state: the scheduler's state.
       builder: makes the batches.
       sampling: sampling parameters by row, which the builder reads.
+      stopwatch: is told of admissions, first tokens, ends and steps.
     """
 
-    def __init__(self, state: SchedulerState, builder: Builder, sampling: SamplingRows) -> None:
+    def __init__(self, state: SchedulerState, builder: Builder, sampling: SamplingRows, stopwatch: Stopwatch) -> None:
         self._state = state
         self._cache = state.cache
         self._requests = state.requests
         self._builder = builder
         self._sampling = sampling
+        self._stopwatch = stopwatch
         self._in_flight: deque[InFlightStep] = deque()
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
@@ -149,8 +155,9 @@ class Applier:
         """
         state = self._state
         state.steps_in_flight -= 1
+        step_s = self._stopwatch.collected()
         if state.latency is not None:
-            state.latency.collected()
+            state.latency.collected(step_s)
         step = self._in_flight.popleft()
         replies: list[Reply] = []
         for chunk in step.scored:
@@ -158,7 +165,7 @@ class Applier:
                 chunk.take(scores)
             except Exception as error:
                 replies.append(self.fail(chunk.req.request_id, error))
-        num_tokens = 0
+        num_tokens, first = 0, len(replies)
         for place, req, sampled in step.yielded(tokens):
             try:
                 token_ids, reason = req.take(sampled)
@@ -174,6 +181,9 @@ class Applier:
             except Exception as error:
                 replies.append(self.fail(req.request_id, error))
         state.totals.output_tokens += num_tokens
+        for place, reply in enumerate(replies[first : first + step.num_chunks], first):
+            if reply.token_ids and (times := self._stopwatch.first_token((reply.request_id, reply.index))):
+                replies[place] = msgspec.structs.replace(reply, times=times)
         return replies
 
     def fail(self, request_id: str, error: BaseException | None) -> Reply:
@@ -194,6 +204,8 @@ class Applier:
         """Ends a request in whatever state it is; what it computed stays in the prefix cache if it is to `share`."""
         stored = req.stored_ids() if share else None
         lease = req.finish()
+        if not req.output_ids:
+            self._stopwatch.ended(req.key)
         self._requests.moved(req)
         self._state.failed_admission = None
         if lease is not None:
@@ -211,6 +223,7 @@ class Applier:
         lease = self._cache.acquire(self._cache.match(planned, req.cache_salt), req.name, req.cache_salt)
         assert lease.num_tokens == admission.cached_tokens, f"{req.name}: the cache changed since the plan"
         req.admit(lease, admission.cached_tokens)
+        self._stopwatch.admitted(req.key)
         self._requests.moved(req)
         state.num_admitted += 1
         state.totals.prompt_tokens += req.prompt_len
@@ -243,7 +256,8 @@ class Applier:
             if not req.launch_decode():
                 self._requests.moved(req)
         silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
-        self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs], silent, scored))
+        numbers = [req.lease_number for req in reqs]
+        self._launched(inputs, InFlightStep(reqs, numbers, silent, scored, len(plan.chunks)))
         if self._state.latency is not None:
             kv_tokens = sum(work.start + len(work.token_ids) for work in works)
             pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
@@ -309,6 +323,7 @@ class Applier:
 
     def _launched(self, inputs: StepInputs, step: InFlightStep) -> None:
         self._in_flight.append(step)
+        self._stopwatch.launched(inputs.bucket)
         self._state.steps_in_flight += 1
         totals, blocked = self._state.totals, self._state.blocked
         totals.steps += 1

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -44,29 +44,25 @@ class Latency:
       max_itl_s: seconds between two tokens of a request at most.
       buckets: sizes of steps.
       page_size: the fewest tokens of an extend step, however long they take, so that prompts make progress.
-      clock: seconds, of any origin.
     """
 
-    def __init__(self, max_itl_s: float, buckets: BucketSet, page_size: int, clock: Callable[[], float]) -> None:
+    def __init__(self, max_itl_s: float, buckets: BucketSet, page_size: int) -> None:
         self._max_itl_s = max_itl_s
         self._buckets = buckets
         self._page_size = page_size
-        self._clock = clock
         self._times = {"extend": StepTimes(), "decode": StepTimes()}
-        self._in_flight: deque[tuple[Bucket, float, float, float]] = deque()  # KV, pairs, when launched
-        self._last_end_s = -math.inf
+        self._in_flight: deque[tuple[Bucket, float, float]] = deque()  # KV, pairs
 
     def launched(self, bucket: Bucket, kv_tokens: float, pairs: float) -> None:
         """Notes a program that goes to the device."""
-        self._in_flight.append((bucket, kv_tokens, pairs, self._clock()))
+        self._in_flight.append((bucket, kv_tokens, pairs))
 
-    def collected(self) -> None:
-        """Measures the oldest program in flight, which has ended. It began at its launch or when the last one ended."""
-        bucket, kv_tokens, pairs, launched_s = self._in_flight.popleft()
-        began_s, self._last_end_s = max(launched_s, self._last_end_s), self._clock()
+    def collected(self, seconds: float) -> None:
+        """Learns from the oldest program in flight, which took `seconds`."""
+        bucket, kv_tokens, pairs = self._in_flight.popleft()
         if bucket.kind in self._times:  # steps that score prompts are rare, and not bounded
-            seconds = (self._last_end_s - began_s) / bucket.num_steps
-            self._times[bucket.kind].measured(bucket.num_tokens, kv_tokens / bucket.num_steps, pairs, seconds)
+            of_step_s = seconds / bucket.num_steps
+            self._times[bucket.kind].measured(bucket.num_tokens, kv_tokens / bucket.num_steps, pairs, of_step_s)
 
     def leaves_time_for(self, num_steps: int, decoding: Collection[Req]) -> bool:
         """Whether `num_steps` decode steps in one program end within the bound; their tokens come together."""

@@ -41,6 +41,7 @@ from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.retraction_warning import RetractionWarning
+from jaxsgl.scheduler.stopwatch import Stopwatch
 
 NO_SCORES = StepScores()
 
@@ -106,14 +107,16 @@ class Scheduler:
             requests=RequestTable(config, clock),
             cache=cache,
             ratio=NewTokenRatio(config.schedule_conservativeness),
-            latency=None if max_itl_ms is None else Latency(max_itl_ms / 1000, buckets, capacity.page_size, clock),
+            latency=None if max_itl_ms is None else Latency(max_itl_ms / 1000, buckets, capacity.page_size),
             totals=Totals(),
         )
         self.last_plan: StepPlan | None = None
         self._requests = self.state.requests
         self._retraction_warning = RetractionWarning(capacity, config.schedule_conservativeness, clock)
         sampling = SamplingRows(capacity.num_rows)
-        self._applier = Applier(self.state, make_builder(buckets, table.pages, sampling, capacity.page_size), sampling)
+        self._stopwatch = Stopwatch(clock)
+        builder = make_builder(buckets, table.pages, sampling, capacity.page_size)
+        self._applier = Applier(self.state, builder, sampling, self._stopwatch)
         self._replies: list[Reply] = []
         self._paused = False
 
@@ -209,6 +212,7 @@ class Scheduler:
             num_retracted=requests.num_retracted,
             paused=self._paused,
             totals=msgspec.structs.replace(self.state.totals, recompiles=recompiles, leaks=leaks),
+            step_times=self._stopwatch.step_times(self.is_idle),
         )
 
     def pause(self) -> None:
@@ -262,6 +266,7 @@ class Scheduler:
         if failed is not None and self.state.policy.may_precede(samples[0], failed.head, self._requests.in_turn()):
             self.state.failed_admission = None
         self._requests.add(samples)
+        self._stopwatch.arrived(req.key for req in samples)
 
     def _refusal(self, request: Request) -> Refusal | None:
         """Why `request` can't be taken. The queue holds samples, but a request is taken or refused as a whole."""

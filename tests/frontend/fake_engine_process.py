@@ -38,6 +38,7 @@ from jaxsgl.messages import (
     Replies,
     Reply,
     Shutdown,
+    StageTimes,
     StartProfile,
     StopProfile,
     ToEngine,
@@ -244,6 +245,7 @@ class FakeEngine:
             index=run.index,
             logprob=None if sampling.logprobs is None else logprob(token, sampling.logprobs),
             prompt_logprobs=prompt_logprobs,
+            times=StageTimes(0.001, 0.002) if len(run.sent) == 1 else None,
         )
 
 

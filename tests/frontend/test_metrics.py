@@ -17,8 +17,9 @@ from server_process import ROOT, ServerProcess, ids_request, wait_for
 from jaxsgl.frontend.exposition import TABLE, registry_of
 from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.messages import Load, Totals
+from jaxsgl.messages import Load, StageTimes, Totals
 from jaxsgl.request import FinishReason
+from jaxsgl.step_times import BucketTimes, pack
 from jaxsgl.text.sample import End
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -82,6 +83,9 @@ def test_served_requests_are_counted(start_server: Start) -> None:
     assert samples["sglang:num_requests_total"] == samples["vllm:request_success_total.length"] == 4
     assert samples[f"{TTFT}_count"] == samples[f"{E2E}_count"] == samples[f"{E2E}_bucket.+Inf"] == 4
     assert samples[f"{ITL}_count"] == tokens - first_pieces
+    stages = "sglang:per_stage_req_latency_seconds_count"
+    assert samples[f"{stages}.prefill_waiting"] == samples[f"{stages}.prefill_forward"] == 4
+    assert samples[f"{stages}.request_process"] == 3
     assert samples[f"{E2E}_sum"] == pytest.approx(samples[f"{TTFT}_sum"] + samples[f"{ITL}_sum"], rel=0.2)
     assert samples["sglang:generation_tokens_total"] == samples["vllm:request_generation_tokens_sum"] == tokens
     assert samples["sglang:prompt_tokens_total"] == samples["vllm:request_prompt_tokens_sum"] == 4 * 2
@@ -141,7 +145,9 @@ def test_every_metric_is_documented() -> None:
 def test_the_engines_numbers_come_from_its_latest_load() -> None:
     values: Any = iter(range(1, 100))
     totals = Totals(*itertools.islice(values, len(Totals.__struct_fields__)))
-    load = Load(**{name: next(values) for name in Load.__struct_fields__ if name != "totals"}, totals=totals)
+    names = set(Load.__struct_fields__) - {"totals", "step_times"}
+    steps = [BucketTimes("decode", "32", [1] * 15, 2.5), BucketTimes("extend", "512x8", [0] * 14 + [2], 30.0)]
+    load = Load(**{name: next(values) for name in sorted(names)}, totals=totals, step_times=pack(steps))
     samples = samples_of(metrics_of(load))
     assert samples["sglang:num_running_reqs"] == samples["vllm:num_requests_running"] == load.num_running
     assert samples["sglang:num_queue_reqs"] == samples["vllm:num_requests_waiting"] == load.num_waiting
@@ -151,6 +157,11 @@ def test_the_engines_numbers_come_from_its_latest_load() -> None:
     assert samples["jaxsgl:leaks_total"] == load.totals.leaks
     assert samples["sglang:num_retracted_reqs"] == load.num_retracted
     assert samples["sglang:num_paused_reqs"] == load.num_running
+    assert samples["jaxsgl:step_seconds_count.decode.32"] == 15
+    assert samples["jaxsgl:step_seconds_bucket.decode.32.0.002"] == 3
+    assert samples["jaxsgl:step_seconds_bucket.extend.512x8.10.0"] == 0
+    assert samples["jaxsgl:step_seconds_sum.extend.512x8"] == 30.0
+    assert samples["sglang:forward_execution_seconds_total.decode"] == 2.5
     for reason in ("tokens", "rows", "chunk"):
         assert samples[f"jaxsgl:admission_stopped_total.{reason}"] == getattr(load.totals, f"short_of_{reason}")
     for name in ("decode_rows", "decode_rows_padded", "extend_tokens", "extend_tokens_padded"):
@@ -166,7 +177,7 @@ def test_only_a_pause_pauses_requests() -> None:
 def test_two_servers_in_one_process_count_apart() -> None:
     one, other = metrics_of(), metrics_of()
     with Timing(one, 1) as timing:
-        timing.sample_ended(End(FinishReason.STOP, None, 5, 0, 2))
+        timing.sample_ended(0, End(FinishReason.STOP, None, 5, 0, 2))
     assert samples_of(one)["sglang:num_requests_total"] == 1
     assert samples_of(other)["sglang:num_requests_total"] == 0
 
@@ -188,11 +199,32 @@ def test_tokens_of_one_reply_share_its_interval() -> None:
     assert (samples[f"{ITL}_bucket.0.05"], samples[f"{ITL}_bucket.0.2"]) == (0, 4)
 
 
+def test_a_samples_time_is_split_into_stages() -> None:
+    clock = Clock()
+    metrics = metrics_of(clock=clock)
+    with Timing(metrics, 1) as timing:
+        clock.now_s += 1.0
+        timing.engine_times(0, StageTimes(0.25, 0.5))
+        timing.tokens(0, 1)
+        clock.now_s += 3.0
+        timing.tokens(0, 2)
+        timing.sample_ended(0, End(FinishReason.LENGTH, None, 5, 0, 3))
+    samples = samples_of(metrics)
+    assert samples["sglang:queue_time_seconds_sum"] == samples["vllm:request_queue_time_seconds_sum"] == 0.25
+    assert samples["vllm:request_prefill_time_seconds_sum"] == 0.5
+    assert samples["vllm:request_decode_time_seconds_sum"] == 3.0
+    assert samples["vllm:request_inference_time_seconds_sum"] == 3.5
+    stages = "sglang:per_stage_req_latency_seconds"
+    for stage, seconds in {"prefill_waiting": 0.25, "prefill_forward": 0.5, "decode_forward": 3.0}.items():
+        assert (samples[f"{stages}_count.{stage}"], samples[f"{stages}_sum.{stage}"]) == (1, seconds)
+    assert samples[f"{stages}_count.request_process"] == 0
+
+
 def test_only_requests_that_clients_left_count_as_aborted() -> None:
     metrics = metrics_of()
     with Timing(metrics, 3) as timing:
-        timing.sample_ended(End(FinishReason.LENGTH, None, 5, 0, 2))
-        timing.sample_ended(End(FinishReason.ABORT, None, 5, 0, 0))
+        timing.sample_ended(0, End(FinishReason.LENGTH, None, 5, 0, 2))
+        timing.sample_ended(1, End(FinishReason.ABORT, None, 5, 0, 0))
     with pytest.raises(ValueError, match="odd"), Timing(metrics, 2):
         raise ValueError("odd")
     with pytest.raises(asyncio.CancelledError), Timing(metrics, 2):

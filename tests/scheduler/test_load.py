@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 
 from jaxsgl.messages import Abort, Load, RefusalKind, ToEngine, Totals
@@ -18,7 +19,7 @@ PROMPT = list(range(40))
 def test_totals_count_what_was_admitted_computed_and_padded(overlap: bool) -> None:
     later: list[ToEngine] = [request("b", PROMPT, 5), request("c", [7] * 3, 5), request("d", [8] * 3, 5)]
     mailbox, _ = serve(capacity(), [[request("a", PROMPT, 5)], *[[]] * 9, later], overlap=overlap)
-    assert mailbox.loads[-1] == Load(
+    assert msgspec.structs.replace(mailbox.loads[-1], step_times=b"") == Load(
         cached_tokens=44 + 4 + 4,  # prompts and all outputs but the last token, in whole pages of 4
         totals=Totals(
             prompt_tokens=40 + 40 + 3 + 3,

@@ -278,6 +278,7 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
 def _flat(load: Load) -> dict[str, Any]:
     """Returns the load in one object; the names of its counters end in `_total`."""
     fields = msgspec.structs.asdict(load)
+    del fields["step_times"]  # /metrics shows them
     totals = msgspec.structs.asdict(fields.pop("totals"))
     return {**fields, **{f"{name}_total": count for name, count in totals.items()}}
 
