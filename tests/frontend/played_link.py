@@ -9,9 +9,10 @@ from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
 from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.reply_stream import MAX_UNREAD
 from jaxsgl.logs import LogStyle
-from jaxsgl.messages import ToEngine
+from jaxsgl.messages import ToMailbox
 
 
 class PlayedLink(EngineLink):
@@ -19,9 +20,9 @@ class PlayedLink(EngineLink):
 
     def __init__(self, max_unread: int = MAX_UNREAD) -> None:
         super().__init__(EngineConfig(), LogStyle("info", "text"), max_unread=max_unread)
-        self.sent: list[ToEngine] = []
+        self.sent: list[ToMailbox] = []
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToMailbox) -> None:
         self.sent.append(message)
 
 
@@ -31,4 +32,4 @@ def front_end_of(link: EngineLink, threads: Executor, model: ServedModel) -> Fro
     metrics = Metrics(lambda: link.load)
     generator = Generator(link, threads, metrics, timeout_s=600.0)
     generator.serve(model)
-    return FrontEnd(config, Access(config), link, generator, metrics)
+    return FrontEnd(config, Access(config), link, generator, metrics, Profiles(config, link))

@@ -24,7 +24,7 @@ from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.messages import EngineInfo, Replies, Reply, ToEngine, TokenLogprob
+from jaxsgl.messages import EngineInfo, Replies, Reply, TokenLogprob, ToMailbox
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.text.tokenizer import Tokenizer
 from tests.edges import path_of
@@ -44,7 +44,7 @@ TOPS = tuple((5 + i, -1.5 - i) for i in range(20))
 class AnsweringLink(PlayedLink):
     """Answers each request at once: a token of each sample in each turn of the loop, with scores if asked for."""
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToMailbox) -> None:
         if isinstance(message, Request):
             asyncio.get_running_loop().call_soon(self._step, message, 0)
 

@@ -22,6 +22,7 @@ from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
 from jaxsgl.frontend.grpc.limits import MAX_HELD_PER_CONNECTION, Timeouts, connection_options
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages import EngineInfo, Replies, Reply
@@ -73,7 +74,8 @@ async def serving(link: PlayedLink, timeouts: Timeouts, folder: str) -> AsyncIte
         generator = Generator(link, threads, metrics, timeout_s=PATIENCE_S)
         info = EngineInfo("m", "FakeForCausalLM", "float32", Limits(1000, 200, 160), (1,), 16, 8, "xla", "cpu", 1, 1, 0)
         generator.serve(ServedModel(info, load_tokenizer(folder)))
-        server = GrpcServer(FrontEnd(config, Access(config), link, generator, metrics), None, timeouts)
+        front_end = FrontEnd(config, Access(config), link, generator, metrics, Profiles(config, link))
+        server = GrpcServer(front_end, None, timeouts)
         try:
             async with asyncio.timeout(PATIENCE_S):
                 yield await server.start()

@@ -20,7 +20,7 @@ from smg_grpc_proto.generated import common_pb2
 from jaxsgl.config import ServerConfig
 from jaxsgl.errors import ConfigError, Forbidden, InvalidRequest, StartupError
 from jaxsgl.frontend.profiles import MAX_STEPS, Profiles
-from jaxsgl.messages import Answer, StartProfile, ToEngine
+from jaxsgl.messages import Answer, StartProfile, ToMailbox
 
 
 class EngineThatAnswers(PlayedLink):
@@ -28,7 +28,7 @@ class EngineThatAnswers(PlayedLink):
 
     ok = True
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToMailbox) -> None:
         super().send(message)
         assert isinstance(message, StartProfile)
         self.receive(Answer(message.number, self.ok, message.folder if self.ok else "busy"))
@@ -36,10 +36,10 @@ class EngineThatAnswers(PlayedLink):
 
 def start(
     folder: Path, name: str | None, num_steps: int | None = None, by_stage: bool = False, ok: bool = True, **flags: Any
-) -> tuple[Answer, list[ToEngine]]:
+) -> tuple[Answer, list[ToMailbox]]:
     """Returns the answer to an order, and what reached the engine."""
 
-    async def order() -> tuple[Answer, list[ToEngine]]:
+    async def order() -> tuple[Answer, list[ToMailbox]]:
         link = EngineThatAnswers()
         link.ok = ok
         answer = await Profiles(ServerConfig(profile_dir=str(folder), **flags), link).start(name, num_steps, by_stage)
@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) ->
             ServerConfig(profile_dir=remote)
     for flags in ({"profile_max_s": 0.0}, {"profile_max_s": 1e9}, {"profile_max_mb": 0}):
         with pytest.raises(ConfigError, match="--profile-max-"):
-            ServerConfig(**flags)  # type: ignore[arg-type]
+            ServerConfig(**flags)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,9 @@ def salted(request_id: str, salt: str, prompt: list[int] = PROMPT) -> Request:
 
 def test_prefixes_are_shared_among_requests_of_an_equal_salt_alone() -> None:
     salts = ["", "mine", "yours", "", "mine", "yours"]
-    script: Script = [turn for i, salt in enumerate(salts) for turn in ([salted(f"r{i}", salt)], *[[]] * 9)]
+    script: Script = []
+    for i, salt in enumerate(salts):
+        script += [[salted(f"r{i}", salt)], *[[]] * 9]
     mailbox, _ = serve(capacity(), script)
     assert [last_reply(mailbox, f"r{i}").cached_tokens for i in range(6)] == [0, 0, 0, 56, 56, 56]
     assert all(mailbox.output_ids(f"r{i}") == expected(PROMPT) for i in range(6))

@@ -56,9 +56,10 @@ def profiled(
 @pytest.mark.parametrize("decodes_first", [True, False])
 def test_a_profile_by_stage_holds_so_many_steps_of_each(overlap: bool, decodes_first: bool) -> None:
     """Each stage has a trace of its own, which begins with the first step of the stage, whichever comes first."""
-    requests = [request("a", PROMPT, 30)], [request("b", list(range(50, 90)), 30)]
+    first: list[ToEngine] = [request("a", PROMPT, 30)]
+    second: list[ToEngine] = [request("b", list(range(50, 90)), 30)]
     order: list[ToEngine] = [StartProfile(1, "/traces", 2, by_stage=True)]
-    script: Script = [requests[0], *[[]] * 9, order, *[[]] * 9, requests[1], *[[]] * 40]
+    script: Script = [first, *[[]] * 9, order, *[[]] * 9, second, *[[]] * 40]
     answers, engine, mailbox = profiled(script if decodes_first else [order, *script], overlap)
     assert answers[1] == Answer(1, True, "/traces")
     stages = ["decode", "extend"] if decodes_first else ["extend", "decode"]
