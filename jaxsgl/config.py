@@ -155,11 +155,21 @@ class EngineConfig:
     max_queued_requests: int = flag(
         8192, "requests that may wait for admission, each of n samples counted; more are refused at once"
     )
+    max_queued_tokens: int = flag(
+        16777216,
+        "prompt tokens of the requests that may wait for admission; further requests are refused at once",
+    )
 
     def __post_init__(self) -> None:
         _require(1 <= self.page_size <= 256, "--page-size", self.page_size, "1 to 256")
         _require(0.0 < self.mem_fraction_static < 1.0, "--mem-fraction-static", self.mem_fraction_static, "in (0, 1)")
-        for name in ("context_length", "max_total_tokens", "max_running_requests", "max_queued_requests"):
+        for name in (
+            "context_length",
+            "max_total_tokens",
+            "max_running_requests",
+            "max_queued_requests",
+            "max_queued_tokens",
+        ):
             value = getattr(self, name)
             _require(value is None or value >= 1, _flag_name(name), value, "1 and more")
         _require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")

@@ -59,8 +59,9 @@ class LLM:
 
     Args:
       model: local folder or hub id; default the bundled model.
-      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`. `max_queued_requests` and the
-        timeouts limit servers only: a call may bring any number of prompts, and waits for all of them.
+      flags: any other field of `EngineConfig`, such as `page_size` or `max_total_tokens`. `max_queued_requests`,
+        `max_queued_tokens` and the timeouts limit servers only: a call may bring any number of prompts, and waits for
+        all of them.
     """
 
     def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:

@@ -40,6 +40,7 @@ def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) 
         radix_cache=not config.disable_radix_cache,
         random_seed=config.random_seed,
         max_queued_requests=config.max_queued_requests if limited else None,
+        max_queued_tokens=config.max_queued_tokens if limited else None,
         retract_also=_retract_also(),
     )
 

@@ -59,6 +59,7 @@ class Scheduler:
       radix_cache: share prefixes between requests.
       random_seed: seed for the seeds of requests that bring none.
       max_queued_requests: a request that finds this many samples waiting is refused; None: no limit.
+      max_queued_tokens: likewise, by the prompt tokens of all waiting samples.
       retract_also: names running requests to retract without need; for tests.
       make_builder: makes what builds batches, for a simulator that needs no arrays.
       clock: gives seconds.
@@ -81,6 +82,7 @@ class Scheduler:
         radix_cache: bool = True,
         random_seed: int = 0,
         max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
         retract_also: RetractAlso | None = None,
         make_builder: MakeBuilder = BatchBuilder,
         clock: Callable[[], float] = time.monotonic,
@@ -89,6 +91,7 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(random_seed)
         self._max_queued = max_queued_requests
+        self._max_queued_tokens = max_queued_tokens
         if len(self._eos_token_ids) > MAX_EOS_TOKEN_IDS:
             raise CheckpointError(
                 f"the model has {len(self._eos_token_ids)} EOS tokens, but {MAX_EOS_TOKEN_IDS} are the most: shorten "
@@ -274,13 +277,14 @@ class Scheduler:
             check_request(request, self._limits)
         except InvalidRequest as error:
             return Refusal(RefusalKind.INVALID, str(error))
-        num_waiting = len(self._requests.waiting)
-        if self._max_queued is not None and num_waiting >= self._max_queued:
-            text = (
-                f"the queue is full: {num_waiting} wait for admission, and --max-queued-requests is "
-                f"{self._max_queued}: try again later"
-            )
-            return Refusal(RefusalKind.OVERLOADED, text)
+        waits = [
+            (self._max_queued, len(self._requests.waiting), "", "--max-queued-requests"),
+            (self._max_queued_tokens, self._requests.num_waiting_tokens, " prompt tokens", "--max-queued-tokens"),
+        ]
+        for most, count, what, flag in waits:
+            if most is not None and count >= most:
+                text = f"the queue is full: {count}{what} wait for admission, and {flag} is {most}: try again later"
+                return Refusal(RefusalKind.OVERLOADED, text)
         return None
 
     def _samples(self, request: Request) -> list[Req]:

@@ -45,10 +45,16 @@ def serve(
     overlap: bool = True,
     radix: bool = True,
     max_queued_requests: int | None = None,
+    max_queued_tokens: int | None = None,
 ) -> tuple[ScriptedMailbox, CheckedScheduler]:
     """Runs the loop over `script` until all is served."""
     scheduler = CheckedScheduler(
-        sizes, BucketSet.derive(sizes), (), radix_cache=radix, max_queued_requests=max_queued_requests
+        sizes,
+        BucketSet.derive(sizes),
+        (),
+        radix_cache=radix,
+        max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
     )
     mailbox = ScriptedMailbox(script)
     run_loop(scheduler, FakeEngine(sizes), mailbox, overlap)

@@ -108,6 +108,23 @@ def test_a_full_queue_refuses_new_requests_until_there_is_room() -> None:
     assert len(mailbox.output_ids("two")) == 3 * len(expected(PROMPT))
 
 
+def test_a_queue_of_many_tokens_refuses_new_requests_until_there_is_room() -> None:
+    long = list(range(60))
+    script = [
+        [request("runs", PROMPT)],
+        [request("one", long), request("two", long), request("late", [5])],
+        *[[]] * 30,
+        [request("late again", [5])],
+    ]
+    mailbox, _ = serve(capacity(rows=1), script, max_queued_tokens=100)
+    refusal = last_reply(mailbox, "late").refusal
+    assert refusal is not None and refusal.kind is RefusalKind.OVERLOADED
+    text = "the queue is full: 120 prompt tokens wait for admission, and --max-queued-tokens is 100: try again later"
+    assert refusal.text == text
+    for name, prompt in (("one", long), ("two", long), ("late again", [5])):
+        assert mailbox.output_ids(name) == expected(prompt)
+
+
 def test_an_invalid_request_is_refused_as_such_even_if_the_queue_is_full() -> None:
     mailbox, _ = serve(capacity(), [[request("a", PROMPT), request("bad", [])]], max_queued_requests=1)
     refusal = last_reply(mailbox, "bad").refusal

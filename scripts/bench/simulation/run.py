@@ -173,6 +173,7 @@ def simulate(
         radix_cache=not config.disable_radix_cache,
         random_seed=config.random_seed,
         max_queued_requests=config.max_queued_requests,
+        max_queued_tokens=config.max_queued_tokens,
         make_builder=SizesBuilder,
         clock=lambda: clock.now_s,
     )
