@@ -6,6 +6,7 @@ in which XLA compiles. Called by `programs` and `engine`.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -18,9 +19,14 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
+from jaxsgl.errors import ConfigError
+from pallas_kernels.own_folder import own_folder
+
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 KeyT = TypeVar("KeyT", bound=Hashable)
+
+logger = logging.getLogger(__name__)
 
 
 class Compilation(NamedTuple):
@@ -40,11 +46,24 @@ class Compilation(NamedTuple):
 def use_compilation_cache(directory: str | None) -> None:
     """Keeps every compiled program in `directory` between starts; None: in the default directory; "": nowhere.
 
-    This sets JAX's configuration, and so holds for the whole process.
+    What is kept there runs as it is, so only this user may be able to write to it. A default directory that is not so
+    is not used. This sets JAX's configuration, and so holds for the whole process.
+
+    Raises:
+      ConfigError: `directory` is named, and can't be made or other users can write to it.
     """
     if directory == "":
         return
     folder = (_default_cache_dir() if directory is None else Path(directory)).expanduser()
+    try:
+        own_folder(folder, tighten=directory is None)
+    except OSError as error:
+        if directory is not None:
+            raise ConfigError(
+                f"--compilation-cache-dir {directory}: {error}; name a directory of your own, or '' for none"
+            ) from None
+        logger.warning("compiled programs are not kept between starts: %s", error)
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

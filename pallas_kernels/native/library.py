@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import jax
 
+from pallas_kernels.own_folder import own_folder
 from pallas_kernels.target import processor_flags, processor_maker
 
 PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
@@ -30,13 +32,15 @@ _BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
 _LEAST = ("avx2", "fma")
 _LONGEST_S = 120
 
+logger = logging.getLogger(__name__)
+
 
 @functools.cache
 def load() -> str | None:
     """Register the functions with XLA, once per process; returns why that is impossible here, or None.
 
     The first call on a machine compiles for some seconds. The library is kept in `$XDG_CACHE_HOME/jaxsgl/native`
-    (default ~/.cache) under a name made from all that it depends on.
+    (default ~/.cache) under a name made from all that it depends on. Only this user may be able to write there.
     """
     if jax.device_count() > 1:  # the functions expect whole arrays, not parts on several devices
         return f"JAX has {jax.device_count()} devices; it takes one"
@@ -48,7 +52,7 @@ def load() -> str | None:
     if command is None:
         return f"there is no C++ compiler (looked for $CXX, {', '.join(_COMPILERS)})"
     try:
-        library = ctypes.CDLL(str(_compiled(command, flags)))
+        library = _library(command, flags)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
         return f"{command} made no library: {reason.strip()[:500]}"
@@ -84,10 +88,21 @@ def _register(library: ctypes.CDLL, paged_attention: str, rows_product: str) -> 
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
 
 
-def _compiled(compiler: str, flags: frozenset[str]) -> Path:
-    """Return the library's path; compile it first unless it exists.
+def _library(compiler: str, flags: frozenset[str]) -> ctypes.CDLL:
+    """Load the library that is kept; if other users could have written it, one compiled for this process alone."""
+    try:
+        return ctypes.CDLL(str(_compiled(compiler, flags)))
+    except PermissionError as error:
+        logger.warning("the native kernels are compiled anew and not kept: %s", error)
+        with tempfile.TemporaryDirectory(prefix="jaxsgl-native-") as folder:
+            return ctypes.CDLL(str(_compiled(compiler, flags, Path(folder))))
+
+
+def _compiled(compiler: str, flags: frozenset[str], folder: Path | None = None) -> Path:
+    """Return the library's path, in the folder for libraries by default; compile it first unless it exists.
 
     Raises:
+        PermissionError: other users can write to the folder, or this one can't.
         OSError: the compiler can't be run, or the folder isn't writable.
         RuntimeError: there is no home folder.
         subprocess.SubprocessError: the compiler fails (its messages are in `stderr`) or takes too long.
@@ -96,10 +111,11 @@ def _compiled(compiler: str, flags: frozenset[str]) -> Path:
     texts = [path.read_text() for path in (*_SOURCES, *sorted(_FOLDER.glob("*.h")))]
     depends_on = (*texts, version, *_OPTIONS, metadata.version("jaxlib"), *sorted(flags))
     key = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:24]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxsgl" / "native"
+    if folder is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = own_folder(cache / "jaxsgl" / "native")
     path = folder / f"kernels-{key}.so"
     if not path.exists():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Several processes may compile at once: each writes a file of its own, renamed once it is whole.
         handle, unfinished = tempfile.mkstemp(dir=folder, suffix=".unfinished")
         os.close(handle)

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxsgl.engine.warmup import CompileCounter, compile_all, use_compilation_cache
+from jaxsgl.errors import ConfigError
 
 
 @pytest.fixture
@@ -75,6 +76,21 @@ def test_a_second_start_takes_programs_from_the_cache(
         compile_all({1: lowering(17)}, progress=False)
         assert events.count("/jax/compilation_cache/cache_hits") == hits
     assert any((tmp_path / "xla").iterdir())
+
+
+def test_a_directory_that_others_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restored_cache_settings: None
+) -> None:
+    """By default none is used then; a named one fails the start."""
+    before = jax.config.jax_compilation_cache_dir
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"--compilation-cache-dir .*open: .* can be written by other users"):
+        use_compilation_cache(str(tmp_path / "open"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "open"))
+    use_compilation_cache(None)
+    assert "not kept between starts" in caplog.text
+    assert jax.config.jax_compilation_cache_dir == before
 
 
 def test_an_empty_directory_name_means_no_cache(events: list[str], restored_cache_settings: None) -> None:

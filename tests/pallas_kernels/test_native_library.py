@@ -105,6 +105,23 @@ def test_without_xdg_the_folder_is_in_the_home(folder: Path, tmp_path: Path, mon
     assert made.parent == tmp_path / "home/.cache/jaxsgl/native"
 
 
+def test_a_library_that_others_could_have_written_is_not_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = write_compiler(tmp_path, 'echo library > "$1"')
+    kept = library._compiled(compiler, FLAGS)
+    loaded: list[tuple[Path, str]] = []
+    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: loaded.append((Path(path), Path(path).read_text())))
+    library._library(compiler, FLAGS)
+    (tmp_path / "cache").chmod(0o777)
+    library._library(compiler, FLAGS)
+    assert loaded[0] == (kept, "library\n")
+    other, text = loaded[1]
+    assert other.name == kept.name and other.parent != folder and text == "library\n" and runs(tmp_path) == 2
+    assert not other.exists(), "it isn't kept"
+    assert "compiled anew" in caplog.text and "can be written by all" in caplog.text
+
+
 def test_each_lack_of_the_machine_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def reason() -> str:
         text = library.load.__wrapped__()
