@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +18,21 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from http_calls import connect, generate_body
-from server_process import ServerProcess, ids_request, wait_for
+from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request, wait_for
 
+from tests.grids import NIGHTLY
+
+FAKE = Path(__file__).parent / "serve_fake.py"
 FILES = 200
 FLOOD = 300  # connections, more than there are files
 LOOK_S = 3.0
+FULL_DISK = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+program = sys.argv.pop(1)
+run = runpy.run_path if program.endswith(".py") else runpy.run_module
+run(program, run_name="__main__")
+"""
 
 
 def cpu_s(pid: int) -> float:
@@ -102,3 +116,73 @@ def test_the_limit_of_open_files_is_raised(start_server: Callable[..., ServerPro
     assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[0] == hard
     with grpc.insecure_channel(server.address) as channel:
         health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@contextlib.contextmanager
+def on_a_full_disk(program: str, *flags: str) -> Iterator[str]:
+    """Runs a server whose log has no room from the start on, and whose other files none beyond 1 KiB.
+
+    Yields its HTTP address once it is ready, and ends it.
+    """
+    port = free_port()
+    command = [sys.executable, "-c", FULL_DISK, program, "--grpc-port", "0", "--port", str(port), *flags]
+    with Path("/dev/full").open("w") as full:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, env=environment, stderr=full, stdout=full, stdin=subprocess.PIPE)
+
+    def is_ready() -> bool:
+        assert process.poll() is None
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        return False
+
+    try:
+        wait_for(is_ready, "server")
+        yield f"http://127.0.0.1:{port}"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_whose_log_is_full_serves(tmp_path: Path) -> None:
+    with on_a_full_disk(str(FAKE), "--model", str(tmp_path), "--log-level", "debug") as url:
+        for _ in range(20):
+            answer = httpx.post(f"{url}/generate", json=generate_body(5, max_new_tokens=2))
+            assert answer.json()["output_ids"] == [5, 5]
+            assert httpx.post(f"{url}/generate", content=b"junk").status_code == 400
+
+
+def test_a_log_that_fills_up_goes_on_when_there_is_room(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server()
+    server.wait_until_ready()
+    with contextlib.ExitStack() as stack:
+        for pid in (server.process.pid, server.engine_pid):
+            before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            stack.callback(resource.prlimit, pid, resource.RLIMIT_FSIZE, before)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (server.log_path.stat().st_size, before[1]))
+        full = server.log
+        check_both_ports(server)
+        assert server.log == full
+    wait_for(lambda: check_both_ports(server) or server.log != full, "line in the log")
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles a model's programs twice")
+@pytest.mark.timeout(900)
+def test_compiled_programs_that_find_no_room_are_no_error(tmp_path: Path) -> None:
+    """Neither for the server that compiles them nor for the next, which finds half a program in the cache."""
+    flags = (
+        *("--max-running-requests", "4", "--decode-buckets", "4", "--extend-buckets", "64", "--max-total-tokens"),
+        *("2048", "--chunked-prefill-size", "64", "--compilation-cache-dir", str(tmp_path)),
+    )
+    for _ in range(2):
+        with on_a_full_disk("jaxsgl.serve", *flags) as url:
+            body = generate_body(5, 6, 7, max_new_tokens=4)
+            assert len(httpx.post(f"{url}/generate", json=body, timeout=PATIENCE_S).json()["output_ids"]) == 4
+        assert max(file.stat().st_size for file in tmp_path.rglob("*")) <= 4096
