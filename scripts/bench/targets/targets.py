@@ -151,11 +151,11 @@ def compile_in(python: Path, target: Target, grid: str, jobs: int) -> Iterator[d
 NEWEST = 13  # newest minor version that has JAX wheels and that this project supports
 
 
-def find_python(minimum: tuple[int, int]) -> str | None:
-    """A Python from `minimum` up to 3.13: this one, one on the PATH, or one of pyenv; None if there is none."""
-    if minimum <= sys.version_info[:2] <= (3, NEWEST):
+def find_python(minimum: tuple[int, int], newest: int = NEWEST) -> str | None:
+    """A Python from `minimum` up to 3.`newest`: this one, one on the PATH, or one of pyenv; None if there is none."""
+    if minimum <= sys.version_info[:2] <= (3, newest):
         return sys.executable
-    names = [f"python3.{minor}" for minor in range(minimum[1], NEWEST + 1)]
+    names = [f"python3.{minor}" for minor in range(minimum[1], newest + 1)]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     made = [str(path) for name in names for path in sorted(pyenv.glob(f"*/bin/{name}"))]
     return next((candidate for candidate in (*names, *made) if _works(candidate)), None)
