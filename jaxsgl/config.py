@@ -50,7 +50,7 @@ def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str =
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """Which request runs when. The defaults are SGLang's."""
+    """Which request runs when. docs/scheduling.md says for each default why it is what it is."""
 
     schedule_policy: str | None = flag(
         None,
