@@ -37,6 +37,7 @@ IDS = slice(3, 3 + MAX_ADDED)
 VALUES = slice(IDS.stop, IDS.stop + MAX_ADDED)
 UNTIL = slice(VALUES.stop, VALUES.stop + MAX_ADDED)
 EDITS_LEN = UNTIL.stop
+MIN_REPETITION_PENALTY = 1e-5  # dividing by less, or by what float32 rounds to 0, would make logits infinite
 FOR_EVER = 2**31 - 1  # the largest int32; no sequence gets as long
 
 
@@ -135,7 +136,7 @@ def pack_edits(params: SamplingParams, stop_ids: Collection[int], prompt_len: in
     edits[PENALTIES].view(np.float32)[:] = (
         params.frequency_penalty,
         params.presence_penalty,
-        params.repetition_penalty,
+        max(params.repetition_penalty, MIN_REPETITION_PENALTY),
     )
     banned = sorted(stop_ids) if params.min_tokens else []
     ids = [*params.logit_bias, *banned]

@@ -95,3 +95,12 @@ def test_a_row_holds_as_many_entries_as_a_request_may_have() -> None:
     assert (done[:300] == 1).all()
     assert np.isneginf(done[300:384]).all()
     assert not done[384:].any()
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e-45, 1e-30])
+def test_a_tiny_repetition_penalty_leaves_logits_finite(penalty: float) -> None:
+    """Float32 rounds the smallest to 0, and to divide by the others would overflow."""
+    packed = pack_edits(SamplingParams(repetition_penalty=penalty), frozenset(), prompt_len=0)
+    tables = set_row(edits.neutral_tables(ROWS, VOCAB), row_setup(0, packed, np.ones(VOCAB, np.int32)))
+    done = np.asarray(apply(jnp.full((1, VOCAB), 50.0), tables, np.zeros(1, np.int32), np.zeros(1, np.int32)))
+    assert np.isfinite(done).all()
