@@ -48,6 +48,7 @@ async def send_all(server: RunningServer, seed: int, num_sets: int) -> Counter[o
         return statuses
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(not NIGHTLY, reason="takes minutes; tests/frontend/test_edges.py sends fewer, by day")
 def test_twenty_thousand_random_sets_leave_the_server_up(tmp_path: Path) -> None:
     with running_server(tmp_path, FLAGS) as server:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,8 @@ def test_a_directory_that_others_can_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restored_cache_settings: None
 ) -> None:
     """By default none is used then; a named one fails the start."""
-    before = jax.config.jax_compilation_cache_dir
+    settings: Any = jax.config
+    before = settings.jax_compilation_cache_dir
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match=r"--compilation-cache-dir .*open: .* can be written by other users"):
@@ -90,7 +92,7 @@ def test_a_directory_that_others_can_write_to_is_refused(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "open"))
     use_compilation_cache(None)
     assert "not kept between starts" in caplog.text
-    assert jax.config.jax_compilation_cache_dir == before
+    assert settings.jax_compilation_cache_dir == before
 
 
 def test_an_empty_directory_name_means_no_cache(events: list[str], restored_cache_settings: None) -> None:

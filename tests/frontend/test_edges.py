@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 import grpc
 import httpx
 import msgspec
+import pytest
 from played_link import PlayedLink, front_end_of
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
@@ -52,7 +53,7 @@ class ThreadMailbox:
         self._to_engine = msgspec.msgpack.Decoder(ToEngine)
         self._from_engine = msgspec.msgpack.Decoder(FromEngine)
 
-    def put(self, message: ToEngine) -> None:
+    def put(self, message: object) -> None:
         self._arrived.put(msgspec.msgpack.encode(message))
 
     def receive(self, block: bool) -> list[ToEngine]:
@@ -104,6 +105,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[tuple[httpx.AsyncClient
             raise failures[0]
 
 
+@pytest.mark.timeout(count(300, 3600))
 def test_no_field_at_the_edge_of_its_type_fails_anything(tokenizer: Tokenizer) -> None:
     rng = random.Random(16)
 

@@ -5,6 +5,7 @@ Compilers here are shell scripts, so that all of it holds on machines that could
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import subprocess
 import sys
@@ -111,7 +112,7 @@ def test_a_library_that_others_could_have_written_is_not_loaded(
     compiler = write_compiler(tmp_path, 'echo library > "$1"')
     kept = library._compiled(compiler, FLAGS)
     loaded: list[tuple[Path, str]] = []
-    monkeypatch.setattr(library.ctypes, "CDLL", lambda path: loaded.append((Path(path), Path(path).read_text())))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded.append((Path(path), Path(path).read_text())))
     library._library(compiler, FLAGS)
     (tmp_path / "cache").chmod(0o777)
     library._library(compiler, FLAGS)

@@ -10,7 +10,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
@@ -95,8 +95,8 @@ def _prompts(body: GenerateBody) -> list[Prompt]:
         return [TextPrompt(text) for text in ([body.text] if isinstance(body.text, str) else body.text)]
     given = body.input_ids or []
     if not given or isinstance(given[0], int):  # not copied: there may be millions
-        return [IdsPrompt(cast(list[int], given))]
-    return [IdsPrompt(ids) for ids in cast(list[list[int]], given)]
+        return [IdsPrompt(given)]
+    return [IdsPrompt(ids) for ids in given]
 
 
 def _check_counts(prompts: Sequence[Prompt], each: Sequence[SamplingBody]) -> None:
