@@ -282,20 +282,22 @@ class _Collector:
 
     def _family(self, name: str, row: Row, value: Value) -> Metric:
         labels = ["model_name", *row.labels]
-        values = value if isinstance(value, Mapping) else {(): value}
-        family: HistogramMetricFamily | CounterMetricFamily | GaugeMetricFamily
+        values: Mapping[Any, float | Histogram] = value if isinstance(value, Mapping) else {(): value}
+        shown = {
+            (self._model_name, *((of_labels,) if isinstance(of_labels, str) else of_labels)): one
+            for of_labels, one in values.items()
+        }
         if row.of_histograms or isinstance(value, Histogram):
-            family = HistogramMetricFamily(name, row.help, labels=labels)
-        elif name.endswith("_total"):
-            family = CounterMetricFamily(name, row.help, labels=labels)
-        else:
-            family = GaugeMetricFamily(name, row.help, labels=labels)
-        for of_labels, one in values.items():
-            shown = [self._model_name, *((of_labels,) if isinstance(of_labels, str) else of_labels)]
-            if isinstance(one, Histogram):
-                family.add_metric(shown, one.buckets(), one.sum)
-            else:
-                family.add_metric(shown, one)
+            histograms = HistogramMetricFamily(name, row.help, labels=labels)
+            for at, one in shown.items():
+                assert isinstance(one, Histogram)
+                histograms.add_metric(at, one.buckets(), one.sum)
+            return histograms
+        family_type = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family: CounterMetricFamily | GaugeMetricFamily = family_type(name, row.help, labels=labels)
+        for at, one in shown.items():
+            assert not isinstance(one, Histogram)
+            family.add_metric(at, one)
         return family
 
 
