@@ -188,7 +188,8 @@ class SharedMailbox:
 
     def _open(self, line: int) -> None:
         self._transport.connect(line)
-        self._lines[line] = _Line(self._load, self._clock())
+        self._lines[line] = _Line(Load(), self._clock())
+        self._tell_load()  # first: a process that takes a dead one's place must not tell its scrapers of zero tokens
         if self._ready is not None:
             self._send(line, self._ready)
 

@@ -24,6 +24,7 @@ from jaxsgl.messages import (
     Replies,
     Reply,
     ToMailbox,
+    Totals,
     WatchCache,
     Withdraw,
     first_number,
@@ -107,6 +108,16 @@ def test_lines_without_replies_hear_the_load_now_and_then_and_before_the_engine_
     assert lines.heard(2) == lines.heard(PARENT_LINE)[-1:] == [Replies([], Load())]
     lines.mailbox.receive(block=True)
     assert lines.heard(2) == [], "the load has not changed"
+
+
+def test_a_line_that_is_opened_late_hears_the_load_before_it_is_told_to_serve() -> None:
+    lines = two_lines()
+    lines.mailbox.announce(INFO)
+    lines.come(mine := request(1))
+    load = Load(totals=Totals(output_tokens=7))
+    lines.mailbox.send(Replies([Reply(mine.request_id, (1,), LENGTH)], load))
+    lines.come(OpenLine(3))
+    assert lines.heard(3) == [Replies([], load), EngineReady(INFO)]
 
 
 def test_no_line_knows_an_older_load_than_an_answer_shows() -> None:

@@ -50,6 +50,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")
 FINAL_MESSAGE_S = 0.2  # the final message of a process that has ended may still be on its way
 ANSWER_LIMIT_S = 60.0  # for a command, which the engine answers between two steps; the longest step may have to end
 MAX_FLUSH_WAIT_S = 3600.0
+STARTING = "the engine is still starting: try again later"
 STOP_S = 5.0  # for the engine to leave its loop; then it is killed
 
 logger = logging.getLogger(__name__)
@@ -60,11 +61,7 @@ class EngineLink:
 
     Refuses requests until `accept` is called, after `refuse`, while `stuck` is set, and once the engine is dead.
 
-    Args:
-      config, log_style: of the engine process.
-      command: starts it.
-      max_unread: replies of a request that wait for its client at most.
-      line: None: this process has the engine alone; else its line, of several front-end processes.
+    `line` is None if this is the only front-end process; of several, it is the number of this one.
 
     Attributes:
       load: the engine's, after its latest step.
@@ -94,7 +91,7 @@ class EngineLink:
         self._ready_or_dead = asyncio.Event()
         self._dead = asyncio.Event()
         self._stopping = False
-        self._refusal: str | None = "the engine is still starting: try again later"
+        self._refusal: str | None = STARTING
         self._accepted = False
         self._streams: dict[str, ReplyStream] = {}  # by engine id
         self._by_request_id: dict[str, ReplyStream] = {}
@@ -262,6 +259,8 @@ class EngineLink:
         A caller that is cancelled, as when its client leaves, withdraws the command. Raises `EngineUnavailable` if no
         answer comes within `timeout_s` seconds, or if the engine is gone.
         """
+        if self._info is None:
+            raise EngineUnavailable(STARTING)
         number = next(self._numbers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
@@ -303,8 +302,8 @@ class EngineLink:
 
     def send(self, message: ToMailbox) -> None:
         """Sends a message without waiting. Raises `EngineUnavailable` if the process doesn't listen."""
-        if self._line is None:
-            raise EngineUnavailable("the engine process is not running: try again later")
+        if self._line is None or self._death is not None:
+            raise EngineUnavailable(self._death or "the engine process is not running: try again later")
         self._line.send(message)
 
     def receive(self, message: FromEngine) -> None:

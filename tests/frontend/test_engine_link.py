@@ -51,6 +51,9 @@ def test_a_dead_engine_fails_every_open_call_and_refuses_new_ones_for_good() -> 
 def test_a_command_that_nobody_waits_for_is_withdrawn() -> None:
     async def scenario() -> None:
         link = PlayedLink()
+        with pytest.raises(EngineUnavailable, match="still starting"):
+            await link.ask(Ping, timeout_s=60)
+        link.receive(EngineReady(INFO))
         asking = asyncio.ensure_future(link.ask(Ping, timeout_s=60))
         await asyncio.sleep(0)
         asking.cancel()
