@@ -360,8 +360,8 @@ def public_flags(config: Any) -> dict[str, Any]:
     return values
 
 
-def secrets_of(config_type: type, args: argparse.Namespace) -> list[str]:
-    """Returns the values of the secret flags in `args` that are given."""
+def secrets_of(config_type: type, args: object) -> list[str]:
+    """Returns the values of the secret flags that are given in `args`, parsed flags or a configuration."""
     specs = dataclasses.fields(config_type)
     return [value for spec in specs if spec.metadata.get("secret") and (value := getattr(args, spec.name)) is not None]
 

@@ -239,7 +239,7 @@ class Server:
             loading.cancel()
 
 
-async def _stop_signal(server: Server) -> None:
+async def _stop_signal(server: Life) -> None:
     """Waits for Ctrl-C or SIGTERM; a second one ends both processes on the spot."""
     first = asyncio.Event()
 

@@ -148,9 +148,7 @@ class Workers:
         self._metrics = Metrics(lambda: self.engine.load, log_lines=logs.line_counts())
         self._watchdog = Watchdog(self.engine, config.watchdog_s, config.keep_stuck_server)
         self._status = StatusLine(self._metrics)
-        self._sockets: list[
-            socket.socket
-        ] = []  # of the HTTP port, one per worker: connections outlive a worker's death
+        self._sockets: list[socket.socket] = []  # one per worker, of the HTTP port, which outlives them; one of gRPC
         self._workers: list[WorkerProcess] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_line = PARENT_LINE
