@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from http_calls import connect, generate_body, until
 from server_process import PATIENCE_S, ServerProcess
 from starlette.responses import Response
+from tls_files import make_certificate
+from uvicorn.server import ServerState
 
 from jaxsgl.config import ServerConfig
 from jaxsgl.frontend.access import Access
-from jaxsgl.frontend.http import errors
+from jaxsgl.frontend.http import acceptor, errors
 from jaxsgl.frontend.http.connection import MAX_PIPELINED, Connection
 from jaxsgl.frontend.http.middleware import ApiKey, BodyLimit
 from tests.grids import daily
@@ -224,3 +229,37 @@ def test_past_the_cap_only_probes_are_answered(start_server: Callable[..., Serve
         for _ in range(3):
             assert http.post("/generate", json=generate_body(5, max_new_tokens=1)).status_code in (200, 503)
     assert server.log.count("no room for more HTTP connections") == 1
+
+
+def test_a_client_that_falls_silent_in_the_tls_handshake_loses_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", LIMIT_S)
+    certfile, keyfile = make_certificate(tmp_path)
+    config = uvicorn.Config(new_app(), lifespan="off", log_config=None, ws="none")
+    config.ssl_certfile, config.ssl_keyfile = certfile, keyfile
+    config.load()
+
+    async def scenario() -> None:
+        connections: list[Connection] = []
+        state = ServerState()
+
+        def new_connection() -> Connection:
+            connections.append(Hurried(config, state, app_state={}))
+            return connections[-1]
+
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        server = acceptor.Acceptor(listening, config.ssl, new_connection, max_connections=4)
+        hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+        await asyncio.gather(*(answer_to(port, hello[:length]) for length in (0, 1, 5, len(hello))))
+        context = ssl.create_default_context(cafile=certfile)
+        async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{port}", verify=context) as https:
+            await until(lambda: len(connections) == 4)
+            answers = [
+                (await https.get("/unread", headers={"authorization": "Bearer k"})).status_code for _ in range(3)
+            ]
+            assert answers == [200] * 3, "the four that have ended don't count"
+        server.close()
+
+    asyncio.run(scenario())

@@ -62,7 +62,7 @@ class Connection(HttpToolsProtocol):
     def serve_probes_only(self) -> None:
         """Refuses all but probes, ends with the first answer, and waits less for it. Called before the connection."""
         self.head_s = self.stall_s = PROBE_S
-        self.app = ProbesOnly(self.app)  # type: ignore[assignment]
+        self.app = ProbesOnly(self.app)
 
     @property
     def silent(self) -> bool:
