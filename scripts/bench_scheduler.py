@@ -151,6 +151,7 @@ def longest_match_first(num_waiting: int, length: int, cached_tokens: int, page_
     scheduler.receive(waiting)
     times = []
     for _ in range(steps):
+        scheduler.state.failed_admission = None  # as after the end of a request: the queue is ordered again
         start = time.perf_counter()
         launched = scheduler.launch()
         times.append(time.perf_counter() - start)

@@ -47,6 +47,14 @@ class Draft:
         self.decoding = list(view.requests.decoding.values())
         self.admissions: dict[Req, Claim] = {}
         self.taken_back: dict[Req, None] = {}
+        self._peeks: dict[Req, Peek] = {}
+
+    def peek(self, req: Req) -> Peek:
+        """The cached prefix of `req`, which is looked up once, since the cache doesn't change meanwhile."""
+        prefix = self._peeks.get(req)
+        if prefix is None:
+            prefix = self._peeks[req] = self.view.cache.peek(req.matchable_ids, req.cache_salt)
+        return prefix
 
     @property
     def admitted(self) -> list[Req]:
@@ -132,7 +140,7 @@ class ExtendStep:
             self.no_room, self.pages_short, self._steps_short = self._lack(), 0, 0
             if self.no_room is not None and not (self.no_room is NoRoom.ROWS and may_preempt):
                 return req
-            prefix = self._cache.peek(req.matchable_ids, req.cache_salt)
+            prefix = self._draft.peek(req)
             if self._is_held_back(req, prefix):
                 num_held_back += 1
                 if num_held_back == MAX_REORDERED:

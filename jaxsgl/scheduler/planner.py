@@ -42,8 +42,9 @@ def plan_step(view: SchedulerState) -> StepPlan:
 
 def _plan_alone(view: SchedulerState, req: Req) -> None:
     """Does what a plan does with the tokens of a waiting request."""
-    in_order = view.policy.order([req], view.num_admitted)
-    ExtendStep(_Planner(view), [], []).admit_in_order(in_order)
+    planner = _Planner(view)
+    in_order = view.policy.order([req], view.num_admitted, planner.peek)
+    ExtendStep(planner, [], []).admit_in_order(in_order)
 
 
 class _Planner(Draft):
@@ -209,12 +210,12 @@ class _Planner(Draft):
 
     def _would_fail_again(self) -> bool:
         """Whether the last try to admit failed and nothing has changed since that could make room."""
-        failed, cache = self.view.failed_admission, self.view.cache
+        failed = self.view.failed_admission
         if failed is None or not failed.steps or self.taken_back:
             return False
-        if failed.head is None or not self.view.policy.by_prefix or failed.num_evicted == cache.num_evicted:
+        if failed.head is None or not self.view.policy.by_prefix or failed.num_evicted == self.view.cache.num_evicted:
             return True
-        return cache.peek(failed.head.matchable_ids, failed.head.cache_salt).num_pages == failed.head_pages
+        return self.peek(failed.head).num_pages == failed.head_pages
 
     def _note_failure(self, head: Req | None, steps: int) -> None:
         """Notes that no request was admitted, of which `head` is the first, and that none can be for so many steps.
@@ -226,7 +227,7 @@ class _Planner(Draft):
             return
         if head is not None and self._outranks(head):
             steps = 0  # what the requests that it may preempt give back grows with every step
-        pages = 0 if head is None else view.cache.peek(head.matchable_ids, head.cache_salt).num_pages
+        pages = 0 if head is None else self.peek(head).num_pages
         self._failed_admission = FailedAdmission(head, pages, view.cache.num_evicted, steps)
 
     def _waiting_in_order(self) -> Iterator[Req]:
@@ -242,7 +243,9 @@ class _Planner(Draft):
         if self._blocked is not None and not view.config.enable_priority_scheduling:
             return iter(())  # before the queue is read, which may hold thousands
         waiting = itertools.chain(reversed(self.taken_back), view.requests.in_turn())
-        in_order = view.policy.order((req for req in waiting if req not in self.admissions), self.num_admitted)
+        in_order = view.policy.order(
+            (req for req in waiting if req not in self.admissions), self.num_admitted, self.peek
+        )
         return itertools.takewhile(self._outranks, in_order) if self._admission_closed else in_order
 
     def _outranks(self, req: Req) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Policy:
 
     Args:
       config: names the policy.
-      cache: where prefixes are looked up.
+      cache: says whether prefixes are kept at all.
       random_seed: seed of the random policy.
 
     Attributes:
@@ -41,15 +41,15 @@ class Policy:
 
     def __init__(self, config: SchedulingConfig, cache: CacheManager, random_seed: int) -> None:
         self._config = config
-        self._cache = cache
         self._random_seed = random_seed
         self.by_prefix = config.policy in ("lpm", "dfs-weight") and cache.prefixes.keeps
 
-    def order(self, waiting: Iterable[Req], num_admitted: int) -> Iterator[Req]:
+    def order(self, waiting: Iterable[Req], num_admitted: int, peek: Callable[[Req], Peek]) -> Iterator[Req]:
         """`waiting` (in order of arrival), in the order in which they are to be admitted now; read as far as needed.
 
         Args:
           num_admitted: admissions so far.
+          peek: looks up the cached prefix of a request.
         """
         config = self._config
         if config.enable_priority_scheduling:
@@ -57,9 +57,9 @@ class Policy:
         if self.by_prefix:
             later = iter(waiting)
             window = list(itertools.islice(later, MAX_REORDERED))
-            return itertools.chain(self._reordered(window, num_admitted), later)
+            return itertools.chain(self._reordered(window, num_admitted, peek), later)
         if config.policy in ("lof", "random"):
-            return iter(self._reordered(list(waiting), num_admitted))
+            return iter(self._reordered(list(waiting), num_admitted, peek))
         return iter(waiting)
 
     def may_precede(self, arrival: Req, head: Req | None, waiting: Iterable[Req]) -> bool:
@@ -96,13 +96,13 @@ class Policy:
             by_policy = zlib.crc32(f"{self._random_seed} {req.request_id} {req.index}".encode())
         return self.rank(req), by_policy
 
-    def _reordered(self, waiting: list[Req], num_admitted: int) -> list[Req]:
+    def _reordered(self, waiting: list[Req], num_admitted: int, peek: Callable[[Req], Peek]) -> list[Req]:
         first = [req for req in waiting if self.goes_first(req, num_admitted)]
         overdue = frozenset(first)
         waiting = [req for req in waiting if req not in overdue]
         if not self.by_prefix:
             return first + sorted(waiting, key=self._key)
-        peeks = {req: self._cache.peek(req.matchable_ids, req.cache_salt) for req in waiting}
+        peeks = {req: peek(req) for req in waiting}
         if self._config.policy == "lpm":
             return first + sorted(waiting, key=lambda req: -peeks[req].num_pages)
         return first + _depth_first(waiting, peeks)
@@ -112,13 +112,13 @@ class PrefixesInProgress:
     """The prompts that are being computed: a request that begins like one of them finds that part cached a step later.
 
     Args:
-      cache: where prefixes are looked up.
+      cache: knows the size of pages.
       claims: of the requests between chunks.
     """
 
     def __init__(self, cache: CacheManager, claims: Iterable[Claim]) -> None:
         self._cache = cache
-        self._least_pages = cache.pages_for(SHARED_TOKENS)
+        self._least_tokens = cache.tokens_of(cache.pages_for(SHARED_TOKENS))
         self._prompts: dict[tuple[bytes, int, bytes], list[IntArray]] = {}
         for claim in claims:
             self.add(claim)
@@ -142,7 +142,8 @@ class PrefixesInProgress:
 
     def _next_pages(self, num_pages: int) -> tuple[int, int]:
         """Where the tokens begin and end that come behind `num_pages` cached pages, and are worth waiting for."""
-        return self._cache.tokens_of(num_pages), self._cache.tokens_of(num_pages + self._least_pages)
+        start = self._cache.tokens_of(num_pages)
+        return start, start + self._least_tokens
 
 
 def _depth_first(waiting: list[Req], peeks: dict[Req, Peek]) -> list[Req]:

@@ -150,7 +150,7 @@ def test_a_fault_in_the_building_of_a_decode_step_ends_its_request_alone(overlap
 
 
 def test_a_fault_that_no_request_is_to_blame_for_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Policy, waiting: Iterable[Req], num_admitted: int) -> Iterator[Req]:
+    def fail(self: Policy, waiting: Iterable[Req], *rest: Any) -> Iterator[Req]:
         reqs = list(waiting)
         if len(reqs) > 1:
             raise Planted
