@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.scheduler.loop import run_loop
@@ -27,7 +28,7 @@ def plans_of(script: Script, *, mixed: bool, num_pages: int = 200) -> tuple[list
     plans: list[StepPlan] = []
 
     class Planned(CheckedScheduler):
-        def apply(self, plan: StepPlan):  # type: ignore[no-untyped-def]
+        def apply(self, plan: StepPlan) -> StepInputs | None:
             plans.append(plan)
             return super().apply(plan)
 
