@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 import stat
@@ -20,6 +21,8 @@ from server_process import ServerProcess, ids_request, wait_for
 
 from jaxsgl.client import main as run_client
 from jaxsgl.config import API_KEY_VARIABLE, ServerConfig
+from jaxsgl.frontend.grpc.interceptors import answers_errors
+from jaxsgl.frontend.http.errors import answer_to
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
@@ -172,3 +175,26 @@ def test_the_sockets_to_the_engine_are_for_the_servers_user_only(server: ServerP
     sockets = list(folder.iterdir())
     assert {path.name for path in sockets} == {"to_engine", "from_engine"}
     assert all(stat.S_ISSOCK(path.stat().st_mode) for path in sockets)
+
+
+class Failing:
+    """A servicer with a bug, and the context of its call."""
+
+    @answers_errors
+    async def Generate(self, request: bytes, context: Any) -> None:
+        raise RuntimeError("a secret of /etc/passwd")
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.answer = code, details
+
+
+def test_a_bug_is_answered_by_its_class_alone(caplog: pytest.LogCaptureFixture) -> None:
+    failing = Failing()
+    asyncio.run(failing.Generate(b"", failing))
+    words = "internal error: RuntimeError; the server's log says more"
+    assert failing.answer == (grpc.StatusCode.INTERNAL, words)
+    over_http = answer_to(RuntimeError("a secret of /etc/passwd"))
+    assert over_http.status_code == 500
+    assert words in bytes(over_http.body).decode() and "secret" not in bytes(over_http.body).decode()
+    assert over_http.headers["x-should-retry"] == "false"
+    assert caplog.text.count("RuntimeError: a secret") == 2, "the log says it"
