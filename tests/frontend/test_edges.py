@@ -75,7 +75,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[tuple[httpx.AsyncClient
     """The whole server in this process, with the scheduler's loop in a thread that must end well."""
     link = PlayedLink()
     mailbox = ThreadMailbox(link.receive)
-    link.send = mailbox.put  # type: ignore[assignment, method-assign]
+    link.send = mailbox.put  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as threads:
         front_end = front_end_of(link, threads, ServedModel(INFO, tokenizer))
         failures: list[BaseException] = []
