@@ -360,12 +360,6 @@ def public_flags(config: Any) -> dict[str, Any]:
     return values
 
 
-def secrets_of(config_type: type, args: object) -> list[str]:
-    """Returns the values of the secret flags that are given in `args`, parsed flags or a configuration."""
-    specs = dataclasses.fields(config_type)
-    return [value for spec in specs if spec.metadata.get("secret") and (value := getattr(args, spec.name)) is not None]
-
-
 def _help_of(spec: dataclasses.Field[Any]) -> str:
     """Returns the field's text, with its default where the text doesn't say it."""
     text: str = spec.metadata["help"]

@@ -8,6 +8,7 @@ of calls, and the same warning again and again. stderr.py writes them, and never
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import logging
 import os
 import re
@@ -58,6 +59,12 @@ def configure(style: LogStyle, process_name: str, secrets: Iterable[str] = ()) -
     # gRPC's core prints a line for each client that sends it junk. Its errors that matter come as exceptions, too.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     return output
+
+
+def secrets_of(config_type: type, args: object) -> list[str]:
+    """Returns the values of the secret flags that are given in `args`, parsed flags or a configuration."""
+    specs = dataclasses.fields(config_type)
+    return [value for spec in specs if spec.metadata.get("secret") and (value := getattr(args, spec.name)) is not None]
 
 
 def child_stderr(process_name: str) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxsgl import logs, stacks
-from jaxsgl.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig, add_flags, from_flags, secrets_of
+from jaxsgl.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig, add_flags, from_flags
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.engine_link import ENGINE_COMMAND
 
@@ -29,7 +29,9 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
         args.api_key = os.environ.get(API_KEY_VARIABLE)
     if args.admin_api_key is None:
         args.admin_api_key = os.environ.get(ADMIN_API_KEY_VARIABLE)
-    output = logs.configure(logs.LogStyle(args.log_level, args.log_format), "server", secrets_of(ServerConfig, args))
+    output = logs.configure(
+        logs.LogStyle(args.log_level, args.log_format), "server", logs.secrets_of(ServerConfig, args)
+    )
     output.replace_stderr()
     stacks.dump_at_signals(crashes_fd=output.stderr.real_fd)
     try:

@@ -16,7 +16,7 @@ import sys
 from collections import deque
 
 from jaxsgl import logs, stacks
-from jaxsgl.config import EngineConfig, ServerConfig, secrets_of
+from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.counts import Counts, counts_of
 from jaxsgl.frontend.engine_link import EngineLink
@@ -132,7 +132,7 @@ async def work(channel_end: socket.socket, http: socket.socket) -> int:
         return 1
     assert isinstance(launch, WorkerLaunch)
     style = LogStyle(launch.config.log_level, launch.config.log_format)
-    logs.configure(style, f"worker {launch.number}", secrets_of(ServerConfig, launch.config))
+    logs.configure(style, f"worker {launch.number}", logs.secrets_of(ServerConfig, launch.config))
     return await Worker(launch, channel, http).live()
 
 
