@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -263,3 +264,23 @@ def test_a_client_that_falls_silent_in_the_tls_handshake_loses_its_connection(
         server.close()
 
     asyncio.run(scenario())
+
+
+def test_a_lost_connection_is_not_left_to_the_garbage_collector() -> None:
+    def num_left() -> int:
+        return sum(isinstance(known, Connection) for known in gc.get_objects())
+
+    async def scenario() -> None:
+        async with serving() as (port, connections):
+            gc.collect()
+            gc.disable()
+            before = num_left()
+            for _ in range(5):
+                await answer_to(port, POST.replace(b"host: x", b"host: x\r\nconnection: close"))
+            await until(lambda: not connections)
+            await until(lambda: num_left() == before)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        gc.enable()

@@ -85,6 +85,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
+        self.on_lost = self._running = None  # no cycle is left for the garbage collector
+        self._client.forget()
 
     def data_received(self, data: bytes) -> None:
         """Parses `data`; throws it away if the connection is ending."""
@@ -246,6 +248,10 @@ class _Transport(asyncio.Transport):
         self._ending = True
         self._transport.abort()
 
+    def forget(self) -> None:
+        """The connection is lost, and is not needed any more."""
+        self._end = _nothing
+
     def is_closing(self) -> bool:
         """Whether nothing more may be written."""
         return self._ending or self._transport.is_closing()
@@ -265,6 +271,10 @@ class _Transport(asyncio.Transport):
     def resume_reading(self) -> None:
         """Starts it again."""
         self._transport.resume_reading()
+
+
+def _nothing() -> None:
+    pass
 
 
 class ProbesOnly:
