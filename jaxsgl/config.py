@@ -1,24 +1,19 @@
-"""Configuration: one frozen dataclass per concern, composed; command-line flags are derived from the fields.
+"""Configuration: one frozen dataclass per concern, composed; flags.py derives command-line flags from the fields.
 
-A field's name with dashes is its flag, the text given to `flag` its documentation and its help. Values and combinations
-that can't work fail in `__post_init__`, before anything is loaded. Every part may import this module.
+Values and combinations that can't work fail in `__post_init__`, before anything is loaded. Every part may import this
+module.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import functools
 import re
-import types
-import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
 from jaxsgl.errors import ConfigError
+from jaxsgl.flags import check_choices, flag, flag_name, require
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -32,20 +27,6 @@ MAX_WORKERS = 64
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
 ADMIN_API_KEY_VARIABLE = "JAXSGL_ADMIN_API_KEY"  # in the environment of servers
 KEY_PATTERN = r"[!-~]+"
-
-
-def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "", secret: bool = False) -> Any:
-    """A dataclass field that is also a command-line flag.
-
-    Args:
-      default: the field's and the flag's.
-      help: the flag's help text, which is the field's documentation.
-      choices: values that are allowed; (): all of the field's type.
-      alias: a second name of the flag.
-      secret: left out of `repr` and of `public_flags`, hence of logs, of what servers tell, and of help's defaults.
-    """
-    metadata = {"help": help, "choices": choices, "alias": alias, "secret": secret}
-    return field(default=default, repr=not secret, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -89,22 +70,22 @@ class SchedulingConfig:
         return self.schedule_policy or ("fcfs" if self.enable_priority_scheduling else "lpm")
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        check_choices(self)
         if self.enable_priority_scheduling and self.policy not in PRIORITY_POLICIES:
             raise ConfigError(
                 f"--enable-priority-scheduling goes with --schedule-policy {' or '.join(PRIORITY_POLICIES)}, "
                 f"but that is {self.schedule_policy}"
             )
-        _require(
+        require(
             self.schedule_conservativeness > 0, "--schedule-conservativeness", self.schedule_conservativeness, "above 0"
         )
-        _require(self.max_itl_ms is None or self.max_itl_ms > 0, "--max-itl-ms", self.max_itl_ms, "more than 0")
-        _require(self.max_prefill_tokens >= 1, "--max-prefill-tokens", self.max_prefill_tokens, "1 and more")
+        require(self.max_itl_ms is None or self.max_itl_ms > 0, "--max-itl-ms", self.max_itl_ms, "more than 0")
+        require(self.max_prefill_tokens >= 1, "--max-prefill-tokens", self.max_prefill_tokens, "1 and more")
         most = self.prefill_max_requests
-        _require(most is None or most >= 1, "--prefill-max-requests", most, "1 and more")
+        require(most is None or most >= 1, "--prefill-max-requests", most, "1 and more")
         for name in ("queue_timeout_s", "running_timeout_s"):
             value = getattr(self, name)
-            _require(value is None or value > 0, _flag_name(name), value, "more than 0")
+            require(value is None or value > 0, flag_name(name), value, "more than 0")
 
 
 @dataclass(frozen=True)
@@ -161,8 +142,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(1 <= self.page_size <= 256, "--page-size", self.page_size, "1 to 256")
-        _require(0.0 < self.mem_fraction_static < 1.0, "--mem-fraction-static", self.mem_fraction_static, "in (0, 1)")
+        require(1 <= self.page_size <= 256, "--page-size", self.page_size, "1 to 256")
+        require(0.0 < self.mem_fraction_static < 1.0, "--mem-fraction-static", self.mem_fraction_static, "in (0, 1)")
         for name in (
             "context_length",
             "max_total_tokens",
@@ -171,20 +152,20 @@ class EngineConfig:
             "max_queued_tokens",
         ):
             value = getattr(self, name)
-            _require(value is None or value >= 1, _flag_name(name), value, "1 and more")
-        _require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
+            require(value is None or value >= 1, flag_name(name), value, "1 and more")
+        require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
         chunk = self.chunked_prefill_size
-        _require(chunk is None or chunk == -1 or chunk >= 1, "--chunked-prefill-size", chunk, "-1, or 1 and more")
+        require(chunk is None or chunk == -1 or chunk >= 1, "--chunked-prefill-size", chunk, "-1, or 1 and more")
         if chunk == -1 and self.scheduling.max_itl_ms is not None:
             raise ConfigError(
                 "--max-itl-ms cuts prompts into chunks, which --chunked-prefill-size -1 forbids: give one"
             )
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
-            _require(all(size >= 1 for size in sizes), _flag_name(name), sizes, "sizes of 1 and more")
+            require(all(size >= 1 for size in sizes), flag_name(name), sizes, "sizes of 1 and more")
             if sizes and self.auto_buckets is not None:
-                raise ConfigError(f"{_flag_name(name)} and --auto-buckets both say which sizes to compile: give one")
-        _check_choices(self)
+                raise ConfigError(f"{flag_name(name)} and --auto-buckets both say which sizes to compile: give one")
+        check_choices(self)
 
 
 @dataclass(frozen=True)
@@ -246,26 +227,26 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         for name in ("port", "grpc_port"):
-            _require(0 <= getattr(self, name) <= 65535, _flag_name(name), getattr(self, name), "0 to 65535")
+            require(0 <= getattr(self, name) <= 65535, flag_name(name), getattr(self, name), "0 to 65535")
         if self.port:
-            _require(self.port != self.grpc_port, "--grpc-port", self.grpc_port, "another than --port")
+            require(self.port != self.grpc_port, "--grpc-port", self.grpc_port, "another than --port")
         workers = self.tokenizer_worker_num
-        _require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
+        require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
         for name in ("request_timeout_s", "watchdog_s"):
-            _require(getattr(self, name) > 0, _flag_name(name), getattr(self, name), "more than 0")
-        _require(
+            require(getattr(self, name) > 0, flag_name(name), getattr(self, name), "more than 0")
+        require(
             self.max_connections is None or self.max_connections >= 1,
             "--max-connections",
             self.max_connections,
             "1 and more",
         )
-        _require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
-        _require(self.max_request_bytes >= 1024, "--max-request-bytes", self.max_request_bytes, "1024 and more")
+        require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
+        require(self.max_request_bytes >= 1024, "--max-request-bytes", self.max_request_bytes, "1024 and more")
         for name in ("api_key", "admin_api_key"):
             key = getattr(self, name)
-            _require(
+            require(
                 key is None or re.fullmatch(KEY_PATTERN, key) is not None,
-                _flag_name(name),
+                flag_name(name),
                 "empty or holds other characters",
                 "printable ASCII without spaces",
             )
@@ -273,22 +254,20 @@ class ServerConfig:
             raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")
         self._check_sites()
         self._check_profiles()
-        _check_choices(self)
+        check_choices(self)
 
     def _check_profiles(self) -> None:
         folder = self.profile_dir
-        _require(folder is None or (folder != "" and "://" not in folder), "--profile-dir", folder, "a local folder")
-        _require(0 < self.profile_max_s <= 3600, "--profile-max-s", self.profile_max_s, "above 0, up to 3600")
-        _require(self.profile_max_mb >= 1, "--profile-max-mb", self.profile_max_mb, "1 and more")
+        require(folder is None or (folder != "" and "://" not in folder), "--profile-dir", folder, "a local folder")
+        require(0 < self.profile_max_s <= 3600, "--profile-max-s", self.profile_max_s, "above 0, up to 3600")
+        require(self.profile_max_mb >= 1, "--profile-max-mb", self.profile_max_mb, "1 and more")
 
     def _check_sites(self) -> None:
         for host in self.allowed_hosts:
-            _require(
-                re.fullmatch(r"\*|[\w.-]+", host) is not None, "--allowed-hosts", host, "names without ports, or *"
-            )
+            require(re.fullmatch(r"\*|[\w.-]+", host) is not None, "--allowed-hosts", host, "names without ports, or *")
         for origin in self.allowed_origins:
             fits = re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None
-            _require(fits, "--allowed-origins", origin, "as https://chat.example.org, null, or *")
+            require(fits, "--allowed-origins", origin, "as https://chat.example.org, null, or *")
 
     @property
     def needs_key(self) -> bool:
@@ -313,87 +292,3 @@ class Limits(msgspec.Struct, frozen=True):
     vocab_size: int
     context_length: int
     pool_tokens: int
-
-
-ConfigT = TypeVar("ConfigT")
-
-
-def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
-    """Adds one flag per field of `config_type`, nested dataclasses included."""
-    hints = typing.get_type_hints(config_type)
-    for spec in dataclasses.fields(config_type):
-        if dataclasses.is_dataclass(hints[spec.name]):
-            add_flags(parser, typing.cast(type, hints[spec.name]))
-            continue
-        names = [_flag_name(spec.name)] + ([spec.metadata["alias"]] if spec.metadata["alias"] else [])
-        options: dict[str, Any] = {"dest": spec.name, "default": spec.default, "help": _help_of(spec)}
-        if hints[spec.name] is bool:
-            options["action"] = "store_true"
-        else:
-            options["type"] = _parser_of(hints[spec.name])
-            options["choices"] = spec.metadata["choices"] or None
-        parser.add_argument(*names, **options)
-
-
-def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:
-    """Builds `config_type` from parsed flags. Raises `ConfigError` for values out of range."""
-    hints = typing.get_type_hints(config_type)
-    values: dict[str, Any] = {}
-    for spec in dataclasses.fields(typing.cast(Any, config_type)):
-        nested = hints[spec.name]
-        if dataclasses.is_dataclass(nested):
-            values[spec.name] = from_flags(typing.cast(type, nested), args)
-        else:
-            values[spec.name] = getattr(args, spec.name)
-    return config_type(**values)
-
-
-def public_flags(config: Any) -> dict[str, Any]:
-    """Returns the values of all flags of `config` but the secret ones; a nested configuration as a dict of its own."""
-    values: dict[str, Any] = {}
-    for spec in dataclasses.fields(config):
-        value = getattr(config, spec.name)
-        if dataclasses.is_dataclass(value):
-            values[spec.name] = public_flags(value)
-        elif not spec.metadata["secret"]:
-            values[spec.name] = value
-    return values
-
-
-def _help_of(spec: dataclasses.Field[Any]) -> str:
-    """Returns the field's text, with its default where the text doesn't say it."""
-    text: str = spec.metadata["help"]
-    if spec.default in (None, False, ()) or "default" in text or spec.metadata["secret"]:
-        return text
-    return f"{text} (default: {spec.default})"
-
-
-def _parser_of(hint: Any) -> Any:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
-    if typing.get_origin(hint) is tuple:
-        return functools.partial(_list_of, typing.get_args(hint)[0])
-    return hint
-
-
-def _list_of(kind: type, text: str) -> tuple[Any, ...]:
-    return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
-
-
-def _flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
-def _check_choices(config: Any) -> None:
-    """Raises `ConfigError` for a flag whose value is none of its choices."""
-    for spec in dataclasses.fields(config):
-        allowed = spec.metadata.get("choices") or ()
-        value = getattr(config, spec.name)
-        if value is None and spec.default is None:
-            continue
-        _require(not allowed or value in allowed, _flag_name(spec.name), value, f"one of {', '.join(allowed)}")
-
-
-def _require(ok: bool, name: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} is {value}, but must be {allowed}")

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxsgl import logs, stacks
-from jaxsgl.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig, add_flags, from_flags
+from jaxsgl.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
 from jaxsgl.errors import StartupError
+from jaxsgl.flags import add_flags, from_flags
 from jaxsgl.frontend.engine_link import ENGINE_COMMAND
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,9 @@ from bench.output import command_parser, write_json
 from bench.requests import Lengths, greedy_requests, random_jobs
 from bench.roofline import best, ceilings
 
-from jaxsgl.config import EngineConfig, add_flags, flag, from_flags
+from jaxsgl.config import EngineConfig
 from jaxsgl.errors import ConfigError, JaxsglError
+from jaxsgl.flags import add_flags, flag, from_flags
 from jaxsgl.request import check_request
 from jaxsgl.wiring import build, build_scheduler
 from pallas_kernels.target import target_device

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config import EngineConfig, Limits, ServerConfig, add_flags, from_flags, public_flags
+from jaxsgl.config import EngineConfig, Limits, ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest
+from jaxsgl.flags import add_flags, from_flags, public_flags
 from jaxsgl.request import Request, SamplingParams, check_request, max_new_tokens
 
 LIMITS = Limits(vocab_size=100, context_length=64, pool_tokens=48)

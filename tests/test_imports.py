@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMON = {"config", "request", "errors", "logs", "stacks"}
+COMMON = {"config", "flags", "request", "errors", "logs", "stacks"}
 ALLOWED = {
     "text": {"messages"},
     "frontend": {"messages", "ipc", "step_times", "text"},

@@ -21,9 +21,10 @@ from bench.processes import answers_only
 from bench.steps import GREEDY, STEPS, Seq, build_step, parse_step
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import pages_for
-from jaxsgl.config import EngineConfig, add_flags, from_flags
+from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError, JaxsglError
+from jaxsgl.flags import add_flags, from_flags
 
 
 def main() -> None:

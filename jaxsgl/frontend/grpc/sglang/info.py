@@ -21,8 +21,9 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 import jaxsgl
-from jaxsgl.config import ServerConfig, public_flags
+from jaxsgl.config import ServerConfig
 from jaxsgl.errors import NotFound
+from jaxsgl.flags import public_flags
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.messages import EngineInfo
 

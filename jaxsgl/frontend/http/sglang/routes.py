@@ -19,8 +19,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import jaxsgl
-from jaxsgl.config import ServerConfig, public_flags
+from jaxsgl.config import ServerConfig
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.flags import public_flags
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson, refuse_not_built, refuse_special_tokens, salt_of, sampling_params

@@ -1,0 +1,116 @@
+"""Command-line flags derived from the fields of frozen dataclasses.
+
+A field's name with dashes is its flag, the text given to `flag` its documentation and its help. Never knows which flags
+there are: config.py and the benchmarks' settings declare them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import types
+import typing
+from dataclasses import field
+from typing import Any, TypeVar
+
+from jaxsgl.errors import ConfigError
+
+ConfigT = TypeVar("ConfigT")
+
+
+def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "", secret: bool = False) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    Args:
+      default: the field's and the flag's.
+      help: the flag's help text, which is the field's documentation.
+      choices: values that are allowed; (): all of the field's type.
+      alias: a second name of the flag.
+      secret: left out of `repr` and of `public_flags`, hence of logs, of what servers tell, and of help's defaults.
+    """
+    metadata = {"help": help, "choices": choices, "alias": alias, "secret": secret}
+    return field(default=default, repr=not secret, metadata=metadata)
+
+
+def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
+    """Adds one flag per field of `config_type`, nested dataclasses included."""
+    hints = typing.get_type_hints(config_type)
+    for spec in dataclasses.fields(config_type):
+        if dataclasses.is_dataclass(hints[spec.name]):
+            add_flags(parser, typing.cast(type, hints[spec.name]))
+            continue
+        names = [flag_name(spec.name)] + ([spec.metadata["alias"]] if spec.metadata["alias"] else [])
+        options: dict[str, Any] = {"dest": spec.name, "default": spec.default, "help": _help_of(spec)}
+        if hints[spec.name] is bool:
+            options["action"] = "store_true"
+        else:
+            options["type"] = _parser_of(hints[spec.name])
+            options["choices"] = spec.metadata["choices"] or None
+        parser.add_argument(*names, **options)
+
+
+def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:
+    """Builds `config_type` from parsed flags. Raises `ConfigError` for values out of range."""
+    hints = typing.get_type_hints(config_type)
+    values: dict[str, Any] = {}
+    for spec in dataclasses.fields(typing.cast(Any, config_type)):
+        nested = hints[spec.name]
+        if dataclasses.is_dataclass(nested):
+            values[spec.name] = from_flags(typing.cast(type, nested), args)
+        else:
+            values[spec.name] = getattr(args, spec.name)
+    return config_type(**values)
+
+
+def public_flags(config: Any) -> dict[str, Any]:
+    """Returns the values of all flags of `config` but the secret ones; a nested configuration as a dict of its own."""
+    values: dict[str, Any] = {}
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if dataclasses.is_dataclass(value):
+            values[spec.name] = public_flags(value)
+        elif not spec.metadata["secret"]:
+            values[spec.name] = value
+    return values
+
+
+def _help_of(spec: dataclasses.Field[Any]) -> str:
+    """Returns the field's text, with its default where the text doesn't say it."""
+    text: str = spec.metadata["help"]
+    if spec.default in (None, False, ()) or "default" in text or spec.metadata["secret"]:
+        return text
+    return f"{text} (default: {spec.default})"
+
+
+def _parser_of(hint: Any) -> Any:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return functools.partial(_list_of, typing.get_args(hint)[0])
+    return hint
+
+
+def _list_of(kind: type, text: str) -> tuple[Any, ...]:
+    return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+
+
+def flag_name(field_name: str) -> str:
+    """Returns the flag of a field: `--page-size` of `page_size`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def check_choices(config: Any) -> None:
+    """Raises `ConfigError` for a flag whose value is none of its choices."""
+    for spec in dataclasses.fields(config):
+        allowed = spec.metadata.get("choices") or ()
+        value = getattr(config, spec.name)
+        if value is None and spec.default is None:
+            continue
+        require(not allowed or value in allowed, flag_name(spec.name), value, f"one of {', '.join(allowed)}")
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raises `ConfigError`, which names the flag, its value and what is allowed, unless `ok`."""
+    if not ok:
+        raise ConfigError(f"{name} is {value}, but must be {allowed}")
