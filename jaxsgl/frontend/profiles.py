@@ -54,14 +54,18 @@ class Profiles:
                 "to 64 letters, digits, dots, dashes and underscores: leave it out, or send such a name"
             )
         folder = await asyncio.to_thread(self._new_folder, self._root, name or f"profile-{time.time_ns() // 10**6}")
-        answer = await self._engine.ask(
-            lambda number: StartProfile(number, str(folder), num_steps, by_stage, self._max_s, self._max_mb),
-            ANSWER_LIMIT_S,
-        )
-        if not answer.ok:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        return answer
+        started = False
+        try:
+            answer = await self._engine.ask(
+                lambda number: StartProfile(number, str(folder), num_steps, by_stage, self._max_s, self._max_mb),
+                ANSWER_LIMIT_S,
+            )
+            started = answer.ok
+            return answer
+        finally:
+            if not started:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
     async def stop(self) -> Answer:
         """Ends the profile and waits until it is written; `Answer.text` is its path, or why there is none."""

@@ -52,6 +52,7 @@ def spoiled_bodies(openapi: dict[str, Any]) -> Iterator[tuple[str, str]]:
     posts = {path: methods["post"] for path, methods in openapi["paths"].items() if "post" in methods}
     described = {path: post["requestBody"] for path, post in posts.items() if "requestBody" in post}
     del described["/pause_generation"]  # has a test of its own, because no generation is answered during a pause
+    del described["/start_profile"]  # likewise, because only some servers may record profiles
     assert described.keys() <= GOOD_BODIES.keys() | {"/v1/detokenize"}
     for path, body in described.items():
         of_body = schemas[body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]]

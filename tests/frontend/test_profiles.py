@@ -17,10 +17,14 @@ from server_process import ServerProcess
 from sglang_calls import sglang_stub
 from smg_grpc_proto.generated import common_pb2
 
-from jaxsgl.config import ServerConfig
+from jaxsgl.config import Limits, ServerConfig
 from jaxsgl.errors import ConfigError, Forbidden, InvalidRequest, StartupError
 from jaxsgl.frontend.profiles import MAX_STEPS, Profiles
-from jaxsgl.messages import Answer, StartProfile, ToMailbox
+from jaxsgl.messages import Answer, EngineInfo, EngineReady, StartProfile, ToMailbox
+from tests.junk_http import VALUES
+
+INFO = EngineInfo("m", "FakeForCausalLM", "float32", Limits(1000, 200, 160), (1,), 16, 8, "xla", "cpu", 1, 1, 0)
+JSON = {"content-type": "application/json"}
 
 
 class EngineThatAnswers(PlayedLink):
@@ -41,6 +45,7 @@ def start(
 
     async def order() -> tuple[Answer, list[ToMailbox]]:
         link = EngineThatAnswers()
+        link.receive(EngineReady(INFO))
         link.ok = ok
         answer = await Profiles(ServerConfig(profile_dir=str(folder), **flags), link).start(name, num_steps, by_stage)
         return answer, link.sent
@@ -161,6 +166,16 @@ def test_profiles_are_ordered_over_http(profiling: tuple[ServerProcess, Path], h
         assert refused.status_code == 400, body
         assert "num_steps" in refused.text or next(iter(body)) in refused.text
     assert http.get("/start_profile").status_code == http.get("/stop_profile").status_code == 405
+
+
+def test_no_value_of_any_field_gets_a_5xx(http: httpx.Client) -> None:
+    fields = ("output_dir", "num_steps", "start_step", "profile_by_stage")
+    statuses = {
+        http.post("/start_profile", content=f'{{"{name}": {value}}}'.encode(), headers=JSON).status_code
+        for name in fields
+        for value in VALUES
+    }
+    assert statuses == {200, 400}
 
 
 def test_profiles_are_ordered_over_grpc(profiling: tuple[ServerProcess, Path], server: ServerProcess) -> None:
