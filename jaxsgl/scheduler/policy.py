@@ -41,8 +41,9 @@ class Policy:
 
     def __init__(self, config: SchedulingConfig, cache: CacheManager, random_seed: int) -> None:
         self._config = config
+        self._name = config.policy
         self._random_seed = random_seed
-        self.by_prefix = config.policy in ("lpm", "dfs-weight") and cache.prefixes.keeps
+        self.by_prefix = self._name in ("lpm", "dfs-weight") and cache.prefixes.keeps
 
     def order(self, waiting: Iterable[Req], num_admitted: int, peek: Callable[[Req], Peek]) -> Iterator[Req]:
         """`waiting` (in order of arrival), in the order in which they are to be admitted now; read as far as needed.
@@ -51,14 +52,13 @@ class Policy:
           num_admitted: admissions so far.
           peek: looks up the cached prefix of a request.
         """
-        config = self._config
-        if config.enable_priority_scheduling:
+        if self._config.enable_priority_scheduling:
             return iter(sorted(waiting, key=self._key))
         if self.by_prefix:
             later = iter(waiting)
             window = list(itertools.islice(later, MAX_REORDERED))
             return itertools.chain(self._reordered(window, num_admitted, peek), later)
-        if config.policy in ("lof", "random"):
+        if self._name in ("lof", "random"):
             return iter(self._reordered(list(waiting), num_admitted, peek))
         return iter(waiting)
 
@@ -89,10 +89,10 @@ class Policy:
 
     def _key(self, req: Req) -> tuple[int, int]:
         """What the order goes by if it doesn't depend on the cache; equals stay in order of arrival."""
-        policy, by_policy = self._config.policy, 0
-        if policy == "lof":
+        by_policy = 0
+        if self._name == "lof":
             by_policy = -req.max_new_tokens
-        elif policy == "random":
+        elif self._name == "random":
             by_policy = zlib.crc32(f"{self._random_seed} {req.request_id} {req.index}".encode())
         return self.rank(req), by_policy
 
@@ -103,7 +103,7 @@ class Policy:
         if not self.by_prefix:
             return first + sorted(waiting, key=self._key)
         peeks = {req: peek(req) for req in waiting}
-        if self._config.policy == "lpm":
+        if self._name == "lpm":
             return first + sorted(waiting, key=lambda req: -peeks[req].num_pages)
         return first + _depth_first(waiting, peeks)
 
