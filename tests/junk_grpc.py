@@ -15,7 +15,10 @@ from tests.junk_messages import junk_bytes, junk_message, request_class, spoil
 SERVICES = (pb.DESCRIPTOR.services_by_name["Jaxsgl"], sglang_pb.DESCRIPTOR.services_by_name["SglangScheduler"])
 METHODS = [method for service in SERVICES for method in service.methods]
 # The statuses that may answer a message: not INTERNAL, UNKNOWN or DATA_LOSS; nor UNAVAILABLE or DEADLINE_EXCEEDED.
-ALLOWED = {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED"}
+# PERMISSION_DENIED: a server without --profile-dir records no profiles.
+ALLOWED = {
+    "OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED",
+}  # fmt: skip
 PATIENCE_S = 120.0
 
 
