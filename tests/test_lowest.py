@@ -51,6 +51,7 @@ def test_unit_tests_a_server_and_offline_use_work_with_the_lowest_versions() -> 
         pytest.skip(f"there is no Python 3.{OLDEST_MINOR}")
     with environment(python, *lowest()) as mine:
         quietly = ("-q", "-p", "no:cacheprovider", "-W", "default")  # old versions warn of what newer ones changed
-        run([mine, "-m", "pytest", *quietly, "-m", "unit"], PYTHONPATH=str(ROOT))
-        run([mine, "-m", "pytest", *quietly, *SERVER_TESTS], PYTHONPATH=str(ROOT))
-        run([mine, "-c", ONE_ANSWER], PYTHONPATH=str(ROOT))
+        by_day = {"PYTHONPATH": str(ROOT), "JAXSGL_TEST_NIGHTLY": ""}
+        run([mine, "-m", "pytest", *quietly, "-m", "unit"], **by_day)
+        run([mine, "-m", "pytest", *quietly, *SERVER_TESTS], **by_day)
+        run([mine, "-c", ONE_ANSWER], **by_day)
