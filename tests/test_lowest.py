@@ -51,7 +51,9 @@ def test_unit_tests_a_server_and_offline_use_work_with_the_lowest_versions() -> 
         pytest.skip(f"there is no Python 3.{OLDEST_MINOR}")
     with environment(python, *lowest()) as mine:
         quietly = ("-q", "-p", "no:cacheprovider", "-W", "default")  # old versions warn of what newer ones changed
-        by_day = {"PYTHONPATH": str(ROOT), "JAXSGL_TEST_NIGHTLY": ""}
-        run([mine, "-m", "pytest", *quietly, "-m", "unit"], **by_day)
-        run([mine, "-m", "pytest", *quietly, *SERVER_TESTS], **by_day)
-        run([mine, "-c", ONE_ANSWER], **by_day)
+        for command in (
+            ["-m", "pytest", *quietly, "-m", "unit"],
+            ["-m", "pytest", *quietly, *SERVER_TESTS],
+            ["-c", ONE_ANSWER],
+        ):
+            run([mine, *command], PYTHONPATH=str(ROOT), JAXSGL_TEST_NIGHTLY="")
