@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.request import Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_logits
@@ -83,6 +83,7 @@ def test_greedy_tokens_equal_those_of_transformers(
             model=str(checkpoint),
             page_size=page_size,
             chunked_prefill_size=chunk,
+            scheduling=SchedulingConfig(max_prefill_tokens=CONTEXT),
             context_length=CONTEXT,
             max_running_requests=48,
             max_total_tokens=24_000,

@@ -97,7 +97,9 @@ def test_two_hundred_disconnects_leave_nothing_behind(
             assert seen > 50, "the test wants requests that reach the engine"
 
     asyncio.run(scenario())
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    # gRPC's poller serves all loops of a process, and complains in this one of a loop that an earlier test has closed.
+    logged = [record for record in caplog.records if "PollerCompletionQueue" not in record.getMessage()]
+    assert not [record for record in logged if record.levelno >= logging.WARNING]
 
 
 class Hurried(Connection):
