@@ -6,12 +6,14 @@ hints of `SamplingParams`), so that a new field is covered without being listed 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
 import types
 import typing
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +186,21 @@ GRPC_CODES = frozenset({
     grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND,
 })  # fmt: skip
 PATIENCE_S = 120.0
+
+
+async def statuses_of(
+    http: httpx.AsyncClient, channel: grpc.aio.Channel, sets: Sequence[HttpSet | GrpcSet], at_once: int
+) -> Counter[object]:
+    """How often each status answers, `at_once` sets being open at a time; fails at the first that should not come."""
+    places = asyncio.Semaphore(at_once)
+
+    async def send(sent: HttpSet | GrpcSet) -> object:
+        async with places:
+            status = await status_of(http, channel, sent)
+        assert status in HTTP_STATUSES | GRPC_CODES, f"{status}: {sent}"
+        return status
+
+    return Counter(await asyncio.gather(*map(send, sets)))
 
 
 async def status_of(http: httpx.AsyncClient, channel: grpc.aio.Channel, sent: HttpSet | GrpcSet) -> object:

@@ -92,7 +92,6 @@ class EngineLink:
         self._dead = asyncio.Event()
         self._stopping = False
         self._refusal: str | None = STARTING
-        self._accepted = False
         self._streams: dict[str, ReplyStream] = {}  # by engine id
         self._by_request_id: dict[str, ReplyStream] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
@@ -138,7 +137,7 @@ class EngineLink:
 
     def accept(self) -> None:
         """Lets requests in."""
-        self._refusal, self._accepted = None, True
+        self._refusal = None
 
     async def death(self) -> str:
         """Waits until the engine has failed or its process has ended; returns why. All open calls have failed then."""
@@ -196,7 +195,7 @@ class EngineLink:
         if self._death is not None:
             return "dead"
         if self._refusal is not None:
-            return "draining" if self._accepted else "loading"
+            return "loading" if self._refusal is STARTING else "draining"
         if self.stuck is not None:
             return "stuck"
         return "paused" if self.load.paused else "ready"

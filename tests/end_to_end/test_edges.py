@@ -33,18 +33,10 @@ async def send_all(server: RunningServer, seed: int, num_sets: int) -> Counter[o
         grpc.aio.insecure_channel(server.address) as channel,
     ):
         openapi = (await http.get("/openapi.json")).json()
-        places = asyncio.Semaphore(AT_ONCE)
-
-        async def send(sent: edges.HttpSet | edges.GrpcSet) -> object:
-            async with places:
-                status = await edges.status_of(http, channel, sent)
-            assert status in edges.HTTP_STATUSES | edges.GRPC_CODES, f"{status}: {sent}"
-            return status
-
         statuses: Counter[object] = Counter()
         for _ in range(0, num_sets, 1000):
             sets = [edges.random_set(rng, openapi) for _ in range(1000)]
-            statuses += Counter(await asyncio.gather(*map(send, sets)))
+            statuses += await edges.statuses_of(http, channel, sets, AT_ONCE)
         return statuses
 
 

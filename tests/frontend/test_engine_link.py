@@ -48,7 +48,7 @@ def test_a_dead_engine_fails_every_open_call_and_refuses_new_ones_for_good() -> 
     asyncio.run(scenario())
 
 
-def test_a_command_that_nobody_waits_for_is_withdrawn() -> None:
+def test_a_command_whose_caller_has_stopped_waiting_is_withdrawn() -> None:
     async def scenario() -> None:
         link = PlayedLink()
         with pytest.raises(EngineUnavailable, match="still starting"):

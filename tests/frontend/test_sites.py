@@ -1,4 +1,4 @@
-"""Web pages must not operate a server through the browser of somebody who can reach it."""
+"""Web pages must not operate a server through the browser of a user who can reach it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PageGuard`: keeps web pages from operating this server through the browser of somebody who can reach it.
+"""`PageGuard`: keeps web pages from operating this server through the browser of a user who can reach it.
 
 A browser adds two headers that a page can't choose. `Origin` names the site of the page that sends a request; it is
 missing in requests of other programs. `Host` is the name under which the page looked the server up: a page can have a
