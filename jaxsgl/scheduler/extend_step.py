@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.prefix import Peek
 from jaxsgl.scheduler.budget import (
+    CLIP_TOKENS,
     HORIZON_STEPS,
     Claim,
     Forecast,
@@ -98,7 +99,9 @@ class ExtendStep:
         self._pages_held += sum(
             pages_to_come(claim, claim.tokens_to_come, view.cache) for claim in draft.admissions.values()
         )
-        self._all_go_on = all(req.sampling.ignore_eos for req in [*self._admitted, *draft.admissions])
+        reqs = [*self._admitted, *draft.admissions]
+        self._all_go_on = all(req.sampling.ignore_eos for req in reqs)
+        self._most_output = max((req.max_new_tokens for req in reqs), default=0) if self._all_go_on else 0
         self._forecast: Forecast | None = None  # made when it is needed, as the next
         self._in_progress: PrefixesInProgress | None = None
         self._steps_short = 0  # by the forecast, at the last try
@@ -189,6 +192,7 @@ class ExtendStep:
             return False
         self._draft.admissions[req] = claim
         self._all_go_on = self._all_go_on and req.sampling.ignore_eos
+        self._most_output = max(self._most_output, req.max_new_tokens)
         if self._forecast is not None:
             self._forecast.add(claim)
         if self._in_progress is not None:
@@ -210,6 +214,8 @@ class ExtendStep:
         self.pages_short = max(pages + SPARE_PAGES + self._pages_held - self._ledger.available, 0)
         if not (self._all_go_on and claim.req.sampling.ignore_eos):
             return self.pages_short == 0
+        if self.pages_short == 0 and max(self._most_output, claim.req.max_new_tokens) <= CLIP_TOKENS:
+            return True  # even if no page came free before the last request ends
         if self._forecast is None:
             claims = [*map(Claim.held, self._admitted), *self._draft.admissions.values()]
             self._forecast = Forecast(claims, self._ledger, self._cache)
