@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.flags import check_choices, flag, flag_name, require
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
+AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
@@ -103,7 +105,11 @@ class EngineConfig:
     )
     load_format: str = flag("auto", "dummy: random weights, for benchmarks", choices=LOAD_FORMATS)
     context_length: int | None = flag(None, "tokens of prompt and output together (default: the model's)")
-    page_size: int = flag(16, "tokens per page of the KV cache, 1 to 256")
+    page_size: int | Literal["auto"] = flag(
+        "auto",
+        "tokens per page of the KV cache, 1 to 256; prefixes are shared in whole pages. auto: 64 on GPUs and TPUs (128 "
+        "on TPUs for heads of 64), 16 on a CPU",
+    )
     max_total_tokens: int | None = flag(None, "tokens in the KV pool (default: from free memory)")
     mem_fraction_static: float = flag(
         0.85,
@@ -142,7 +148,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        require(1 <= self.page_size <= 256, "--page-size", self.page_size, "1 to 256")
+        fits = self.page_size == AUTO if isinstance(self.page_size, str) else 1 <= self.page_size <= 256
+        require(fits, "--page-size", self.page_size, "auto, or 1 to 256")
         require(0.0 < self.mem_fraction_static < 1.0, "--mem-fraction-static", self.mem_fraction_static, "in (0, 1)")
         for name in (
             "context_length",

@@ -85,10 +85,25 @@ def _help_of(spec: dataclasses.Field[Any]) -> str:
 
 def _parser_of(hint: Any) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        parts = [part for part in typing.get_args(hint) if part is not type(None)]
+        words = [word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+        (hint,) = (part for part in parts if typing.get_origin(part) is not typing.Literal)
+        if words:
+            return functools.partial(_word_or, words, hint)
     if typing.get_origin(hint) is tuple:
         return functools.partial(_list_of, typing.get_args(hint)[0])
     return hint
+
+
+def _word_or(words: list[str], kind: type, text: str) -> Any:
+    """Reads one of `words` or a value of `kind`."""
+    if text in words:
+        return text
+    try:
+        return kind(text)
+    except ValueError as error:
+        message = f"{text!r} is neither {' nor '.join(words)} nor of type {kind.__name__}"
+        raise argparse.ArgumentTypeError(message) from error
 
 
 def _list_of(kind: type, text: str) -> tuple[Any, ...]:

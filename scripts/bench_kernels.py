@@ -58,7 +58,7 @@ def roofline_line(roofline: Roofline) -> str:
 def main() -> None:
     """Measures case by case, prints each row at once, and writes the JSON file after each case."""
     parser = command_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few cases at page size 16")
+    parser.add_argument("--quick", action="store_true", help="a few cases in the default pages")
     parser.add_argument("--cases", metavar="TEXT", default="", help="only cases whose name contains this")
     parser.add_argument("--page-sizes", type=int, nargs="+", metavar="N", help="only cases of these page sizes")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help=f"backends, or {BASELINES!r} (default: all)")

@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", metavar="OP", default=list(FUNCTIONS), help="only these")
     parser.add_argument("--cases", metavar="TEXT", default="", help="only cases whose name contains this")
     parser.add_argument("--page-sizes", type=int, nargs="+", metavar="N", help="only cases of these page sizes")
-    parser.add_argument("--quick", action="store_true", help="a few cases at page size 16")
+    parser.add_argument("--quick", action="store_true", help="a few cases in the default pages")
     parser.add_argument("--repeats", type=int, default=9, help="repeats of each measurement (9)")
     parser.add_argument("--budget-s", type=float, default=1800, help="stop after about this many seconds (1800)")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"the table (default: {table_path(TABLES, device)})")

@@ -28,10 +28,19 @@ def test_every_field_is_a_flag_and_no_flag_is_the_default() -> None:
     assert config.grpc_port == 0
 
 
+def test_the_page_size_is_a_word_or_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("--page-size", "auto").engine == EngineConfig(page_size="auto") == EngineConfig()
+    with pytest.raises(ConfigError, match="--page-size is huge, but must be auto, or 1 to 256"):
+        EngineConfig(page_size="huge")  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        parse("--page-size", "huge")
+    assert "--page-size: 'huge' is neither auto nor of type int" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--page-size", "257"], "--page-size is 257, but must be 1 to 256"),
+        (["--page-size", "257"], "--page-size is 257, but must be auto, or 1 to 256"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static is 1.5"),
         (["--max-total-tokens", "0"], "--max-total-tokens is 0"),
         (["--max-running-requests", "-1"], "--max-running-requests is -1"),

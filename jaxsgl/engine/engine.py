@@ -26,7 +26,7 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.dry_run import run_all, step_failure
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
 from jaxsgl.engine.sampler import Logprobs
-from jaxsgl.engine.sizing import KvShape, Memory, free_memory, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import KvShape, Memory, choose_page_size, free_memory, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
@@ -105,7 +105,7 @@ class Engine:
             params = load_params(folder, self.arch, dtype, mesh)
         jax.block_until_ready(params)  # so that memory in use is what will stay in use
 
-        page_shape = kv_shape(self.arch, config.page_size, kv_dtype)
+        page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype)
         graphdef, _ = abstract_model(self.arch, dtype, activations)
 
         def spec_of(capacity: Capacity) -> ProgramSpec:
@@ -127,7 +127,7 @@ class Engine:
             dtype=dtype.name,
             limits=self.capacity.limits,
             eos_token_ids=self.arch.eos_token_ids,
-            page_size=config.page_size,
+            page_size=self.capacity.page_size,
             max_running_requests=self.capacity.num_rows,
             attention_backend=config.attention_backend,
             platform=platform,

@@ -23,6 +23,9 @@ from jaxsgl.models import ModelArch
 
 ROWS = {"cpu": 32}
 OTHER_ROWS = 256
+PAGE_SIZE = {"cpu": 16}
+OTHER_PAGE_SIZE = 64  # docs/kernels.md says why
+TPU_PAGE_SIZE = {64: 128}  # by head size: the kernels take heads of 64 in pages of 128 and 256 only
 CHUNK_TOKENS = {"cpu": 512}
 OTHER_CHUNK_TOKENS = 2048
 UNLIMITED = -1
@@ -71,6 +74,14 @@ class KvShape:
         """Bytes of one page over all layers, K and V together."""
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return per_token * tokens_in(1, self.page_size)
+
+
+def choose_page_size(config: EngineConfig, head_dim: int, platform: str) -> int:
+    """Tokens per page: what --page-size says, or the best for kernels on the platform ("cpu", "gpu", "tpu")."""
+    if isinstance(config.page_size, int):
+        return config.page_size
+    chosen = PAGE_SIZE.get(platform, OTHER_PAGE_SIZE)
+    return TPU_PAGE_SIZE.get(head_dim, chosen) if platform == "tpu" else chosen
 
 
 def kv_shape(arch: ModelArch, page_size: int, dtype: jnp.dtype) -> KvShape:

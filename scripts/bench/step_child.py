@@ -26,6 +26,8 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.flags import add_flags, from_flags
 
+LARGEST_AUTO_PAGE = 128  # --page-size auto takes no larger one; a pool that holds the steps in these holds them in any
+
 
 def main() -> None:
     """Starts an engine and measures until the commands end. What libraries print goes to standard error."""
@@ -51,14 +53,15 @@ def _config(flags: list[str], steps: list[list[Seq]]) -> EngineConfig:
     decodes = {len(seqs) for seqs in steps if _decodes(seqs)}
     extends = {sum(seq.new for seq in seqs) for seqs in steps if not _decodes(seqs)} or {1}
     rows = max(map(len, steps))
-    pages = max(sum(pages_for(seq.length, config.page_size) for seq in seqs) for seqs in steps)
+    page_size = config.page_size if isinstance(config.page_size, int) else LARGEST_AUTO_PAGE
+    pages = max(sum(pages_for(seq.length, page_size) for seq in seqs) for seqs in steps)
     return dataclasses.replace(
         config,
         max_running_requests=rows,
         decode_buckets=tuple(decodes | {rows}),
         extend_buckets=tuple(extends),
         chunked_prefill_size=max(extends),
-        max_total_tokens=config.max_total_tokens or (pages + 1) * config.page_size,
+        max_total_tokens=config.max_total_tokens or (pages + 1) * page_size,
     )
 
 

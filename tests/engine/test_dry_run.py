@@ -57,7 +57,9 @@ def test_every_program_has_run_when_the_engine_is_ready_and_the_state_is_as_good
     engine = Engine(config, progress=False)
     assert ran == {*all_keys(engine.buckets)} - {SET_ROW}
     assert engine.recompiles == 0
-    fresh = allocate(kv_shape(engine.arch, config.page_size, engine._state.kv.k[0].dtype), engine.capacity, mesh_of())
+    fresh = allocate(
+        kv_shape(engine.arch, engine.capacity.page_size, engine._state.kv.k[0].dtype), engine.capacity, mesh_of()
+    )
     for pages, new in zip(jax.tree.leaves(engine._state.kv), jax.tree.leaves(fresh.kv), strict=True):
         np.testing.assert_array_equal(np.asarray(pages)[1:], np.asarray(new)[1:])  # page 0 is the dummy page
     for rows, new in zip(jax.tree.leaves(engine._state[1:]), jax.tree.leaves(fresh[1:]), strict=True):
@@ -74,7 +76,7 @@ def test_a_program_that_several_steps_need_runs_in_the_smallest() -> None:
 
 
 def test_programs_are_compiled_for_the_state_that_is_allocated_later(engine: Engine, tiny_config: ConfigMaker) -> None:
-    page = kv_shape(engine.arch, tiny_config().page_size, engine._state.kv.k[0].dtype)
+    page = kv_shape(engine.arch, engine.capacity.page_size, engine._state.kv.k[0].dtype)
     abstract = abstract_state(page, engine.capacity, mesh_of())
     real = allocate(page, engine.capacity, mesh_of())
 

@@ -15,7 +15,7 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config import EngineConfig, SchedulingConfig
-from jaxsgl.engine.sizing import Memory, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import Memory, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -27,7 +27,7 @@ CONTEXT, ROWS = 200, 11  # more rows than the fewest sequences of an extend prog
 def capacity_of(config: EngineConfig, folder: Path) -> Capacity:
     (folder / "config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": CONTEXT}))
     arch = ModelArch.from_folder(folder)
-    page = kv_shape(arch, config.page_size, jnp.dtype("float32"))
+    page = kv_shape(arch, choose_page_size(config, arch.head_dim, "cpu"), jnp.dtype("float32"))
     return plan_capacity(config, arch, page, Memory("cpu", 1 << 40, 1 << 40))
 
 

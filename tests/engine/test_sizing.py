@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsgl.engine.sizing import HEADROOM, KvShape, choose_num_pages, free_host_bytes, free_memory
+from jaxsgl.config import EngineConfig
+from jaxsgl.engine.sizing import HEADROOM, KvShape, choose_num_pages, choose_page_size, free_host_bytes, free_memory
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
+from pallas_kernels.tpu.common import refuse_pages
 from tests.plain_model import mesh_of
 
 GIB = 2**30
@@ -33,6 +35,22 @@ def num_pages(device: Any, page: KvShape = PAGE, **options: Any) -> int:
     defaults = {"max_total_tokens": None, "useful_tokens": 10**12, "reserved_bytes": 0, "step_bytes": 0}
     memory = free_memory(device, options.pop("mem_fraction_static", 0.85))
     return choose_num_pages(page, memory, **{**defaults, **options})
+
+
+@pytest.mark.parametrize(
+    ("platform", "head_dim", "tokens"), [("cpu", 128, 16), ("gpu", 128, 64), ("gpu", 64, 64), ("tpu", 128, 64)]
+)
+def test_pages_are_longer_on_accelerators_unless_the_flag_says_otherwise(
+    platform: str, head_dim: int, tokens: int
+) -> None:
+    assert choose_page_size(EngineConfig(), head_dim, platform) == tokens
+    assert choose_page_size(EngineConfig(page_size=32), head_dim, platform) == 32
+
+
+def test_pages_on_tpus_are_as_long_as_the_kernels_need_for_heads_of_64() -> None:
+    pages = {head: (9, 8, choose_page_size(EngineConfig(), head, "tpu"), head) for head in (64, 128, 256)}
+    reasons = {head: refuse_pages(jnp.empty(shape, jnp.bfloat16)) for head, shape in pages.items()}
+    assert reasons == {64: None, 128: None, 256: None}
 
 
 def test_an_accelerators_pool_takes_the_static_fraction_less_the_weights() -> None:

@@ -283,7 +283,7 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         dtype="float32",
         limits=LIMITS,
         eos_token_ids=(EOS_ID,),
-        page_size=launch.config.page_size,
+        page_size=16,
         max_running_requests=8,
         attention_backend="reference",
         platform="cpu",

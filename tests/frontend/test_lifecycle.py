@@ -290,7 +290,7 @@ def test_an_unknown_address_is_one_clear_line(start_server: Start) -> None:
 
 def test_a_bad_flag_is_one_clear_line(start_server: Start) -> None:
     error = error_of(start_server("--page-size", "0"))
-    assert error == "error: --page-size is 0, but must be 1 to 256"
+    assert error == "error: --page-size is 0, but must be auto, or 1 to 256"
 
 
 def test_a_missing_model_folder_is_one_clear_line(start_server: Start) -> None:

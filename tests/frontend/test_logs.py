@@ -179,7 +179,7 @@ def test_a_failing_start_is_an_object_too(start_server: Start) -> None:
     server = start_server("--log-format", "json", "--page-size", "0")
     assert server.wait_for_exit() == 1
     (line,) = objects(server.log)
-    assert line["message"] == "--page-size is 0, but must be 1 to 256"
+    assert line["message"] == "--page-size is 0, but must be auto, or 1 to 256"
     assert line["level"] == "error"
 
 

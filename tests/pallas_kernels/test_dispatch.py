@@ -46,6 +46,22 @@ def test_auto_follows_the_platform_and_its_table() -> None:
         assert chosen({**EVERYTHING, "mosaic_tpu": refuse_nothing}) == "mosaic_tpu"
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_prompts_on_hopper_run_on_the_hopper_kernel_where_it_can(page_size: int) -> None:
+    spec = ArgSpec("serving", 4, 64, 4, page_size, 2, 4, 128, dtype=jnp.bfloat16)
+    exact = dataclasses.replace(spec, dtype=jnp.float32)  # `wgmma` has no exact float32
+
+    def kernels(kind: str, of: ArgSpec) -> str:
+        with on_a_device("cuda", kind):
+            traced = jax.jit(lambda *a: paged_extend_attention(*a)).trace(*of.extend_args())
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "mosaic_gpu" in kernels("NVIDIA H200", spec)
+    for elsewhere in (kernels("NVIDIA H200", exact), kernels("NVIDIA A100-SXM4-80GB", spec)):
+        assert "triton" in elsewhere
+        assert "mosaic_gpu" not in elsewhere
+
+
 def test_auto_falls_back_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     refusing: dict[str, Any] = {**EVERYTHING, "triton": lambda: "head size is 80 in this test"}
     with on_an_h100(), caplog.at_level(logging.INFO, logger="pallas_kernels"):
@@ -105,11 +121,10 @@ def test_shapes_that_a_named_backend_refuses_are_an_error() -> None:
 def test_every_op_lowers_for_cuda_through_triton(spec: ArgSpec) -> None:
     for op, args, options in spec.calls():
         with on_an_h100():
-            traced = jax.jit(lambda *a, op=op, options=options: op(*a, **options)).trace(*args)
+            traced = jax.jit(lambda *a, op=op, options=options: op(*a, backend="triton", **options)).trace(*args)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert "triton_kernel_call" in text or "__gpu$xla.gpu.triton" in text
         assert op.__name__ in text
-        assert "scatter" not in text  # "auto" has not fallen back to xla
 
 
 BAD_CALLS = {

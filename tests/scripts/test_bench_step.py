@@ -65,4 +65,4 @@ def test_a_variant_that_cannot_start_is_named(tmp_path: Path) -> None:
     flags = ["--model", tmp_path, "--load-format", "dummy", "--steps", "1x16", "--variants", "--page-size 999"]
     with pytest.raises(subprocess.CalledProcessError) as failed:
         run_script("bench_step.py", *flags)
-    assert "error: variant '--page-size 999': --page-size is 999, but must be 1 to 256" in failed.value.stderr
+    assert "error: variant '--page-size 999': --page-size is 999, but must be auto, or 1 to 256" in failed.value.stderr

@@ -26,6 +26,7 @@ from bench.roofline import Work
 from pallas_kernels import paged_decode_attention, paged_extend_attention, store_kv
 from pallas_kernels.specs import ArgSpec
 
+DEFAULT_PAGE = {"cpu": 16, "gpu": 64, "tpu": 64}  # what the engine's --page-size auto takes for heads of 128
 STORE, DECODE, EXTEND = "store_kv", "paged_decode_attention", "paged_extend_attention"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     STORE: store_kv,
@@ -157,26 +158,27 @@ def _extends(page: int) -> list[KernelCase]:
 
 
 def _accelerator_cases() -> tuple[KernelCase, ...]:
-    """Cases with a goal come first: when time is short, the last cases are left out."""
+    """Cases with a goal come first: when time is short, the last cases are left out. Others have the default page."""
+    served: dict[str, Any] = {"page_size": DEFAULT_PAGE["gpu"]}
     return (
-        *_decodes(64, 16, 64),
-        *_decodes(8, 16, 64),
-        *_extends(16)[:1],
+        *_decodes(64, 64, 16),
+        *_decodes(8, 64, 16),
         *_extends(64)[:1],
-        *(store(tokens, page_size=page) for page in (16, 64) for tokens in (4096, 16384, 65536)),
-        *_extends(16)[1:],
-        *(decode("decode 32 ragged", RAGGED, page_size=page) for page in (16, 64)),
-        *_decodes(64, 128, 1),
+        *_extends(16)[:1],
+        *(store(tokens, page_size=page) for page in (64, 16) for tokens in (4096, 16384, 65536)),
         *_extends(64)[1:],
-        *(decode("decode 64 x 4096 float8", [4096] * 64, page_size=page, float8_cache=True) for page in (16, 64)),
-        extend("extend 1 x 8192 float8", [0], [8192], float8_cache=True),
-        store(4096, float8_cache=True),
-        decode("decode 1 x 32768", [32768]),
-        decode("decode 256 x 1024", [1024] * 256),
-        decode("decode 64 x 4096, 8 heads of 128 to one", [4096] * 64, num_kv_heads=4, num_groups=8),
-        decode("decode 64 x 4096, heads of 64", [4096] * 64, head_dim=64),
-        decode("decode 64 x 4096, window 1024", [4096] * 64, sliding_window=1024),
-        store(64),
+        *(decode("decode 32 ragged", RAGGED, page_size=page) for page in (64, 16)),
+        *_decodes(64, 128, 1),
+        *_extends(16)[1:],
+        *(decode("decode 64 x 4096 float8", [4096] * 64, page_size=page, float8_cache=True) for page in (64, 16)),
+        extend("extend 1 x 8192 float8", [0], [8192], float8_cache=True, **served),
+        store(4096, float8_cache=True, **served),
+        decode("decode 1 x 32768", [32768], **served),
+        decode("decode 256 x 1024", [1024] * 256, **served),
+        decode("decode 64 x 4096, 8 heads of 128 to one", [4096] * 64, num_kv_heads=4, num_groups=8, **served),
+        decode("decode 64 x 4096, heads of 64", [4096] * 64, head_dim=64, **served),
+        decode("decode 64 x 4096, window 1024", [4096] * 64, sliding_window=1024, **served),
+        store(64, **served),
         store(4096, page_size=1),
         *_decodes(8, 128, 1),
     )
@@ -211,9 +213,10 @@ _QUICK_CPU = ("decode 32 x 512", "extend 64 on 700", "store 1024")
 
 
 def cases_for(platform: str, *, quick: bool = False) -> tuple[KernelCase, ...]:
-    """The cases for "cpu" or for accelerators; `quick` keeps the most telling ones, at page size 16."""
+    """The cases for "cpu" or for accelerators; `quick` keeps the most telling ones, in the default pages."""
     cases = CPU_CASES if platform == "cpu" else ACCELERATOR_CASES
     if not quick:
         return cases
+    page_size = DEFAULT_PAGE[platform]
     names = _QUICK_CPU if platform == "cpu" else _QUICK_ACCELERATOR
-    return tuple(case for case in cases if case.name in names and case.page_size == 16 and not case.float8_cache)
+    return tuple(case for case in cases if case.name in names and case.page_size == page_size and not case.float8_cache)

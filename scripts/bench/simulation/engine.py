@@ -24,7 +24,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import EngineConfig
-from jaxsgl.engine.sizing import free_memory, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import choose_page_size, free_memory, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
 
 JAX_SHARE = 0.75  # share of a GPU's memory that JAX takes by default
@@ -55,8 +55,9 @@ class SimulatedDevice:
 
 def capacity_on(hardware: Hardware, arch: ModelArch, config: EngineConfig) -> Capacity:
     """The capacity that the real engine would plan on this hardware. Raises `ConfigError` as it does."""
-    page = kv_shape(arch, config.page_size, jnp.dtype(jnp.bfloat16))
     device: Any = SimulatedDevice(hardware, arch)
+    page_size = choose_page_size(config, arch.head_dim, device.platform)
+    page = kv_shape(arch, page_size, jnp.dtype(jnp.bfloat16))
     return plan_capacity(config, arch, page, free_memory(device, config.mem_fraction_static))
 
 
