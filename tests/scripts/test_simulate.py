@@ -213,7 +213,7 @@ def test_the_script_prints_writes_and_refuses(tmp_path: Path, capsys: pytest.Cap
     assert "ASSUMED" in capsys.readouterr().out
     report = json.loads(out.read_text())
     assert report["figures"]["completed"] == 2 and report["figures"]["running_mean"] <= 1
-    assert report["figures"]["cache_hit_rate"] == pytest.approx(592 / 1200)
+    assert report["figures"]["cache_hit_rate"] == pytest.approx(576 / 1200)  # in pages of 64, as on a GPU
     assert report["flags"]["engine"]["max_running_requests"] == 1
     assert report["flags"]["engine"]["scheduling"]["schedule_policy"] == "lof"
     assert script.main(["--trace", "bailian"]) == 1
