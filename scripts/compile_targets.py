@@ -2,11 +2,17 @@
 
     python scripts/compile_targets.py                       # all targets, the full grid
     python scripts/compile_targets.py h200 --grid common    # one target, the shapes that most models serve with
+    python scripts/compile_targets.py h200 --grid steps     # the engine's steps on Qwen3-0.6B and Qwen3-8B
+    python scripts/compile_targets.py h200 --grid steps --match '0.6b decode 256 triton' --launches
 
-Makes a virtual environment per plug-in (NVIDIA 5 GB, TPU 2 GB), compiles there, and prints for each program: registers,
-spilled bytes, shared memory and the instructions found (wgmma, bulk copies); for whole programs also temporary memory.
-Exits with status 1 if a kernel spills, lacks the instructions that it needs, copies the KV cache or does not compile. A
-target whose environment can't be made (disk, Python) is reported and left out; --require makes that an error.
+Makes a virtual environment per plug-in (NVIDIA 5 GB, TPU 2 GB), compiles there, and prints for each kernel: registers,
+spilled bytes, shared memory and the instructions found (wgmma, bulk copies); for the engine's steps: kernels per layer
+by kind and in all, command buffers (CUDA graphs), and bytes read and written. Of a model, 4 layers are compiled; from
+the second layer on all are alike, which is checked, so that one of them is multiplied. --launches lists them.
+
+Exits with status 1 if a kernel spills, lacks the instructions that it needs, or gets an advisory of ptxas (serialized
+wgmma); if the KV cache is copied; if a step is not one command buffer; if a program does not compile. A target whose
+environment can't be made (disk, Python) is reported and left out; --require makes that an error.
 """
 
 from __future__ import annotations
@@ -17,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.output import command_parser, write_json
-from bench.targets.targets import JAX_VERSION, TARGETS, compile_in, make_environment, missing_for
+from bench.targets.launch_report import KINDS
+from bench.targets.targets import GRIDS, JAX_VERSION, TARGETS, compile_in, make_environment, missing_for
 
 ROOT = Path(__file__).parents[1]
 
@@ -31,17 +38,42 @@ def describe(result: dict[str, Any]) -> str:
         for kernel in result["kernels"] if not result["program"].startswith("step") else ():
             shared = "?" if kernel["shared_bytes"] is None else f"{kernel['shared_bytes'] / 1024:.0f}"
             line += f" {kernel['registers']:>3} regs {kernel['spill_bytes']} spilled {shared:>3} KiB "
-            line += ",".join(kernel["instructions"]) + ";"
+            line += ",".join([*kernel["instructions"], *kernel["advisories"]]) + ";"
         aliased = "in place" if result["alias_bytes"] >= 2 * result["cache_bytes"] else "        "
         line += f" {aliased} temp {result['temp_bytes'] / 2**20:.1f} MiB"
     return "\n".join([line, *(f"      PROBLEM {problem}" for problem in result["problems"])])
+
+
+def describe_launches(report: dict[str, Any]) -> str:
+    """What the program launches: by layer, in all, in how many command buffers, and the bytes that move."""
+    kinds = report["layer_kinds"]
+    layer = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kind in kinds)
+    parts = [f"{sum(kinds.values())} kernels per layer ({layer}) x {report['num_layers']}"] if kinds else []
+    parts.append(f"{report['num_launches']} kernels in all")
+    if report["command_buffers"] is not None:
+        parts.append(f"{report['command_buffers']} command buffers")
+    parts.append(
+        f"{report['bytes_read'] / 1e6:.0f} MB read and {report['bytes_written'] / 1e6:.0f} written, KV not counted"
+    )
+    return "      " + "; ".join(parts)
+
+
+def list_launches(report: dict[str, Any]) -> str:
+    """A line for each launch of a layer, or of a program without layers."""
+    return "\n".join(
+        f"      {each['kind']:<9} {each['bytes_read'] / 1e6:>9.3f} MB {each['bytes_written'] / 1e6:>9.3f} MB "
+        f"{each['flops'] / 1e9:>8.2f} GFLOP x {each['times']:<3} {each['name']:<32} {each['source'][-70:]}"
+        for each in report["layer"] or report["once"]
+    )
 
 
 def main() -> int:
     """Compiles, prints the results and writes them; returns 0 if there is no problem."""
     parser = command_parser(__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default all")
-    parser.add_argument("--grid", choices=("common", "full"), default="full", help="which shapes")
+    parser.add_argument("--grid", choices=GRIDS, default="full", help="which programs; full is all of them")
+    parser.add_argument("--match", default="", metavar="REGEX", help="only programs whose names match")
+    parser.add_argument("--launches", action="store_true", help="list the launches of a layer")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv-targets", help="where to make them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
     parser.add_argument("--require", action="store_true", help="fail if a target has to be left out")
@@ -61,11 +93,15 @@ def main() -> int:
             continue
         python = make_environment(target.extra, options.environments)
         mine = sorted(
-            compile_in(python, target, options.grid, options.jobs),
+            compile_in(python, target, options.grid, options.jobs, options.match),
             key=lambda result: (result["backend"], result["program"]),
         )
         for result in mine:
             print(describe(result), flush=True)
+            if "launches" in result:
+                print(describe_launches(result["launches"]), flush=True)
+                if options.launches:
+                    print(list_launches(result["launches"]), flush=True)
         results += mine
     wrong = sum(bool(result["problems"]) for result in results)
     refused = sum("refused" in result for result in results)

@@ -18,34 +18,48 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.targets.targets import TARGETS, Target, prepare_environment
+from bench.targets.gpu_code import KernelCode, kernels_in
+from bench.targets.launch_report import launch_report
+from bench.targets.targets import GRIDS, TARGETS, Target, prepare_environment
 
 if TYPE_CHECKING:
-    from bench.targets.gpu_code import KernelCode
+    import jax
+
     from bench.targets.programs import Program
 
 # Instructions that attention kernels must contain, by backend: without them they would be slow.
 MEANT = {"triton": (("mma", "wgmma"),), "mosaic_gpu": (("wgmma",), ("bulk",))}
 
 
-def compile_all(target: Target, grid: str, share: tuple[int, int], ptxas: Path) -> Iterator[dict[str, Any]]:
-    """Yields the results of every `share[1]`-th program, from `share[0]` on."""
+def compile_all(
+    target: Target, grid: str, share: tuple[int, int], ptxas: Path, match: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Yields the results of every `share[1]`-th program whose name matches, from `share[0]` on."""
     with tempfile.TemporaryDirectory() as folder:
         prepare_environment(Path(folder))
-        from bench.targets import programs
-        from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS
-
         devices = target.devices()
-        mesh = programs.mesh_of(devices)
-        every: list[Program] = []
-        for backend in target.backends:
-            for spec in COMMON_SPECS if grid == "common" else GRID_SPECS:
-                every += programs.kernel_programs(spec, backend, mesh)
-        for backend in ("auto", *target.backends):
-            every += programs.step_programs(backend, mesh)
+        every = [each for each in _programs(target, grid, devices, Path(folder)) if re.search(match, each.name)]
         for program in every[share[0] :: share[1]]:
             with target.traced_for(devices[0]):
                 yield _result(program, target, Path(folder), ptxas)
+
+
+def _programs(target: Target, grid: str, devices: list[jax.Device], folder: Path) -> Iterator[Program]:
+    from bench.targets import programs, steps
+    from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS
+
+    mesh = programs.mesh_of(devices)
+    if grid != "steps":
+        for backend in target.backends:
+            for spec in COMMON_SPECS if grid == "common" else GRID_SPECS:
+                yield from programs.kernel_programs(spec, backend, mesh)
+        for backend in ("auto", *target.backends):
+            yield from programs.step_programs(backend, mesh)
+    if grid != "common":
+        for name in steps.MODELS:
+            model = steps.served(name, target, folder)
+            for backend in target.backends if model is not None else ():
+                yield from steps.engine_programs(model, backend, mesh)
 
 
 def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict[str, Any]:
@@ -65,7 +79,9 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
         return result | {"problems": [f"{type(error).__name__}: {error}"[:2000]]}
     seconds = time.monotonic() - begin
     memory = compiled.memory_analysis()
-    kernels = _kernels(program, folder, ptxas) if target.platform == "cuda" else []
+    text = compiled.as_text()
+    mine = _move_dumps(folder, dumps, text)
+    kernels = kernels_in(mine, ptxas) if target.platform == "cuda" else []
     result |= {
         "compile_s": round(seconds, 2),
         "alias_bytes": memory.alias_size_in_bytes,
@@ -73,25 +89,31 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
         "cache_bytes": program.cache_bytes,
         "kernels": [asdict(kernel) for kernel in kernels],
     }
-    problems = _cache_problems(program, memory, compiled.as_text())
+    problems = _cache_problems(program, memory, text)
     if target.platform == "cuda" and program.backend != "auto":
         problems += _code_problems(program, kernels)
+    if program.is_step:
+        result["launches"] = report = _launches(program, text, mine)
+        problems += report.pop("problems")
+    shutil.rmtree(mine)
     return result | {"problems": problems}
 
 
-def _kernels(program: Program, folder: Path, ptxas: Path) -> list[KernelCode]:
-    """Reads the dumps of the program and deletes them, since they are large."""
-    from bench.targets.gpu_code import kernels_in
+def _launches(program: Program, text: str, dumps: Path) -> dict[str, Any]:
+    uncounted = [dims for dims in (program.cache.shape, program.page_table) if dims is not None]
+    layers = None if program.num_layers is None else (program.num_donated // 2, program.num_layers)
+    return launch_report(text, dumps, uncounted, layers)
 
-    mine = folder / "mosaic"
+
+def _move_dumps(folder: Path, mine: Path, text: str) -> Path:
+    """Moves XLA's dumps of the program to Mosaic's, and deletes those of other programs."""
+    module = text.split(",", 1)[0].removeprefix("HloModule ").strip()
     for path in folder.iterdir():
-        if any(f"jit_{name}." in path.name for name in (program.name, "forward", "decode_steps")):
+        if f".{module}." in path.name:
             path.rename(mine / path.name)
         elif path.is_file():
             path.unlink()
-    kernels = kernels_in(mine, ptxas)
-    shutil.rmtree(mine)
-    return kernels
+    return mine
 
 
 def _cache_problems(program: Program, memory: Any, hlo: str) -> list[str]:
@@ -112,7 +134,7 @@ def _cache_problems(program: Program, memory: Any, hlo: str) -> list[str]:
 
 def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
     problems = [f"{k.name} spills {k.spill_bytes} bytes" for k in kernels if k.spill_bytes]
-    if not kernels:
+    if not kernels and program.has_kernels:
         problems.append("no kernel's code was found")
     if program.on_matrix_units:
         found = {name for kernel in kernels for name in kernel.instructions}
@@ -125,12 +147,14 @@ def main() -> None:
     """Compiles a share of the programs of one target."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=TARGETS)
-    parser.add_argument("grid", choices=("common", "full"))
+    parser.add_argument("grid", choices=GRIDS)
     parser.add_argument("index", type=int)
     parser.add_argument("count", type=int)
     parser.add_argument("ptxas", type=Path)
+    parser.add_argument("--match", default="", help="regular expression for names of programs")
     options = parser.parse_args()
-    for result in compile_all(TARGETS[options.target], options.grid, (options.index, options.count), options.ptxas):
+    share = options.index, options.count
+    for result in compile_all(TARGETS[options.target], options.grid, share, options.ptxas, options.match):
         print(json.dumps(result), flush=True)
     sys.exit(0)
 

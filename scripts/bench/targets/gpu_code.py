@@ -14,6 +14,9 @@ from pathlib import Path
 # Names of our pallas_calls begin so.
 OUR_NAMES = ("store_kv", "paged_")
 
+# Numbers of ptxas's advisories about wgmma and setmaxnreg: that products are serialized, or registers not moved.
+ADVISORY = r"C75\d\d"
+
 # Instructions by name, as regular expressions for PTX.
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -35,6 +38,7 @@ class KernelCode:
       spill_bytes: stored to and loaded from local memory because registers ran out, per thread.
       shared_bytes: shared memory per thread block; None if no dump says.
       instructions: those of INSTRUCTIONS that occur in it.
+      advisories: what ptxas says it could not do as asked, such as to overlap wgmma, beginning with a number.
     """
 
     name: str
@@ -42,6 +46,7 @@ class KernelCode:
     spill_bytes: int
     shared_bytes: int | None
     instructions: tuple[str, ...]
+    advisories: tuple[str, ...] = ()
 
 
 def kernels_in(folder: Path, ptxas: Path) -> list[KernelCode]:
@@ -53,15 +58,15 @@ def kernels_in(folder: Path, ptxas: Path) -> list[KernelCode]:
         for entry in re.findall(r"\.entry\s+([\w$]+)", ptx):
             if not is_mosaic and not entry.startswith(OUR_NAMES):
                 continue
-            registers, spills = _ptxas(ptx_file, ptx, ptxas)[entry]
+            registers, spills, advisories = _ptxas(ptx_file, ptx, ptxas)[entry]
             present = tuple(name for name, pattern in INSTRUCTIONS.items() if re.search(pattern, ptx))
             shared = _mosaic_shared(ptx_file) if is_mosaic else _xla_shared(entry, folder)
-            found.append(KernelCode(entry, registers, spills, shared, present))
+            found.append(KernelCode(entry, registers, spills, shared, present, advisories))
     return found
 
 
-def _ptxas(ptx_file: Path, ptx: str, ptxas: Path) -> dict[str, tuple[int, int]]:
-    """Registers and spilled bytes by entry."""
+def _ptxas(ptx_file: Path, ptx: str, ptxas: Path) -> dict[str, tuple[int, int, tuple[str, ...]]]:
+    """Registers, spilled bytes and advisories by entry."""
     target = re.search(r"\.target\s+(\w+)", ptx)
     assert target is not None, f"{ptx_file} has no .target line"
     command = [str(ptxas), "-v", f"-arch={target[1]}", str(ptx_file), "-o", "/dev/null"]
@@ -69,12 +74,15 @@ def _ptxas(ptx_file: Path, ptx: str, ptxas: Path) -> dict[str, tuple[int, int]]:
     if done.returncode:
         raise RuntimeError(f"ptxas failed on {ptx_file}: {done.stderr}")
     found = {}
+    advisories = re.findall(rf"\(({ADVISORY})\)\s*(.*)", done.stderr)
     for part in done.stderr.split("Compiling entry function")[1:]:
         entry = re.search(r"'([^']+)'", part)
         spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
         registers = re.search(r"Used (\d+) registers", part)
         assert entry and spills and registers, f"ptxas says something new: {part}"
-        found[entry[1]] = int(registers[1]), int(spills[1]) + int(spills[2])
+        # Most advisories name the function that they are about.
+        mine = tuple(f"{code} {text}" for code, text in advisories if entry[1] in text or "function" not in text)
+        found[entry[1]] = int(registers[1]), int(spills[1]) + int(spills[2]), mine
     return found
 
 

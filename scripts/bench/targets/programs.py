@@ -38,6 +38,8 @@ class Program:
       cache: shape and dtype of one of its cache arrays.
       num_donated: number of cache arrays that it updates in place.
       on_matrix_units: whether its products must run on matrix units; float32 products stay exact, on other units.
+      num_layers: of the model that a forward program of few layers stands for; None: the program is complete.
+      page_table: shape of its page table, if it has one.
     """
 
     name: str
@@ -46,6 +48,18 @@ class Program:
     cache: jax.ShapeDtypeStruct
     num_donated: int
     on_matrix_units: bool
+    num_layers: int | None = None
+    page_table: tuple[int, int] | None = None
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is one of the engine's programs on a model that people serve, not a kernel alone."""
+        return " " in self.name
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Pallas kernels are in it; programs that only sample have none."""
+        return not self.is_step or self.num_layers is not None
 
     @property
     def cache_bytes(self) -> int:
@@ -68,8 +82,8 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
                 return op(*arrays, backend=backend, **options)
 
             program.__name__ = name
-            placed = jax.tree.map(functools.partial(_shape, mesh=mesh), args)
-            return jax.jit(program, donate_argnums=(0,) if stores else ()).trace(*placed)
+            shapes = jax.tree.map(functools.partial(_shape, mesh=mesh), args)
+            return jax.jit(program, donate_argnums=(0,) if stores else ()).trace(*shapes)
 
         on_matrix_units = not stores and spec.dtype != jnp.float32
         cache: Any = spec.paged_kv().k
@@ -83,7 +97,7 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
         vocab_size=32_000, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072,
     )  # fmt: skip
     graphdef, params = abstract_model(arch, jnp.dtype(jnp.bfloat16))
-    placed = nnx.from_flat_state([(path, _placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
+    leaves = nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
     shape = (NUM_PAGES, arch.num_kv_heads, PAGE_SIZE, arch.head_dim)
     pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=kv_sharding(mesh))
     layers: Any = (pages,) * arch.num_layers  # descriptions in the place of arrays
@@ -91,7 +105,7 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
     tables = jax.tree.map(
         lambda array: _shape(array, mesh), (np.zeros(65, np.int32), neutral_tables(64, arch.vocab_size))
     )
-    spec = ProgramSpec(graphdef, placed, DeviceState(kv, *tables), backend, mesh)
+    spec = ProgramSpec(graphdef, leaves, DeviceState(kv, *tables), backend, mesh)
     decode = Bucket("decode", 64, 64, 128, False)
     several = dataclasses.replace(decode, sampled=True, num_steps=4)
     for bucket in (decode, several, Bucket("extend", 1024, 8, 128, False)):
@@ -107,7 +121,8 @@ def _shape(array: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated(mesh))
 
 
-def _placed(param: nnx.Param[Any], mesh: Mesh) -> Any:
+def placed(param: nnx.Param[Any], mesh: Mesh) -> Any:
+    """The parameter as a shape that lies on `mesh`."""
     return param.replace(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(param, mesh)))
 
 

@@ -24,6 +24,7 @@ from bench.processes import ROOT, python_path
 if TYPE_CHECKING:
     import jax
 
+GRIDS = ("common", "steps", "full")
 JAX_VERSION = "0.11.2"  # has plug-in wheels for all targets
 
 
@@ -36,6 +37,7 @@ class Target:
       platform: platform for lowering, "cuda" or "tpu".
       extra: the extra of the package `jax` whose plug-in compiles for it.
       num_cores: streaming multiprocessors, or TensorCores.
+      memory_bytes: of device memory.
       backends: the kernel backends that are worth compiling for it.
     """
 
@@ -43,6 +45,7 @@ class Target:
     platform: str
     extra: str
     num_cores: int
+    memory_bytes: int
     backends: tuple[str, ...]
 
     def devices(self) -> list[jax.Device]:
@@ -71,10 +74,10 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("h200", "cuda", "cuda13", 132, ("triton", "mosaic_gpu")),
-        Target("a100", "cuda", "cuda13", 108, ("triton",)),
-        Target("v5e", "tpu", "tpu", 1, ("mosaic_tpu",)),
-        Target("v6e", "tpu", "tpu", 1, ("mosaic_tpu",)),
+        Target("h200", "cuda", "cuda13", 132, 141 * 10**9, ("triton", "mosaic_gpu")),
+        Target("a100", "cuda", "cuda13", 108, 80 * 10**9, ("triton",)),
+        Target("v5e", "tpu", "tpu", 1, 16 * 2**30, ("mosaic_tpu",)),
+        Target("v6e", "tpu", "tpu", 1, 32 * 2**30, ("mosaic_tpu",)),
     )
 }
 
@@ -85,9 +88,7 @@ def prepare_environment(dump_folder: Path) -> None:
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several compile side by side
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_dump_to={dump_folder} --xla_dump_hlo_as_text --xla_gpu_dump_llvmir --xla_dump_emitter_re=ptx"
-    )
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump_folder} --xla_dump_hlo_as_text --xla_dump_emitter_re=ptx"
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump_folder)
 
 
@@ -129,13 +130,14 @@ def _marker(folder: Path, extra: str) -> Path:
     return folder / extra / f"installed-{JAX_VERSION}"
 
 
-def compile_in(python: Path, target: Target, grid: str, jobs: int) -> Iterator[dict[str, Any]]:
-    """Yields the results of all programs of the target, compiled by `jobs` processes side by side."""
+def compile_in(python: Path, target: Target, grid: str, jobs: int, match: str = "") -> Iterator[dict[str, Any]]:
+    """Yields the results of the target's programs whose names `match`, compiled by `jobs` processes side by side."""
     ptxas = next(iter(sorted(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/ptxas"))), Path("ptxas"))
     environment = {**os.environ, "PYTHONPATH": python_path()}
 
     def share(index: int) -> list[dict[str, Any]]:
         command = [str(python), "-m", "bench.targets.compile_for", target.name, grid, str(index), str(jobs), str(ptxas)]
+        command += ["--match", match]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"target"')]
         if done.returncode:

@@ -1,0 +1,229 @@
+"""Kernels that a compiled program launches, in order, with bytes and FLOPs of each: read from its optimized HLO.
+
+Counts bytes as XLA's own cost analysis does: all operands and results, but of an operand that a fusion only slices or
+gathers what it takes. Our Pallas kernels are counted without the pages of the KV cache and the page table, of which
+they touch a part that no compiler knows; `predict_gpu.py` adds it. Imports no JAX. Called by `compile_for`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+FREE = frozenset(
+    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id")
+)
+READS_PART = frozenset(("slice", "dynamic-slice", "gather"))  # of operand 0
+WRITES_PART = {"dynamic-update-slice": 1, "scatter": 2}  # number of the operand that is written into operand 0
+CONTAINERS = frozenset(("call", "while", "conditional", "async-start"))
+PALLAS_TARGETS = ("mosaic_gpu", "xla.gpu.triton", "tpu_custom_call")
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel or copy.
+
+    Attributes:
+      name: of the HLO instruction.
+      kind: "attention", "pallas" (our other kernels), "product" (of matrices), or "small" (all else).
+      source: the JAX operation that it was made for.
+      bytes_read, bytes_written, flops: of one run; see the module.
+      times: how often it runs in one call of the program, more than once inside a loop; 0 if that is unknown.
+    """
+
+    name: str
+    kind: str
+    source: str
+    bytes_read: int
+    bytes_written: int
+    flops: int
+    times: int
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    opcode: str
+    type: str
+    operands: tuple[str, ...]
+    rest: str  # the attributes
+    is_root: bool
+
+    def attribute(self, pattern: str) -> str:
+        found = re.search(pattern, self.rest)
+        return found[1] if found else ""
+
+
+def launches(text: str, uncounted: Collection[tuple[int, ...]] = ()) -> list[Launch]:
+    """The launches of a program in the order of its schedule; Pallas calls don't count arrays of `uncounted` shapes."""
+    return list(_Module(text, uncounted).launches())
+
+
+class _Module:
+    def __init__(self, text: str, uncounted: Collection[tuple[int, ...]]) -> None:
+        self._uncounted = {",".join(map(str, dims)) for dims in uncounted}
+        self._computations: dict[str, list[_Instruction]] = {}
+        self._entry = ""
+        for line in text.splitlines():
+            if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+                current = self._computations.setdefault(header[2], [])
+                self._entry = header[2] if header[1] else self._entry
+            elif " = " in line and line[:1] == " ":
+                current.append(_parse(line))
+
+    def launches(self) -> Iterator[Launch]:
+        yield from self._in(self._entry, 1)
+
+    def _in(self, computation: str, times: int) -> Iterator[Launch]:
+        by_name = {each.name: each for each in self._computations[computation]}
+        for each in self._computations[computation]:
+            if each.opcode in FREE or each.opcode.endswith("-done"):
+                continue
+            called = re.findall(r"\b(?:calls|to_apply|body|condition|branch_computations)=\{?%?([\w.\-]+)", each.rest)
+            if each.opcode in CONTAINERS and called:
+                count = int(each.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 0) if each.opcode == "while" else 1
+                for name in called:
+                    yield from self._in(name, times * count)
+            else:
+                yield self._launch(each, by_name, times)
+
+    def _launch(self, each: _Instruction, by_name: dict[str, _Instruction], times: int) -> Launch:
+        inside = list(self._with_scope(each, by_name))
+        types = [_type_of(operand, by_name) for operand in each.operands]
+        for call, scope in inside:
+            if any(part in call.attribute(r'custom_call_target="([^"]*)"') for part in PALLAS_TARGETS):
+                kind = "attention" if re.search(r"\bpaged_\w*attention/", _source(call)) else "pallas"
+                read = sum(self._counted(_type_of(operand, scope)) for operand in call.operands)
+                return Launch(each.name, kind, _source(call), read, self._counted(call.type), 0, times)
+        flops = sum(self._flops(i, scope) for i, scope in inside)
+        read = sum(self._read_of(each, number, num_bytes(type_)) for number, type_ in enumerate(types))
+        kind = "product" if flops or "cublas" in each.rest else "small"
+        return Launch(each.name, kind, _source(each), read, self._written(each), flops, times)
+
+    def _counted(self, type_: str) -> int:
+        return sum(_bytes(dtype, dims) for dtype, dims in _SHAPE.findall(type_) if dims not in self._uncounted)
+
+    def _with_scope(
+        self, each: _Instruction, scope: dict[str, _Instruction]
+    ) -> Iterator[tuple[_Instruction, dict[str, _Instruction]]]:
+        yield each, scope
+        for name in re.findall(r"\bcalls=%?([\w.\-]+)", each.rest):
+            inside = {inner.name: inner for inner in self._computations.get(name, [])}
+            for inner in inside.values():
+                yield from self._with_scope(inner, inside)
+
+    def _flops(self, each: _Instruction, scope: dict[str, _Instruction]) -> int:
+        if each.opcode == "dot":
+            contracted = each.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
+        elif "cublas" in each.rest and each.opcode == "custom-call":
+            contracted = re.sub(r'"', "", each.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]'))
+        else:
+            return 0
+        left = _SHAPE.search(_type_of(each.operands[0], scope))
+        out = _SHAPE.search(each.type)
+        if left is None or out is None or not contracted:
+            return 0
+        dims = _dims(left[2])
+        return 2 * math.prod(_dims(out[2])) * math.prod(dims[int(axis)] for axis in contracted.split(","))
+
+    def _read_of(self, each: _Instruction, number: int, whole: int) -> int:
+        """Bytes read of the operand of that number."""
+        if each.opcode in READS_PART:
+            return num_bytes(each.type) if number == 0 else whole
+        if each.opcode in WRITES_PART:
+            return 0 if number == 0 else whole
+        if each.opcode != "fusion":
+            return whole
+        return min(whole, self._read_inside(each.attribute(r"\bcalls=%?([\w.\-]+)"), number, whole))
+
+    def _read_inside(self, computation: str, number: int, whole: int) -> int:
+        body = self._computations[computation]
+        names = {i.name for i in body if i.opcode == "parameter" and i.operands == (str(number),)}
+        for i in body:  # a bitcast of a parameter stands for it
+            if i.opcode == "bitcast" and i.operands[0] in names:
+                names.add(i.name)
+        read = 0
+        for i in body:
+            places = [place for place, operand in enumerate(i.operands) if operand in names]
+            if i.opcode not in ("parameter", "bitcast"):
+                read += sum(self._read_of(i, place, whole) for place in places)
+        return read
+
+    def _written(self, each: _Instruction) -> int:
+        root = each
+        while root.opcode == "fusion":
+            root = next(i for i in self._computations[root.attribute(r"\bcalls=%?([\w.\-]+)")] if i.is_root)
+        if root.opcode in WRITES_PART and root is not each:
+            body = next(b for b in self._computations.values() if root in b)
+            scope = {i.name: i for i in body}
+            return num_bytes(_type_of(root.operands[WRITES_PART[root.opcode]], scope))
+        return num_bytes(each.type)
+
+
+def _parse(line: str) -> _Instruction:
+    name, rest = line.split(" = ", 1)
+    type_, rest = _first_word(rest)
+    opcode, rest = rest.split("(", 1)
+    inside, rest = _until_closed(rest)
+    names = re.findall(r"%([\w.\-]+(?:#\d+)?)", inside) if opcode != "parameter" else [inside]
+    is_root = name.lstrip().startswith("ROOT")
+    return _Instruction(name.split("%")[-1].strip(), opcode, type_, tuple(names), rest, is_root)
+
+
+def _first_word(text: str) -> tuple[str, str]:
+    """The type at the beginning, and what follows it; blanks inside parentheses don't end it."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter in "({[") - (letter in ")}]")
+        if letter == " " and depth == 0:
+            return text[:place], text[place + 1 :]
+    return text, ""
+
+
+def _until_closed(text: str) -> tuple[str, str]:
+    """What stands before the parenthesis that closes, and after it."""
+    depth = 1
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[:place], text[place + 1 :]
+    return text, ""
+
+
+def _type_of(operand: str, scope: dict[str, _Instruction]) -> str:
+    name, _, element = operand.partition("#")
+    found = scope.get(name)
+    if found is None:
+        return ""
+    if found.opcode == "get-tuple-element":
+        return found.type
+    return _elements(found.type)[int(element)] if element else found.type
+
+
+@functools.cache
+def _elements(type_: str) -> list[str]:
+    return [f"{dtype}[{dims}]" for dtype, dims in _SHAPE.findall(type_)]
+
+
+def _source(each: _Instruction) -> str:
+    return each.attribute(r'op_name="([^"]*)"')
+
+
+def num_bytes(type_: str) -> int:
+    """Bytes of an HLO type such as `bf16[64,128]{1,0}`, or of all elements of a tuple."""
+    return sum(_bytes(dtype, dims) for dtype, dims in _SHAPE.findall(type_))
+
+
+def _bytes(dtype: str, dims: str) -> int:
+    digits = re.search(r"\d+", dtype)
+    bits = _BITS.get(dtype, int(digits[0]) if digits else 8)
+    return math.prod(_dims(dims)) * bits // 8
+
+
+def _dims(dims: str) -> list[int]:
+    return [int(size) for size in dims.split(",") if size]
