@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default all")
     parser.add_argument("--grid", choices=GRIDS, default="full", help="which programs; full is all of them")
     parser.add_argument("--match", default="", metavar="REGEX", help="only programs whose names match")
+    parser.add_argument("--xla-flags", default="", metavar="FLAGS", help="given to XLA; write --xla-flags='--xla_...'")
     parser.add_argument("--launches", action="store_true", help="list the launches of a layer")
     parser.add_argument("--environments", type=Path, default=ROOT / ".venv-targets", help="where to make them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
@@ -93,7 +94,7 @@ def main() -> int:
             continue
         python = make_environment(target.extra, options.environments)
         mine = sorted(
-            compile_in(python, target, options.grid, options.jobs, options.match),
+            compile_in(python, target, options.grid, options.jobs, options.match, options.xla_flags),
             key=lambda result: (result["backend"], result["program"]),
         )
         for result in mine:

@@ -32,11 +32,11 @@ MEANT = {"triton": (("mma", "wgmma"),), "mosaic_gpu": (("wgmma",), ("bulk",))}
 
 
 def compile_all(
-    target: Target, grid: str, share: tuple[int, int], ptxas: Path, match: str = ""
+    target: Target, grid: str, share: tuple[int, int], ptxas: Path, match: str = "", xla_flags: str = ""
 ) -> Iterator[dict[str, Any]]:
     """Yields the results of every `share[1]`-th program whose name matches, from `share[0]` on."""
     with tempfile.TemporaryDirectory() as folder:
-        prepare_environment(Path(folder))
+        prepare_environment(Path(folder), xla_flags)
         devices = target.devices()
         every = [each for each in _programs(target, grid, devices, Path(folder)) if re.search(match, each.name)]
         for program in every[share[0] :: share[1]]:
@@ -152,9 +152,11 @@ def main() -> None:
     parser.add_argument("count", type=int)
     parser.add_argument("ptxas", type=Path)
     parser.add_argument("--match", default="", help="regular expression for names of programs")
+    parser.add_argument("--xla-flags", default="")
     options = parser.parse_args()
     share = options.index, options.count
-    for result in compile_all(TARGETS[options.target], options.grid, share, options.ptxas, options.match):
+    target = TARGETS[options.target]
+    for result in compile_all(target, options.grid, share, options.ptxas, options.match, options.xla_flags):
         print(json.dumps(result), flush=True)
     sys.exit(0)
 

@@ -20,7 +20,10 @@ READS_PART = frozenset(("slice", "dynamic-slice", "gather"))  # of operand 0
 WRITES_PART = {"dynamic-update-slice": 1, "scatter": 2}  # number of the operand that is written into operand 0
 CONTAINERS = frozenset(("call", "while", "conditional", "async-start"))
 PALLAS_TARGETS = ("mosaic_gpu", "xla.gpu.triton", "tpu_custom_call")
-_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is a TPU's own memory
+_ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+# Custom calls that only name memory or say what is known of a value.
+_FREE_TARGETS = frozenset(("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding"))
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -30,7 +33,8 @@ class Launch:
 
     Attributes:
       name: of the HLO instruction.
-      kind: "attention", "pallas" (our other kernels), "product" (of matrices), or "small" (all else).
+      kind: "attention", "pallas" (our other kernels), "product" (of matrices), "prefetch" (a TPU copies beside its
+        kernels), or "small" (all else).
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.
       times: how often it runs in one call of the program, more than once inside a loop; 0 if that is unknown.
@@ -84,6 +88,12 @@ class _Module:
         for each in self._computations[computation]:
             if each.opcode in FREE or each.opcode.endswith("-done"):
                 continue
+            if each.attribute(r'custom_call_target="([^"]*)"') in _FREE_TARGETS:
+                continue
+            if each.opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
+                moved = max((_bytes(*shape) for shape in _ANY_SHAPE.findall(_elements(each.type)[1])), default=0)
+                yield Launch(each.name, "prefetch", _source(each), moved, 0, 0, times)
+                continue
             called = re.findall(r"\b(?:calls|to_apply|body|condition|branch_computations)=\{?%?([\w.\-]+)", each.rest)
             if each.opcode in CONTAINERS and called:
                 count = int(each.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 0) if each.opcode == "while" else 1
@@ -102,7 +112,8 @@ class _Module:
                 return Launch(each.name, kind, _source(call), read, self._counted(call.type), 0, times)
         flops = sum(self._flops(i, scope) for i, scope in inside)
         read = sum(self._read_of(each, number, num_bytes(type_)) for number, type_ in enumerate(types))
-        kind = "product" if flops or "cublas" in each.rest else "small"
+        is_product = flops or "cublas" in each.rest or any(i.opcode == "convolution" for i, _ in inside)
+        kind = "product" if is_product else "small"
         return Launch(each.name, kind, _source(each), read, self._written(each), flops, times)
 
     def _counted(self, type_: str) -> int:
@@ -124,8 +135,8 @@ class _Module:
             contracted = re.sub(r'"', "", each.attribute(r'"lhs_contracting_dimensions":\[([^\]]*)\]'))
         else:
             return 0
-        left = _SHAPE.search(_type_of(each.operands[0], scope))
-        out = _SHAPE.search(each.type)
+        left = _ANY_SHAPE.search(_type_of(each.operands[0], scope))
+        out = _ANY_SHAPE.search(each.type)
         if left is None or out is None or not contracted:
             return 0
         dims = _dims(left[2])
@@ -207,7 +218,16 @@ def _type_of(operand: str, scope: dict[str, _Instruction]) -> str:
 
 @functools.cache
 def _elements(type_: str) -> list[str]:
-    return [f"{dtype}[{dims}]" for dtype, dims in _SHAPE.findall(type_)]
+    """The types of a tuple's elements."""
+    found, begin, depth = [], 1, 0
+    for place, letter in enumerate(type_):
+        depth += (letter in "({[") - (letter in ")}]")
+        if (letter == "," and depth == 1) or depth == 0:
+            found.append(type_[begin:place].strip())
+            begin = place + 1
+            if depth == 0:
+                break
+    return found
 
 
 def _source(each: _Instruction) -> str:

@@ -39,7 +39,7 @@ def launch_report(
     if layers is not None:
         layer, before = last_layers(every, layers[0])
         repeats = layers[1] - layers[0]
-        if [each.kind for each in layer] != [each.kind for each in before]:
+        if kernels_of(layer) != kernels_of(before):
             problems.append("the last two layers launch different kernels, so that layers can't be multiplied")
     if buffers is not None and (buffers.count != 1 or buffers.outside):
         listed = ", ".join(sorted(set(buffers.outside))) or "nothing"
@@ -47,8 +47,8 @@ def launch_report(
     whole = [*every, *layer * repeats]
     return {
         "num_layers": layers[1] if layers else 0,
-        "layer_kinds": dict(Counter(each.kind for each in layer)),
-        "num_launches": sum(each.times for each in whole),
+        "layer_kinds": dict(kernels_of(layer)),
+        "num_launches": sum(each.times for each in whole if each.kind != "prefetch"),
         "command_buffers": None if buffers is None else buffers.count,
         "bytes_read": sum(each.bytes_read * each.times for each in whole),
         "bytes_written": sum(each.bytes_written * each.times for each in whole),
@@ -58,6 +58,11 @@ def launch_report(
         "once": [asdict(each) for each in every],
         "problems": problems,
     }
+
+
+def kernels_of(layer: Sequence[Launch]) -> Counter[str]:
+    """How many kernels of each kind; a TPU's prefetches are none."""
+    return Counter(each.kind for each in layer if each.kind != "prefetch")
 
 
 def last_layers(every: Sequence[Launch], num_layers: int) -> tuple[list[Launch], list[Launch]]:

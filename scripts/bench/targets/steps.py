@@ -22,7 +22,7 @@ from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.programs import ProgramKey, ProgramSpec, keys_of
-from jaxsgl.engine.sizing import KvShape, Memory, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import KvShape, Memory, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.models import ModelArch, abstract_model, resolve_precision
 
@@ -65,7 +65,7 @@ def served(name: str, target: Target, folder: Path) -> Served | None:
     arch = ModelArch.from_folder(home)
     platform = "gpu" if target.platform == "cuda" else target.platform
     dtype, _, kv_dtype = resolve_precision(config.dtype, arch, platform, cpu_multiplies_bfloat16=False)
-    page = kv_shape(arch, config.page_size, kv_dtype)
+    page = kv_shape(arch, choose_page_size(config, arch.head_dim, platform), kv_dtype)
     _, params = abstract_model(arch, dtype)
     weights = sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize
     static = int(target.memory_bytes * MEM_FRACTION) - weights

@@ -82,7 +82,7 @@ TARGETS = {
 }
 
 
-def prepare_environment(dump_folder: Path) -> None:
+def prepare_environment(dump_folder: Path, xla_flags: str = "") -> None:
     """Sets what JAX and the compilers read when they start: no device is searched for, and all code is dumped."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
@@ -130,14 +130,16 @@ def _marker(folder: Path, extra: str) -> Path:
     return folder / extra / f"installed-{JAX_VERSION}"
 
 
-def compile_in(python: Path, target: Target, grid: str, jobs: int, match: str = "") -> Iterator[dict[str, Any]]:
+def compile_in(
+    python: Path, target: Target, grid: str, jobs: int, match: str = "", xla_flags: str = ""
+) -> Iterator[dict[str, Any]]:
     """Yields the results of the target's programs whose names `match`, compiled by `jobs` processes side by side."""
     ptxas = next(iter(sorted(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/ptxas"))), Path("ptxas"))
     environment = {**os.environ, "PYTHONPATH": python_path()}
 
     def share(index: int) -> list[dict[str, Any]]:
         command = [str(python), "-m", "bench.targets.compile_for", target.name, grid, str(index), str(jobs), str(ptxas)]
-        command += ["--match", match]
+        command += ["--match", match, f"--xla-flags={xla_flags}"]
         done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
         results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"target"')]
         if done.returncode:
