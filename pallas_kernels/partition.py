@@ -1,15 +1,19 @@
-"""How attention is cut for a chip: an extend into query tiles, the KV of a decode into splits that are merged again.
+"""How attention is cut for a chip: an extend into query tiles, a decode into items of KV tiles that are merged again.
 
-Owns the table of query tiles, how many splits there are, which KV tiles each of them covers, and the merge of their
-partial outputs. Never knows how a tile or a split is computed or how a page is read. Called by the Pallas backends.
+Owns the table of query tiles, the list of a decode's items, and the merge of their partial outputs. Never knows how a
+tile or an item is computed or how a page is read. Called by the Pallas backends.
 
-Splits follow Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023). A program per (sequence, kv head) leaves most of a chip
-idle while the batch is small, so a third axis is added: parts of the KV. Every part yields a softmax of its own,
-and a second pass weighs them by their log-sum-exp.
+Items follow Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023). A program per (sequence, kv head) leaves most of a chip
+idle while the batch is small, and waits for its longest sequence while it isn't, so long sequences are cut into splits:
+parts of the KV. Every split yields a softmax of its own, and a second pass weighs them by their log-sum-exp. How many
+items there may be follows from shapes, since it is the grid of a compiled program; how long they are follows from the
+batch's real lengths, on the device, so that the width of the page table decides nothing.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +23,17 @@ from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.target import target_device
 
 # Columns of the table of query tiles: a tile's sequence, its first token, the token after its last, and the position of
-# the first token.
-SEQUENCE, BEGIN, END, POSITION = range(4)
+# the first token. Of the items of a decode: sequence, first KV tile, the tile after the last, position of the query,
+# number among the items of the sequence.
+SEQUENCE, BEGIN, END, POSITION, SPLIT = range(5)
 
-# Fewer splits are taken as long as they fill the chip to this share of the best that any number of splits reaches.
-_GOOD_FILLING = 0.85
-# What one program should read at most, so that one long sequence among short ones doesn't hold up the whole batch ...
-_LONG_SPLIT_TOKENS = 4096
-# ... as long as there are at most this many times as many programs as run at once (most of them are empty then).
+# The merge is unrolled over the splits of a sequence, so their number is bounded: by this, or by twice what fills the
+# chip with sequences of one length if that is more ...
+_MAX_SPLITS = 8
+# ... and by this many times as many programs as run at once, beyond which merging costs more than it saves.
 _MAX_WAVES = 8
-_MAX_SPLITS = 64
 
-# `lse` of a split without tokens. Finite, so that the difference of two of them is 0 and not NaN.
+# `lse` of a row that has seen nothing. Finite, so that the difference of two of them is 0 and not NaN.
 EMPTY_LSE = -1e30
 
 
@@ -58,79 +61,106 @@ def query_tiles(lengths: jax.Array, query_offsets: jax.Array, num_tokens: int, t
     return jnp.stack([jnp.minimum(seq, num_seqs - 1), begin, end, first_positions[seq] + done], 1).astype(jnp.int32)
 
 
-def num_splits_of(kv: PagedKv, options: AttentionOptions, blocks: Mapping[str, int]) -> int:
-    """How many splits a decode of `kv` has on the target device.
+@dataclasses.dataclass(frozen=True)
+class SplitPlan:
+    """What shapes and chip fix about the items of a decode."""
 
-    `blocks` are the kernel's sizes: min_split_tokens, the fewest tokens that a split should hold, and
+    num_items: int
+    """I, the items that there may be: the grid beside the kv heads. As many as sequences where none is split."""
+    max_splits: int
+    """The most items that one sequence is cut into; 1 means that each item is a whole sequence: no second pass."""
+    items_at_once: int
+    """The items of a kv head that fill the chip."""
+    min_tiles: int
+    """The fewest KV tiles that a split should hold."""
+    tile_tokens: int
+    """Tokens of a KV tile."""
+
+
+def plan_splits(kv: PagedKv, options: AttentionOptions, blocks: Mapping[str, int]) -> SplitPlan:
+    """The plan for a decode of `kv` on the target device.
+
+    `blocks` are the kernel's sizes: tile_tokens, min_split_tokens, the fewest tokens that a split should hold, and
     programs_per_core, how many programs a core runs at once.
     """
-    return choose_num_splits(
-        kv.num_seqs,
-        kv.num_kv_heads,
-        options.longest_view(kv.max_len),
-        min_tokens=blocks["min_split_tokens"],
-        programs_at_once=target_device().num_cores * blocks["programs_per_core"],
-    )
+    items_at_once = max(1, target_device().num_cores * blocks["programs_per_core"] // kv.num_kv_heads)
+    possible = max(1, options.longest_view(kv.max_len) // blocks["min_split_tokens"])
+    max_splits = min(possible, most_splits(kv.num_seqs, items_at_once))
+    num_items = min(kv.num_seqs * max_splits, kv.num_seqs + items_at_once)
+    min_tiles = max(1, blocks["min_split_tokens"] // blocks["tile_tokens"])
+    return SplitPlan(num_items, max_splits, items_at_once, min_tiles, blocks["tile_tokens"])
 
 
-def choose_num_splits(
-    num_seqs: int, num_kv_heads: int, longest_kv: int, *, min_tokens: int, programs_at_once: int
-) -> int:
-    """How many splits to cut every sequence into, from shapes alone.
+def most_splits(num_seqs: int, items_at_once: int) -> int:
+    """The most splits of a sequence that may pay for their merge, where items_at_once items of a kv head fill the chip.
 
-    `longest_kv` is the most tokens that any sequence can have in view (P * page_size, or the window if that is less);
-    `min_tokens` what a split should at least hold; `programs_at_once` how many programs the chip runs concurrently.
-    The fewest splits whose last wave of programs is about as full as any number of splits could make it; more where a
-    single program would have too much to read. 1 means: no second pass.
+    1 if the sequences alone fill the chip several times: then the long ones begin first, and that must do.
     """
-    num_programs = num_seqs * num_kv_heads
-    most = min(_MAX_SPLITS, max(1, longest_kv // min_tokens))
-
-    def filling(num_splits: int) -> float:
-        """The share of the chip that is busy, over all waves of equally long programs."""
-        waves = -(-num_programs * num_splits // programs_at_once)
-        return num_programs * num_splits / (waves * programs_at_once)
-
-    best = max(filling(n) for n in range(1, most + 1))
-    fewest = next(n for n in range(1, most + 1) if filling(n) >= _GOOD_FILLING * best)
-    for_long_ones = min(-(-longest_kv // _LONG_SPLIT_TOKENS), _MAX_WAVES * programs_at_once // num_programs)
-    return min(most, max(fewest, for_long_ones))
+    evenly = -(-items_at_once // num_seqs)
+    return max(1, min(items_at_once, max(_MAX_SPLITS, 2 * evenly), _MAX_WAVES * items_at_once // num_seqs))
 
 
-def split_tiles(
-    kv_range: tuple[jax.Array, jax.Array], split: jax.Array, num_splits: int, tile_tokens: int
-) -> tuple[jax.Array, jax.Array]:
-    """First tile of a split and the tile after its last, for a sequence whose KV in view is first..last, inclusive.
+class Splits(NamedTuple):
+    """The items of a decode, computed on the device.
 
-    The tiles of tile_tokens that touch the range are dealt evenly by the sequence's real length. Begin >= end means
-    that the split holds nothing, as for all splits of a padding row, whose last is -1.
+    XLA computes them once for all layers of a step, since they depend on the lengths alone.
     """
-    first, last = kv_range
-    begin = first // tile_tokens
-    end = (last + tile_tokens) // tile_tokens
-    per_split = (end - begin + num_splits - 1) // num_splits
-    split_begin = begin + split * per_split
-    return split_begin, jnp.minimum(split_begin + per_split, end)
+
+    items: jax.Array
+    """`[I, 5]` int32, see above; items that don't exist come last and hold no tiles."""
+    count: jax.Array
+    """`[S]` items of each sequence: none of a padding row, except where no sequence is split."""
 
 
-def merge_splits(partials: jax.Array, lse: jax.Array) -> jax.Array:
-    """The attention over all splits, float32 `[S, N, H]`.
+def split_sequences(plan: SplitPlan, lengths: jax.Array, options: AttentionOptions) -> Splits:
+    """Cut sequences of `lengths [S]` into items, as even as the batch allows.
+
+    An item holds about as many tiles as all sequences have together over the number of items that fill the chip, so
+    only sequences longer than that are cut, each into equal parts. The largest items come first: those that begin last
+    are then the shortest, and so is the time in which a part of the chip has nothing to do.
+    """
+    last = lengths - 1
+    first_tile = options.first_visible(last) // plan.tile_tokens
+    tiles = jnp.where(lengths > 0, last // plan.tile_tokens - first_tile + 1, 0)
+    num_seqs = lengths.shape[0]
+    if plan.max_splits == 1:
+        size, count = tiles, jnp.ones_like(tiles)
+    else:
+        even = -(-jnp.sum(tiles) // plan.items_at_once)
+        parts = -(-tiles // jnp.maximum(even, plan.min_tiles))
+        size = -(-tiles // jnp.clip(parts, 1, plan.max_splits))
+        count = -(-tiles // jnp.maximum(size, 1))
+    # Sums over comparisons and not sorts, which a GPU runs as several kernels.
+    seq = jnp.arange(num_seqs, dtype=jnp.int32)
+    comes_before = (size > size[:, None]) | ((size == size[:, None]) & (seq < seq[:, None]))
+    first_item = jnp.sum(jnp.where(comes_before, count, 0), axis=1)
+    number = jnp.arange(plan.num_items, dtype=jnp.int32)[:, None] - first_item  # [I, S] of an item in its sequence
+    is_mine = (number >= 0) & (number < count)
+    begin = first_tile + number * size
+    end = jnp.minimum(begin + size, first_tile + tiles)
+    columns = [jnp.broadcast_to(column, is_mine.shape) for column in (seq, begin, end, last, number)]
+    items = jnp.sum(jnp.where(is_mine[..., None], jnp.stack(columns, axis=-1), 0), axis=1)
+    return Splits(items.astype(jnp.int32), count)
+
+
+def merge_splits(partials: jax.Array, lse: jax.Array, count: jax.Array) -> jax.Array:
+    """The attention over all items of each sequence, float32 `[S, N, H]`.
 
     Args:
-        partials: float32 `[splits, S, N, H]`, each split's own softmax-weighted sum of V. Not read where a split holds
-            nothing, so that a kernel may leave it unwritten there.
-        lse: float32 `[splits, S, N]`, the base-2 logarithm of each split's sum of 2 ** score, where the scores are
-            those of the softmax times log2(e); `EMPTY_LSE` for a split that holds nothing. A sequence of such
-            splits alone (a padding row) yields zeros.
+        partials: float32 `[max_splits, S, N, H]`, each item's own softmax-weighted sum of V. Not used from a sequence's
+            count on, so that a kernel may leave it unwritten there.
+        lse: float32 `[max_splits, S, N]`, the base-2 logarithm of each item's sum of 2 ** score, where the scores are
+            those of the softmax times log2(e); not used there either.
+        count: `[S]` items of each sequence; one without any (a padding row) yields zeros.
     """
     # Written out over the splits, not as reductions: XLA then makes one elementwise kernel of it, or two.
-    num_splits = partials.shape[0]
-    top = functools.reduce(jnp.maximum, [lse[split] for split in range(num_splits)])
+    is_there = [(split < count)[:, None] for split in range(partials.shape[0])]
+    lses = [jnp.where(there, lse[split], EMPTY_LSE) for split, there in enumerate(is_there)]
+    top = functools.reduce(jnp.maximum, lses)
     total, merged = jnp.zeros_like(top), jnp.zeros_like(partials[0])
-    for split in range(num_splits):
-        is_empty = lse[split] <= EMPTY_LSE
-        weight = jnp.where(is_empty, 0.0, jnp.exp2(lse[split] - top))
+    for split, there in enumerate(is_there):
+        weight = jnp.where(there, jnp.exp2(lses[split] - top), 0.0)
         total += weight
-        merged += weight[..., None] * jnp.where(is_empty[..., None], 0.0, partials[split])
+        merged += weight[..., None] * jnp.where(there[..., None], partials[split], 0.0)
     # Where anything is seen the total is at least 1, the weight of the top split.
     return merged / jnp.maximum(total, 1.0)[..., None]

@@ -1,7 +1,8 @@
-"""`paged_decode_attention` as a Pallas kernel for Hopper (Mosaic GPU): a program per (sequence, KV split, kv head).
+"""`paged_decode_attention` as a Pallas kernel for Hopper (Mosaic GPU): a program per (item, kv head).
 
-Owns the choice of splits and sizes, the call, and how results leave a program; `decode_program` computes them. K and V
-are read once for all query heads of a kv head, which are the first of 64 rows. Called through `hopper.BACKEND`.
+Owns sizes, the call, and how results leave a program; `decode_program` computes them. An item is a range of KV tiles of
+one sequence (`partition`). K and V are read once for all query heads of a kv head, which are the first of 64 rows.
+Called through `hopper.BACKEND`.
 """
 
 import functools
@@ -19,7 +20,16 @@ from pallas_kernels.hopper.common import COPY_ROWS, SWIZZLE_BYTES, WGMMA_ROWS, g
 from pallas_kernels.hopper.decode_program import Program, Ring, float8_columns
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv
-from pallas_kernels.partition import EMPTY_LSE, merge_splits, num_splits_of, split_tiles
+from pallas_kernels.partition import (
+    BEGIN,
+    END,
+    POSITION,
+    SEQUENCE,
+    SPLIT,
+    merge_splits,
+    plan_splits,
+    split_sequences,
+)
 
 
 def refuse_decode(q: jax.Array, kv: PagedKv) -> str | None:
@@ -34,52 +44,72 @@ def refuse_decode(q: jax.Array, kv: PagedKv) -> str | None:
     return None
 
 
+def pad_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """q `[S, N, H]` as `attend_padded` takes it: `[S, K, G', H]`, G' the multiple of 8 from G = N / K on, zeros behind.
+
+    A copy to shared memory moves 8 rows, and the last heads would read past the array.
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    grouped = q.reshape(num_seqs, num_kv_heads, -1, head_dim)
+    return jnp.pad(grouped, ((0, 0), (0, 0), (0, -(num_heads // num_kv_heads) % COPY_ROWS), (0, 0)))
+
+
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
     """See `backend.Decode`."""
-    num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = kv.num_kv_heads
-    num_groups = num_heads // num_kv_heads
-    blocks = tuning.blocks("paged_decode_attention", "mosaic_gpu", tuning.shape_class(q, kv))
-    num_splits = num_splits_of(kv, options, blocks)
+    num_groups = q.shape[1] // kv.num_kv_heads
+    padded = pad_queries(q, kv.num_kv_heads)
+    return attend_padded(padded, kv, num_groups, options, interpret).reshape(q.shape)
 
-    grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
-    padded = jnp.pad(grouped, ((0, 0), (0, 0), (0, -num_groups % COPY_ROWS), (0, 0)))
-    if num_splits == 1:
-        out_type: Any = jax.ShapeDtypeStruct(padded.shape, q.dtype)
-    else:
+
+def attend_padded(
+    padded: jax.Array, kv: PagedKv, num_groups: int, options: AttentionOptions, interpret: bool
+) -> jax.Array:
+    """The decode of queries that are padded already: `[S, N * H]` in their dtype.
+
+    padded: `[S, K, G', H]` as `pad_queries` makes it, from a kernel that writes queries anyway, for example. What is
+    behind the first num_groups (G) of its rows has no effect.
+    """
+    num_seqs, num_kv_heads, _, head_dim = padded.shape
+    q_like: Any = jax.ShapeDtypeStruct((num_seqs, num_kv_heads * num_groups, head_dim), padded.dtype)
+    blocks = tuning.blocks("paged_decode_attention", "mosaic_gpu", tuning.shape_class(q_like, kv))
+    plan = plan_splits(kv, options, blocks)
+    splits = split_sequences(plan, kv.lengths, options)
+    out_type: Any = jax.ShapeDtypeStruct(padded.shape, padded.dtype)
+    if plan.max_splits > 1:
         out_type = (
-            jax.ShapeDtypeStruct((2, num_splits, *padded.shape), q.dtype),
-            jax.ShapeDtypeStruct((num_splits, num_seqs, num_kv_heads, WGMMA_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((2, plan.max_splits, *padded.shape), padded.dtype),
+            jax.ShapeDtypeStruct((plan.max_splits, num_seqs, num_kv_heads, WGMMA_ROWS), jnp.float32),
         )
     out = gpu_kernel(
-        functools.partial(_decode_kernel, num_splits=num_splits, options=options, interpret=interpret),
+        functools.partial(_decode_kernel, options=options, interpret=interpret),
         name="paged_decode_attention",
         out_type=out_type,
-        scratch_types=_scratch(q, kv, blocks),
-        grid=(num_seqs, num_splits, num_kv_heads),  # the last is the fastest: the heads of a page lie side by side
-        grid_names=("seq", "split", "kv_head"),
+        scratch_types=_scratch(padded.dtype, kv, blocks),
+        grid=(plan.num_items, num_kv_heads),  # the last is the fastest: the heads of a page lie side by side
+        grid_names=("item", "kv_head"),
         interpret=interpret,
         approx_math=True,
         reduction_scratch_bytes=0,  # rows are reduced within a warp
-    )(padded, kv.k, kv.v, kv.page_table, kv.lengths)
-    if num_splits == 1:
-        return out[:, :, :num_groups].reshape(q.shape)
+    )(padded, kv.k, kv.v, kv.page_table, splits.items)
+    if plan.max_splits == 1:
+        return out[:, :, :num_groups].reshape(num_seqs, -1)
     rounded, rest = out[0][..., :num_groups, :].astype(jnp.float32)
-    parts = (rounded + rest).reshape(num_splits, *q.shape)
-    return merge_splits(parts, out[1][..., :num_groups].reshape(parts.shape[:3])).astype(q.dtype)
+    parts = (rounded + rest).reshape(plan.max_splits, *q_like.shape)
+    lse = out[1][..., :num_groups].reshape(parts.shape[:3])
+    return merge_splits(parts, lse, splits.count).astype(padded.dtype).reshape(num_seqs, -1)
 
 
-def _scratch(q: jax.Array, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:
-    """The shared memory of a program."""
+def _scratch(dtype: Any, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:
+    """The shared memory of a program for queries of a dtype."""
     num_stages, tile_tokens = blocks["num_stages"], blocks["tile_tokens"]
     is_float8 = kv.dtype == FLOAT8
-    row_bytes = float8_columns(q.shape[2]) if is_float8 else SWIZZLE_BYTES
-    tiles = operand((num_stages, tile_tokens, q.shape[2]), kv.dtype, row_bytes)
+    row_bytes = float8_columns(kv.head_dim) if is_float8 else SWIZZLE_BYTES
+    tiles = operand((num_stages, tile_tokens, kv.head_dim), kv.dtype, row_bytes)
     copies = tile_tokens // math.gcd(kv.page_size, tile_tokens)
     arrived = plgpu.Barrier(num_arrivals=copies, num_barriers=num_stages)
     scratch = {
-        "q_tile": operand((WGMMA_ROWS, q.shape[2]), q.dtype),
+        "q_tile": operand((WGMMA_ROWS, kv.head_dim), dtype),
         "q_arrived": plgpu.Barrier(num_arrivals=1),
         "k_tiles": tiles,
         "k_arrived": arrived,
@@ -87,29 +117,29 @@ def _scratch(q: jax.Array, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any
         "v_arrived": arrived,
     }
     if is_float8:
-        scratch["wide_k"] = scratch["wide_v"] = operand((tile_tokens, q.shape[2]), q.dtype)
+        scratch["wide_k"] = scratch["wide_v"] = operand((tile_tokens, kv.head_dim), dtype)
     return scratch
 
 
 def _decode_kernel(
-    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, lengths_ref: Any, out_ref: Any,
+    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, items_ref: Any, out_ref: Any,
     lse_ref: Any = None, *, q_tile: Any, q_arrived: Any, k_tiles: Any, k_arrived: Any, v_tiles: Any, v_arrived: Any,
-    wide_k: Any = None, wide_v: Any = None, num_splits: int, options: AttentionOptions, interpret: bool,
+    wide_k: Any = None, wide_v: Any = None, options: AttentionOptions, interpret: bool,
 ) -> None:  # fmt: skip
-    seq, split, kv_head = (lax.axis_index(name) for name in ("seq", "split", "kv_head"))
-    last = lengths_ref[seq] - 1
+    item, kv_head = (lax.axis_index(name) for name in ("item", "kv_head"))
+    columns = (SEQUENCE, BEGIN, END, POSITION, SPLIT)
+    seq, begin, end, last, split = (items_ref[item, column] for column in columns)
     first: Any = 0 if options.sliding_window is None else lax.max(last - options.sliding_window + 1, 0)
     program = Program(
         Ring(k_pages_ref, k_tiles, k_arrived, wide_k, kv_head), Ring(v_pages_ref, v_tiles, v_arrived, wide_v, kv_head),
         page_table_ref, seq, first, last, options, interpret,
     )  # fmt: skip
-    tiles = split_tiles((first, last), split, num_splits, program.tile_tokens)
 
     def attend() -> tuple[jax.Array, jax.Array]:
         plgpu.copy_gmem_to_smem(q_ref.at[seq, kv_head], q_tile.at[pl.ds(0, q_ref.shape[2])], q_arrived)
-        program.start_first_tiles(*tiles)
+        program.start_first_tiles(begin, end)
         plgpu.barrier_wait(q_arrived)
-        return program.attend(q_tile, *tiles)
+        return program.attend(q_tile, begin, end)
 
     def write_part() -> None:
         out, lse = attend()
@@ -119,14 +149,10 @@ def _decode_kernel(
         _write(rounded, q_tile, out_ref.at[0, split, seq, kv_head])
         _write(out - rounded.astype(jnp.float32), q_tile, out_ref.at[1, split, seq, kv_head])
 
-    def write_empty() -> None:
-        lse_ref[split, seq, kv_head] = program.column(EMPTY_LSE)
-
-    if num_splits == 1:
+    if lse_ref is None:
         _write(attend()[0], q_tile, out_ref.at[seq, kv_head])
     else:
-        pl.when(tiles[0] < tiles[1])(write_part)
-        pl.when(tiles[0] >= tiles[1])(write_empty)
+        pl.when(begin < end)(write_part)  # an item that doesn't exist holds nothing
 
 
 def _write(rows: jax.Array, staging: Any, out_ref: Any) -> None:

@@ -1,71 +1,129 @@
-"""KV splits: enough of them to fill a chip, even by real length, and merged without a trace."""
+"""A decode's items: enough of them to fill a chip, even by the real lengths, and merged without a trace."""
 
-from typing import Any
+import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.partition import EMPTY_LSE, choose_num_splits, merge_splits, split_tiles
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.partition import (
+    SplitPlan,
+    merge_splits,
+    most_splits,
+    plan_splits,
+    split_sequences,
+)
+from pallas_kernels.specs import ArgSpec
+from tests.pallas_kernels.lower_everything import on_a_device
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
-parts: Any = split_tiles  # takes numbers as well as arrays of them
+SIZES = {"min_split_tokens": 128, "tile_tokens": 64, "programs_per_core": 2}
+EVERYTHING = AttentionOptions()
+split = jax.jit(split_sequences, static_argnums=(0, 2))
 
 
-def num_splits(num_seqs: int, longest_kv: int) -> int:
-    return choose_num_splits(num_seqs, 8, longest_kv, min_tokens=128, programs_at_once=400)
+def plan_for(num_seqs: int, max_len: int = 40_960, options: AttentionOptions = EVERYTHING) -> SplitPlan:
+    """The plan of a decode with 8 kv heads on an H200: 33 items of each head run at once."""
+    spec = ArgSpec("", num_seqs, num_seqs, max_len // 64, 64, 8, 2, 128, dtype=jnp.bfloat16)
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        return plan_splits(spec.paged_kv(), options, SIZES)
 
 
-def test_a_batch_that_fills_the_chip_is_not_split() -> None:
-    assert num_splits(256, 4096) == 1
+def items_of(plan: SplitPlan, lengths: list[int], options: AttentionOptions = EVERYTHING) -> list[tuple[int, ...]]:
+    """Sequence, first tile, the tile after the last, position and number of each item that holds tiles."""
+    items, count = jax.tree.map(np.asarray, split(plan, jnp.array(lengths, jnp.int32), options))
+    assert items.shape == (plan.num_items, 5)
+    found = [tuple(map(int, item)) for item in items if item[1] < item[2]]
+    if plan.max_splits > 1:
+        for seq in range(len(lengths)):
+            assert [item[4] for item in found if item[0] == seq] == list(range(count[seq]))
+        assert count.max() <= plan.max_splits
+    return found
 
 
-def test_a_single_sequence_is_split_until_the_chip_is_full() -> None:
-    assert num_splits(1, 16384) * 8 >= 0.8 * 400
+def num_items(num_seqs: int, length: int, max_len: int = 40_960) -> int:
+    return len(items_of(plan_for(num_seqs, max_len), [length] * num_seqs))
+
+
+def test_the_width_of_the_page_table_cuts_nothing() -> None:
+    for num_seqs in (32, 64, 128):
+        assert num_items(num_seqs, 1024) == num_items(num_seqs, 1024, max_len=1024) == num_seqs
+
+
+def test_one_long_sequence_is_split_until_the_chip_is_full() -> None:
+    assert num_items(1, 40_960) == num_items(1, 40_960, max_len=131_072) == 32  # of 33 at once; 20 tiles each
+
+
+def test_many_sequences_are_not_split_and_have_no_second_pass() -> None:
+    assert plan_for(256).max_splits == 1 and plan_for(256).num_items == 256
 
 
 def test_short_sequences_are_not_cut_below_the_minimum() -> None:
-    assert num_splits(1, 512) == 4
-    assert num_splits(1, 1) == 1
+    assert num_items(1, 512) == 4
+    assert num_items(1, 1) == 1
 
 
-def test_more_splits_bound_what_one_program_reads_of_a_long_sequence() -> None:
-    assert num_splits(40, 32768) >= 8
-    assert num_splits(40, 32768) * 40 * 8 <= 8 * 400
+def test_a_long_sequence_among_short_ones_is_cut_and_they_are_not() -> None:
+    sizes = [end - begin for _, begin, end, *_ in items_of(plan_for(32), [1024] * 5 + [32_768] + [1024] * 26)]
+    assert sizes == [64] * 8 + [16] * 31  # the largest first
 
 
-@given(st.integers(0, 3000), st.integers(0, 3000), st.integers(1, 12), st.sampled_from([16, 64]))
+def test_a_window_bounds_the_splits_and_what_they_read() -> None:
+    windowed = AttentionOptions(sliding_window=1000)
+    plan = plan_for(1, options=windowed)
+    assert plan.max_splits == 7
+    assert [item[1:3] for item in items_of(plan, [4030], windowed)] == [
+        (47, 50),
+        (50, 53),
+        (53, 56),
+        (56, 59),
+        (59, 62),
+        (62, 63),
+    ]
+
+
+# Items at once, tile, window and fewest tiles, for six sequences; few, since each is compiled.
+PLANS = [(1, 64, None, 1), (4, 16, 100, 1), (12, 64, 1000, 2), (12, 16, None, 5)]
+
+
+@given(st.lists(st.integers(0, 3000), min_size=6, max_size=6), st.sampled_from(PLANS))
 @quick
-def test_splits_cover_every_tile_once_and_evenly(first: int, more: int, splits: int, tile: int) -> None:
-    last = first + more
-    ranges = [tuple(map(int, parts((first, last), s, splits, tile))) for s in range(splits)]
-    tiles = [t for begin, end in ranges for t in range(begin, end)]
-    assert tiles == list(range(first // tile, last // tile + 1))
-    sizes = [end - begin for begin, end in ranges if begin < end]
-    assert max(sizes) == -(-len(tiles) // splits)
+def test_items_hold_every_tile_in_view_once(lengths: list[int], shape: tuple[int, int, int | None, int]) -> None:
+    at_once, tile, window, min_tiles = shape
+    plan = SplitPlan(6 + at_once, most_splits(6, at_once), at_once, min_tiles, tile)
+    plan = dataclasses.replace(plan, num_items=min(plan.num_items, 6 * plan.max_splits))
+    items = items_of(plan, lengths, AttentionOptions(sliding_window=window))
+    for seq, length in enumerate(lengths):
+        mine = [item for item in items if item[0] == seq]
+        first = 0 if window is None else max(0, length - window)
+        tiles = [t for _, begin, end, *_ in mine for t in range(begin, end)]
+        assert tiles == (list(range(first // tile, (length - 1) // tile + 1)) if length else [])
+        assert all(item[3] == length - 1 for item in mine)
+        sizes = [end - begin for _, begin, end, *_ in mine]
+        assert len(sizes) < 2 or (min(sizes[:-1]) == max(sizes) and len(sizes) <= -(-len(tiles) // min_tiles))
+    assert [item[2] - item[1] for item in items[:1]] == sorted(item[2] - item[1] for item in items)[-1:]
 
 
-def test_a_padding_row_has_empty_splits_only() -> None:
-    assert all(begin >= end for begin, end in (parts((0, -1), s, 4, 64) for s in range(4)))
-
-
-@pytest.mark.parametrize("splits", [1, 2, 7])
-def test_merged_splits_equal_one_softmax_and_empty_ones_count_nothing(splits: int) -> None:
-    rng = np.random.default_rng(splits)
-    scores = rng.normal(size=(splits, 3, 4, 8)) * 20
-    values = rng.normal(size=(splits, 3, 4, 8, 16))
-    is_empty = rng.random((splits, 3, 1)) < 0.4
-    is_empty[:, 0], is_empty[0, 1] = True, False  # a padding row, and one that has something
+@pytest.mark.parametrize("most", [1, 2, 7])
+def test_merged_splits_equal_one_softmax_and_absent_ones_count_nothing(most: int) -> None:
+    rng = np.random.default_rng(most)
+    count = np.array([0, *rng.integers(1, most + 1, 2)])  # a padding row, and two that have something
+    scores = rng.normal(size=(most, 3, 4, 8)) * 20
+    values = rng.normal(size=(most, 3, 4, 8, 16))
+    is_there = np.arange(most)[:, None] < count
 
     weights = np.exp2(scores)
-    lse = np.where(is_empty, EMPTY_LSE, np.log2(weights.sum(-1)))
+    lse = np.log2(weights.sum(-1))
     partials = np.einsum("xsnl,xsnlh->xsnh", weights / weights.sum(-1, keepdims=True), values)
-    partials[np.broadcast_to(is_empty, lse.shape)] = np.nan  # never written
-    merged = np.asarray(merge_splits(jnp.asarray(partials, jnp.float32), jnp.asarray(lse, jnp.float32)))
+    partials[~is_there] = lse[~is_there] = np.nan  # never written
+    arrays = (jnp.asarray(partials, jnp.float32), jnp.asarray(lse, jnp.float32), jnp.asarray(count))
+    merged = np.asarray(merge_splits(*arrays))
 
-    weights *= ~is_empty[..., None]
+    weights *= is_there[..., None, None]
     expected = np.einsum("xsnl,xsnlh->snh", weights, values)[1:] / weights.sum((0, 3))[1:, :, None]
     np.testing.assert_allclose(merged[1:], expected, rtol=1e-4, atol=1e-5)
     assert (merged[0] == 0).all()
