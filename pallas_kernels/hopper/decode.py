@@ -44,60 +44,41 @@ def refuse_decode(q: jax.Array, kv: PagedKv) -> str | None:
     return None
 
 
-def pad_queries(q: jax.Array, num_kv_heads: int) -> jax.Array:
-    """q `[S, N, H]` as `attend_padded` takes it: `[S, K, G', H]`, G' the multiple of 8 from G = N / K on, zeros behind.
-
-    A copy to shared memory moves 8 rows, and the last heads would read past the array.
-    """
-    num_seqs, num_heads, head_dim = q.shape
-    grouped = q.reshape(num_seqs, num_kv_heads, -1, head_dim)
-    return jnp.pad(grouped, ((0, 0), (0, 0), (0, -(num_heads // num_kv_heads) % COPY_ROWS), (0, 0)))
-
-
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
     """See `backend.Decode`."""
-    num_groups = q.shape[1] // kv.num_kv_heads
-    padded = pad_queries(q, kv.num_kv_heads)
-    return attend_padded(padded, kv, num_groups, options, interpret).reshape(q.shape)
-
-
-def attend_padded(
-    padded: jax.Array, kv: PagedKv, num_groups: int, options: AttentionOptions, interpret: bool
-) -> jax.Array:
-    """The decode of queries that are padded already: `[S, N * H]` in their dtype.
-
-    padded: `[S, K, G', H]` as `pad_queries` makes it, from a kernel that writes queries anyway, for example. What is
-    behind the first num_groups (G) of its rows has no effect.
-    """
-    num_seqs, num_kv_heads, _, head_dim = padded.shape
-    q_like: Any = jax.ShapeDtypeStruct((num_seqs, num_kv_heads * num_groups, head_dim), padded.dtype)
-    blocks = tuning.blocks("paged_decode_attention", "mosaic_gpu", tuning.shape_class(q_like, kv))
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = kv.num_kv_heads
+    num_groups = num_heads // num_kv_heads
+    blocks = tuning.blocks("paged_decode_attention", "mosaic_gpu", tuning.shape_class(q, kv))
     plan = plan_splits(kv, options, blocks)
     splits = split_sequences(plan, kv.lengths, options)
-    out_type: Any = jax.ShapeDtypeStruct(padded.shape, padded.dtype)
+    grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
+    if num_groups % COPY_ROWS and (interpret or num_groups > COPY_ROWS):  # else see _whole_tiles
+        grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -num_groups % COPY_ROWS), (0, 0)))
+    out_type: Any = jax.ShapeDtypeStruct(grouped.shape, q.dtype)
     if plan.max_splits > 1:
         out_type = (
-            jax.ShapeDtypeStruct((2, plan.max_splits, *padded.shape), padded.dtype),
+            jax.ShapeDtypeStruct((2, plan.max_splits, *grouped.shape), q.dtype),
             jax.ShapeDtypeStruct((plan.max_splits, num_seqs, num_kv_heads, WGMMA_ROWS), jnp.float32),
         )
     out = gpu_kernel(
         functools.partial(_decode_kernel, options=options, interpret=interpret),
         name="paged_decode_attention",
         out_type=out_type,
-        scratch_types=_scratch(padded.dtype, kv, blocks),
+        scratch_types=_scratch(q.dtype, kv, blocks),
         grid=(plan.num_items, num_kv_heads),  # the last is the fastest: the heads of a page lie side by side
         grid_names=("item", "kv_head"),
         interpret=interpret,
         approx_math=True,
         reduction_scratch_bytes=0,  # rows are reduced within a warp
-    )(padded, kv.k, kv.v, kv.page_table, splits.items)
+    )(grouped, kv.k, kv.v, kv.page_table, splits.items)
     if plan.max_splits == 1:
-        return out[:, :, :num_groups].reshape(num_seqs, -1)
+        return out[:, :, :num_groups].reshape(q.shape)
     rounded, rest = out[0][..., :num_groups, :].astype(jnp.float32)
-    parts = (rounded + rest).reshape(plan.max_splits, *q_like.shape)
+    parts = (rounded + rest).reshape(plan.max_splits, *q.shape)
     lse = out[1][..., :num_groups].reshape(parts.shape[:3])
-    return merge_splits(parts, lse, splits.count).astype(padded.dtype).reshape(num_seqs, -1)
+    return merge_splits(parts, lse, splits.count).astype(q.dtype)
 
 
 def _scratch(dtype: Any, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:
@@ -136,7 +117,8 @@ def _decode_kernel(
     )  # fmt: skip
 
     def attend() -> tuple[jax.Array, jax.Array]:
-        plgpu.copy_gmem_to_smem(q_ref.at[seq, kv_head], q_tile.at[pl.ds(0, q_ref.shape[2])], q_arrived)
+        queries = q_ref.at[seq, kv_head]
+        plgpu.copy_gmem_to_smem(_whole_tiles(queries, seq), q_tile.at[pl.ds(0, _num_rows(queries))], q_arrived)
         program.start_first_tiles(begin, end)
         plgpu.barrier_wait(q_arrived)
         return program.attend(q_tile, begin, end)
@@ -155,9 +137,27 @@ def _decode_kernel(
         pl.when(begin < end)(write_part)  # an item that doesn't exist holds nothing
 
 
+def _num_rows(ref: Any) -> int:
+    """The rows of whole tiles that hold those of `[G, H]`."""
+    return -(-int(ref.shape[0]) // COPY_ROWS) * COPY_ROWS
+
+
+def _whole_tiles(ref: Any, scalar: jax.Array) -> Any:
+    """`[G, H]` in global memory as copies take it, which move whole tiles of 8 rows.
+
+    Where G is less, the slice reaches behind the array's last row. TMA knows its shape: it reads zeros there and writes
+    nothing. Pallas takes such a slice only if its start, which is 0, isn't known when it is traced. Interpreters would
+    read the neighbour's rows, so there the arrays are padded, as they are for other G, whose last tile TMA can't split.
+    """
+    if ref.shape[0] % COPY_ROWS == 0:
+        return ref
+    return ref.at[pl.ds(lax.min(scalar, 0), _num_rows(ref))]
+
+
 def _write(rows: jax.Array, staging: Any, out_ref: Any) -> None:
     """Write the first rows of `[64, H]` to global memory, through shared memory that is free again on return."""
     staging[...] = rows.astype(staging.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, out_ref.shape[0])], out_ref)
+    target = _whole_tiles(out_ref, lax.axis_index("kv_head"))
+    plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, _num_rows(out_ref))], target)
     plgpu.wait_smem_to_gmem(0)

@@ -22,8 +22,8 @@ from pallas_kernels.hopper.common import SWIZZLE_BYTES, WGMMA_ROWS, in_layout, i
 from pallas_kernels.options import AttentionOptions
 
 _LOG2_E = math.log2(math.e)
-# Below any real score; finite, so that subtracting it from itself gives 0 and not NaN.
-_UNSEEN = -1e30
+# Where a row's top score starts: below any real score, finite, so that hidden scores of -inf weigh 0 and not NaN.
+_LOWEST = -1e30
 # Columns of a swizzled tile of 2-byte numbers.
 _SWIZZLED_COLUMNS = SWIZZLE_BYTES // 2
 
@@ -141,9 +141,10 @@ class Program:
             products = matmul(q_tile, keys, transpose_b=True, interpret=self.interpret)
             if not is_widened:
                 refill(self.k)
-            scores = self._mask(self._scores(products), tile)
-            new_top = lax.max(top, jnp.max(scores, axis=1))
-            weights = jnp.exp2(scores - to_matrix(new_top, self.tile_tokens))
+            scores, factor = self._scores(products)
+            scores = self._mask(scores, tile)
+            new_top = lax.max(top, jnp.max(scores, axis=1) * factor)
+            weights = jnp.exp2(scores * factor - to_matrix(new_top, self.tile_tokens))
             shrink = jnp.exp2(top - new_top)
             total = total * shrink + jnp.sum(weights, axis=1)
             acc = acc * to_matrix(shrink, self.head_dim)
@@ -155,7 +156,7 @@ class Program:
                 refill(self.v)
             return new_top, total, acc
 
-        start = (self.column(_UNSEEN), self.column(0.0), self._zero_rows())
+        start = (self.column(_LOWEST), self.column(0.0), self._zero_rows())
         top, total, acc = lax.fori_loop(begin, end, add_tile, start)
         # A row that has seen anything has a total of at least 1, the weight of its top score; else acc is 0.
         out = acc / to_matrix(lax.max(total, self.column(1.0)), self.head_dim)
@@ -177,14 +178,17 @@ class Program:
             pages.append((self.page_table_ref[self.seq, lax.div(position, page_size)], offset))
         return tuple(pages)
 
-    def _scores(self, products: jax.Array) -> jax.Array:
-        """Turn products q . k into softmax scores, times log2(e)."""
+    def _scores(self, products: jax.Array) -> tuple[jax.Array, float]:
+        """Turn products q . k into values, and the factor by which they become softmax scores times log2(e).
+
+        The factor is left to the exponential, where it costs nothing.
+        """
         scale, cap = self.options.scale(self.head_dim), self.options.logit_soft_cap
         if cap is None:
-            return products * (scale * _LOG2_E)
+            return products, scale * _LOG2_E
         # tanh(x) = 1 - 2 / (1 + exp(2 x)); the chip's own approximation of tanh is too coarse under a large cap.
         growth = jnp.exp2(products * (2 * _LOG2_E * scale / cap))
-        return (cap * _LOG2_E) * (1.0 - 2.0 / (1.0 + growth))
+        return 1.0 - 2.0 / (1.0 + growth), cap * _LOG2_E
 
     def _is_seen(self, tile: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
         """Which places of a tile the query sees, the tile's tokens lying along an axis of the shape."""
@@ -192,8 +196,16 @@ class Program:
         seen = position <= self.last
         return seen if self.options.sliding_window is None else seen & (position >= self.first)
 
+    def _is_cut(self, tile: jax.Array) -> jax.Array:
+        """Whether the query doesn't see all of a tile."""
+        is_cut = (tile + 1) * self.tile_tokens > self.last + 1
+        return is_cut if self.options.sliding_window is None else is_cut | (tile * self.tile_tokens < self.first)
+
     def _mask(self, scores: jax.Array, tile: jax.Array) -> jax.Array:
-        return jnp.where(self._is_seen(tile, (WGMMA_ROWS, self.tile_tokens), 1), scores, _UNSEEN)
+        def mask(scores: jax.Array) -> jax.Array:
+            return jnp.where(self._is_seen(tile, (WGMMA_ROWS, self.tile_tokens), 1), scores, -jnp.inf)
+
+        return lax.cond(self._is_cut(tile), mask, lambda scores: scores, scores)
 
     def _clear_unseen(self, values: Any, tile: jax.Array) -> None:
         """Zero the places that the query doesn't see: they may hold NaN, which a weight of zero would not silence."""
@@ -206,10 +218,7 @@ class Program:
                 part[...] = jnp.where(seen, found, jnp.zeros_like(found))
             plgpu.commit_smem()
 
-        is_cut = (tile + 1) * self.tile_tokens > self.last + 1
-        if self.options.sliding_window is not None:
-            is_cut = is_cut | (tile * self.tile_tokens < self.first)
-        pl.when(is_cut)(clear)
+        pl.when(self._is_cut(tile))(clear)
 
     def column(self, value: float) -> jax.Array:
         """One float32 for each of the 64 rows."""
