@@ -1,9 +1,10 @@
 """Fakes that are real implementations: an engine whose KV cache holds token ids, and a mailbox that is a script.
 
-`FakeEngine` writes each token at its slot and rebuilds every sequence through the page table; the next token is a
-hash of the rebuilt sequence. A stale page, a wrong slot, an early eviction or a use after free therefore changes the
-tokens. `next_token` of the plain sequence is the oracle for chunking, caching and overlap alike. It holds the tables of
-logit edits too, as the host set them and steps moved them, and compares them with the sequence that it rebuilt.
+`FakeEngine` writes each token at its slot and rebuilds every sequence through its own page table, of which it knows no
+more than steps tell; the next token is a hash of the rebuilt sequence. A stale page, a change that was not sent, a
+wrong slot, an early eviction or a use after free therefore changes the tokens. `next_token` of the plain sequence is
+the oracle for chunking, caching and overlap alike. It holds the tables of logit edits too, as the host set them and
+steps moved them, and compares them with the sequence that it rebuilt.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
-from jaxsgl.cache.pages import IntArray, slots_of, tokens_in
+from jaxsgl.cache.pages import IntArray, page_of, slots_of, tokens_in
 from jaxsgl.messages import Load, News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import MAX_TOP_LOGPROBS
 from jaxsgl.scheduler.plan import SchedulerState
@@ -86,6 +87,33 @@ class FakeHandle:
         return self.result
 
 
+class FakePageTable:
+    """The page table of a fake device, changed by steps alone: `engine/page_table.py` in NumPy."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._page_size = capacity.page_size
+        self._pages: IntArray = np.zeros((capacity.num_rows + 1, capacity.max_pages_per_seq), dtype=np.int32)
+
+    def update(self, inputs: StepInputs) -> None:
+        """Writes what the host sends with a step, and the pages of its tokens unless it is one of several."""
+        for rows, places, pages in inputs.table_changes:
+            self._pages[rows, places] = pages
+        arrays = inputs.arrays
+        if arrays.steps is None:
+            token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
+            self.note(token_rows, arrays.positions, arrays.slots)
+
+    def note(self, rows: IntArray, positions: IntArray, slots: IntArray) -> None:
+        """Writes the pages of tokens that are computed."""
+        self._pages[rows, page_of(positions, self._page_size)] = page_of(slots, self._page_size)
+
+    def slots(self, row: int, num_tokens: int) -> IntArray:
+        """Slots of the first `num_tokens` tokens of the sequence in `row`."""
+        slots = slots_of(self._pages[row], 0, num_tokens, self._page_size)
+        assert (slots >= tokens_in(1, self._page_size)).all(), f"row {row} reads the dummy page"
+        return slots
+
+
 class FakeEngine:
     """A `StepEngine` without a model. Steps run as late as possible, so that inputs changed meanwhile would show.
 
@@ -106,6 +134,7 @@ class FakeEngine:
         self._free_at = 0.0
         num_slots = tokens_in(capacity.num_pages, capacity.page_size)
         self._kv: npt.NDArray[np.int32] = np.full((num_slots, 2), -1, dtype=np.int32)  # token id, position
+        self._table = FakePageTable(capacity)
         self._last_tokens: IntArray = np.zeros(capacity.num_rows + 1, dtype=np.int32)
         self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
         self._counts: IntArray = np.zeros((capacity.num_rows + 1, capacity.vocab_size), dtype=np.int32)
@@ -143,6 +172,7 @@ class FakeEngine:
 
     def _step(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], StepScores]:
         arrays = inputs.arrays
+        self._table.update(inputs)
         if arrays.steps is not None:
             return self._several_steps(inputs, arrays.steps), StepScores()
         ids = np.where(arrays.token_ids < 0, self._last_tokens[~np.minimum(arrays.token_ids, -1)], arrays.token_ids)
@@ -165,10 +195,10 @@ class FakeEngine:
         return tokens
 
     def _decode_one(self, arrays: StepArrays[npt.NDArray[Any]], s: int, i: int) -> int:
-        row, position = arrays.sample_rows[s], arrays.positions[s] + i
-        assert row == ~arrays.token_ids[s] != self._capacity.num_rows
-        slots = slots_of(arrays.page_table[s], 0, position + 1, self._capacity.page_size)
-        assert (slots >= tokens_in(1, self._capacity.page_size)).all(), f"sequence {s} decodes into the dummy page"
+        row, position = arrays.rows[s], arrays.positions[s] + i
+        assert row == arrays.sample_rows[s] == ~arrays.token_ids[s] != self._capacity.num_rows
+        self._table.note(row, position, arrays.slots[i, s])
+        slots = self._table.slots(row, position + 1)
         self._kv[slots[-1]] = self._last_tokens[row], position
         stored = self._kv[slots]
         assert (stored[:, 1] == np.arange(position + 1)).all(), f"sequence {s} reads a foreign page"
@@ -176,12 +206,12 @@ class FakeEngine:
         return int(self._last_tokens[row])
 
     def _rebuilt(self, inputs: StepInputs, arrays: StepArrays[npt.NDArray[Any]], s: int) -> IntArray:
-        """Token ids of sequence s, as its page table says."""
+        """Token ids of sequence s, as the page table says."""
         length = int(arrays.lengths[s])
         first, end = arrays.query_offsets[s : s + 2]
         assert end > first, f"sequence {s} of {inputs.bucket} has no token to compute, so no logits"
         assert arrays.positions[first:end].tolist() == list(range(length - (end - first), length))
-        stored = self._kv[slots_of(arrays.page_table[s], 0, length, self._capacity.page_size)]
+        stored = self._kv[self._table.slots(arrays.rows[s], length)]
         assert (stored[:, 1] == np.arange(length)).all(), f"sequence {s} of {inputs.bucket} reads a foreign page"
         return np.ascontiguousarray(stored[:, 0])
 

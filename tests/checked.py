@@ -87,7 +87,8 @@ class CheckedScheduler(Scheduler):
 def arrays_of(inputs: StepInputs) -> list[np.ndarray]:
     """All arrays that the engine hands to the device."""
     features = inputs.features
-    return [inputs.packed, *(() if features is None else (features.edit_rows, *features.row_setups))]
+    of_features = () if features is None else (features.edit_rows, *features.row_setups)
+    return [inputs.packed, *inputs.table_changes, *of_features]
 
 
 class WatchedScheduler(CheckedScheduler):

@@ -1,7 +1,8 @@
 """Pads what the scheduler decided into the fixed shapes of a bucket. Sees small values, never a scheduler's request.
 
 Padding tokens read and write the dummy page; padding sequences have length 0 and sample into the dummy row. The
-scheduler calls it once per step.
+scheduler calls it once per step. It reads the page table and changes nothing: whether a batch is launched is decided
+later.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ from typing import Any
 import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.inputs import Bucket, StepArrays, StepFeatures, StepInputs, field_bits, host_views, packed_len
+from jaxsgl.batch.inputs import (
+    TABLE_CHANGES,
+    Bucket,
+    StepArrays,
+    StepFeatures,
+    StepInputs,
+    field_bits,
+    host_views,
+    packed_len,
+)
 from jaxsgl.batch.sampling import NEUTRAL_BITS, SamplingRows, neutral_edits, row_setup
-from jaxsgl.cache.pages import IntArray, pages_for, slots_at, slots_of
+from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, PageTable, slots_at, slots_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +57,68 @@ def empty_step(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
     if bucket.featured:
         neutral = row_setup(num_rows, neutral_edits(), np.zeros(vocab_size, np.int32))
         features = StepFeatures(arrays.sample_rows, row_setups=(neutral,), logprobs=True)
-    return StepInputs(bucket, packed, num_seqs=0, num_tokens=0, features=features)
+    changes = _table_changes(np.array([[num_rows], [0], [DUMMY_PAGE]], dtype=np.int32), num_rows)
+    return StepInputs(bucket, packed, num_seqs=0, num_tokens=0, features=features, table_changes=changes)
 
 
 def _padding(bucket: Bucket, dummy_row: int) -> tuple[IntArray, StepArrays[Any]]:
     """A new buffer of padding only; the device may still be reading the last one."""
     packed = np.zeros(packed_len(bucket), dtype=np.int32)
     arrays = host_views(packed, bucket)
-    arrays.sample_rows[:] = dummy_row
+    arrays.rows[:] = arrays.sample_rows[:] = dummy_row
+    if arrays.token_rows is not None:
+        arrays.token_rows[:] = dummy_row
     field_bits(packed, bucket, "sampling")[:] = NEUTRAL_BITS[:, None]
     return packed, arrays
 
 
-class BatchBuilder:
-    """Builds `StepInputs` from page tables `[rows, P]`, sampling rows and buckets; all are the scheduler's."""
+def _table_changes(entries: IntArray, dummy_row: int) -> tuple[IntArray, ...]:
+    """`entries [3, n]` of the page table in arrays of one size."""
+    parts = []
+    for first in range(0, entries.shape[1], TABLE_CHANGES):
+        part = entries[:, first : first + TABLE_CHANGES]
+        padded = np.zeros((3, TABLE_CHANGES), dtype=np.int32)
+        padded[0] = dummy_row
+        padded[:, : part.shape[1]] = part
+        padded.flags.writeable = False
+        parts.append(padded)
+    return tuple(parts)
 
-    def __init__(self, buckets: BucketSet, page_tables: IntArray, sampling: SamplingRows, page_size: int) -> None:
+
+class BatchBuilder:
+    """Builds `StepInputs` from the page table, sampling rows and buckets; all are the scheduler's."""
+
+    def __init__(self, buckets: BucketSet, table: PageTable, sampling: SamplingRows, page_size: int) -> None:
         self._buckets = buckets
-        self._page_tables = page_tables
+        self._table = table
         self._sampling = sampling
         self._page_size = page_size
-        self._dummy_row = len(page_tables)
+        self._dummy_row = len(table.pages)
 
     def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepInputs:
         """Decodes one token for each row `[S]`: the row's last sampled token, which goes to `positions [S]`.
 
-        With `steps [S]`, uses the program of several steps: each row takes that many, and its page table must reach
-        as far.
+        With `steps [S]`, uses the program of several steps: each row takes that many, and its pages must reach as far.
         """
         n = len(rows)
         num_steps = 1 if steps is None else self._buckets.decode_steps
         variant = self._sampling.any_sampled(rows), self._sampling.any_featured(rows)
         bucket = self._buckets.decode(n, *variant, num_steps=num_steps)
         packed, arrays = _padding(bucket, self._dummy_row)
-        tables = self._pages_of(rows, int(positions.max()) + num_steps)
         arrays.token_ids[:n] = ~rows
         arrays.positions[:n] = positions
-        arrays.slots[:n] = slots_at(tables, positions, self._page_size)
         arrays.lengths[:n] = positions + 1
         arrays.query_offsets[:] = np.minimum(np.arange(bucket.num_seqs + 1), n)
-        arrays.page_table[:n, : tables.shape[1]] = tables
-        arrays.sample_rows[:n] = rows
-        if steps is not None:
+        arrays.rows[:n] = arrays.sample_rows[:n] = rows
+        if steps is None:
+            arrays.slots[:n] = self._slots_at(rows, positions)
+        else:
             assert arrays.steps is not None
             arrays.steps[:n] = steps
+            step = np.arange(num_steps, dtype=np.int32)[:, None]
+            takes_part = step < steps
+            slots = self._slots_at(rows, np.where(takes_part, positions + step, 0))
+            arrays.slots[:, :n] = np.where(takes_part, slots, 0)
         return self._finish(bucket, packed, arrays, rows, n if steps is None else int(steps.sum()), works=())
 
     def extend(self, works: Sequence[Work]) -> StepInputs:
@@ -105,12 +133,15 @@ class BatchBuilder:
         else:
             bucket = self._buckets.extend(num_tokens, len(works), *variant)
         packed, arrays = _padding(bucket, self._dummy_row)
+        assert arrays.token_rows is not None
+        arrays.rows[: len(works)] = rows
+        arrays.token_rows[:num_tokens] = np.repeat(rows, counts)
         offset = 0
         for s, (work, count) in enumerate(zip(works, counts, strict=True)):
             stop, end = work.start + count, offset + count
             arrays.token_ids[offset:end] = work.token_ids
             arrays.positions[offset:end] = np.arange(work.start, stop)
-            arrays.slots[offset:end] = slots_of(self._page_tables[work.row], work.start, stop, self._page_size)
+            arrays.slots[offset:end] = slots_of(self._table.pages[work.row], work.start, stop, self._page_size)
             arrays.lengths[s] = stop
             arrays.query_offsets[s] = offset
             arrays.sample_rows[s] = work.row if work.sample else self._dummy_row
@@ -119,14 +150,10 @@ class BatchBuilder:
                 arrays.targets[offset:end] = work.targets
             offset = end
         arrays.query_offsets[len(works) :] = offset
-        tables = self._pages_of(rows, max(work.start + count for work, count in zip(works, counts, strict=True)))
-        arrays.page_table[: len(works), : tables.shape[1]] = tables
         return self._finish(bucket, packed, arrays, rows, num_tokens, works)
 
-    def _pages_of(self, rows: IntArray, num_tokens: int) -> IntArray:
-        """The page tables of `rows` as far as the longest sequence reaches; the rest is mostly empty."""
-        tables: IntArray = self._page_tables[rows, : pages_for(num_tokens, self._page_size)]
-        return tables
+    def _slots_at(self, rows: IntArray, positions: IntArray) -> IntArray:
+        return slots_at(self._table.pages, rows, positions, self._page_size)
 
     def _finish(
         self,
@@ -141,7 +168,8 @@ class BatchBuilder:
             field_bits(packed, bucket, "sampling")[:, : len(rows)] = self._sampling.bits(rows)
         features = self._features(arrays.sample_rows, works) if bucket.featured else None
         packed.flags.writeable = False
-        return StepInputs(bucket, packed, len(rows), num_tokens, features)
+        changes = _table_changes(self._table.unsent(rows), self._dummy_row)
+        return StepInputs(bucket, packed, len(rows), num_tokens, features, changes)
 
     def _features(self, sample_rows: IntArray, works: Sequence[Work]) -> StepFeatures:
         """A sequence whose token is dropped has the dummy row already, and so edits and counts nothing."""

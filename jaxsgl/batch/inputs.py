@@ -19,6 +19,8 @@ from jaxsgl.batch.sampling import COLUMNS, Bitcast, SamplingArrays
 ArrayT = TypeVar("ArrayT", bound=Any)
 StepKind: TypeAlias = Literal["decode", "extend", "score"]
 
+TABLE_CHANGES = 512  # entries of the page table in one array of changes
+
 
 @dataclass(frozen=True, order=True)
 class Bucket:
@@ -29,7 +31,7 @@ class Bucket:
         log-probabilities of prompt tokens.
       num_tokens: T, padded tokens of a step.
       num_seqs: S, padded sequences.
-      num_pages: P, width of the page tables.
+      num_pages: P, width of the page table on the device; no input of a step depends on it.
       sampled: whether a sampling program follows the forward program; a greedy batch needs none.
       featured: whether that program also edits logits and yields log-probabilities; implies `sampled`.
       num_steps: steps that the program takes one after the other; more than 1 only in decode buckets, never featured.
@@ -61,17 +63,20 @@ class StepArrays(Generic[ArrayT]):
     Attributes:
       token_ids: `[T]`; an id below 0 means "the last token of row ~id", which only the device knows yet.
       positions: `[T]` position of each token in its sequence; 0 for padding.
-      slots: `[T]` where each token's K and V go; padding goes to slot 0, in the dummy page.
+      slots: `[T]` where each token's K and V go; padding goes to slot 0, in the dummy page. In programs of several
+        steps `[num_steps, S]`, a row for each step, 0 where a sequence takes no part any more.
       lengths: `[S]` KV tokens of each sequence, this step's included; 0 for padding.
       query_offsets: `[S + 1]` sequence s owns tokens query_offsets[s] .. query_offsets[s + 1] - 1, its last ones.
-      page_table: `[S, P]` page ids; unused entries are 0.
+      rows: `[S]` row of the page table of each sequence; the dummy row for padding.
       sample_rows: `[S]` row of the last-token table that gets the sampled token; the dummy row for padding, and for a
         chunk that isn't the prompt's last, whose token is dropped.
       sampling: `[S]` each; neutral in greedy buckets.
+      token_rows: `[T]` the row of each token's sequence, the dummy row for padding; not in decode buckets, where it is
+        `rows`.
       targets: `[T]` the prompt token that follows each token, where its log-probability is wanted; in "score" buckets
         only.
       steps: `[S]` in programs of several steps: in how many of them, from the first, each sequence takes part; 0 for
-        padding. All other fields are those of the first step, and lie where a program of one step has them.
+        padding. All other fields but `slots` are those of the first step.
     """
 
     token_ids: ArrayT
@@ -79,9 +84,10 @@ class StepArrays(Generic[ArrayT]):
     slots: ArrayT
     lengths: ArrayT
     query_offsets: ArrayT
-    page_table: ArrayT
+    rows: ArrayT
     sample_rows: ArrayT
     sampling: SamplingArrays[ArrayT]
+    token_rows: ArrayT | None = None
     targets: ArrayT | None = None
     steps: ArrayT | None = None
 
@@ -89,17 +95,19 @@ class StepArrays(Generic[ArrayT]):
 @cache
 def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Name -> (offset in the buffer, shape) of every field of `StepArrays`, in order."""
-    t, s, p = bucket.num_tokens, bucket.num_seqs, bucket.num_pages
+    t, s = bucket.num_tokens, bucket.num_seqs
     shapes: dict[str, tuple[int, ...]] = {
         "token_ids": (t,),
         "positions": (t,),
-        "slots": (t,),
+        "slots": (t,) if bucket.num_steps == 1 else (bucket.num_steps, s),
         "lengths": (s,),
         "query_offsets": (s + 1,),
-        "page_table": (s, p),
+        "rows": (s,),
         "sample_rows": (s,),
         "sampling": (len(COLUMNS), s),
     }
+    if bucket.kind != "decode":
+        shapes["token_rows"] = (t,)
     if bucket.kind == "score":
         shapes["targets"] = (t,)
     if bucket.num_steps > 1:
@@ -157,10 +165,13 @@ class StepInputs:
 
     Attributes:
       bucket: which compiled program runs it.
-      packed: `[packed_len(bucket)]` int32, the only array that is transferred unless the batch is featured.
+      packed: `[packed_len(bucket)]` int32, the only array that is transferred by most steps.
       num_seqs: real sequences; the rest of S is padding.
       num_tokens: real tokens; the rest of the bucket's `padded_tokens` is padding.
       features: in featured batches only.
+      table_changes: `[3, TABLE_CHANGES]` each (row, place in it, page), to be written to the device's page table before
+        the batch runs; padding writes the dummy page to the dummy row. Mostly none, since a step itself writes the
+        pages of the tokens that it computes: what is left are pages shared with other requests.
     """
 
     bucket: Bucket
@@ -168,6 +179,7 @@ class StepInputs:
     num_seqs: int
     num_tokens: int
     features: StepFeatures | None = None
+    table_changes: tuple[npt.NDArray[np.int32], ...] = ()
 
     @property
     def arrays(self) -> StepArrays[npt.NDArray[Any]]:

@@ -85,7 +85,7 @@ class CacheManager:
         """Takes a row and locks the prefix matched under `salt` for `owner`, a name for the report of a leak."""
         self.prefixes.lock(match.handle)
         row, num_pages = self.table.take_row(), len(match.pages)
-        self.table.pages[row, :num_pages] = match.pages
+        self.table.put(row, 0, match.pages)
         self._last_owners.of_row[row] = owner
         return Lease(row, num_pages, tokens_in(num_pages, self.page_size), num_pages, match.handle, owner, salt)
 
@@ -116,8 +116,12 @@ class CacheManager:
         self.prefixes.lock(done.handle)
         self.prefixes.unlock(lease.handle)
         self._allocator.free(row[lease.num_shared : done.num_existing])
-        row[: len(done.pages)] = done.pages
+        self.table.put(lease.row, lease.num_shared, done.pages[lease.num_shared : done.num_existing])
         lease.handle, lease.num_shared = done.handle, len(done.pages)
+
+    def sent(self, rows: Iterable[int]) -> None:
+        """A step that carries what `PageTable.unsent` has of `rows` is launched next."""
+        self.table.sent(rows)
 
     def release(self, lease: Lease, token_ids: IntArray) -> None:
         """Ends the lease: full pages of `token_ids` go to the prefix cache, the rest and the row are freed."""

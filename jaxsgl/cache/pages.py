@@ -7,7 +7,7 @@ requests or prefixes; `manager.py` is the only writer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,6 +19,7 @@ ArrayT = TypeVar("ArrayT", bound=Any)
 CountT = TypeVar("CountT", int, npt.NDArray[np.int64])
 
 DUMMY_PAGE = 0
+_NO_ENTRIES: IntArray = np.empty((3, 0), dtype=np.int32)
 
 
 def pages_for(num_tokens: CountT, page_size: int) -> CountT:
@@ -48,11 +49,16 @@ def slots_of(page_table_row: IntArray, start: int, stop: int, page_size: int) ->
     return page_table_row[positions // page_size] * page_size + positions % page_size
 
 
-def slots_at(page_tables: ArrayT, positions: ArrayT, page_size: int) -> ArrayT:
-    """Slots `[S]` of one position per sequence: `positions [S]` in `page_tables [S, P]`; arrays of NumPy or of JAX."""
-    pages = page_tables[np.arange(len(positions)), positions // page_size]
-    slots: ArrayT = pages * page_size + positions % page_size
+def slots_at(page_tables: IntArray, rows: IntArray, positions: IntArray, page_size: int) -> IntArray:
+    """Slots `[..., S]` of `positions [..., S]` of the sequences in `rows [S]` of `page_tables [rows, P]`."""
+    slots: IntArray = page_tables[rows, positions // page_size] * page_size + positions % page_size
     return slots
+
+
+def page_of(numbers: ArrayT, page_size: int) -> ArrayT:
+    """The pages of slots, or the places in a row of the page table of positions; arrays of NumPy or of JAX."""
+    pages: ArrayT = numbers // page_size
+    return pages
 
 
 def pages_before_ends(
@@ -115,11 +121,15 @@ class PageTable:
     """`pages[row, i]` is the page that holds the i-th page worth of tokens of the request in `row`.
 
     Entries past a row's pages are the dummy page, so that a later owner of the row can never read a stale page id.
+
+    The device has a copy. A step writes the pages of the tokens that it computes into it, so that new pages need no
+    message. `unsent` has the other entries, which name pages that other requests have computed.
     """
 
     def __init__(self, num_rows: int, max_pages: int) -> None:
         self.pages: IntArray = np.full((num_rows, max_pages), DUMMY_PAGE, dtype=np.int32)
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._unsent: dict[int, tuple[int, int]] = {}  # row -> first entry, end; mostly empty
 
     @property
     def num_free_rows(self) -> int:
@@ -138,7 +148,30 @@ class PageTable:
         """Gives `row` back and clears it."""
         assert row not in self._free_rows, f"row {row} freed twice"
         self.pages[row] = DUMMY_PAGE
+        self._unsent.pop(row, None)
         self._free_rows.append(row)
+
+    def put(self, row: int, first: int, pages: IntArray) -> None:
+        """Writes `pages`, which other requests have computed, to entries first .. of `row`."""
+        if len(pages):
+            end = first + len(pages)
+            self.pages[row, first:end] = pages
+            old_first, old_end = self._unsent.get(row, (first, end))
+            self._unsent[row] = min(first, old_first), max(end, old_end)
+
+    def unsent(self, rows: Sequence[int] | IntArray) -> IntArray:
+        """`[3, n]` entries of `rows` that the device must get before it reads these rows: row, place in it, page."""
+        if not self._unsent:
+            return _NO_ENTRIES
+        spans = [(row, *self._unsent[row]) for row in rows if row in self._unsent]
+        places = [np.arange(first, end, dtype=np.int32) for _, first, end in spans]
+        parts = [(np.full_like(at, row), at, self.pages[row, at]) for (row, *_), at in zip(spans, places, strict=True)]
+        return np.concatenate([np.stack(part) for part in parts], axis=1) if parts else _NO_ENTRIES
+
+    def sent(self, rows: Iterable[int]) -> None:
+        """A step that carries `unsent(rows)` will be launched, before any other."""
+        for row in rows:
+            self._unsent.pop(row, None)
 
 
 @dataclass(slots=True)

@@ -149,10 +149,13 @@ class Engine:
     def submit(self, inputs: StepInputs) -> DeviceHandle:
         """Launches one step and returns; never waits for the device.
 
-        The host array goes to the device as it is, the only transfer of a step without sampling features. Raises
-        `JaxsglError` for a bucket that wasn't compiled, and what XLA raises; after that the engine can't go on.
+        The host array goes to the device as it is, the only transfer of a step without sampling features or changes of
+        the page table. Raises `JaxsglError` for a bucket that wasn't compiled, and what XLA raises; after that the
+        engine can't go on.
         """
         forward, *after = self.programs.of(inputs.bucket)
+        for changes in inputs.table_changes:
+            self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
         out = forward(self._params, self._state, inputs.packed)
         self._state = out.state
         if inputs.bucket.num_steps > 1:

@@ -15,15 +15,16 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.inputs import Bucket, packed_len
+from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
 from jaxsgl.batch.sampling import EDITS_LEN
-from jaxsgl.engine import edits
+from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.step import (
     FEATURED_DONATES,
     FORWARD_DONATES,
     SAMPLING_DONATES,
     SAMPLING_ROWS,
+    SET_PAGES_DONATES,
     SET_ROW_DONATES,
     Decoded,
     DecodeSteps,
@@ -69,6 +70,8 @@ class ProgramSpec:
             return self.trace_forward(key.shape)
         if key == SET_ROW:
             return self.trace_set_row()
+        if key == SET_PAGES:
+            return self.trace_set_pages()
         return self.trace_featured(key.shape) if key.kind == "featured" else self.trace_sampling(key.shape)
 
     def trace_forward(self, bucket: Bucket) -> jax.stages.Traced:
@@ -101,6 +104,11 @@ class ProgramSpec:
         jitted = jax.jit(edits.set_row, donate_argnums=SET_ROW_DONATES, out_shardings=replicated(self.mesh))
         return jitted.trace(self.state.edit_tables, self._int32(1 + EDITS_LEN + self.vocab_size))
 
+    def trace_set_pages(self) -> jax.stages.Traced:
+        """The program that writes entries of the page table, traced."""
+        jitted = jax.jit(page_table.set_pages, donate_argnums=SET_PAGES_DONATES, out_shardings=replicated(self.mesh))
+        return jitted.trace(self.state.page_table, self._int32(3, TABLE_CHANGES))
+
     def _sampling_arguments(self, num_seqs: int) -> tuple[Any, ...]:
         """Logits, packed sampling inputs and last tokens."""
         logits = jax.ShapeDtypeStruct((num_seqs, self.vocab_size), jnp.float32, sharding=replicated(self.mesh))
@@ -111,13 +119,13 @@ class ProgramSpec:
 
 
 class ProgramKey(NamedTuple):
-    """Names a program: "forward" by its bucket, "sampling" or "featured" by its number of sequences, or "set_row"."""
+    """Names a program: "forward" by its bucket, "sampling" or "featured" by its sequences, "set_row" or "set_pages"."""
 
     kind: str
     shape: Bucket | int = 0
 
 
-SET_ROW = ProgramKey("set_row")
+SET_ROW, SET_PAGES = ProgramKey("set_row"), ProgramKey("set_pages")
 
 
 def keys_of(bucket: Bucket) -> list[ProgramKey]:
@@ -132,7 +140,7 @@ def keys_of(bucket: Bucket) -> list[ProgramKey]:
 
 def all_keys(buckets: BucketSet) -> list[ProgramKey]:
     """Every program that warm-up compiles, in its order."""
-    return list(dict.fromkeys([*(key for bucket in buckets.all() for key in keys_of(bucket)), SET_ROW]))
+    return list(dict.fromkeys([*(key for bucket in buckets.all() for key in keys_of(bucket)), SET_ROW, SET_PAGES]))
 
 
 Compilations: TypeAlias = Mapping[ProgramKey, Compilation]
@@ -164,7 +172,7 @@ def _bytes_of(programs: Iterable[jax.stages.Compiled]) -> int:
 
 
 class Programs:
-    """The programs of all buckets, and the one that writes a row of the edit tables.
+    """The programs of all buckets, and those that write a row of the edit tables and entries of the page table.
 
     Attributes:
       spec, buckets: what they were made from.
@@ -178,6 +186,7 @@ class Programs:
         rest = [key for key in all_keys(buckets) if key not in done]
         self.compilations: Compilations = {**done, **compile_keys(spec, rest, progress=progress)}
         self.set_row = self.compilations[SET_ROW].compiled
+        self.set_pages = self.compilations[SET_PAGES].compiled
         # One look-up per step instead of building keys.
         self._of_bucket = {
             bucket: tuple(self.compilations[key].compiled for key in keys_of(bucket)) for bucket in buckets.all()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config import EngineConfig
-from jaxsgl.engine import edits
+from jaxsgl.engine import edits, page_table
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 
@@ -103,7 +103,8 @@ def plan_capacity(
         memory,
         max_total_tokens=config.max_total_tokens,
         useful_tokens=num_rows * context_length,
-        reserved_bytes=edits.table_bytes(num_rows, arch.vocab_size),
+        reserved_bytes=edits.table_bytes(num_rows, arch.vocab_size)
+        + page_table.table_bytes(num_rows, pages_for(context_length, page.page_size)),
         step_bytes=step_bytes,
     )
     return Capacity(

@@ -1,4 +1,4 @@
-"""What stays on the device from step to step: KV pages, last tokens and tables of logit edits.
+"""What stays on the device from step to step: KV pages, the page table, last tokens and tables of logit edits.
 
 Every program that changes a part takes it donated and returns it, so that it is written in place. The engine compiles
 for the state's shapes, then allocates it, and holds it between steps. Knows nothing about which request owns a page or
@@ -34,11 +34,13 @@ class DeviceState(NamedTuple):
 
     Attributes:
       kv: the pages of all layers.
+      page_table: `[rows + 1, P]` int32, the pages of each row, the dummy row last; see `page_table.py`.
       last_tokens: `[rows + 1]` int32, the newest token of each row, the dummy row last.
       edit_tables: by row, what featured batches do to logits.
     """
 
     kv: KvBuffers
+    page_table: jax.Array
     last_tokens: jax.Array
     edit_tables: EditTables
 
@@ -50,18 +52,19 @@ def abstract_state(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceStat
     rows = capacity.num_rows + 1
     tables: list[Any] = [
         jax.ShapeDtypeStruct(dims, jnp.int32, sharding=replicated(mesh))
-        for dims in ((rows,), (rows, EDITS_LEN), (rows, capacity.vocab_size))
+        for dims in ((rows, capacity.max_pages_per_seq), (rows,), (rows, EDITS_LEN), (rows, capacity.vocab_size))
     ]
-    last_tokens, edits, counts = tables
-    return DeviceState(KvBuffers(layers, layers), last_tokens, EditTables(edits, counts))
+    page_table, last_tokens, edits, counts = tables
+    return DeviceState(KvBuffers(layers, layers), page_table, last_tokens, EditTables(edits, counts))
 
 
 def allocate(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
     """The state before the first step. Raises `ConfigError` if the mesh can't split the kv heads."""
     tables = neutral_tables(capacity.num_rows, capacity.vocab_size)
+    page_table = np.zeros((capacity.num_rows + 1, capacity.max_pages_per_seq), np.int32)
     last_tokens = np.zeros(capacity.num_rows + 1, np.int32)
     kv = allocate_kv(shape, capacity.num_pages, mesh)
-    return DeviceState(kv, *jax.device_put((last_tokens, tables), replicated(mesh)))
+    return DeviceState(kv, *jax.device_put((page_table, last_tokens, tables), replicated(mesh)))
 
 
 def allocate_kv(shape: KvShape, num_pages: int, mesh: Mesh) -> KvBuffers:

@@ -23,8 +23,7 @@ from flax import nnx
 
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
-from jaxsgl.cache.pages import DUMMY_PAGE, slots_at
-from jaxsgl.engine import edits, sampler
+from jaxsgl.engine import edits, page_table, sampler
 from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.sampler import Logprobs, score, score_in_slices
 from jaxsgl.engine.state import DeviceState, KvBuffers
@@ -38,7 +37,8 @@ class Stepped(NamedTuple):
     """What a step yields.
 
     Attributes:
-      state: with this step's keys and values in its pages, and `tokens` at their rows of `last_tokens`.
+      state: with this step's keys and values in its pages, these pages in its page table, and `tokens` at their rows
+        of `last_tokens`.
       tokens: `[S]` int32, the most likely ones.
       logits: `[S, V]` float32.
       prompt_scores: `[T]` of the targets, in "score" steps only.
@@ -100,6 +100,7 @@ FORWARD_DONATES = (1,)  # state
 SAMPLING_DONATES = (2,)  # last_tokens
 FEATURED_DONATES = (2, 3)  # last_tokens, edit_tables
 SET_ROW_DONATES = (0,)  # tables
+SET_PAGES_DONATES = (0,)  # page table
 
 
 def make_step(graphdef: nnx.GraphDef[Decoder], kind: StepKind, attention_backend: str) -> Step:
@@ -107,13 +108,18 @@ def make_step(graphdef: nnx.GraphDef[Decoder], kind: StepKind, attention_backend
 
     def step(params: Params, state: DeviceState, arrays: StepArrays[jax.Array]) -> Stepped:
         model = nnx.merge(graphdef, params)
-        pages = Pages(state.kv, arrays, kind, attention_backend)
+        page_size = state.kv.k[0].shape[2]
+        token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
+        table = page_table.note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
+        table_SP = page_table.of_seqs(table, arrays.rows, arrays.lengths, page_size)
+        pages = Pages(state.kv, table_SP, arrays, kind, attention_backend)
         hidden = model(_token_ids(arrays.token_ids, state.last_tokens), arrays.positions, pages.attend)
         logits = model.logits(hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets))
         tokens = sampler.greedy(logits)
         last_tokens = state.last_tokens.at[arrays.sample_rows].set(tokens)
         scores = None if arrays.targets is None else score_in_slices(model.logits, hidden, arrays.targets)
-        return Stepped(state._replace(kv=pages.buffers(), last_tokens=last_tokens), tokens, logits, scores)
+        state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables)
+        return Stepped(state, tokens, logits, scores)
 
     return step
 
@@ -167,14 +173,14 @@ def make_decode_steps(
 def arrays_of_step(first: StepArrays[jax.Array], i: jax.Array, state: DeviceState) -> StepArrays[jax.Array]:
     """The inputs of step `i` of several, from those of the first. A sequence past its last step is padding."""
     assert first.steps is not None
-    page_size, dummy_row = state.kv.k[0].shape[2], len(state.last_tokens) - 1
+    dummy_row = len(state.last_tokens) - 1
     on = i < first.steps
-    positions = jnp.where(on, first.positions + i, 0)
     return replace(
         first,
-        positions=positions,
-        slots=jnp.where(on, slots_at(first.page_table, positions, page_size), DUMMY_PAGE),
+        positions=jnp.where(on, first.positions + i, 0),
+        slots=first.slots[i],
         lengths=jnp.where(on, first.lengths + i, 0),
+        rows=jnp.where(on, first.rows, dummy_row),
         sample_rows=jnp.where(on, first.sample_rows, dummy_row),
     )
 
@@ -214,8 +220,11 @@ def unpack_sampling(packed: jax.Array) -> tuple[jax.Array, jax.Array, SamplingAr
 class Pages:
     """The KV pages during one trace: each layer replaces its pair, so that XLA sees one in-place update per buffer."""
 
-    def __init__(self, kv: KvBuffers, arrays: StepArrays[jax.Array], kind: StepKind, backend: str) -> None:
+    def __init__(
+        self, kv: KvBuffers, page_table_SP: jax.Array, arrays: StepArrays[jax.Array], kind: StepKind, backend: str
+    ) -> None:
         self._k, self._v = list(kv.k), list(kv.v)
+        self._page_table = page_table_SP
         self._arrays, self._kind, self._backend = arrays, kind, backend
 
     def attend(self, layer_index: int, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Array:
@@ -223,7 +232,7 @@ class Pages:
         a, backend = self._arrays, self._backend
         old = self._k[layer_index], self._v[layer_index]
         store_backend = backend if backend in STORE_BACKENDS else "auto"
-        kv = store_kv(PagedKv(*old, a.page_table, a.lengths), k_TKH, v_TKH, a.slots, backend=store_backend)
+        kv = store_kv(PagedKv(*old, self._page_table, a.lengths), k_TKH, v_TKH, a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
             return paged_decode_attention(q_TNH, kv, backend=backend)

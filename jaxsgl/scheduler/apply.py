@@ -24,7 +24,7 @@ from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
-from jaxsgl.cache.pages import IntArray
+from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.messages import Reply, TokenLogprob
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
@@ -44,7 +44,7 @@ class Builder(Protocol):
         ...
 
 
-MakeBuilder: TypeAlias = Callable[[BucketSet, IntArray, SamplingRows, int], Builder]  # as `BatchBuilder.__init__`
+MakeBuilder: TypeAlias = Callable[[BucketSet, PageTable, SamplingRows, int], Builder]  # as `BatchBuilder.__init__`
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,8 @@ class Applier:
                 self._requests.moved(req)
         silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
         numbers = [req.lease_number for req in reqs]
-        self._launched(inputs, InFlightStep(reqs, numbers, silent, scored, len(plan.chunks)))
+        rows = [work.row for work in works]
+        self._launched(inputs, InFlightStep(reqs, numbers, silent, scored, len(plan.chunks)), rows)
         if self._state.latency is not None:
             kv_tokens = sum(work.start + len(work.token_ids) for work in works)
             pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
@@ -290,7 +291,7 @@ class Applier:
                 for i, req in enumerate(reqs)
             )
             raise
-        self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs]))
+        self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs]), rows)
         if self._state.latency is not None:
             kv_tokens = int((steps_S * (2 * positions_S + steps_S + 1)).sum()) // 2
             self._state.latency.launched(inputs.bucket, kv_tokens, 0.0)
@@ -321,7 +322,9 @@ class Applier:
         self._cache.grow(req.lease, start + 1)
         return Work(row, np.array([~row], dtype=np.int32), start, True)
 
-    def _launched(self, inputs: StepInputs, step: InFlightStep) -> None:
+    def _launched(self, inputs: StepInputs, step: InFlightStep, rows: Sequence[int]) -> None:
+        if inputs.table_changes:
+            self._cache.sent(rows)
         self._in_flight.append(step)
         self._stopwatch.launched(inputs.bucket)
         self._state.steps_in_flight += 1

@@ -118,7 +118,7 @@ class Scheduler:
         self._retraction_warning = RetractionWarning(capacity, config.schedule_conservativeness, clock)
         sampling = SamplingRows(capacity.num_rows)
         self._stopwatch = Stopwatch(clock)
-        builder = make_builder(buckets, table.pages, sampling, capacity.page_size)
+        builder = make_builder(buckets, table, sampling, capacity.page_size)
         self._applier = Applier(self.state, builder, sampling, self._stopwatch)
         self._replies: list[Reply] = []
         self._paused = False

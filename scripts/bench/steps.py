@@ -1,13 +1,14 @@
 """Full steps for an engine, built as the scheduler builds them. Lengths are given; the token ids don't matter.
 
-Called by the benchmarks that time single steps. Pages come from all over the pool, in random order.
+Called by the benchmarks that time single steps. Pages come from all over the pool, in random order. The device gets the
+pages of a step's sequences when the step runs for the first time: `first_run`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
-from jaxsgl.cache.pages import IntArray, pages_for
+from jaxsgl.cache.pages import IntArray, PageTable, pages_for
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
 from jaxsgl.request import SamplingParams
@@ -75,12 +76,27 @@ def build_step(
     sampling = SamplingRows(capacity.num_rows)
     for row in range(len(seqs)):
         sampling.set(row, params, seed=row)
-    builder = BatchBuilder(engine.buckets, page_tables(capacity, seqs, rng), sampling, capacity.page_size)
+    table = unsent_table(page_tables(capacity, seqs, rng))
+    builder = BatchBuilder(engine.buckets, table, sampling, capacity.page_size)
     if decode:
         return builder.decode(np.arange(len(seqs), dtype=np.int32), np.array([seq.cached for seq in seqs], np.int32))
     return builder.extend(
         [Work(row, np.ones(seq.new, np.int32), seq.cached, sample=True) for row, seq in enumerate(seqs)]
     )
+
+
+def unsent_table(pages: IntArray) -> PageTable:
+    """A page table `[rows, P]` of which the device knows nothing."""
+    table = PageTable(*pages.shape)
+    for row, entries in enumerate(pages):
+        table.put(row, 0, entries)
+    return table
+
+
+def first_run(engine: Engine, inputs: StepInputs) -> StepInputs:
+    """Runs a step of `build_step`. Returns it as it is while the device's page table has the pages of its sequences."""
+    engine.submit(inputs).tokens()
+    return replace(inputs, table_changes=())
 
 
 def page_tables(capacity: Capacity, seqs: Sequence[Seq], rng: np.random.Generator) -> IntArray:

@@ -41,6 +41,28 @@ def test_sharing_frees_the_duplicate_and_renames_it_in_the_row() -> None:
     cache.check([first, second])
 
 
+def test_only_pages_that_another_request_has_computed_are_to_be_sent_to_the_device() -> None:
+    """The step that computes a request's own pages tells them. A row that is given back owes nothing."""
+    cache = manager()
+    first, second = (cache.acquire(cache.match(ids(12))) for _ in range(2))
+    for lease in (first, second):
+        cache.grow(lease, 9)
+        cache.share(lease, ids(9))
+    rows = [first.row, second.row]
+    shared = cache.table.pages[first.row, :2].tolist()
+    expected = [[second.row, i, page] for i, page in enumerate(shared)]
+    assert cache.table.unsent([first.row]).size == 0
+    assert cache.table.unsent(rows).T.tolist() == expected
+    third = cache.acquire(cache.match(ids(9)))
+    expected += [[third.row, i, page] for i, page in enumerate(shared)]
+    assert cache.table.unsent([*rows, third.row]).T.tolist() == expected
+    cache.sent(rows)
+    assert cache.table.unsent([*rows, third.row]).T.tolist() == expected[2:]
+    cache.drop(third)
+    assert cache.acquire(cache.match(ids(3))).row == third.row
+    assert cache.table.unsent([third.row]).size == 0
+
+
 def test_growing_evicts_prefixes_that_no_request_uses() -> None:
     cache = manager(num_pages=5)
     lease = cache.acquire(cache.match(ids(16)))

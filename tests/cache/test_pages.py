@@ -16,10 +16,9 @@ def test_slots_name_the_page_and_the_place_in_it(page_size: int) -> None:
     slots = slots_of(table, 0, 3 * page_size, page_size)
     assert (slots // page_size == np.repeat(table, page_size)).all()
     assert (slots % page_size == np.tile(np.arange(page_size), 3)).all()
-    assert slots_at(np.stack([table, table]), np.array([0, page_size], dtype=np.int32), page_size).tolist() == [
-        7 * page_size,
-        3 * page_size,
-    ]
+    tables, rows = np.stack([table, table + 1]), np.array([1, 0], dtype=np.int32)
+    positions = np.array([[0, page_size], [2 * page_size, 0]], dtype=np.int32)
+    assert (slots_at(tables, rows, positions, page_size) == np.array([[8, 3], [10, 7]]) * page_size).all()
 
 
 def test_counting_pages_rounds_up_for_room_and_down_for_sharing() -> None:

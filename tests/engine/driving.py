@@ -15,6 +15,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.cache.pages import PageTable
 from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights import random_params
@@ -28,7 +29,9 @@ class Driver:
         self.engine = engine
         capacity = engine.capacity
         self.sampling = SamplingRows(capacity.num_rows)
-        self.builder = BatchBuilder(engine.buckets, page_tables(capacity), self.sampling, capacity.page_size)
+        self.table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
+        self.table.pages[:] = own_pages(capacity)
+        self.builder = BatchBuilder(engine.buckets, self.table, self.sampling, capacity.page_size)
 
     def extend(self, *parts: tuple[int, Sequence[int], int], sample: bool = True) -> StepInputs:
         """`parts` are (row, token ids, tokens before them)."""
@@ -61,7 +64,8 @@ class Driver:
         return out
 
 
-def page_tables(capacity: Capacity) -> np.ndarray:
+def own_pages(capacity: Capacity) -> np.ndarray:
+    """The pages of every row."""
     width = capacity.max_pages_per_seq
     return 1 + np.arange(capacity.num_rows * width, dtype=np.int32).reshape(capacity.num_rows, width)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.inputs import Bucket
+from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.dry_run import covering
-from jaxsgl.engine.edits import table_bytes
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.programs import SET_ROW, Programs, all_keys, keys_of
+from jaxsgl.engine.programs import SET_PAGES, SET_ROW, Programs, all_keys, keys_of
 from jaxsgl.engine.sizing import Memory, kv_shape
 from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.errors import ConfigError, StartupError
@@ -55,7 +55,7 @@ def test_every_program_has_run_when_the_engine_is_ready_and_the_state_is_as_good
     monkeypatch.setattr(Programs, "of", recorded)
     config = tiny_config(decode_steps=2, decode_buckets=(2, 4))
     engine = Engine(config, progress=False)
-    assert ran == {*all_keys(engine.buckets)} - {SET_ROW}
+    assert ran == {*all_keys(engine.buckets)} - {SET_ROW, SET_PAGES}
     assert engine.recompiles == 0
     fresh = allocate(
         kv_shape(engine.arch, engine.capacity.page_size, engine._state.kv.k[0].dtype), engine.capacity, mesh_of()
@@ -98,7 +98,9 @@ def test_where_memory_is_short_the_pool_is_smaller_by_what_the_largest_step_take
     small_memory(monkeypatch, free_bytes)
     engine = Engine(tiny_config(max_total_tokens=None), progress=False)
     page_bytes = kv_shape(engine.arch, 4, engine._state.kv.k[0].dtype).page_bytes
-    tables = table_bytes(engine.capacity.num_rows, engine.capacity.vocab_size)
+    sizes = engine.capacity
+    tables = edits.table_bytes(sizes.num_rows, sizes.vocab_size)
+    tables += page_table.table_bytes(sizes.num_rows, sizes.max_pages_per_seq)
     step = engine.programs.step_bytes
     largest = max(memory_of(engine, bucket) for bucket in engine.buckets.all() if not bucket.sampled)
     assert 4 * page_bytes < largest <= step
@@ -117,6 +119,6 @@ def test_a_pool_asked_for_that_leaves_a_step_no_room_is_refused_at_start(
 ) -> None:
     config = tiny_config()
     pool = 65 * kv_shape(Engine(config, progress=False).arch, 4, np.dtype("float32")).page_bytes
-    small_memory(monkeypatch, pool + table_bytes(4, 101) + 1000)
+    small_memory(monkeypatch, pool + edits.table_bytes(4, 101) + page_table.table_bytes(4, 16) + 1000)
     with pytest.raises(ConfigError, match=r"--max-total-tokens 256 .* beside the .* --chunked-prefill-size"):
         Engine(config, progress=False)

@@ -233,9 +233,9 @@ def test_a_backend_without_a_store_uses_another_backends_store(monkeypatch: pyte
     monkeypatch.setattr(library, "load", lambda: None)  # as on a machine that can run it
 
     def step(pages: jax.Array, q: jax.Array, new: jax.Array, ints: jax.Array, table: jax.Array) -> jax.Array:
-        arrays: Any = SimpleNamespace(slots=ints, lengths=ints, page_table=table)
+        arrays: Any = SimpleNamespace(slots=ints, lengths=ints)
         kv = KvBuffers((pages,), (pages,))
-        return Pages(kv, arrays, "decode", "native").attend(0, q, new, new)
+        return Pages(kv, table, arrays, "decode", "native").attend(0, q, new, new)
 
     shapes = (
         ((5, 2, 16, 32), "uint16"),

@@ -84,7 +84,7 @@ def test_several_steps_copy_no_weights_where_formats_differ(plain: Plain) -> Non
 def test_a_step_lowers_for_accelerators(spec: ProgramSpec, bucket: Bucket, platform: str) -> None:
     text = spec.trace_forward(bucket).lower(lowering_platforms=(platform,)).as_text()
     assert f"{NUM_PAGES}x2x4x16" in text
-    for small in (spec.trace_sampling(4), spec.trace_featured(4), spec.trace_set_row()):
+    for small in (spec.trace_sampling(4), spec.trace_featured(4), spec.trace_set_row(), spec.trace_set_pages()):
         assert "stablehlo" in small.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -94,25 +94,25 @@ def test_features_leave_the_programs_and_inputs_of_plain_batches_alone(spec: Pro
     forms = [bucket, replace(bucket, sampled=True), replace(bucket, sampled=True, featured=True)]
     assert len({keys_of(form)[0] for form in forms}) == 1
     assert [[key.kind for key in keys_of(form)[1:]] for form in forms] == [[], ["sampling"], ["featured"]]
-    s, t, p = bucket.num_seqs, bucket.num_tokens, bucket.num_pages
-    assert {packed_len(form) for form in forms} == {3 * t + s * p + 8 * s + 1}
+    s, t = bucket.num_seqs, bucket.num_tokens
+    assert {packed_len(form) for form in forms} == {(3 if bucket.kind == "decode" else 4) * t + 9 * s + 1}
     outputs = jax.tree.leaves(spec.trace_forward(bucket).out_info)
     assert len(outputs) == len(jax.tree.leaves(spec.state)) + 3
     texts = [trace(4).lower().as_text() for trace in (spec.trace_sampling, spec.trace_featured)]
     assert ["top_k" in text for text in texts] == [False, True]
 
 
-def test_sampling_programs_change_last_tokens_and_tables_in_place(spec: ProgramSpec) -> None:
+def test_small_programs_change_last_tokens_and_tables_in_place(spec: ProgramSpec) -> None:
     last_tokens, tables = spec.state.last_tokens.nbytes, spec.state.edit_tables
-    sampled, featured, set_row = (
-        traced.lower().compile() for traced in (spec.trace_sampling(4), spec.trace_featured(4), spec.trace_set_row())
-    )
+    traces = (spec.trace_sampling(4), spec.trace_featured(4), spec.trace_set_row(), spec.trace_set_pages())
+    sampled, featured, set_row, set_pages = (traced.lower().compile() for traced in traces)
     assert edits.table_bytes(NUM_ROWS, spec.vocab_size) == tables.edits.nbytes + tables.counts.nbytes
     assert sampled.memory_analysis().alias_size_in_bytes >= last_tokens
     assert featured.memory_analysis().alias_size_in_bytes >= last_tokens + tables.edits.nbytes + tables.counts.nbytes
     assert set_row.memory_analysis().alias_size_in_bytes >= tables.edits.nbytes + tables.counts.nbytes
-    assert not copies(featured, NUM_ROWS + 1)
-    assert not copies(set_row, NUM_ROWS + 1)
+    assert set_pages.memory_analysis().alias_size_in_bytes >= spec.state.page_table.nbytes
+    for program in (featured, set_row, set_pages):
+        assert not copies(program, NUM_ROWS + 1)
 
 
 @pytest.mark.parametrize("kind", ["extend", "score"])

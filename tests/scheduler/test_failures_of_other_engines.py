@@ -7,6 +7,7 @@ import pytest
 
 from jaxsgl.messages import Abort
 from jaxsgl.request import FinishReason
+from jaxsgl.testing import FakePageTable
 from tests.scheduler.serving import Script, capacity, expected, finish_reason, last_reply, request, serve
 
 both_loops = pytest.mark.parametrize("overlap", [True, False])
@@ -116,11 +117,11 @@ def test_an_unfinished_request_drops_its_duplicate_pages(overlap: bool) -> None:
         [request("c", prompt, 10)],
     ]
     mailbox, scheduler = serve(sizes, script, overlap=overlap)
-    for inputs in scheduler.launched:  # a row of a batch names a page once at most
-        for s in range(inputs.num_seqs):
-            row = inputs.arrays.page_table[s]
-            used = row[row > 0]
-            assert len(np.unique(used)) == len(used)
+    table = FakePageTable(sizes)
+    for inputs in scheduler.launched:  # a row of a batch names a slot once at most
+        table.update(inputs)
+        for row, length in zip(inputs.arrays.rows[: inputs.num_seqs], inputs.arrays.lengths, strict=False):
+            assert len(np.unique(table.slots(row, length))) == length
     assert mailbox.output_ids("a") == mailbox.output_ids("c") == expected(prompt, 10)
     assert mailbox.output_ids("b") == expected([*prompt[:50], 7], 10)
 

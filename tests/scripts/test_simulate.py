@@ -17,6 +17,7 @@ from bench.traces import DEFAULTS, TraceConfig, made_up
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.sampling import SamplingRows
+from jaxsgl.cache.pages import PageTable
 from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.scheduler.scheduler import Scheduler
 
@@ -145,8 +146,8 @@ def test_a_scheduler_that_launches_nothing_is_reported(monkeypatch: pytest.Monke
 def test_sizes_are_those_of_whole_batches() -> None:
     buckets = BucketSet.derive(SMALL)
     sampling = SamplingRows(SMALL.num_rows)
-    tables = np.arange(SMALL.num_rows * SMALL.max_pages_per_seq, dtype=np.int32).reshape(SMALL.num_rows, -1)
-    arguments = (buckets, tables, sampling, SMALL.page_size)
+    table = PageTable(SMALL.num_rows, SMALL.max_pages_per_seq)
+    arguments = (buckets, table, sampling, SMALL.page_size)
     whole, sizes = BatchBuilder(*arguments), SizesBuilder(*arguments)
     ids = np.ones(40, dtype=np.int32)
     decode = Work(7, np.array([~7], dtype=np.int32), 99, True)

@@ -14,7 +14,8 @@ from bench.traces import replayed
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.cache.pages import pages_for
+from jaxsgl.cache.pages import tokens_in
+from jaxsgl.testing import FakePageTable
 
 pytestmark = pytest.mark.device
 
@@ -121,12 +122,13 @@ class EngineThatLooks:
         self.capacity = capacity
         self.buckets = BucketSet.derive(capacity)
         self.submitted: list[StepInputs] = []
+        self._table = FakePageTable(capacity)
 
     def submit(self, inputs: StepInputs) -> SimulatedHandle:
         arrays, capacity = inputs.arrays, self.capacity
-        needed = [pages_for(length, capacity.page_size) for length in arrays.lengths.tolist()]
-        pages = np.concatenate([row[:count] for row, count in zip(arrays.page_table, needed, strict=True)])
-        assert len(set(pages.tolist())) == len(pages) and pages.min() > 0 and pages.max() < capacity.num_pages
+        self._table.update(inputs)
+        slots = np.concatenate([self._table.slots(*seq) for seq in zip(arrays.rows, arrays.lengths, strict=True)])
+        assert len(np.unique(slots)) == len(slots) and slots.max() < tokens_in(capacity.num_pages, capacity.page_size)
         self.submitted.append(inputs)
         return SimulatedHandle(Clock(), 0.0, (1, inputs.num_seqs))
 

@@ -22,7 +22,7 @@ from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
-from jaxsgl.cache.pages import IntArray
+from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.sizing import choose_page_size, free_memory, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
@@ -82,7 +82,7 @@ class SizesBuilder:
     such.
     """
 
-    def __init__(self, buckets: BucketSet, page_tables: IntArray, sampling: SamplingRows, page_size: int) -> None:
+    def __init__(self, buckets: BucketSet, table: PageTable, sampling: SamplingRows, page_size: int) -> None:
         self._buckets = buckets
 
     def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepSizes:
@@ -91,7 +91,7 @@ class SizesBuilder:
         bucket = self._buckets.decode(n, False, num_steps=1 if steps is None else self._buckets.decode_steps)
         counts = np.ones_like(positions) if steps is None else steps
         kv_tokens = int((counts * (2 * positions + counts + 1)).sum()) // 2
-        return StepSizes(bucket, _NOTHING, n, int(counts.sum()), None, kv_tokens, kv_tokens)
+        return StepSizes(bucket, _NOTHING, n, int(counts.sum()), kv_tokens=kv_tokens, pairs=kv_tokens)
 
     def extend(self, works: Sequence[Work]) -> StepSizes:
         """See `BatchBuilder`."""
@@ -107,7 +107,10 @@ class SizesBuilder:
                 kv_tokens += end
                 pairs += equal_pairs(count, 1, end)
         bucket = self._buckets.extend(num_tokens, len(works), False)
-        return StepSizes(bucket, _NOTHING, len(works), num_tokens, None, kv_tokens, pairs, decode_kv_tokens)
+        return StepSizes(
+            bucket, _NOTHING, len(works), num_tokens,
+            kv_tokens=kv_tokens, pairs=pairs, decode_kv_tokens=decode_kv_tokens,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

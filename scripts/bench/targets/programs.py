@@ -103,7 +103,8 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
     layers: Any = (pages,) * arch.num_layers  # descriptions in the place of arrays
     kv = KvBuffers(layers, layers)
     tables = jax.tree.map(
-        lambda array: _shape(array, mesh), (np.zeros(65, np.int32), neutral_tables(64, arch.vocab_size))
+        lambda array: _shape(array, mesh),
+        (np.zeros((65, 128), np.int32), np.zeros(65, np.int32), neutral_tables(64, arch.vocab_size)),
     )
     spec = ProgramSpec(graphdef, leaves, DeviceState(kv, *tables), backend, mesh)
     decode = Bucket("decode", 64, 64, 128, False)
