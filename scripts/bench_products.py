@@ -2,10 +2,11 @@
 
     python scripts/bench_products.py
     python scripts/bench_products.py --rows 1 2 8 32 --weights 12288x4096 4096x12288 --json products.json
+    python scripts/bench_products.py --rows 1 8 16 32 64 128 256 512 2048   # AMX ("tiles") against AVX-512
 
 `x [rows, in]` times weights `[out, in]`, as checkpoints store them. "weights first" passes the weights to XLA's library
 as the left operand; "into" is the format of the result, by default float32; "native" is the C++ of pallas_kernels, in
-each way that the processor supports; the engine takes the faster one (pallas_kernels/native/blocks.h). Each program
+each way that the processor supports; the engine takes the fastest one (docs/kernels/native.md). Each program
 multiplies by several weights, together far larger than caches, as a model's layers do. Programs take turns, other
 memory is written between them, and the fastest repeat counts.
 """
@@ -24,7 +25,7 @@ from bench.output import command_line, command_parser, write_json
 
 from jaxsgl.models.precision import weights_first
 from pallas_kernels.native import product as native
-from pallas_kernels.native.library import has_pairs
+from pallas_kernels.native.library import has_pairs, refuse_tiles
 
 _WEIGHT_BYTES = 1 << 28
 _MOST_LAYERS = 16
@@ -74,8 +75,8 @@ def forms(x: jax.Array, weights: jax.Array) -> dict[str, Callable[[jax.Array, ja
     if weights.dtype == jnp.bfloat16:
         ways[f"{name}, into {name}"] = functools.partial(as_is, dtype=jnp.bfloat16)
         if native.refuse(x, weights) is None:
-            ways |= {f"{name}, native, {way}": functools.partial(native.rows_product, widened=way == "widened")
-                     for way in ("paired", "widened") if way == "widened" or has_pairs()}  # fmt: skip
+            native_ways = ["widened", *["paired"] * has_pairs(), *["tiles"] * (refuse_tiles() is None)]
+            ways |= {f"{name}, native, {way}": functools.partial(native.rows_product, way=way) for way in native_ways}
     return ways
 
 

@@ -23,25 +23,33 @@ from pallas_kernels.own_folder import own_folder
 from pallas_kernels.target import processor_flags, processor_maker
 
 PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
+AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc"))
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 _BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
+_TILES = ("amx_tile", "amx_bf16")
 _LEAST = ("avx2", "fma")
 _LONGEST_S = 120
 
 logger = logging.getLogger(__name__)
 
 
-@functools.cache
 def load() -> str | None:
     """Register the functions with XLA, once per process; returns why that is impossible here, or None.
 
     The first call on a machine compiles for some seconds. The library is kept in `$XDG_CACHE_HOME/jaxsgl/native`
     (default ~/.cache) under a name made from all that it depends on. Only this user may be able to write there.
     """
+    kernels = _kernels()
+    return kernels if isinstance(kernels, str) else None
+
+
+@functools.cache
+def _kernels() -> ctypes.CDLL | str:
+    """The library, registered, or why there is none."""
     if jax.device_count() > 1:  # the functions expect whole arrays, not parts on several devices
         return f"JAX has {jax.device_count()} devices; it takes one"
     flags = processor_flags()
@@ -59,7 +67,7 @@ def load() -> str | None:
     if has_pairs() and not library.has_pairs():
         return f"{command} knows no {_BFLOAT16}, which the processor has"
     _register(library, PAGED_ATTENTION, ROWS_PRODUCT)
-    return None
+    return library
 
 
 def compiler() -> str | None:
@@ -69,7 +77,7 @@ def compiler() -> str | None:
 
 @functools.cache  # listing many processors takes the system a while
 def widens() -> bool:
-    """Whether bfloat16 becomes float32 in registers before it is multiplied (blocks.h has both ways).
+    """Whether bfloat16 becomes float32 in registers before it is multiplied, where tiles don't (blocks.h, both ways).
 
     True on processors without instructions for bfloat16, and on Intel's, whose float32 instruction does twice as many
     products a second as the one for bfloat16. On AMD's (Zen 4) it does half as many.
@@ -81,6 +89,36 @@ def widens() -> bool:
 def has_pairs() -> bool:
     """Whether the processor has the instruction that multiplies pairs of bfloat16 numbers."""
     return _BFLOAT16 in processor_flags()
+
+
+def product_way() -> str:
+    """How products are multiplied here: "tiles", "widened" or "paired"."""
+    return "tiles" if refuse_tiles() is None else "widened" if widens() else "paired"
+
+
+@functools.cache
+def refuse_tiles() -> str | None:
+    """Why products can't use the processor's tiles (AMX), or None.
+
+    The first call asks the system for them on behalf of this process, and tries whether it keeps what is in them.
+    """
+    lacks = [flag for flag in _TILES if flag not in processor_flags()]
+    if lacks:
+        return f"the processor has no {' and no '.join(lacks)}"
+    if os.environ.get(AMX_VARIABLE) == "0":
+        return f"{AMX_VARIABLE} is 0"
+    kernels = _kernels()
+    reason = kernels if isinstance(kernels, str) else tile_refusal(kernels)
+    if reason is not None:
+        logger.warning("products use AVX-512 instead of AMX, which the processor has: %s", reason)
+    return reason
+
+
+def tile_refusal(kernels: ctypes.CDLL) -> str | None:
+    """Ask a compiled library whether this process may use tiles: why not, or None (`tiles.h`)."""
+    kernels.refuse_tiles.restype = ctypes.c_char_p
+    reason: bytes | None = kernels.refuse_tiles()
+    return None if reason is None else reason.decode()
 
 
 def _register(library: ctypes.CDLL, paged_attention: str, rows_product: str) -> None:

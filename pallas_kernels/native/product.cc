@@ -3,12 +3,18 @@
 // The rows, rounded and packed, stay in the cache while the weights pass by, each read once for 64 rows and in order, at
 // the speed of memory. What libraries do instead, packing the weights or treating them as the side to be blocked, costs
 // more than the product of few rows, and gains nothing with many. Whatever the number of rows, each result is summed
-// in the order of its inputs.
+// in one order.
 // Compiled and called by library.py and product.py beside it.
 
 #include "product.h"
 
+#include <string>
+#include <string_view>
+
+#include "tiles.h"
+
 #ifdef __AVX512BF16__
+#include "product_tiles.h"
 #include "product_wide.h"
 #else
 #include "product_narrow.h"
@@ -19,18 +25,29 @@ namespace ffi = xla::ffi;
 namespace jaxsgl {
 namespace {
 
-ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::BF16> weights, bool widened,
-                       ffi::ResultBuffer<ffi::F32> y) {
-  if (!widened && !kHasPairs) return NoPairs();
+// `way` is how to multiply: "widened" or "paired" (see blocks.h), or "tiles" (tiles.h).
+ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::BF16> weights,
+                       std::string_view way, ffi::ResultBuffer<ffi::F32> y) {
   const Product p{x.typed_data(), reinterpret_cast<const uint16_t*>(weights.untyped_data()), y->typed_data(),
                   x.dimensions()[0], x.dimensions()[1], weights.dimensions()[0]};
+  if (way == "widened") {
+    MultiplyAll<float>(pool, p);
+  } else if (way == "paired") {
 #ifdef __AVX512BF16__
-  if (!widened) {
     MultiplyAll<uint16_t>(pool, p);
-    return ffi::Error::Success();
-  }
+#else
+    return NoPairs();
 #endif
-  MultiplyAll<float>(pool, p);
+  } else if (way == "tiles") {
+#ifdef JAXSGL_TILES
+    if (!tiles_are_granted) return {ffi::ErrorCode::kFailedPrecondition, "this process was not granted tiles"};
+    MultiplyByTiles(pool, p);
+#else
+    return {ffi::ErrorCode::kUnimplemented, "these kernels were compiled without tiles"};
+#endif
+  } else {
+    return {ffi::ErrorCode::kInvalidArgument, "there is no such way to multiply: " + std::string(way)};
+  }
   return ffi::Error::Success();
 }
 
@@ -38,11 +55,12 @@ ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffe
 }  // namespace jaxsgl
 
 extern "C" int has_pairs() { return jaxsgl::kHasPairs; }
+extern "C" const char* refuse_tiles() { return jaxsgl::RefuseTiles(); }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rows_product, jaxsgl::RowsProduct,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
-                                  .Attr<bool>("widened")
+                                  .Attr<std::string_view>("way")
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -26,12 +26,13 @@ def refuse(x: jax.Array, weights: jax.Array) -> str | None:
     return library.load()
 
 
-def rows_product(x: jax.Array, weights: jax.Array, widened: bool | None = None) -> jax.Array:
+def rows_product(x: jax.Array, weights: jax.Array, way: str | None = None) -> jax.Array:
     """x `[T, in]`, rounded to bfloat16, times weights `[out, in]`: float32 `[T, out]`, summed in float32.
 
-    `widened` forces one of the two ways to multiply; None takes this processor's faster one (`library.widens`).
+    `way` forces one of the ways to multiply ("paired", "widened", "tiles"); None takes this processor's fastest one
+    (`library.product_way`). "tiles" needs `library.refuse_tiles` to have returned None.
     """
     shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), jnp.float32)
     call = jax.ffi.ffi_call(library.ROWS_PRODUCT, shape)
-    out: jax.Array = call(x, weights, widened=library.widens() if widened is None else widened)
+    out: jax.Array = call(x, weights, way=way or library.product_way())
     return out

@@ -1,4 +1,6 @@
 // Rows times weights where registers have 512 bits: 4 to 16 weight rows at a time pass by up to 64 tokens.
+//
+// With AMX (product_tiles.h) only kFew tokens and less come here, and are added up in the order of tiles' sums.
 
 #pragma once
 
@@ -89,8 +91,20 @@ void WeightsTimesRows(const uint16_t* weights, int64_t in, const float* packed, 
     for (int v = 0; v < V; ++v) _mm512_store_ps(c + (r * V + v) * 16, sum[r][v]);
 }
 
+// Denormals are zeros in the calling thread while this lives, as they are in tiles.
+class WithoutDenormals {
+ public:
+  WithoutDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~WithoutDenormals() { _mm_setcsr(before_); }
+  WithoutDenormals(const WithoutDenormals&) = delete;
+
+ private:
+  const unsigned before_;
+};
+
 // Widened, for kFew tokens: packed [in, 8, 2], each number twice. A register holds two weight rows' sums, in turns.
-template <int R>
+// With `as_tiles` each line's even inputs are added up, its odd ones, both sums, and that to the sum of the lines.
+template <int R, bool as_tiles = false>
 void WeightsTimesFew(const uint16_t* weights, int64_t in, const float* packed, float* c) {
   const __m512i first_half = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i second_half = _mm512_add_epi32(first_half, _mm512_set1_epi32(8));
@@ -109,15 +123,26 @@ void WeightsTimesFew(const uint16_t* weights, int64_t in, const float* packed, f
         _mm512_store_ps(left[r][i + 8], _mm512_permutex2var_ps(a, second_half, b));
       }
     }
-    for (int i = 0; i < 32; ++i) {
-      const __m512 right = _mm512_load_ps(packed + (line + i) * 16);
+    constexpr int parts = as_tiles ? 2 : 1;
+    __m512 part[parts][R / 2];
+#pragma GCC unroll 16
+    for (int r = 0; as_tiles && r < R; ++r) part[r % parts][r / 2] = _mm512_setzero_ps();
+    for (int i = 0; i < 32; i += parts) {
+#pragma GCC unroll 2
+      for (int j = 0; j < parts; ++j) {
+        const __m512 right = _mm512_load_ps(packed + (line + i + j) * 16);
 #pragma GCC unroll 8
-      for (int r = 0; r < R / 2; ++r) {
-        double pair;
-        std::memcpy(&pair, left[r][i], 8);
-        sum[r] = _mm512_fmadd_ps(_mm512_castpd_ps(_mm512_set1_pd(pair)), right, sum[r]);
+        for (int r = 0; r < R / 2; ++r) {
+          double pair;
+          std::memcpy(&pair, left[r][i + j], 8);
+          __m512& to = as_tiles ? part[j][r] : sum[r];
+          to = _mm512_fmadd_ps(_mm512_castpd_ps(_mm512_set1_pd(pair)), right, to);
+        }
       }
     }
+#pragma GCC unroll 8
+    for (int r = 0; as_tiles && r < R / 2; ++r)
+      sum[r] = _mm512_add_ps(sum[r], _mm512_add_ps(part[0][r], part[parts - 1][r]));
   }
   const __m512i apart = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
 #pragma GCC unroll 8
@@ -163,8 +188,17 @@ void Pack(const Product& p, int64_t first, Number* packed) {
   }
 }
 
+// Transposes sums c [16 weight rows, 16 tokens], whose rows are `stride` numbers apart, into y.
+inline void StoreTokens(const Product& p, int64_t first, int64_t begin, const float* c, int stride) {
+  __m512i block[16];
+  for (int r = 0; r < 16; ++r) block[r] = _mm512_load_si512(c + r * stride);
+  Transpose(block);
+  for (int t = 0; t < 16 && first + t < p.tokens; ++t)
+    _mm512_storeu_si512(p.y + (first + t) * p.out + begin, block[t]);
+}
+
 // Multiplies weight rows begin .. begin + 15 with the packed tokens from `first` on, into y.
-template <typename Number, int V>
+template <typename Number, int V, bool as_tiles>
 void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* packed) {
   // Sums, a line of `packed` and a weight fit the 32 registers.
   constexpr int R = V == 4 ? 4 : V <= 1 && std::is_same_v<Number, float> ? 16 : 8;
@@ -172,28 +206,26 @@ void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* pack
   alignas(64) float c[kBlock * 16 * lines];
   for (int r = 0; r < kBlock; r += R) {
     const uint16_t* weights = p.weights + (begin + r) * p.in;
-    if constexpr (V == 0)
+    if constexpr (as_tiles) {
+      const WithoutDenormals here;
+      WeightsTimesFew<R, true>(weights, p.in, packed, c + r * 16);
+    } else if constexpr (V == 0) {
       WeightsTimesFew<R>(weights, p.in, packed, c + r * 16);
-    else
+    } else {
       WeightsTimesRows<R, V>(weights, p.in, packed, c + r * 16 * V);
+    }
   }
-  for (int v = 0; v < lines; ++v) {
-    __m512i block[16];
-    for (int r = 0; r < 16; ++r) block[r] = _mm512_load_si512(c + (r * lines + v) * 16);
-    Transpose(block);
-    for (int t = 0; t < 16 && first + 16 * v + t < p.tokens; ++t)
-      _mm512_storeu_si512(p.y + (first + 16 * v + t) * p.out + begin, block[t]);
-  }
+  for (int v = 0; v < lines; ++v) StoreTokens(p, first + 16 * v, begin, c + 16 * v, 16 * lines);
 }
 
-template <typename Number, int V>
+template <typename Number, int V, bool as_tiles = false>
 void MultiplyColumns(xla::ffi::ThreadPool pool, const Product& p, int64_t first) {
   Number* const packed = Packed<Number>(p.in * 16 * std::max(V, 1));
   Pack<Number, V>(p, first, packed);
   const int64_t blocks = p.out / kBlock, share = std::clamp<int64_t>(blocks / (8 * pool.num_threads()), 1, 16);
   InParallel(pool, int((blocks + share - 1) / share), [&](int i) {
     for (int64_t b = i * share; b < std::min((i + 1) * share, blocks); ++b)
-      AddBlock<Number, V>(p, first, b * kBlock, packed);
+      AddBlock<Number, V, as_tiles>(p, first, b * kBlock, packed);
   });
 }
 

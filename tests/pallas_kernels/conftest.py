@@ -2,12 +2,13 @@
 
 import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
 
 from pallas_kernels.native import library
-from pallas_kernels.target import processor_flags
+from tests.pallas_kernels.native_builds import compile_library, compile_product, imitation
 from tests.pallas_kernels.native_cases import WAYS
 
 
@@ -24,14 +25,28 @@ def native_runs_here() -> None:
 @pytest.fixture(scope="session")
 def narrow_kernels(native_runs_here: None) -> tuple[str, str]:
     """XLA's names of attention and products, compiled for a processor that has AVX2 only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_OPTIONS", (*library._OPTIONS, "-mno-avx512f"))
-        compiler = library.compiler()
-        assert compiler is not None
-        path = library._compiled(compiler, processor_flags())
+    path = compile_library("-mno-avx512f")
     names = f"{library.PAGED_ATTENTION}_narrow", f"{library.ROWS_PRODUCT}_narrow"
     library._register(ctypes.CDLL(str(path)), *names)
     return names
+
+
+@pytest.fixture(scope="session")
+def imitated_kernels(native_runs_here: None) -> Path:
+    """The products with AMX in plain C++ instead of the instructions."""
+    if not library.has_pairs():
+        pytest.skip("products with tiles need avx512_bf16 beside them")
+    return compile_product(*imitation())
+
+
+@pytest.fixture(scope="session")
+def imitated_product(imitated_kernels: Path) -> str:
+    """XLA's name of these products."""
+    kernels = ctypes.CDLL(str(imitated_kernels))
+    assert library.tile_refusal(kernels) is None
+    name = f"{library.ROWS_PRODUCT}_imitated"
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(kernels.rows_product), platform="cpu")
+    return name
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -41,6 +56,9 @@ def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator
         pytest.skip("the processor has no avx512_bf16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "widens", lambda: request.param != "paired")
+        patch.setattr(library, "product_way", lambda: {"narrow": "widened"}.get(request.param, request.param))
+        if request.param == "tiles":
+            patch.setattr(library, "ROWS_PRODUCT", request.getfixturevalue("imitated_product"))
         if request.param == "narrow":
             attention, product = request.getfixturevalue("narrow_kernels")
             patch.setattr(library, "has_pairs", lambda: False)

@@ -12,7 +12,7 @@ struct FpEnvironment {
   uint32_t mxcsr;    // rounding, denormals, masked exceptions; without the flags that any operation may raise
   uint16_t control;  // of the x87 unit: rounding, precision
   uint16_t tags;     // of its registers: 0xffff if all are empty
-  uint8_t tiles;     // palette of the AMX tiles, 0 if none are configured
+  uint8_t tiles;     // palette of the AMX tiles, or of the library's imitated ones; 0 if none are configured
 
   bool operator==(const FpEnvironment& other) const {
     return mxcsr == other.mxcsr && control == other.control && tags == other.tags && tiles == other.tiles;
@@ -34,6 +34,8 @@ inline bool HasTiles() {
   return has;
 }
 
+inline int (*imitated_palette)() = nullptr;  // a library's, if its tiles are imitated
+
 inline FpEnvironment ReadFpEnvironment() {
   FpEnvironment found{};
   found.mxcsr = _mm_getcsr() & ~kRaisedFlags;
@@ -46,5 +48,6 @@ inline FpEnvironment ReadFpEnvironment() {
     asm volatile(".byte 0xc4, 0xe2, 0x79, 0x49, 0x00" : "+m"(config) : "a"(config) : "memory");  // sttilecfg [rax]
     found.tiles = config[0];
   }
+  if (imitated_palette) found.tiles = uint8_t(imitated_palette());
   return found;
 }

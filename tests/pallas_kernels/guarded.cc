@@ -1,6 +1,6 @@
 // Calls the native kernels of a compiled library as XLA does, but with each buffer between pages that can't be touched.
 //
-//   guarded LIBRARY COUNT SEED WIDENED [FAULT]
+//   guarded LIBRARY COUNT SEED WAY [FAULT]      WAY: "paired", "widened", or "tiles" (products only)
 //
 // Runs COUNT random cases of each kernel with the buffers at the ends of their pages, and again at their beginnings with
 // another number of threads: an access outside ends the process by a signal, and so does a write to an input. The
@@ -30,6 +30,7 @@
 namespace {
 
 std::string fault;
+void (*leave_tiles)() = nullptr;  // the fault "tiles", of a library that imitates them
 std::atomic<int> num_changed{0};  // tasks and calls after which the environment was another
 
 [[noreturn]] void Fail(const std::string& what) {
@@ -143,6 +144,7 @@ struct Attribute {  // a call's must be in the order of their names
   const char* name;
   XLA_FFI_DataType type;
   int64_t bits;
+  const char* text = nullptr;  // instead of a number
 };
 
 Attribute Float(const char* name, float value) {
@@ -175,14 +177,18 @@ std::vector<char> Run(Call& call, Pool& pool, bool at_end) {
   }
   void* result = describe(call.result, nullptr);
   std::vector<XLA_FFI_ArgType> argument_types(arguments.size(), XLA_FFI_ArgType_BUFFER);
-  std::vector<XLA_FFI_AttrType> attribute_types(call.attributes.size(), XLA_FFI_AttrType_SCALAR);
+  std::vector<XLA_FFI_AttrType> attribute_types;
   XLA_FFI_RetType result_type = XLA_FFI_RetType_BUFFER;
   std::deque<XLA_FFI_ByteSpan> spans;
   std::deque<XLA_FFI_Scalar> scalars;
   std::vector<XLA_FFI_ByteSpan*> names;
   for (Attribute& attribute : call.attributes) {
     names.push_back(&spans.emplace_back(XLA_FFI_ByteSpan{attribute.name, std::strlen(attribute.name)}));
-    attributes.push_back(&scalars.emplace_back(XLA_FFI_Scalar{attribute.type, &attribute.bits}));
+    attribute_types.push_back(attribute.text ? XLA_FFI_AttrType_STRING : XLA_FFI_AttrType_SCALAR);
+    if (attribute.text)
+      attributes.push_back(&spans.emplace_back(XLA_FFI_ByteSpan{attribute.text, std::strlen(attribute.text)}));
+    else
+      attributes.push_back(&scalars.emplace_back(XLA_FFI_Scalar{attribute.type, &attribute.bits}));
   }
   XLA_FFI_Api api{};
   api.struct_size = XLA_FFI_Api_STRUCT_SIZE;
@@ -207,6 +213,7 @@ std::vector<char> Run(Call& call, Pool& pool, bool at_end) {
     if (fault == "write to an input") buffers.front().data()[0] = 0;
     if (fault == "random bits") out.data()[0] = char(at_end);
     if (fault == "round") _mm_setcsr(_mm_getcsr() | kRoundUp);
+    if (fault == "tiles") leave_tiles();
     if (fault == "x87") asm volatile("fldz" ::: "st");
   });
   for (const Guarded& buffer : buffers)
@@ -236,18 +243,20 @@ std::vector<uint16_t> Bfloats(Random& random, int64_t count) {
   return bits;
 }
 
-Call Product(Random& random, XLA_FFI_Handler* handler, bool widened) {
-  const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 130});
-  const int64_t in = 32 * (1 + Below(random, 6)), out = 16 * OneOf(random, {1, 2, 3, 5, 8, 17, 33, 65});
+Call Product(Random& random, XLA_FFI_Handler* handler, const char* way) {
+  const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 130, 520});
+  const bool is_large = tokens > 500;  // then blocks of inputs count too
+  const int64_t in = 32 * (is_large ? 29 : 1 + Below(random, 6));
+  const int64_t out = 16 * (is_large ? 1 + Below(random, 4) : OneOf(random, {1, 2, 3, 5, 8, 17, 33, 65}));
   return {handler,
           {MakeArray(XLA_FFI_DataType_F32, {tokens, in}, Floats(random, tokens * in)),
            MakeArray(XLA_FFI_DataType_BF16, {out, in}, Bfloats(random, out * in))},
-          {{"widened", XLA_FFI_DataType_PRED, widened}},
+          {{"way", XLA_FFI_DataType_INVALID, 0, way}},
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
 // Sequences of random lengths, some empty, some on the pages of the one before; the last page ends with the buffer.
-Call Attention(Random& random, XLA_FFI_Handler* handler, bool widened) {
+Call Attention(Random& random, XLA_FFI_Handler* handler, const std::string& way) {
   const int num_kv_heads = 1 + Below(random, 3), group = OneOf(random, {1, 2, 3, 8, 128});
   const int head_dim = 32 * (1 + Below(random, 8)), page_size = OneOf(random, {1, 3, 16, 64});
   const int num_seqs = 1 + Below(random, 6), longest = OneOf(random, {1, 64, 65, 200});
@@ -280,7 +289,7 @@ Call Attention(Random& random, XLA_FFI_Handler* handler, bool widened) {
            MakeArray(XLA_FFI_DataType_S32, {num_seqs}, lengths),
            MakeArray(XLA_FFI_DataType_S32, {num_seqs + 1}, offsets)},
           {Float("sm_scale", 0.1f), Float("soft_cap", Below(random, 3) ? 0.0f : 2.0f),
-           {"widened", XLA_FFI_DataType_PRED, widened},
+           {"widened", XLA_FFI_DataType_PRED, way != "paired"},
            {"window", XLA_FFI_DataType_S64, OneOf(random, {0, 0, 0, 1, 9, 64, 70})}},
           {XLA_FFI_DataType_F32, {tokens, num_kv_heads * group, head_dim}, std::vector<char>(4 * queries * head_dim)}};
 }
@@ -294,19 +303,24 @@ XLA_FFI_Handler* Load(void* library, const char* name) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 5) Fail("guarded LIBRARY COUNT SEED WIDENED [FAULT]");
+  if (argc < 5) Fail("guarded LIBRARY COUNT SEED WAY [FAULT]");
   void* library = dlopen(argv[1], RTLD_NOW);
   if (!library) Fail(dlerror());
   const int count = std::atoi(argv[2]);
-  const bool widened = std::atoi(argv[4]);
+  const char* const way = argv[4];
+  imitated_palette = reinterpret_cast<int (*)()>(dlsym(library, "imitated_palette"));
+  leave_tiles = reinterpret_cast<void (*)()>(dlsym(library, "imitated_leave_tiles"));
+  const auto refuse_tiles = reinterpret_cast<const char* (*)()>(dlsym(library, "refuse_tiles"));
+  if (!std::strcmp(way, "tiles") && refuse_tiles()) Fail(refuse_tiles());
   if (argc > 5) fault = argv[5];
   Random random(std::atoi(argv[3]));
   {
     Pool few(2), more(5);
     for (int i = 0; i < count; ++i) {
       for (bool attends : {false, true}) {
-        Call call = attends ? Attention(random, Load(library, "paged_attention"), widened)
-                            : Product(random, Load(library, "rows_product"), widened);
+        if (attends && !std::strcmp(way, "tiles")) continue;
+        Call call = attends ? Attention(random, Load(library, "paged_attention"), way)
+                            : Product(random, Load(library, "rows_product"), way);
         const std::string which = std::string(attends ? "attention" : "product") + " of case " + std::to_string(i);
         const std::vector<char> first = Run(call, few, true), second = Run(call, more, false);
         if (num_changed) Fail(which + " left another floating-point environment");
@@ -315,5 +329,5 @@ int main(int argc, char** argv) {
     }
   }
   if (num_changed) Fail("a thread was left with another floating-point environment");  // a task that ran late
-  std::printf("%d cases of each kernel, tiles %s\n", count, HasTiles() ? "seen" : "not there");
+  std::printf("%d cases of each, tiles %s\n", count, imitated_palette ? "imitated" : HasTiles() ? "seen" : "not there");
 }

@@ -14,13 +14,15 @@ import jax
 import pytest
 
 from pallas_kernels.native import library
-from pallas_kernels.target import processor_flags
 from tests.grids import NIGHTLY, count
+from tests.pallas_kernels.native_builds import compile_library, compile_product, imitation
 
 pytestmark = pytest.mark.usefixtures("native_runs_here")
 
 DRIVER = Path(__file__).with_name("guarded.cc")
-WAYS = {"as compiled here": (), "without avx512": ("-mno-avx512f",)}
+BUILDS = {"as compiled here": (), "without avx512": ("-mno-avx512f",), "imitated tiles": imitation()}
+COMPILE = {"imitated tiles": compile_product}
+WAYS = {"as compiled here": ("widened", "paired"), "without avx512": ("widened",), "imitated tiles": ("tiles",)}
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize=alignment", "-fno-sanitize-recover=all"),
     "thread": ("-fsanitize=thread",),
@@ -37,19 +39,10 @@ def build(folder: Path, *options: str) -> Path:
     return program
 
 
-def compile_library(*options: str) -> Path:
-    """The kernels, compiled with more `options` than usually."""
-    compiler = library.compiler()
-    assert compiler is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "_OPTIONS", (*library._OPTIONS, *options))
-        return library._compiled(compiler, processor_flags())
-
-
 def run(
-    program: Path, kernels: Path, num_cases: int, *, seed: int = 0, widened: bool = True, fault: str = ""
+    program: Path, kernels: Path, num_cases: int, *, seed: int = 0, way: str = "widened", fault: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    command = [str(program), str(kernels), str(num_cases), str(seed), str(int(widened)), *([fault] if fault else [])]
+    command = [str(program), str(kernels), str(num_cases), str(seed), way, *([fault] if fault else [])]
     # The threads of the driver live to its end, and a fault is to end it as it would end any process.
     options = {"ASAN_OPTIONS": "detect_leaks=0:handle_segv=0"}
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | options, check=False)
@@ -60,16 +53,40 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("guarded"))
 
 
-def check(driver: Path, kernels: Path, way: str, num_cases: int) -> None:
-    for widened in (True, False) if library.has_pairs() and way == "as compiled here" else (True,):
-        done = run(driver, kernels, num_cases, widened=widened)
-        assert done.returncode == 0, f"status {done.returncode}, widened {widened}: {done.stderr[-4000:]}"
-        assert f"{num_cases} cases of each kernel" in done.stdout
+def check(driver: Path, kernels: Path, build: str, num_cases: int) -> None:
+    for way in WAYS[build]:
+        if way == "paired" and not library.has_pairs():
+            continue
+        done = run(driver, kernels, num_cases, way=way)
+        assert done.returncode == 0, f"status {done.returncode}, {way}: {done.stderr[-4000:]}"
+        assert f"{num_cases} cases of each" in done.stdout
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_kernels_touch_only_their_buffers_and_leave_the_floating_point_environment(driver: Path, way: str) -> None:
-    check(driver, compile_library(*WAYS[way]), way, count(60, 3000))
+@pytest.fixture(params=BUILDS)
+def options(request: pytest.FixtureRequest) -> tuple[str, tuple[str, ...]]:
+    """A build's name and the compiler's options for it."""
+    if request.param == "imitated tiles" and not library.has_pairs():
+        pytest.skip("products with tiles need avx512_bf16 beside them")
+    return request.param, BUILDS[request.param]
+
+
+def test_kernels_touch_only_their_buffers_and_leave_the_floating_point_environment(
+    driver: Path, options: tuple[str, tuple[str, ...]]
+) -> None:
+    name, given = options
+    check(driver, COMPILE.get(name, compile_library)(*given), name, count(60, 3000))
+
+
+def test_products_with_the_processors_tiles_touch_only_their_buffers(driver: Path) -> None:
+    if reason := library.refuse_tiles():
+        pytest.skip(reason)
+    done = run(driver, compile_library(), count(60, 3000), way="tiles")
+    assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-4000:]}"
+
+
+def test_tiles_that_are_left_configured_are_found(driver: Path, imitated_kernels: Path) -> None:
+    done = run(driver, imitated_kernels, 3, way="tiles", fault="tiles")
+    assert (done.returncode, "left another floating-point environment" in done.stderr) == (1, True), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -91,7 +108,7 @@ def test_a_fault_is_found(driver: Path, fault: str, status: int, words: str) -> 
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles everything twice more; the same cases run by day without sanitizers")
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-@pytest.mark.parametrize("way", WAYS)
-def test_sanitizers_find_nothing(tmp_path: Path, way: str, sanitizer: str) -> None:
-    options = ("-g", "-fno-omit-frame-pointer", *SANITIZERS[sanitizer])
-    check(build(tmp_path, *options), compile_library(*WAYS[way], *options), way, count(0, 300))
+def test_sanitizers_find_nothing(tmp_path: Path, options: tuple[str, tuple[str, ...]], sanitizer: str) -> None:
+    name, given = options
+    sanitized = ("-g", "-fno-omit-frame-pointer", *SANITIZERS[sanitizer])
+    check(build(tmp_path, *sanitized), COMPILE.get(name, compile_library)(*given, *sanitized), name, count(0, 300))

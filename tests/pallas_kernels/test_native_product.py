@@ -12,7 +12,10 @@ import pytest
 from pallas_kernels.native import library
 from pallas_kernels.native.product import refuse, rows_product
 from tests.grids import pairwise
-from tests.pallas_kernels.native_cases import WAYS
+from tests.pallas_kernels import native_cases
+
+WAYS = (*native_cases.WAYS, *(["tiles"] if library.has_pairs() else []))  # the instructions of tiles are imitated
+in_each_way = pytest.mark.parametrize("each_way", WAYS, indirect=True)
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -27,7 +30,7 @@ def expected(x: jax.Array, weights: jax.Array) -> np.ndarray:
     return np.asarray(x.astype(jnp.bfloat16), np.float64) @ np.asarray(weights, np.float64).T
 
 
-NUM_ROWS = [1, 7, 8, 9, 16, 17, 33, 49, 64, 65, 200]
+NUM_ROWS = [1, 7, 8, 9, 16, 17, 33, 49, 64, 65, 200, 520]
 SHAPES = [(16, 32), (48, 96), (1024, 256), (4112, 64)]
 
 
@@ -42,6 +45,7 @@ def test_each_row_is_multiplied_with_all_weights(num_rows: int, shape: tuple[int
     np.testing.assert_allclose(out, expected(x, weights), atol=2e-5 * num_in**0.5)
 
 
+@in_each_way
 def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
     x, weights = rows_and_weights(200, 128, 512)
     together = np.asarray(rows_product(x, weights))
@@ -49,18 +53,22 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it() -> None:
         np.testing.assert_array_equal(np.asarray(rows_product(x[:count], weights)), together[:count])
 
 
-def test_forcing_the_other_way_to_multiply_changes_the_order_of_sums_or_is_an_error() -> None:
-    """Hence `widened` does choose the way, and the tests here run what they say."""
+@in_each_way
+def test_forcing_another_way_to_multiply_changes_the_order_of_sums_or_is_an_error() -> None:
+    """Hence `way` does choose the way, and the tests here run what they say."""
     x, weights = rows_and_weights(20, 64, 512)
     out = np.asarray(rows_product(x, weights))
-    np.testing.assert_array_equal(out, np.asarray(rows_product(x, weights, widened=library.widens())))
+    np.testing.assert_array_equal(out, np.asarray(rows_product(x, weights, way=library.product_way())))
     if library.has_pairs():
-        assert (out != np.asarray(rows_product(x, weights, widened=not library.widens()))).any()
+        for other in {"paired", "widened"} - {library.product_way()}:
+            assert (out != np.asarray(rows_product(x, weights, way=other))).any()
     else:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="without products of pairs"):
-            rows_product(x, weights, widened=False).block_until_ready()
+        for other, lack in (("paired", "without products of pairs"), ("tiles", "without tiles")):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=lack):
+                rows_product(x, weights, way=other).block_until_ready()
 
 
+@in_each_way
 def test_a_row_of_nan_spoils_no_other() -> None:
     x, weights = rows_and_weights(20, 64, 64)
     out = np.asarray(rows_product(x.at[3].set(jnp.nan), weights))
@@ -68,6 +76,7 @@ def test_a_row_of_nan_spoils_no_other() -> None:
     np.testing.assert_array_equal(np.delete(out, 3, 0), np.delete(np.asarray(rows_product(x, weights)), 3, 0))
 
 
+@in_each_way
 def test_threads_that_call_at_once_get_their_own_results() -> None:
     product = jax.jit(rows_product)
     inputs = [rows_and_weights(8 + i, 512, 32 * (1 + i)) for i in range(6)]
