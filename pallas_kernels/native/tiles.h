@@ -93,7 +93,8 @@ inline bool TilesSurviveSleep() {
   return true;
 }
 
-inline std::atomic<bool> tiles_are_granted{false};  // by RefuseTiles
+// By RefuseTiles. Not inline: each library of the process would see what another was granted.
+static std::atomic<bool> tiles_are_granted{false};
 
 // Why this process can't use tiles, or nullptr. Asks the system for permission; call it once, before the first product.
 inline const char* RefuseTiles() {
