@@ -149,6 +149,21 @@ def test_a_fault_in_the_building_of_a_decode_step_ends_its_request_alone(overlap
     check(*run(overlap, make_builder=FaultyDecodeBuilder, n=1))
 
 
+@both_loops
+def test_a_batch_that_is_dropped_has_told_the_device_nothing(overlap: bool) -> None:
+    """The heir's cached pages must reach the device with the batch that is launched in its place."""
+    sizes, prefix = capacity(max_extend_tokens=16), list(range(40, 60))
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), make_builder=FaultyBuilder)
+    poisoned = request(POISON, [POISON_TOKEN, 1], 5)
+    heir, other = request("heir", [*prefix, 1], 6), request("other", OTHERS["r0"], 12)  # which takes the first's row
+    script: Script = [[request("first", prefix, 3)], *[[]] * 8, [other], [], [heir, poisoned]]
+    mailbox = ScriptedMailbox(script)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap, check_every_step=True)
+    assert mailbox.loads[-1].totals.failed_requests == 1
+    assert mailbox.loads[-1].totals.cached_prompt_tokens >= 16
+    assert mailbox.output_ids("heir") == expected([*prefix, 1], 6)
+
+
 def test_a_fault_that_no_request_is_to_blame_for_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Policy, waiting: Iterable[Req], *rest: Any) -> Iterator[Req]:
         reqs = list(waiting)

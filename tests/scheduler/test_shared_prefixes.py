@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
@@ -49,6 +50,16 @@ def test_64_requests_compute_their_512_common_tokens_once(config: dict[str, Any]
     assert totals.prompt_tokens - totals.cached_prompt_tokens == 512 + 64 * 32
     for i in range(64):
         assert mailbox.output_ids(f"r{i}") == expected(prompt_of(i), 2)
+
+
+def test_the_device_is_told_of_a_cached_prefix_once() -> None:
+    scheduler, engine = scheduler_for(2048)
+    mailbox = ScriptedMailbox([[ask("first", prompt_of(0))], *[[]] * 4, [ask("second", prompt_of(1), 40)]])
+    run_loop(scheduler, engine, mailbox, True)
+    (told,) = [inputs for inputs in scheduler.launched if inputs.table_changes]
+    (changes,) = told.table_changes
+    assert told.bucket.kind == "extend" and np.count_nonzero(changes[2]) == 512 // 16
+    assert mailbox.output_ids("second") == expected(prompt_of(1), 40)
 
 
 def test_a_request_that_is_held_back_lets_other_requests_pass() -> None:
