@@ -1,24 +1,30 @@
 """Paged attention kernels for JAX: KV store, decode attention and extend attention.
 
 Owns the arithmetic over a paged KV cache. Never knows requests, schedulers or models: it sees arrays only, and
-imports JAX and NumPy only. Callers are model code, tests and benchmarks, through the three functions below, which take
-the cache as a `PagedKv` and the static options of attention as `AttentionOptions`.
+imports JAX and NumPy only. Callers are model code, tests and benchmarks, through the functions below, which take the
+cache as a `PagedKv` and the static options of attention as `AttentionOptions`.
 
 There is one package per platform, each with all the kernels for it: `xla`, `native` (C++ for CPUs), `triton`, `hopper`
 (Mosaic GPU) and `tpu`. `reference` defines what is right, `specs` names shapes for tests and benchmarks.
 """
 
-from pallas_kernels.api import paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels.api import add_and_norm, paged_decode_attention, paged_extend_attention, rotate_and_store, store_kv
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
+from pallas_kernels.qkv import FusedQkv
 
 __all__ = [
     "BACKENDS",
     "STORE_BACKENDS",
     "AttentionOptions",
+    "FusedQkv",
     "PagedKv",
+    "add_and_norm",
     "paged_decode_attention",
     "paged_extend_attention",
+    "rms_norm",
+    "rotate_and_store",
     "store_kv",
 ]

@@ -1,4 +1,4 @@
-"""The public functions: `store_kv`, `paged_decode_attention`, `paged_extend_attention`.
+"""The public functions: attention on a paged cache, the stores into it, and `add_and_norm` between them.
 
 Owns the checks of their arguments and the cache's scales. Never knows how a backend computes: it asks `dispatch` for
 one and calls it.
@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
+from pallas_kernels.norm import add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8, QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_bits
+from pallas_kernels.qkv import FusedQkv, check_qkv
 
 _DEFAULTS = AttentionOptions()
 
@@ -49,6 +51,46 @@ def store_kv(
     chosen = choose_backend("store_kv", backend, refusals, interpret=interpret)
     stored = stores[chosen.name](kv.unscaled(), k, v, slots, interpret)
     return dataclasses.replace(kv, k=stored.k, v=stored.v)
+
+
+def rotate_and_store(
+    qkv: FusedQkv, kv: PagedKv, slots: jax.Array, *, backend: str = "auto", interpret: bool = False
+) -> tuple[jax.Array, PagedKv]:
+    """Take the product of a layer's fused weights apart: bias, norm per head, rotation, and a store of keys and values.
+
+    Returns the queries `[T, N, H]` in the product's dtype, and the cache with the updated pages.
+
+    Args:
+        qkv: the product and what turns it into queries, keys and values.
+        kv: the cache, as for `store_kv`.
+        slots: `[T]` int32, as for `store_kv`.
+        backend: a backend that has the op, or "auto". "auto" takes the device's best one, and where there is none XLA's
+            queries, keys and values with the device's best `store_kv`.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    check_pages(kv)
+    check_qkv(qkv)
+    if (qkv.num_kv_heads, qkv.head_dim) != (kv.num_kv_heads, kv.head_dim) or slots.shape != (qkv.num_tokens,):
+        raise ValueError(
+            f"qkv.product {qkv.product.shape} must be [T, K, G + 2, H] and slots {slots.shape} [T], "
+            f"with the K and H of kv.k {kv.k.shape}"
+        )
+    if slots.dtype != jnp.int32:
+        raise ValueError(f"slots has dtype {slots.dtype}; it must be int32")
+    ops = {name: each.rotate_and_store for name, each in BACKEND_OF_NAME.items() if each.rotate_and_store is not None}
+    refusals = {
+        name: functools.partial(each.refuse_rotate_and_store, qkv, kv)
+        for name, each in BACKEND_OF_NAME.items()
+        if name in ops or name == "xla"
+    }
+    chosen = choose_backend("rotate_and_store", backend, refusals, interpret=interpret).name
+    if chosen in ops:
+        return ops[chosen](qkv, kv, slots, interpret)
+    q, k, v = qkv.split()
+    return q, store_kv(kv, k, v, slots, backend=backend)
 
 
 def paged_decode_attention(
@@ -112,6 +154,45 @@ def paged_extend_attention(
     chosen = choose_backend("paged_extend_attention", backend, refusals, interpret=interpret)
     out = chosen.extend(_scale_queries(q, kv), query_offsets, kv.unscaled(), options, interpret)
     return _scale_output(out, kv)
+
+
+def add_and_norm(
+    x: jax.Array,
+    update: jax.Array,
+    scales: jax.Array,
+    row: int,
+    eps: float,
+    *,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Add to the residual stream and normalize the sum; returns the sum and its RMSNorm, `[T, D]` in x's dtype.
+
+    Args:
+        x: `[T, D]`.
+        update: `[T, D]` in x's dtype, or `[P, T, D]` float32, parts whose sum is the update.
+        scales: `[L, D]`, of which this norm takes `row`.
+        row: index of the norm's scale.
+        eps: added to the mean square.
+        backend: a backend that has the op, or "auto"; "xla" always has it.
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    is_whole = update.shape == x.shape and update.dtype == x.dtype
+    if not is_whole and (update.shape[1:] != x.shape or update.dtype != jnp.float32):
+        raise ValueError(
+            f"update is {update.shape} {update.dtype}; it must be {x.shape} {x.dtype} as x, or float32 parts of that"
+        )
+    if x.ndim != 2 or scales.ndim != 2 or scales.shape[1] != x.shape[1] or not 0 <= row < scales.shape[0]:
+        raise ValueError(f"x {x.shape} must be [T, D] and scales {scales.shape} [L, D] with a row {row}")
+    ops = {name: each.add_and_norm for name, each in BACKEND_OF_NAME.items() if each.add_and_norm is not None}
+    refusals = {name: functools.partial(BACKEND_OF_NAME[name].refuse_add_and_norm, x, update) for name in (*ops, "xla")}
+    chosen = choose_backend("add_and_norm", backend, refusals, interpret=interpret).name
+    if chosen in ops:
+        return ops[chosen](x, update, scales, row, eps, interpret)
+    return add_then_norm(x, update, scales, row, eps)
 
 
 def _check_attention(q: jax.Array, kv: PagedKv) -> None:

@@ -1,4 +1,4 @@
-"""What a backend is: the three ops with one typed signature each, and the reasons for which it refuses a call.
+"""What a backend is: the ops with one typed signature each, and the reasons for which it refuses a call.
 
 Owns the contract between the public functions and the platforms. Each platform's package has one `BACKEND`; `dispatch`
 lists and chooses them. A backend gets checked arguments and knows no scales: `api` applies those.
@@ -11,6 +11,7 @@ import jax
 
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
+from pallas_kernels.qkv import FusedQkv
 
 
 class Store(Protocol):
@@ -18,6 +19,14 @@ class Store(Protocol):
 
     def __call__(self, kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, interpret: bool) -> PagedKv:
         """Tokens k and v `[T, K, H]` of the cache's dtype at slots `[T]`; returns the changed cache."""
+        ...
+
+
+class RotateAndStore(Protocol):
+    """`rotate_and_store` on one backend."""
+
+    def __call__(self, qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bool) -> tuple[jax.Array, PagedKv]:
+        """Stores keys and values at slots `[T]`; returns the queries `[T, N, H]` and the changed cache."""
         ...
 
 
@@ -39,10 +48,36 @@ class Extend(Protocol):
         ...
 
 
+class AddAndNorm(Protocol):
+    """`add_and_norm` on one backend."""
+
+    def __call__(
+        self, x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float, interpret: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """x `[T, D]` plus the update `[T, D]`, or the sum of its parts `[P, T, D]`; the sum and its norm, `[T, D]`."""
+        ...
+
+
 class RefuseStore(Protocol):
     """Says why a backend can't store."""
 
     def __call__(self, kv: PagedKv, /) -> str | None:
+        """The reason in words, or None when it can."""
+        ...
+
+
+class RefuseRotateAndStore(Protocol):
+    """Says why a backend can't take a fused product."""
+
+    def __call__(self, qkv: FusedQkv, kv: PagedKv, /) -> str | None:
+        """The reason in words, or None when it can."""
+        ...
+
+
+class RefuseAddAndNorm(Protocol):
+    """Says why a backend can't add and normalize."""
+
+    def __call__(self, x: jax.Array, update: jax.Array, /) -> str | None:
         """The reason in words, or None when it can."""
         ...
 
@@ -70,9 +105,15 @@ class Backend:
     extend: Extend
     store: Store | None = None
     """None where the backend has attention only."""
+    rotate_and_store: RotateAndStore | None = None
+    """None where XLA splits, normalizes and rotates before a store."""
+    add_and_norm: AddAndNorm | None = None
+    """None where XLA does it."""
     refuse_decode: RefuseAttention = refuse_nothing
     refuse_extend: RefuseAttention = refuse_nothing
     refuse_store: RefuseStore = refuse_nothing
+    refuse_rotate_and_store: RefuseRotateAndStore = refuse_nothing
+    refuse_add_and_norm: RefuseAddAndNorm = refuse_nothing
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

@@ -117,6 +117,15 @@ def refuse_mixed_dtypes(q: jax.Array, kv: PagedKv) -> str | None:
     return None
 
 
+def refuse_conversion(kv: PagedKv) -> str | None:
+    """Why a kernel that stores numbers as they are can't store into the cache, or None when it can."""
+    if kv.dtype not in QUERY_DTYPES:
+        return f"the cache holds {kv.dtype}; it stores float32, bfloat16 and float16"
+    if kv.k_scale is not None or kv.v_scale is not None:
+        return "the cache has scales; it stores numbers as they are"
+    return None
+
+
 def per_head_scale(name: str, scale: Scale, num_kv_heads: int) -> jax.Array | None:
     """A scale of the cache as float32 `[K]`; None stays None.
 

@@ -1,4 +1,4 @@
-"""What the three ops mean, in the plainest way: scatter by slot; gather each token's whole sequence, mask, softmax.
+"""What the ops mean, in the plainest way: scatter by slot; gather each token's whole sequence, mask, softmax.
 
 Owns the definition of right, by which the other backends are judged. Never fast: memory `[T, K, P * page_size, H]`, so
 for small shapes only. Chosen by its name alone.
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import BITS, PagedKv, to_numbers
+from pallas_kernels.paged_kv import BITS, PagedKv, refuse_conversion, to_numbers
+from pallas_kernels.qkv import FusedQkv
 
 
 def store_kv(kv: PagedKv, k: jax.Array, v: jax.Array, slots: jax.Array, interpret: bool) -> PagedKv:
@@ -24,6 +25,26 @@ def _store(pages: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     by_slot = jnp.swapaxes(pages, 1, 2).reshape(num_pages * page_size, num_kv_heads, head_dim)
     by_slot = by_slot.at[slots].set(new)
     return jnp.swapaxes(by_slot.reshape(num_pages, page_size, num_kv_heads, head_dim), 1, 2)
+
+
+def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bool) -> tuple[jax.Array, PagedKv]:
+    """All in float32, one step after the other; rounded once, to the formats of the product and the cache."""
+    rows = qkv.product.astype(jnp.float32)
+    if qkv.bias is not None:
+        rows = rows + qkv.bias[qkv.layer].astype(jnp.float32)
+    cos, sin = qkv.cos[:, :, None], qkv.sin[:, :, None]
+
+    def attended(rows: jax.Array, scales: jax.Array | None) -> jax.Array:
+        if scales is not None:
+            squares = jnp.sum(rows**2, axis=-1, keepdims=True)
+            rows = rows / jnp.sqrt(squares / qkv.head_dim + qkv.eps) * scales[qkv.layer].astype(jnp.float32)
+        real, imaginary = rows[..., : qkv.head_dim // 2], rows[..., qkv.head_dim // 2 :]
+        return jnp.concatenate([real * cos - imaginary * sin, real * sin + imaginary * cos], axis=-1)
+
+    groups = qkv.num_groups
+    q = attended(rows[:, :, :groups], qkv.q_norm).reshape(qkv.num_tokens, -1, qkv.head_dim)
+    k, v = attended(rows[:, :, groups : groups + 1], qkv.k_norm)[:, :, 0], rows[:, :, groups + 1]
+    return q.astype(qkv.product.dtype), store_kv(kv, k.astype(kv.dtype), v.astype(kv.dtype), slots, interpret)
 
 
 def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
@@ -77,4 +98,11 @@ def _gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     return gathered.reshape(num_tokens, num_kv_heads, num_pages_per_token * page_size, head_dim)
 
 
-BACKEND = Backend("reference", decode_attention, extend_attention, store_kv)
+BACKEND = Backend(
+    "reference",
+    decode_attention,
+    extend_attention,
+    store_kv,
+    rotate_and_store,
+    refuse_rotate_and_store=lambda qkv, kv: refuse_conversion(kv),
+)

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.api import paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels.api import paged_decode_attention, paged_extend_attention, rotate_and_store, store_kv
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import BITS, FLOAT8, PagedKv
+from pallas_kernels.qkv import FusedQkv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +86,21 @@ class ArgSpec:
         new = jax.ShapeDtypeStruct((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype)
         return self.paged_kv(), new, new, _int32(self.num_tokens)
 
+    def rotate_and_store_args(self, num_layers: int = 2, *, norms: bool = True, bias: bool = True) -> tuple[Any, ...]:
+        """kv, qkv and slots of `rotate_and_store`, as shapes; the cache first, as for a store."""
+        heads = (self.num_kv_heads, self.num_groups + 2, self.head_dim)
+
+        def array(*shape: int, dtype: Any = self.dtype) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        table, norm = array(self.num_tokens, 1, self.head_dim // 2, dtype=jnp.float32), array(num_layers, self.head_dim)
+        qkv = FusedQkv(
+            product=array(self.num_tokens, *heads), cos=table, sin=table,
+            bias=array(num_layers, *heads) if bias else None,
+            q_norm=norm if norms else None, k_norm=norm if norms else None, layer=num_layers - 1,
+        )  # fmt: skip
+        return self.paged_kv(), qkv, _int32(self.num_tokens)
+
     def decode_args(self) -> tuple[Any, ...]:
         """q and kv of `paged_decode_attention`, as shapes."""
         return self._queries(self.num_seqs), self.paged_kv()
@@ -94,13 +110,20 @@ class ArgSpec:
         return self._queries(self.num_tokens), _int32(self.num_seqs + 1), self.paged_kv()
 
     def calls(self) -> tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]:
-        """Store, decode and extend with this spec: function, arguments as shapes, and keyword arguments."""
+        """Both stores, decode and extend with this spec: function, arguments as shapes, and keyword arguments."""
         options = {"options": self.options}
         return (
             (store_kv, self.store_args(), {}),
+            (store_rotated, self.rotate_and_store_args(), {}),
             (paged_decode_attention, self.decode_args(), options),
             (paged_extend_attention, self.extend_args(), options),
         )
+
+
+def store_rotated(kv: PagedKv, qkv: FusedQkv, slots: jax.Array, **choice: Any) -> tuple[PagedKv, jax.Array]:
+    """`rotate_and_store` with the cache first and returned first, as for `store_kv`."""
+    q, kv = rotate_and_store(qkv, kv, slots, **choice)
+    return kv, q
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
+from pallas_kernels import FusedQkv
 
 
-def causal_attend(layer_index: int, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Array:
+def causal_attend(layer_index: int, qkv: FusedQkv) -> jax.Array:
+    q_TNH, k_TKH, v_TKH = qkv.split()
     num_tokens, num_heads, head_dim = q_TNH.shape
     group_size = num_heads // k_TKH.shape[1]
     k, v = (jnp.repeat(x, group_size, axis=1) for x in (k_TKH, v_TKH))

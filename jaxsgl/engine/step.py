@@ -28,7 +28,13 @@ from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.sampler import Logprobs, score, score_in_slices
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import Decoder, Params
-from pallas_kernels import STORE_BACKENDS, PagedKv, paged_decode_attention, paged_extend_attention, store_kv
+from pallas_kernels import (
+    FusedQkv,
+    PagedKv,
+    paged_decode_attention,
+    paged_extend_attention,
+    rotate_and_store,
+)
 
 SAMPLING_ROWS = 2 + len(COLUMNS)  # of `pack_sampling`
 
@@ -227,12 +233,12 @@ class Pages:
         self._page_table = page_table_SP
         self._arrays, self._kind, self._backend = arrays, kind, backend
 
-    def attend(self, layer_index: int, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Array:
+    def attend(self, layer_index: int, qkv: FusedQkv) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
         a, backend = self._arrays, self._backend
         old = self._k[layer_index], self._v[layer_index]
-        store_backend = backend if backend in STORE_BACKENDS else "auto"
-        kv = store_kv(PagedKv(*old, self._page_table, a.lengths), k_TKH, v_TKH, a.slots, backend=store_backend)
+        store_backend = "xla" if backend == "xla" else "auto"  # not all kernels that attend can store
+        q_TNH, kv = rotate_and_store(qkv, PagedKv(*old, self._page_table, a.lengths), a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
             return paged_decode_attention(q_TNH, kv, backend=backend)

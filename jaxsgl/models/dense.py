@@ -14,28 +14,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layers import MLP, Attend, Attention, RMSNorm, weight
+from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, vector, weight
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import rope_tables
+from pallas_kernels import add_and_norm, rms_norm
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+    """The matrices of one layer."""
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
-        self.attention_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
         self.attention = Attention(arch, dtype)
-        self.mlp_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps, dtype)
         self.mlp = MLP(arch, dtype)
-
-    def __call__(
-        self, x_TD: jax.Array, tables: tuple[jax.Array, jax.Array], layer_index: int, attend: Attend
-    ) -> jax.Array:
-        """`[T, D]` to `[T, D]`."""
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), tables, layer_index, attend)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
 
 
 class Decoder(nnx.Module):
@@ -47,7 +39,8 @@ class Decoder(nnx.Module):
         self.activations = activations
         self.embedding = weight((v, d), ("vocab", None), dtype, fan_in=d)
         self.layers = nnx.List([DecoderLayer(arch, dtype) for _ in range(arch.num_layers)])
-        self.final_norm = RMSNorm(d, arch.rms_norm_eps, dtype)
+        self.vectors = LayerVectors(arch, dtype)
+        self.final_norm = vector((d,), (None,), dtype, mean=1.0)
         self.lm_head = None if arch.tie_embeddings else weight((v, d), ("vocab", None), dtype, fan_in=d)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
@@ -57,10 +50,18 @@ class Decoder(nnx.Module):
         """
         x_TD = self.embedding[...].at[token_ids].get(mode="clip").astype(self.activations)
         tables = rope_tables(positions, self.arch.rope, self.arch.head_dim)
-        for layer_index, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, tables, layer_index, attend)
-        normed: jax.Array = self.final_norm(x_TD)
-        return normed
+        vectors, eps = self.vectors, self.arch.rms_norm_eps
+        attention_norm, mlp_norm = vectors.attention_norm[...], vectors.mlp_norm[...]
+        # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
+        normed_TD = rms_norm(x_TD, attention_norm[0], eps)
+        for index, layer in enumerate(self.layers):
+            update_TD = layer.attention(normed_TD, vectors, tables, index, attend)
+            x_TD, normed_TD = add_and_norm(x_TD, update_TD, mlp_norm, index, eps)
+            update_TD = layer.mlp(normed_TD)
+            is_last = index == len(self.layers) - 1
+            norm = (self.final_norm[...][None], 0) if is_last else (attention_norm, index + 1)
+            x_TD, normed_TD = add_and_norm(x_TD, update_TD, *norm, eps)
+        return normed_TD
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens."""

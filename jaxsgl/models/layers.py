@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: RMSNorm, attention projections, SwiGLU MLP. Token-flat: the first axis is T.
+"""The parts of a decoder layer: vectors, attention projections, SwiGLU MLP. Token-flat: the first axis is T.
 
 Every parameter is declared with its logical axes (`weights/sharding.py` maps them to mesh axes) and its initial
 distribution (`weights/loading.py` draws dummy weights from it). Knows nothing of pages, KV buffers or checkpoints.
@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.precision import product
-from jaxsgl.models.rope import rotate
+from pallas_kernels import FusedQkv
 
 Axes = tuple[str | None, ...]
 
@@ -26,8 +26,8 @@ Axes = tuple[str | None, ...]
 class Attend(Protocol):
     """Stores this step's keys and values, and attends to all of each sequence; the caller of the model provides it."""
 
-    def __call__(self, layer_index: int, q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, /) -> jax.Array:
-        """Returns the attention output `[T, N, H]`, softmax scale 1 / sqrt(H)."""
+    def __call__(self, layer_index: int, qkv: FusedQkv, /) -> jax.Array:
+        """Returns the attention output `[T, N, H]`, softmax scale 1 / sqrt(H); `qkv.split()` says what is attended."""
         ...
 
 
@@ -41,52 +41,60 @@ def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float)
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=mean, std=0.0)
 
 
-class RMSNorm(nnx.Module):
-    """Scales the last axis to unit mean square (arXiv 1910.07467); statistics in float32."""
+class LayerVectors(nnx.Module):
+    """The norms' scales and the biases of attention, of all layers: one array each, row l of layer l.
 
-    def __init__(self, size: int, eps: float, dtype: jnp.dtype) -> None:
-        self.eps = eps
-        self.scale = vector((size,), (None,), dtype, mean=1.0)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """`[..., size]` to the same shape and dtype."""
-        x32 = x.astype(jnp.float32)
-        inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (x32 * inverse_rms).astype(x.dtype) * self.scale[...]
-
-
-class Attention(nnx.Module):
-    """The projections around `Attend`.
-
-    qkv holds, per kv head, its G query heads, then k, then v: tensor parallelism splits the K axis, and each part keeps
-    whole groups.
+    As parameters of their own they would be five arguments per layer, and each argument costs the launch of a program
+    about a microsecond.
     """
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
-        d, n, k, h = arch.hidden_size, arch.num_heads, arch.num_kv_heads, arch.head_dim
-        self.group_size = n // k
-        heads = (k, self.group_size + 2, h)
-        self.qkv = weight((*heads, d), ("kv_heads", None, None, None), dtype, fan_in=d)
-        self.qkv_bias = vector(heads, ("kv_heads", None, None), dtype, mean=0.0) if arch.attention_bias else None
+        num_layers, d, h = arch.num_layers, arch.hidden_size, arch.head_dim
+        self.attention_norm = vector((num_layers, d), (None, None), dtype, mean=1.0)
+        self.mlp_norm = vector((num_layers, d), (None, None), dtype, mean=1.0)
+        self.q_norm = vector((num_layers, h), (None, None), dtype, mean=1.0) if arch.qk_norm else None
+        self.k_norm = vector((num_layers, h), (None, None), dtype, mean=1.0) if arch.qk_norm else None
+        self.qkv_bias = (
+            vector((num_layers, *qkv_heads(arch)), (None, "kv_heads", None, None), dtype, mean=0.0)
+            if arch.attention_bias
+            else None
+        )
+
+
+def qkv_heads(arch: ModelArch) -> tuple[int, int, int]:
+    """`(K, G + 2, H)`: the rows of the fused weights, per kv head its G query heads, then its key, then its value.
+
+    Tensor parallelism splits the K axis, and each part keeps whole groups.
+    """
+    return arch.num_kv_heads, arch.num_heads // arch.num_kv_heads + 2, arch.head_dim
+
+
+class Attention(nnx.Module):
+    """The projections around `Attend`."""
+
+    def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
+        d, n, h = arch.hidden_size, arch.num_heads, arch.head_dim
+        self.eps = arch.rms_norm_eps
+        self.qkv = weight((*qkv_heads(arch), d), ("kv_heads", None, None, None), dtype, fan_in=d)
         self.o = weight((d, n * h), (None, "kv_heads"), dtype, fan_in=n * h)
         self.o_bias = vector((d,), (None,), dtype, mean=0.0) if arch.attention_out_bias else None
-        self.q_norm = RMSNorm(h, arch.rms_norm_eps, dtype) if arch.qk_norm else None
-        self.k_norm = RMSNorm(h, arch.rms_norm_eps, dtype) if arch.qk_norm else None
 
     def __call__(
-        self, x_TD: jax.Array, tables: tuple[jax.Array, jax.Array], layer_index: int, attend: Attend
+        self,
+        x_TD: jax.Array,
+        vectors: LayerVectors,
+        tables: tuple[jax.Array, jax.Array],
+        layer_index: int,
+        attend: Attend,
     ) -> jax.Array:
         """`x [T, D]` to `[T, D]`; `tables` are the rope tables of the tokens."""
-        qkv = product(x_TD, self.qkv[...])
-        if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias[...]
-        num_tokens, num_kv_heads, _, head_dim = qkv.shape
-        q_TNH = qkv[:, :, : self.group_size].reshape(num_tokens, num_kv_heads * self.group_size, head_dim)
-        k_TKH, v_TKH = qkv[:, :, self.group_size], qkv[:, :, self.group_size + 1]
-        if self.q_norm is not None and self.k_norm is not None:
-            q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
-        out_TNH = attend(layer_index, rotate(q_TNH, tables), rotate(k_TKH, tables), v_TKH)
-        out_TD = product(out_TNH.reshape(num_tokens, -1), self.o[...])
+        cos, sin = tables
+        bias, q_norm, k_norm = (
+            None if stack is None else stack[...] for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm)
+        )
+        qkv = FusedQkv(product(x_TD, self.qkv[...]), cos, sin, bias, q_norm, k_norm, layer_index, self.eps)
+        out_TNH = attend(layer_index, qkv)
+        out_TD = product(out_TNH.reshape(len(x_TD), -1), self.o[...])
         return out_TD if self.o_bias is None else out_TD + self.o_bias[...]
 
 

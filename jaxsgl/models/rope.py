@@ -1,7 +1,7 @@
-"""Rotary position embedding: the angles of every position, and the rotation by them. Pairs dimensions i and i + H / 2.
+"""Rotary position embedding: the angles of every position. Dimensions i and i + H / 2 turn together.
 
 Source: RoFormer (arXiv 2104.09864); the llama3 scaling is the one published with Llama 3.1. `arch.py` reads the
-parameters, `dense.py` computes the tables once per step, `layers.py` applies them in every layer.
+parameters, `dense.py` computes the tables once per step, `pallas_kernels.rotate_and_store` applies them in every layer.
 """
 
 from __future__ import annotations
@@ -66,11 +66,3 @@ def rope_tables(positions_T: jax.Array, rope: RopeParams, head_dim: int) -> tupl
     zeros = jnp.zeros((len(positions_T), 1, head_dim // 2), jnp.float32)
     cos_and_sin: tuple[jax.Array, jax.Array] = jax.lax.cond(positions_T[0] >= 0, tables, lambda: (zeros, zeros))
     return cos_and_sin
-
-
-def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates every head of `x [T, heads, H]` by its token's angles; computed in float32, returned in x's dtype."""
-    cos, sin = tables
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)

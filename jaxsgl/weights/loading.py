@@ -79,7 +79,7 @@ def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> 
     with ExitStack() as open_files:
         tensors = TensorFiles(folder, open_files)
         for path, param in nnx.to_flat_state(abstract):
-            recipe = recipe_of(path)
+            recipe = recipe_of(path, arch)
             pieces = tuple(tensors.read(source, arch) for source in recipe.sources)
             params.append((path, param.replace(_place(pieces, recipe, arch, dtype, param_sharding(param, mesh)))))
         for name in tensors.unread(arch):

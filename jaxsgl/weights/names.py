@@ -6,8 +6,10 @@ on the target devices. Knows no files; `loading.py` reads this table.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -72,12 +74,27 @@ _MLP = "model.layers.{}.mlp."
 
 OF_MODEL: dict[Path, Recipe] = {
     ("embedding",): Recipe((Source("model.embed_tokens.weight", ("V", "D")),), _as_is),
-    ("final_norm", "scale"): Recipe((Source("model.norm.weight", ("D",)),), _as_is),
+    ("final_norm",): Recipe((Source("model.norm.weight", ("D",)),), _as_is),
     ("lm_head",): Recipe((Source("lm_head.weight", ("V", "D")),), _as_is),
 }
 
+# A row per layer, in one array.
+OF_ALL_LAYERS: dict[Path, Recipe] = {
+    ("vectors", "attention_norm"): Recipe((Source("model.layers.{}.input_layernorm.weight", ("D",)),), _as_is),
+    ("vectors", "mlp_norm"): Recipe((Source("model.layers.{}.post_attention_layernorm.weight", ("D",)),), _as_is),
+    ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("H",)),), _as_is),
+    ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("H",)),), _as_is),
+    ("vectors", "qkv_bias"): Recipe(
+        (
+            Source(_ATTENTION + "q_proj.bias", ("NH",)),
+            Source(_ATTENTION + "k_proj.bias", ("KH",)),
+            Source(_ATTENTION + "v_proj.bias", ("KH",)),
+        ),
+        _fuse_heads,
+    ),
+}
+
 OF_LAYER: dict[Path, Recipe] = {
-    ("attention_norm", "scale"): Recipe((Source("model.layers.{}.input_layernorm.weight", ("D",)),), _as_is),
     ("attention", "qkv"): Recipe(
         (
             Source(_ATTENTION + "q_proj.weight", ("NH", "D")),
@@ -86,19 +103,8 @@ OF_LAYER: dict[Path, Recipe] = {
         ),
         _fuse_heads,
     ),
-    ("attention", "qkv_bias"): Recipe(
-        (
-            Source(_ATTENTION + "q_proj.bias", ("NH",)),
-            Source(_ATTENTION + "k_proj.bias", ("KH",)),
-            Source(_ATTENTION + "v_proj.bias", ("KH",)),
-        ),
-        _fuse_heads,
-    ),
-    ("attention", "q_norm", "scale"): Recipe((Source(_ATTENTION + "q_norm.weight", ("H",)),), _as_is),
-    ("attention", "k_norm", "scale"): Recipe((Source(_ATTENTION + "k_norm.weight", ("H",)),), _as_is),
     ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NH")),), _as_is),
     ("attention", "o_bias"): Recipe((Source(_ATTENTION + "o_proj.bias", ("D",)),), _as_is),
-    ("mlp_norm", "scale"): Recipe((Source("model.layers.{}.post_attention_layernorm.weight", ("D",)),), _as_is),
     ("mlp", "gate_up"): Recipe(
         (Source(_MLP + "gate_proj.weight", ("F", "D")), Source(_MLP + "up_proj.weight", ("F", "D"))), _fuse_gate_up
     ),
@@ -110,13 +116,26 @@ OF_LAYER: dict[Path, Recipe] = {
 }
 
 
-def recipe_of(path: Path) -> Recipe:
-    """The recipe of the parameter at `path`, with the layer's index filled in."""
+def recipe_of(path: Path, arch: ModelArch) -> Recipe:
+    """The recipe of the parameter at `path`, with the layers' indices filled in."""
+    if path in OF_ALL_LAYERS:
+        recipe = OF_ALL_LAYERS[path]
+        rows = [_of_layer(recipe.sources, layer) for layer in range(arch.num_layers)]
+        return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.fuse))
     if path[0] != "layers":
         return OF_MODEL[path]
     recipe = OF_LAYER[path[2:]]
-    sources = tuple(Source(source.name.format(path[1]), source.axes) for source in recipe.sources)
-    return Recipe(sources, recipe.fuse)
+    return Recipe(_of_layer(recipe.sources, path[1]), recipe.fuse)
+
+
+def _of_layer(sources: tuple[Source, ...], layer: Hashable) -> tuple[Source, ...]:
+    return tuple(Source(source.name.format(layer), source.axes) for source in sources)
+
+
+def _stack_layers(fuse: Fuse, arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    """Row l is what `fuse` makes of the tensors of layer l; all layers have equally many."""
+    per_layer = len(tensors) // arch.num_layers
+    return jnp.stack([fuse(arch, tensors[first : first + per_layer]) for first in range(0, len(tensors), per_layer)])
 
 
 def is_harmless(name: str, arch: ModelArch) -> bool:

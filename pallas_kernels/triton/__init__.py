@@ -1,9 +1,11 @@
 """Kernels for NVIDIA GPUs since Ampere, on Pallas's Triton backend. docs/kernels/triton.md explains them."""
 
 from pallas_kernels.backend import Backend
+from pallas_kernels.triton.add_and_norm import add_and_norm, refuse_add_and_norm
 from pallas_kernels.triton.common import refuse_attention
 from pallas_kernels.triton.decode import decode_attention
 from pallas_kernels.triton.extend import extend_attention
+from pallas_kernels.triton.rotate_and_store import refuse_rotate_and_store, rotate_and_store
 from pallas_kernels.triton.store import refuse_store, store_kv
 
 BACKEND = Backend(
@@ -11,9 +13,13 @@ BACKEND = Backend(
     decode_attention,
     extend_attention,
     store_kv,
+    rotate_and_store,
+    add_and_norm,
     refuse_decode=refuse_attention,
     refuse_extend=refuse_attention,
     refuse_store=refuse_store,
+    refuse_rotate_and_store=refuse_rotate_and_store,
+    refuse_add_and_norm=refuse_add_and_norm,
     platform="gpu",
     has_interpreter=True,
 )

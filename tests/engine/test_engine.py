@@ -15,6 +15,7 @@ from jaxsgl.engine.state import KvBuffers
 from jaxsgl.engine.step import Pages
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.request import SamplingParams
+from pallas_kernels import FusedQkv
 from pallas_kernels.native import library
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain
@@ -232,15 +233,15 @@ def test_kernels_that_cannot_run_here_are_refused_before_warm_up(tiny_config: Co
 def test_a_backend_without_a_store_uses_another_backends_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda: None)  # as on a machine that can run it
 
-    def step(pages: jax.Array, q: jax.Array, new: jax.Array, ints: jax.Array, table: jax.Array) -> jax.Array:
+    def step(pages: jax.Array, product: jax.Array, angles: jax.Array, ints: jax.Array, table: jax.Array) -> jax.Array:
         arrays: Any = SimpleNamespace(slots=ints, lengths=ints)
         kv = KvBuffers((pages,), (pages,))
-        return Pages(kv, table, arrays, "decode", "native").attend(0, q, new, new)
+        return Pages(kv, table, arrays, "decode", "native").attend(0, FusedQkv(product, angles, angles))
 
     shapes = (
         ((5, 2, 16, 32), "uint16"),
-        ((3, 4, 32), "float32"),
-        ((3, 2, 32), "float32"),
+        ((3, 2, 4, 32), "float32"),
+        ((3, 1, 16), "float32"),
         ((3,), "int32"),
         ((3, 2), "int32"),
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from pallas_kernels import AttentionOptions, PagedKv
+from pallas_kernels import AttentionOptions, FusedQkv, PagedKv
 from pallas_kernels.specs import ArgSpec
 
 
@@ -125,6 +125,15 @@ def random_store(spec: ArgSpec, rng: np.random.Generator, **scales: float) -> tu
     k_pages, v_pages, k, v = (jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in (shapes.k, shapes.v, k, v))
     table, lengths = (jnp.zeros(a.shape, jnp.int32) for a in (shapes.page_table, shapes.lengths))
     return PagedKv(k_pages, v_pages, table, lengths, scales.get("k_scale"), scales.get("v_scale")), k, v
+
+
+def random_qkv(spec: ArgSpec, rng: np.random.Generator, **parts: bool) -> FusedQkv:
+    """A fused product with angles of random positions; `parts` says whether it has norms and biases."""
+    _, shapes, _ = spec.rotate_and_store_args(**parts)
+    arrays = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), shapes)
+    angles = rng.integers(0, 40_000, shapes.cos.shape[:2])[..., None] * 0.1 ** np.arange(shapes.cos.shape[2])
+    tables = (jnp.asarray(table, jnp.float32) for table in (np.cos(angles), np.sin(angles)))
+    return dataclasses.replace(arrays, **dict(zip(("cos", "sin"), tables, strict=True)))
 
 
 def assert_close(actual, expected, dtype) -> None:

@@ -21,7 +21,8 @@ from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights.sharding import kv_sharding, make_mesh, param_sharding, replicated
 from pallas_kernels import STORE_BACKENDS, store_kv
-from pallas_kernels.specs import ArgSpec
+from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS
+from pallas_kernels.specs import ArgSpec, store_rotated
 
 BUNDLED_MODEL = ROOT / "jaxsgl/bundled_model"
 PAGE_SIZE, NUM_PAGES = 16, 8192
@@ -70,8 +71,8 @@ class Program:
 def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program]:
     """Yields the ops on one spec, as far as the backend has them."""
     for op, args, options in spec.calls():
-        stores = op is store_kv
-        if stores and backend not in STORE_BACKENDS:
+        stores = op in (store_kv, store_rotated)
+        if stores and backend not in (STORE_BACKENDS if op is store_kv else ROTATE_AND_STORE_BACKENDS):
             continue
         name = f"{op.__name__}_{spec.name}_{backend}"
 

@@ -1,0 +1,107 @@
+"""The product of a layer's fused query, key and value weights as one argument, and what attention takes of it.
+
+Owns the layout of the product, and the definition of its way to queries, keys and values: bias, norm per head, rotation
+by position. Never knows weights or pages. Used by models, which make the product, and by `rotate_and_store`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.norm import rms_norm
+from pallas_kernels.paged_kv import QUERY_DTYPES
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FusedQkv:
+    """Queries, keys and values of T tokens, as the product leaves them; a JAX pytree.
+
+    Vectors come stacked over all layers of the model with the layer's index beside them, so that a program has few
+    arguments and a kernel reads its row in place.
+    """
+
+    product: jax.Array
+    """`[T, K, G + 2, H]`: of each kv head its G query heads, then its key, then its value; no bias added yet."""
+    cos: jax.Array
+    """`[T, 1, H / 2]` float32, cosines of the tokens' angles; dimension i turns together with i + H / 2."""
+    sin: jax.Array
+    """`[T, 1, H / 2]` float32."""
+    bias: jax.Array | None = None
+    """`[L, K, G + 2, H]`, or None."""
+    q_norm: jax.Array | None = None
+    """`[L, H]`, the scales of an RMSNorm of every query head before it is rotated; None, as k_norm, for no norm."""
+    k_norm: jax.Array | None = None
+    """`[L, H]`, the same of every key."""
+    layer: int = dataclasses.field(default=0, metadata={"static": True})
+    """The row of bias and norms."""
+    eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
+    """Added to the mean square in the norms."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.product.shape[0])
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K."""
+        return int(self.product.shape[1])
+
+    @property
+    def num_groups(self) -> int:
+        """G: query heads per kv head, N / K."""
+        return int(self.product.shape[2]) - 2
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return int(self.product.shape[3])
+
+    def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries `[T, N, H]`, keys and values `[T, K, H]`, normalized and rotated, by XLA."""
+        product = self.product if self.bias is None else self.product + self.bias[self.layer]
+        groups = self.num_groups
+        q = product[:, :, :groups].reshape(self.num_tokens, self.num_kv_heads * groups, self.head_dim)
+        k, v = product[:, :, groups], product[:, :, groups + 1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rms_norm(q, self.q_norm[self.layer], self.eps)
+            k = rms_norm(k, self.k_norm[self.layer], self.eps)
+        return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Every head of `x [T, heads, H]` turned by its token's angles; computed in float32, returned in x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def check_qkv(qkv: FusedQkv) -> None:
+    """Check the product and what comes with it against each other.
+
+    Raises:
+        ValueError: shapes or dtypes that don't fit, or a norm of queries without one of keys.
+    """
+    if qkv.product.ndim != 4 or qkv.num_groups < 1 or qkv.product.dtype not in QUERY_DTYPES:
+        raise ValueError(
+            f"qkv.product is {qkv.product.shape} {qkv.product.dtype}; it must be [T, K, G + 2, H] in float32, "
+            "bfloat16 or float16"
+        )
+    tokens, *heads, head_dim = qkv.product.shape
+    for name, table in (("cos", qkv.cos), ("sin", qkv.sin)):
+        if table.shape != (tokens, 1, head_dim // 2) or table.dtype != jnp.float32:
+            raise ValueError(
+                f"qkv.{name} is {table.shape} {table.dtype}; it must be [T, 1, H / 2] float32 with the T and H of "
+                f"qkv.product {qkv.product.shape}"
+            )
+    for name, rows, shape in (
+        ("bias", qkv.bias, (*heads, head_dim)), ("q_norm", qkv.q_norm, (head_dim,)), ("k_norm", qkv.k_norm, (head_dim,))
+    ):  # fmt: skip
+        if rows is not None and (rows.shape[1:] != shape or not 0 <= qkv.layer < rows.shape[0]):
+            raise ValueError(
+                f"qkv.{name} is {rows.shape}; it must be [L, {', '.join(map(str, shape))}], L > {qkv.layer}"
+            )
+    if (qkv.q_norm is None) != (qkv.k_norm is None):
+        raise ValueError("qkv has one of q_norm and k_norm; it must have both or none")

@@ -1,0 +1,66 @@
+"""`add_and_norm` as a Pallas kernel for the Triton backend: a program per token. Called through `triton.BACKEND`.
+
+XLA makes two kernels of it, since it fuses no sum that has two readers into a norm: docs/kernels/triton.md.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+# A program holds a row in registers, 32 numbers of it in a thread of 16 warps.
+_MAX_SIZE = 1 << 14
+
+
+def refuse_add_and_norm(x: jax.Array, update: jax.Array) -> str | None:
+    """Why this backend can't take the call, or None when it can."""
+    if x.shape[-1] > _MAX_SIZE:
+        return f"rows have {x.shape[-1]} numbers; it takes at most {_MAX_SIZE}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("row", "eps", "interpret"))
+def add_and_norm(
+    x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See `backend.AddAndNorm`."""
+    width = pl.next_power_of_2(x.shape[1])
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    total, normed = pl.pallas_call(
+        functools.partial(_kernel, row=row, eps=eps, width=width),
+        out_shape=(out, out),
+        grid=(x.shape[0],),
+        compiler_params=plgpu.CompilerParams(num_warps=min(max(width // 256, 1), 16)),  # 8 numbers a thread
+        interpret=interpret,
+        name="add_and_norm",
+    )(x, update, scales)
+    return total, normed
+
+
+def _kernel(
+    x_ref: Any, update_ref: Any, scales_ref: Any, total_ref: Any, normed_ref: Any, *, row: int, eps: float, width: int
+) -> None:
+    token = pl.program_id(0)
+    size = x_ref.shape[1]
+    column = jnp.arange(width, dtype=jnp.int32)
+    is_real = column < size
+
+    def load(ref: Any, *index: Any) -> jax.Array:
+        return plgpu.load(ref.at[(*index, column)], mask=is_real, other=0).astype(jnp.float32)
+
+    if len(update_ref.shape) == 2:
+        update = load(update_ref, token)
+    else:
+        update = functools.reduce(jnp.add, [load(update_ref, part, token) for part in range(update_ref.shape[0])])
+    # Rounded before it is added, and the sum before it is normalized, as if each were an array of its own.
+    dtype = x_ref.dtype
+    total = (load(x_ref, token) + update.astype(dtype).astype(jnp.float32)).astype(dtype)
+    total32 = total.astype(jnp.float32)
+    inverse_rms = lax.rsqrt(jnp.sum(total32 * total32) / size + eps)
+    normed = total32 * inverse_rms * load(scales_ref, row)
+    plgpu.store(total_ref.at[token, column], total, mask=is_real)
+    plgpu.store(normed_ref.at[token, column], normed.astype(dtype), mask=is_real)
