@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.precision import product
+from jaxsgl.models.precision import product, product_in_parts
 from pallas_kernels import FusedQkv
 
 Axes = tuple[str | None, ...]
@@ -87,15 +87,14 @@ class Attention(nnx.Module):
         layer_index: int,
         attend: Attend,
     ) -> jax.Array:
-        """`x [T, D]` to `[T, D]`; `tables` are the rope tables of the tokens."""
+        """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are the tokens' rope tables."""
         cos, sin = tables
         bias, q_norm, k_norm = (
             None if stack is None else stack[...] for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm)
         )
         qkv = FusedQkv(product(x_TD, self.qkv[...]), cos, sin, bias, q_norm, k_norm, layer_index, self.eps)
         out_TNH = attend(layer_index, qkv)
-        out_TD = product(out_TNH.reshape(len(x_TD), -1), self.o[...])
-        return out_TD if self.o_bias is None else out_TD + self.o_bias[...]
+        return _last_product(out_TNH.reshape(len(x_TD), -1), self.o, self.o_bias)
 
 
 class MLP(nnx.Module):
@@ -109,9 +108,13 @@ class MLP(nnx.Module):
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
-        """`[T, D]` to `[T, D]`."""
+        """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them."""
         gate_up = product(x_TD, self.gate_up[...])
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
-        out_TD = product(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
-        return out_TD if self.down_bias is None else out_TD + self.down_bias[...]
+        return _last_product(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down, self.down_bias)
+
+
+def _last_product(x: jax.Array, matrix: nnx.Param[jax.Array], bias: nnx.Param[jax.Array] | None) -> jax.Array:
+    """The product that goes back to the residual stream, in parts unless there is a bias to add."""
+    return product_in_parts(x, matrix[...]) if bias is None else product(x, matrix[...]) + bias[...]

@@ -26,6 +26,9 @@ from pallas_kernels.paged_kv import BITS
 from pallas_kernels.target import CPUINFO, processor_flags, target_device
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of a processor's features
+# On a GPU: the tile of a product's result that one multiprocessor makes, and the fewest numbers worth a part of a sum.
+TILE_ROWS, TILE_COLUMNS, MIN_PART = 64, 128, 256
+MAX_PARTS = 8
 FEW_ROWS = 128  # up to as many rows, packing the weights costs more than the multiplications save
 
 
@@ -74,6 +77,32 @@ def product(x_TD: jax.Array, weights: jax.Array, dtype: DTypeLike | None = None)
     else:
         out = jnp.einsum("td,nd->tn", rows, matrix, preferred_element_type=dtype)
     return out.reshape(len(rows), *weights.shape[:-1])
+
+
+def product_in_parts(x_TD: jax.Array, weights_ND: jax.Array) -> jax.Array:
+    """`x [T, D]` times `weights [N, D]`, for a reader that adds up parts itself: `[P, T, N]` float32, or `[T, N]`.
+
+    On a GPU a product with few results keeps its multiprocessors busy only if several of them share each sum. XLA cuts
+    such a product too, but adds the parts up in a kernel of its own, which the reader here saves. Elsewhere, and where
+    the results are many, it is `product`.
+    """
+    device = target_device()
+    if device.platform != "gpu" or weights_ND.dtype.itemsize > 2:
+        return product(x_TD, weights_ND)
+    num_parts = num_parts_of(len(x_TD), *weights_ND.shape, device.num_cores)
+    if num_parts == 1:
+        return product(x_TD, weights_ND)
+    rows, matrix = (each.reshape(len(each), num_parts, -1) for each in (x_TD.astype(weights_ND.dtype), weights_ND))
+    return jnp.einsum("tpd,npd->ptn", rows, matrix, preferred_element_type=jnp.float32)
+
+
+def num_parts_of(num_rows: int, num_columns: int, length: int, num_cores: int) -> int:
+    """Parts of the sums over `length` numbers, for one and a half tiles a core: a power of two that divides it."""
+    tiles = -(-num_rows // TILE_ROWS) * -(-num_columns // TILE_COLUMNS)
+    parts = 1
+    while 2 * parts <= MAX_PARTS and parts * tiles < 1.5 * num_cores and length % (2 * parts * MIN_PART) == 0:
+        parts *= 2
+    return parts
 
 
 def weights_first(x_TD: jax.Array, weights_ND: jax.Array, dtype: DTypeLike) -> jax.Array:
