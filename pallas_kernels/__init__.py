@@ -10,7 +10,6 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 
 from pallas_kernels.api import add_and_norm, paged_decode_attention, paged_extend_attention, rotate_and_store, store_kv
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
-from pallas_kernels.norm import rms_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
@@ -24,7 +23,6 @@ __all__ = [
     "add_and_norm",
     "paged_decode_attention",
     "paged_extend_attention",
-    "rms_norm",
     "rotate_and_store",
     "store_kv",
 ]

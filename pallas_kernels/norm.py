@@ -14,6 +14,14 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (x32 * inverse_rms).astype(x.dtype) * scale
 
 
+def row_of(stack: jax.Array, row: int, dtype: jnp.dtype) -> jax.Array:
+    """Row `row` of an array of vectors, in `dtype`.
+
+    Converted before it is cut: XLA's CPU backend would make an array of its own of each row that is cut in 16 bits.
+    """
+    return stack.astype(dtype)[row]
+
+
 def add_then_norm(
     x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float
 ) -> tuple[jax.Array, jax.Array]:
@@ -21,4 +29,4 @@ def add_then_norm(
     if update.ndim > x.ndim:
         update = jnp.sum(update, axis=0).astype(x.dtype)
     x = x + update
-    return x, rms_norm(x, scales[row], eps)
+    return x, rms_norm(x, row_of(scales, row, x.dtype), eps)

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.norm import rms_norm
+from pallas_kernels.norm import rms_norm, row_of
 from pallas_kernels.paged_kv import QUERY_DTYPES
 
 
@@ -61,13 +61,15 @@ class FusedQkv:
 
     def split(self) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries `[T, N, H]`, keys and values `[T, K, H]`, normalized and rotated, by XLA."""
-        product = self.product if self.bias is None else self.product + self.bias[self.layer]
+        product = (
+            self.product if self.bias is None else self.product + row_of(self.bias, self.layer, self.product.dtype)
+        )
         groups = self.num_groups
         q = product[:, :, :groups].reshape(self.num_tokens, self.num_kv_heads * groups, self.head_dim)
         k, v = product[:, :, groups], product[:, :, groups + 1]
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, self.q_norm[self.layer], self.eps)
-            k = rms_norm(k, self.k_norm[self.layer], self.eps)
+            q = rms_norm(q, row_of(self.q_norm, self.layer, q.dtype), self.eps)
+            k = rms_norm(k, row_of(self.k_norm, self.layer, k.dtype), self.eps)
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
 
 

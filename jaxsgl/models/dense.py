@@ -17,7 +17,8 @@ from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, vector, weight
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import rope_tables
-from pallas_kernels import add_and_norm, rms_norm
+from pallas_kernels import add_and_norm
+from pallas_kernels.norm import rms_norm, row_of
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
 
@@ -53,7 +54,7 @@ class Decoder(nnx.Module):
         vectors, eps = self.vectors, self.arch.rms_norm_eps
         attention_norm, mlp_norm = vectors.attention_norm[...], vectors.mlp_norm[...]
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
-        normed_TD = rms_norm(x_TD, attention_norm[0], eps)
+        normed_TD = rms_norm(x_TD, row_of(attention_norm, 0, x_TD.dtype), eps)
         for index, layer in enumerate(self.layers):
             update_TD = layer.attention(normed_TD, vectors, tables, index, attend)
             x_TD, normed_TD = add_and_norm(x_TD, update_TD, mlp_norm, index, eps)

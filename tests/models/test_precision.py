@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from jaxsgl.models import Precision, cpu_multiplies_bfloat16, resolve_precision
-from jaxsgl.models.precision import FEW_ROWS, product
+from jaxsgl.models.precision import FEW_ROWS, num_parts_of, product, product_in_parts
 from pallas_kernels.native import library
 from tests.models.test_arch import read
+from tests.pallas_kernels.lower_everything import on_a_device
 
 F32, F16, BF16, BITS = (jnp.dtype(name) for name in ("float32", "float16", "bfloat16", "uint16"))
 
@@ -77,3 +78,34 @@ def test_a_product_is_the_sum_over_the_last_axis(num_rows: int, dtype: str, head
     expected = np.einsum("td,chd->tch", rounded, np.asarray(weights, np.float64))
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "length", "parts"),
+    [(256, 1024, 2048, 8), (256, 4096, 12288, 2), (64, 4096, 4096, 8), (4096, 1024, 3072, 1), (32, 1024, 3000, 1)],
+)
+def test_a_gpus_products_with_few_results_come_in_parts(
+    num_rows: int, num_columns: int, length: int, parts: int
+) -> None:
+    """Enough of them for one and a half tiles on each of an H200's 132 multiprocessors, if the length divides."""
+    assert num_parts_of(num_rows, num_columns, length, num_cores=132) == parts
+
+    def shapes(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return product_in_parts(x, weights)
+
+    arguments = [jax.ShapeDtypeStruct(dims, BF16) for dims in ((num_rows, length), (num_columns, length))]
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        out = jax.eval_shape(shapes, *arguments)
+    assert out.shape == ((parts, num_rows, num_columns) if parts > 1 else (num_rows, num_columns))
+    assert out.dtype == (F32 if parts > 1 else BF16)
+    assert jax.eval_shape(shapes, *arguments).shape == (num_rows, num_columns)  # a CPU adds up itself
+
+
+def test_the_parts_of_a_product_add_up_to_it() -> None:
+    rng = np.random.default_rng(3)
+    x, weights = (jnp.asarray(rng.standard_normal((rows, 1024)), BF16) for rows in (3, 8))
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        parts = jax.jit(product_in_parts)(x, weights)
+    exact = np.asarray(x, np.float64) @ np.asarray(weights, np.float64).T
+    assert parts.shape == (4, 3, 8)
+    np.testing.assert_allclose(np.asarray(parts, np.float64).sum(axis=0), exact, atol=1e-3)
