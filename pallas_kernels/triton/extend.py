@@ -17,6 +17,7 @@ from pallas_kernels import tuning
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import BEGIN, END, POSITION, SEQUENCE, query_tiles
+from pallas_kernels.target import target_device
 from pallas_kernels.triton import float8
 from pallas_kernels.triton.common import attend_rows, load_queries, store_output
 from pallas_kernels.triton.tiles import SequenceKv
@@ -31,12 +32,19 @@ def extend_attention(
     blocks = tuning.blocks("paged_extend_attention", "triton", tuning.shape_class(q, kv))
     tile_queries = blocks["tile_rows"] // pl.next_power_of_2(q.shape[1] // num_kv_heads)
     tiles = query_tiles(kv.lengths, query_offsets, q.shape[0], tile_queries)
+    # ptxas serializes wgmma (advisory C7515) where a loop without masks precedes the one with them and the pages of a
+    # tile's tokens are looked up one by one. One loop, with masks, is compiled as meant.
+    pages_in_tile = bool(kv.page_size % blocks["tile_tokens"])
     is_float8 = kv.dtype == FLOAT8
     if is_float8:
         q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
     out: jax.Array = pl.pallas_call(
         functools.partial(
-            _extend_kernel, tile_queries=tile_queries, tile_tokens=blocks["tile_tokens"], options=options
+            _extend_kernel,
+            tile_queries=tile_queries,
+            tile_tokens=blocks["tile_tokens"],
+            one_loop=pages_in_tile and target_device().is_hopper,
+            options=options,
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(num_kv_heads, tiles.shape[0]),
@@ -49,7 +57,7 @@ def extend_attention(
 
 def _extend_kernel(
     q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, tiles_ref: Any, out_ref: Any,
-    *, tile_queries: int, tile_tokens: int, options: AttentionOptions
+    *, tile_queries: int, tile_tokens: int, one_loop: bool, options: AttentionOptions
 ) -> None:  # fmt: skip
     kv_head = pl.program_id(0)
     # Begins with the last tile: later tiles of a sequence see more KV, and long tiles should not begin last.
@@ -74,6 +82,7 @@ def _extend_kernel(
     )
     rows = load_queries(q_ref, (token, head), is_real, first + query, kv)
     # Without a window, all rows see what lies before the first query: most tiles of a long prompt.
-    all_seen_until = (first + 1) // tile_tokens if options.sliding_window is None else None
+    has_plain_tiles = options.sliding_window is None and not one_loop
+    all_seen_until = (first + 1) // tile_tokens if has_plain_tiles else None
     out, _ = attend_rows(rows, kv, kv.tile_range, options, all_seen_until)
     store_output(out_ref, (token, head), is_real, out)

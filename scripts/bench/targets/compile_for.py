@@ -134,6 +134,7 @@ def _cache_problems(program: Program, memory: Any, hlo: str) -> list[str]:
 
 def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
     problems = [f"{k.name} spills {k.spill_bytes} bytes" for k in kernels if k.spill_bytes]
+    problems += [f"{k.name}: ptxas: {advisory}" for k in kernels for advisory in k.advisories]
     if not kernels and program.has_kernels:
         problems.append("no kernel's code was found")
     if program.on_matrix_units:
