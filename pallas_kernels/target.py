@@ -23,6 +23,8 @@ class TargetDevice:
     """Streaming multiprocessors, or TensorCores."""
     compute_capability: float | None = None
     """Such as 8.0 for an A100; None where the device isn't an NVIDIA GPU, or isn't there."""
+    is_here: bool = True
+    """Whether it is the process's own, so that what is compiled will run."""
 
     @property
     def is_before_ampere(self) -> bool:
@@ -32,7 +34,12 @@ class TargetDevice:
     @property
     def is_hopper(self) -> bool:
         """Whether it has TMA and wgmma (compute capability 9.0)."""
-        return self.platform == "gpu" and any(name in self.kind for name in ("H100", "H200", "H800", "H20", "GH200"))
+        return self.platform == "gpu" and is_hopper(self.kind)
+
+
+def is_hopper(kind: str) -> bool:
+    """Whether the driver's name of a GPU is one of the Hopper generation's."""
+    return any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200"))
 
 
 def target_device() -> TargetDevice:
@@ -49,7 +56,7 @@ def target_device() -> TargetDevice:
     platform = getattr(abstract, "platform", None)
     if platform is None:  # JAX 0.11 has no such field
         platform = "tpu" if "TPU" in abstract.device_kind else "gpu"
-    return TargetDevice(_family(platform), abstract.device_kind, abstract.num_cores or 1)
+    return TargetDevice(_family(platform), abstract.device_kind, abstract.num_cores or 1, is_here=False)
 
 
 def processor_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:

@@ -35,6 +35,7 @@ from jaxsgl.messages import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.weights import load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh
+from pallas_kernels.gpu_compiler import log_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,8 @@ class Engine:
         mesh = make_mesh()
         device = mesh.devices.flat[0]  # the devices of a mesh are alike
         platform = device.platform
+        if platform == "gpu":
+            log_compiler(device.device_kind)
         dtype, activations, kv_dtype = resolve_precision(
             config.dtype, self.arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
         )

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.gpu_compiler import refuse_for_hopper
 from pallas_kernels.paged_kv import PagedKv, refuse_mixed_dtypes
 from pallas_kernels.target import target_device
 
@@ -40,6 +41,8 @@ def refuse_operands(q: jax.Array, kv: PagedKv) -> str | None:
         return f"q has dtype {q.dtype}; wgmma takes bfloat16 and float16"
     if page_size % COPY_ROWS:
         return f"page_size is {page_size}; TMA copies {COPY_ROWS} tokens at a time, so it takes multiples of that"
+    if device.platform == "gpu" and device.is_here and (reason := refuse_for_hopper()) is not None:
+        return reason
     return refuse_mixed_dtypes(q, kv)
 
 
