@@ -19,6 +19,7 @@ from jaxsgl.flags import check_choices, flag, flag_name, require
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
@@ -102,6 +103,12 @@ class EngineConfig:
         "auto",
         "weights and products; auto: the checkpoint's, but float32 on a CPU that can't multiply it",
         choices=DTYPES,
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "KV cache; fp8_e4m3: half of bfloat16's memory, scaled by the checkpoint's static scales or 1 "
+        "(docs/engine.md); auto: what the checkpoint was calibrated for, else the format of the weights",
+        choices=KV_CACHE_DTYPES,
     )
     load_format: str = flag("auto", "dummy: random weights, for benchmarks", choices=LOAD_FORMATS)
     context_length: int | None = flag(None, "tokens of prompt and output together (default: the model's)")

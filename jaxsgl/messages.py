@@ -353,7 +353,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """What the front end must know about the engine to check requests and to answer GetModelInfo.
 
     `warmup_s` is the time in seconds that loading and compiling took; `kv_bytes` and `weight_bytes` the
-    sizes of all KV buffers and parameters.
+    sizes of all KV buffers and parameters; `kv_cache_dtype` what --kv-cache-dtype came to.
     """
 
     model_path: str
@@ -368,6 +368,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_bytes: int
     weight_bytes: int
     warmup_s: float
+    kv_cache_dtype: str = "auto"
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
 from pallas_kernels.norm import add_then_norm
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import BITS, FLOAT8, QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_bits
+from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format
 from pallas_kernels.qkv import FusedQkv, check_qkv
 
 _DEFAULTS = AttentionOptions()
@@ -233,7 +233,4 @@ def _multiply_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
 def _to_cache_dtype(new: jax.Array, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     if scale is not None:
         new = new.astype(jnp.float32) / scale[:, None]
-    if dtype == FLOAT8:
-        largest = float(jnp.finfo(FLOAT8).max)
-        new = jnp.clip(new, -largest, largest)
-    return to_bits(new) if dtype == BITS else new.astype(dtype)
+    return to_format(new, dtype)

@@ -9,18 +9,21 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 MAX_PAGE_SIZE = 256
 FLOAT8 = jnp.float8_e4m3fn
-# A cache of bfloat16 that a CPU can move: its numbers are kept as their bits. XLA has no moves of bfloat16 on a CPU and
-# would widen the whole cache to write a row of it or to read a page.
+# Caches of bfloat16 and of float8 that a CPU can move: their numbers are kept as their bits. XLA has no moves of these
+# formats on a CPU and would widen the whole cache to write a row of it or to read a page.
 BITS = jnp.dtype(jnp.uint16)
+FLOAT8_BITS = jnp.dtype(jnp.uint8)
 QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-_CACHE_DTYPES = (*QUERY_DTYPES, FLOAT8, BITS)
+_NUMBERS_OF_BITS = {BITS: jnp.dtype(jnp.bfloat16), FLOAT8_BITS: jnp.dtype(FLOAT8)}
+_CACHE_DTYPES = (*QUERY_DTYPES, FLOAT8, *_NUMBERS_OF_BITS)
 
 # One factor for a whole cache array, `[K]` factors for its kv heads, or None for 1.
-Scale: TypeAlias = float | jax.Array | None
+Scale: TypeAlias = float | np.ndarray[Any, Any] | jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +38,8 @@ class PagedKv:
 
     k: jax.Array
     """`[num_pages, K, page_size, H]`, so that the tile of one page and one kv head is contiguous; float32, bfloat16,
-    float16, float8_e4m3fn, or uint16 for the bits of bfloat16 (`BITS`). Unused places may hold anything, even NaN."""
+    float16, float8_e4m3fn, or uint16 and uint8 for the bits of bfloat16 and of float8_e4m3fn (`BITS`, `FLOAT8_BITS`).
+    Unused places may hold anything, even NaN."""
     v: jax.Array
     """Like k."""
     page_table: jax.Array
@@ -82,14 +86,33 @@ class PagedKv:
         return dataclasses.replace(self, k_scale=None, v_scale=None)
 
 
-def to_bits(numbers: jax.Array) -> jax.Array:
-    """Numbers rounded to bfloat16, as a cache of `BITS` holds them."""
-    return lax.bitcast_convert_type(numbers.astype(jnp.bfloat16), BITS)
+def to_bits(numbers: jax.Array, bits: jnp.dtype = BITS) -> jax.Array:
+    """Numbers rounded to bfloat16, as a cache of `BITS` holds them; or to float8, as one of `FLOAT8_BITS` does."""
+    return lax.bitcast_convert_type(to_format(numbers, _NUMBERS_OF_BITS[bits]), bits)
 
 
-def to_numbers(bits: jax.Array) -> jax.Array:
-    """The bfloat16 numbers of `BITS`."""
-    return lax.bitcast_convert_type(bits, jnp.bfloat16)
+def to_numbers(pages: jax.Array) -> jax.Array:
+    """The numbers of pages of `BITS` or `FLOAT8_BITS`; any other pages as they are."""
+    dtype = numbers_dtype(pages.dtype)
+    return pages if dtype == pages.dtype else lax.bitcast_convert_type(pages, dtype)
+
+
+def numbers_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """The format of the numbers in a cache of `dtype`: what `BITS` and `FLOAT8_BITS` stand for, else `dtype`."""
+    return _NUMBERS_OF_BITS.get(jnp.dtype(dtype), jnp.dtype(dtype))
+
+
+def to_format(numbers: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Numbers as a cache of `dtype` holds them: rounded to the nearest, ties to even.
+
+    float8 has no infinity, and would make NaN of what it can't hold: that becomes its largest number. NaN stays NaN.
+    """
+    if dtype in _NUMBERS_OF_BITS:
+        return to_bits(numbers, jnp.dtype(dtype))
+    if dtype == FLOAT8:
+        largest = float(jnp.finfo(FLOAT8).max)
+        numbers = jnp.clip(numbers, -largest, largest)
+    return numbers.astype(dtype)
 
 
 def check_pages(kv: PagedKv) -> None:
@@ -104,7 +127,7 @@ def check_pages(kv: PagedKv) -> None:
         raise ValueError(f"page_size is {kv.page_size} (axis 2 of kv.k); it must be 1..{MAX_PAGE_SIZE}")
     for name, pages in (("kv.k", kv.k), ("kv.v", kv.v)):
         if pages.dtype not in _CACHE_DTYPES:
-            allowed = "float32, bfloat16 (or its bits, uint16), float16 or float8_e4m3fn"
+            allowed = "float32, bfloat16 (or its bits, uint16), float16 or float8_e4m3fn (or its bits, uint8)"
             raise ValueError(f"{name} has dtype {pages.dtype}; it must be {allowed}")
     if kv.k.dtype != kv.v.dtype:
         raise ValueError(f"kv.k has dtype {kv.k.dtype} and kv.v {kv.v.dtype}; they must have one")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import BITS, PagedKv, refuse_conversion, to_numbers
+from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers
 from pallas_kernels.qkv import FusedQkv
 
 
@@ -90,8 +90,7 @@ def extend_attention(
 
 def _gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
     """`[T, P]` page ids to float32 `[T, K, P * page_size, H]`."""
-    if pages.dtype == BITS:
-        pages = to_numbers(pages)
+    pages = to_numbers(pages)
     _, num_kv_heads, page_size, head_dim = pages.shape
     num_tokens, num_pages_per_token = page_ids.shape
     gathered = jnp.swapaxes(pages[page_ids], 1, 2).astype(jnp.float32)  # [T, K, P, page_size, H]

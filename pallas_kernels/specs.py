@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.api import paged_decode_attention, paged_extend_attention, rotate_and_store, store_kv
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import BITS, FLOAT8, PagedKv
+from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv
 from pallas_kernels.qkv import FusedQkv
 
 
@@ -41,14 +41,14 @@ class ArgSpec:
     float8_cache: bool = False
     """Whether the cache holds float8_e4m3fn, with one scale for K and one per head for V."""
     bits_cache: bool = False
-    """Whether the cache holds the bits of bfloat16 numbers, as the engine's does on a CPU."""
+    """Whether the cache holds the bits of bfloat16 or float8 numbers, as the engine's does on a CPU."""
 
     @property
     def cache_dtype(self) -> Any:
         """What the pages hold."""
-        if self.bits_cache:
-            return BITS
-        return FLOAT8 if self.float8_cache else self.dtype
+        if self.float8_cache:
+            return FLOAT8_BITS if self.bits_cache else FLOAT8
+        return BITS if self.bits_cache else self.dtype
 
     @property
     def scales(self) -> dict[str, Any]:

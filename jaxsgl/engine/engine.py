@@ -32,8 +32,9 @@ from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages import EngineInfo
-from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, resolve_precision
-from jaxsgl.weights import load_params, random_params, resolve_model_folder
+from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
+from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.weights import load_kv_scales, load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels.gpu_compiler import log_compiler
 
@@ -100,12 +101,14 @@ class Engine:
         if platform == "gpu":
             log_compiler(device.device_kind)
         dtype, activations, kv_dtype = resolve_precision(
-            config.dtype, self.arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
+            config.dtype, config.kv_cache_dtype, self.arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
         )
+        kv_scales = None
         if config.load_format == "dummy":
             params = random_params(self.arch, dtype, mesh, config.random_seed)
         else:
             params = load_params(folder, self.arch, dtype, mesh)
+            kv_scales = load_kv_scales(folder, self.arch) if kv_cache_flag(kv_dtype) == FP8_E4M3 else None
         jax.block_until_ready(params)  # so that memory in use is what will stay in use
 
         page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype)
@@ -113,7 +116,7 @@ class Engine:
 
         def spec_of(capacity: Capacity) -> ProgramSpec:
             state = abstract_state(page_shape, capacity, mesh)
-            return ProgramSpec(graphdef, params, state, config.attention_backend, mesh)
+            return ProgramSpec(graphdef, params, state, config.attention_backend, mesh, kv_scales)
 
         memory = free_memory(device, config.mem_fraction_static)
         with step_failure("the programs can't be compiled"):
@@ -137,6 +140,7 @@ class Engine:
             kv_bytes=page_shape.page_bytes * self.capacity.num_pages,
             weight_bytes=sum(array.nbytes for array in self._params),
             warmup_s=time.monotonic() - start_s,
+            kv_cache_dtype=kv_cache_flag(kv_dtype),
         )
         logger.info(
             "%d programs compiled and run, %.1f s of loading and compiling; a step takes up to %.0f MiB beside the "

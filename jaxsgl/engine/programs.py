@@ -38,6 +38,7 @@ from jaxsgl.engine.step import (
 from jaxsgl.engine.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
 from jaxsgl.models import Decoder, Params
+from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import replicated
 
 
@@ -51,6 +52,7 @@ class ProgramSpec:
       state: what stays on the device, likewise.
       attention_backend: for the kernels.
       mesh: where everything lies.
+      kv_scales: of a float8 KV cache; None for any other, and where all are 1.
     """
 
     graphdef: nnx.GraphDef[Decoder]
@@ -58,6 +60,7 @@ class ProgramSpec:
     state: DeviceState
     attention_backend: str
     mesh: Mesh
+    kv_scales: KvScales | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -80,10 +83,12 @@ class ProgramSpec:
         everywhere: Any = replicated(self.mesh)  # takes the place of an array in the trees of shardings
         state_shardings = jax.tree.map(lambda array: array.sharding, self.state)
         if bucket.num_steps > 1:
-            program: Forward | DecodeSteps = make_decode_steps(self.graphdef, treedef, bucket, self.attention_backend)
+            program: Forward | DecodeSteps = make_decode_steps(
+                self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales
+            )
             shardings: Forwarded | Decoded = Decoded(state_shardings, everywhere)
         else:
-            program = make_forward(self.graphdef, treedef, bucket, self.attention_backend)
+            program = make_forward(self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales)
             scores = everywhere if bucket.kind == "score" else None
             shardings = Forwarded(state_shardings, everywhere, everywhere, everywhere, scores)
         jitted = jax.jit(program, donate_argnums=FORWARD_DONATES, out_shardings=shardings)

@@ -28,6 +28,7 @@ from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.sampler import Logprobs, score, score_in_slices
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import Decoder, Params
+from jaxsgl.weights import KvScales
 from pallas_kernels import (
     FusedQkv,
     PagedKv,
@@ -109,7 +110,9 @@ SET_ROW_DONATES = (0,)  # tables
 SET_PAGES_DONATES = (0,)  # page table
 
 
-def make_step(graphdef: nnx.GraphDef[Decoder], kind: StepKind, attention_backend: str) -> Step:
+def make_step(
+    graphdef: nnx.GraphDef[Decoder], kind: StepKind, attention_backend: str, kv_scales: KvScales | None = None
+) -> Step:
     """`step(params, state, arrays) -> Stepped` of the model. Padding writes only the dummy page and the dummy row."""
 
     def step(params: Params, state: DeviceState, arrays: StepArrays[jax.Array]) -> Stepped:
@@ -118,7 +121,7 @@ def make_step(graphdef: nnx.GraphDef[Decoder], kind: StepKind, attention_backend
         token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
         table = page_table.note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
         table_SP = page_table.of_seqs(table, arrays.rows, arrays.lengths, page_size)
-        pages = Pages(state.kv, table_SP, arrays, kind, attention_backend)
+        pages = Pages(state.kv, table_SP, arrays, kind, attention_backend, kv_scales)
         hidden = model(_token_ids(arrays.token_ids, state.last_tokens), arrays.positions, pages.attend)
         logits = model.logits(hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets))
         tokens = sampler.greedy(logits)
@@ -130,13 +133,19 @@ def make_step(graphdef: nnx.GraphDef[Decoder], kind: StepKind, attention_backend
     return step
 
 
-def make_forward(graphdef: nnx.GraphDef[Decoder], treedef: Any, bucket: Bucket, attention_backend: str) -> Forward:
+def make_forward(
+    graphdef: nnx.GraphDef[Decoder],
+    treedef: Any,
+    bucket: Bucket,
+    attention_backend: str,
+    kv_scales: KvScales | None = None,
+) -> Forward:
     """`forward(params, state, packed) -> Forwarded` for `bucket`, whether it is `sampled` and `featured` or not.
 
     params: leaves of the model's parameters, whose structure is `treedef` (a flat list costs less per call). packed:
     `[packed_len(bucket)]` int32.
     """
-    step = make_step(graphdef, bucket.kind, attention_backend)
+    step = make_step(graphdef, bucket.kind, attention_backend, kv_scales)
 
     def forward(params: list[jax.Array], state: DeviceState, packed: jax.Array) -> Forwarded:
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
@@ -147,14 +156,18 @@ def make_forward(graphdef: nnx.GraphDef[Decoder], treedef: Any, bucket: Bucket, 
 
 
 def make_decode_steps(
-    graphdef: nnx.GraphDef[Decoder], treedef: Any, bucket: Bucket, attention_backend: str
+    graphdef: nnx.GraphDef[Decoder],
+    treedef: Any,
+    bucket: Bucket,
+    attention_backend: str,
+    kv_scales: KvScales | None = None,
 ) -> DecodeSteps:
     """`decode_steps(params, state, packed) -> Decoded` for `bucket`; arguments as for `make_forward`.
 
     A loop around the step: each step decodes the tokens of the one before, and the host launches and reads once for all
     of them. It compiles as fast as one step, and the pages stay in their buffers.
     """
-    step = make_step(graphdef, bucket.kind, attention_backend)
+    step = make_step(graphdef, bucket.kind, attention_backend, kv_scales)
 
     def decode_steps(params: list[jax.Array], state: DeviceState, packed: jax.Array) -> Decoded:
         first = unpack(packed, bucket, jax.lax.bitcast_convert_type)
@@ -224,21 +237,34 @@ def unpack_sampling(packed: jax.Array) -> tuple[jax.Array, jax.Array, SamplingAr
 
 
 class Pages:
-    """The KV pages during one trace: each layer replaces its pair, so that XLA sees one in-place update per buffer."""
+    """The KV pages during one trace: each layer replaces its pair, so that XLA sees one in-place update per buffer.
+
+    The scales of a float8 cache are constants of the program. XLA multiplies queries and outputs by them where it
+    computes or reads these anyway.
+    """
 
     def __init__(
-        self, kv: KvBuffers, page_table_SP: jax.Array, arrays: StepArrays[jax.Array], kind: StepKind, backend: str
+        self,
+        kv: KvBuffers,
+        page_table_SP: jax.Array,
+        arrays: StepArrays[jax.Array],
+        kind: StepKind,
+        backend: str,
+        scales: KvScales | None = None,
     ) -> None:
         self._k, self._v = list(kv.k), list(kv.v)
         self._page_table = page_table_SP
         self._arrays, self._kind, self._backend = arrays, kind, backend
+        self._scales = scales or KvScales.of_one(len(kv.k))
 
     def attend(self, layer_index: int, qkv: FusedQkv) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
         a, backend = self._arrays, self._backend
         old = self._k[layer_index], self._v[layer_index]
         store_backend = "xla" if backend == "xla" else "auto"  # not all kernels that attend can store
-        q_TNH, kv = rotate_and_store(qkv, PagedKv(*old, self._page_table, a.lengths), a.slots, backend=store_backend)
+        scales = self._scales.k[layer_index], self._scales.v[layer_index]
+        paged = PagedKv(*old, self._page_table, a.lengths, *scales)
+        q_TNH, kv = rotate_and_store(qkv, paged, a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
             return paged_decode_attention(q_TNH, kv, backend=backend)

@@ -7,7 +7,7 @@ The engine uses three things: `ModelArch.from_folder` (the model's shape), `reso
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.dense import Decoder, Params, abstract_model
 from jaxsgl.models.layers import Attend
-from jaxsgl.models.precision import Precision, cpu_multiplies_bfloat16, resolve_precision
+from jaxsgl.models.precision import Precision, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.rope import RopeParams
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "RopeParams",
     "abstract_model",
     "cpu_multiplies_bfloat16",
+    "kv_cache_flag",
     "resolve_precision",
 ]

@@ -10,14 +10,16 @@ tensors have other names, one in `weights/names.py`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.models import quantization
 from jaxsgl.models.rope import RopeParams
 
 DTYPES = ("float32", "bfloat16", "float16")
+MODELOPT_FILE = "hf_quant_config.json"
 ROPE_KINDS = {"default": "none", "linear": "linear", "llama3": "llama3"}  # config.json's word -> ours
 
 
@@ -62,6 +64,7 @@ class ModelArch:
       max_context: the most tokens of one sequence that the model was made for.
       dtype: name of the checkpoint's dtype.
       eos_token_ids: ids that end a generation; may be empty.
+      kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
     """
 
     name: str
@@ -82,10 +85,11 @@ class ModelArch:
     max_context: int
     dtype: str
     eos_token_ids: tuple[int, ...]
+    kv_cache_dtype: str | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelArch:
-        """Reads config.json and generation_config.json. Raises `CheckpointError` for a model that can't be served."""
+        """Reads the folder's JSON files. Raises `CheckpointError` for a model that can't be served."""
         if not folder.is_dir():
             raise CheckpointError(f"no model folder at {folder}")
         if not (folder / "config.json").is_file():
@@ -93,7 +97,8 @@ class ModelArch:
         config = _Config(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = _Config(generation_path) if generation_path.is_file() else None
-        return _read_arch(config, generation)
+        arch = _read_arch(config, generation)
+        return replace(arch, kv_cache_dtype=_read_quantization(config, folder / MODELOPT_FILE))
 
 
 class _Config:
@@ -167,10 +172,20 @@ def _refuse_unsupported(config: _Config) -> None:
         raise CheckpointError(f"{config.path}: use_sliding_window is true, but only full attention is supported")
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{config.path}: hidden_act is {config.get('hidden_act')}, but only silu is supported")
-    if config.get("quantization_config"):
-        raise CheckpointError(f"{config.path}: the checkpoint is quantized; only {', '.join(DTYPES)} are supported")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"{config.path}: partial_rotary_factor must be 1.0, rope turns whole heads only")
+
+
+def _read_quantization(config: _Config, modelopt_path: Path) -> str | None:
+    """The KV cache that the checkpoint was calibrated for. Raises `CheckpointError` if its weights are quantized."""
+    sources = [(config.path, config.get("quantization_config"))]
+    if modelopt_path.is_file():
+        sources.append((modelopt_path, _Config(modelopt_path).values))
+    told = [(path, values) for path, values in sources if values]
+    for path, values in told:
+        if not isinstance(values, dict) or quantization.weights_are_quantized(values):
+            raise CheckpointError(f"{path}: the checkpoint is quantized; only {', '.join(DTYPES)} are supported")
+    return next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
 
 
 def _read_rope(config: _Config, max_context: int) -> RopeParams:

@@ -3,8 +3,8 @@
 Accelerators use one format for all, and XLA and its libraries choose how to multiply. A CPU multiplies 16 bit weights
 with float32 accumulation (see `product`), but does everything else in float32: XLA has no vector code for 16 bit
 arithmetic there, and so widens and narrows around each operation. The KV cache has 16 bits on a CPU too, since it is
-read as much as the weights. For bfloat16 it is kept as uint16 (`pallas_kernels.paged_kv`), since XLA would widen
-the whole cache in order to write a row of it.
+read as much as the weights. bfloat16 is kept there as uint16, and float8 as uint8 (`pallas_kernels.paged_kv`), since
+XLA would widen the whole cache in order to write a row of it.
 
 The engine calls `resolve_precision` at start-up; the layers call `product`.
 """
@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxsgl.errors import ConfigError
 from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.quantization import FP8_E4M3
 from pallas_kernels.native import library as native_library
 from pallas_kernels.native import product as native_product
-from pallas_kernels.paged_kv import BITS
+from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, numbers_dtype
 from pallas_kernels.target import CPUINFO, processor_flags, target_device
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}  # in Linux' list of a processor's features
@@ -41,20 +43,43 @@ class Precision(NamedTuple):
 
 
 def resolve_precision(
-    flag: str, arch: ModelArch, platform: str, *, cpu_multiplies_bfloat16: Callable[[], bool]
+    flag: str, kv_flag: str, arch: ModelArch, platform: str, *, cpu_multiplies_bfloat16: Callable[[], bool]
 ) -> Precision:
-    """The formats for the `--dtype` flag on a platform ("cpu", "gpu", "tpu").
+    """The formats for the flags `--dtype` and `--kv-cache-dtype` on a platform ("cpu", "gpu", "tpu").
 
-    auto: the checkpoint's; on a CPU float32, unless the checkpoint is bfloat16 and the CPU multiplies that fast.
+    auto: the checkpoint's; on a CPU float32, unless the checkpoint is bfloat16 and the CPU multiplies that fast. The KV
+    cache follows the weights, unless the checkpoint was calibrated for a float8 one.
     `cpu_multiplies_bfloat16` is called only if its answer matters, since it may compile kernels.
+
+    Raises `ConfigError` for a KV cache that the kernels of an accelerator can't multiply with the activations.
     """
     if flag == "auto":
         keeps = platform != "cpu" or (arch.dtype == "bfloat16" and cpu_multiplies_bfloat16())
         flag = arch.dtype if keeps else "float32"
     weights = jnp.dtype(flag)
-    if platform != "cpu" or weights.itemsize > 2:
-        return Precision(weights, weights, weights)
-    return Precision(weights, jnp.dtype(jnp.float32), BITS if weights == jnp.bfloat16 else weights)
+    kv = _kv_numbers(kv_flag, arch, weights)
+    if platform != "cpu":
+        if kv not in (weights, FLOAT8):
+            raise ConfigError(
+                f"--kv-cache-dtype {kv.name} does not go with weights in {weights.name} on a {platform}, whose kernels "
+                f"multiply one format: give --dtype {kv.name}, or leave --kv-cache-dtype out"
+            )
+        return Precision(weights, weights, kv)
+    bits = {jnp.dtype(jnp.bfloat16): BITS, jnp.dtype(FLOAT8): FLOAT8_BITS}
+    return Precision(weights, jnp.dtype(jnp.float32), bits.get(kv, kv))
+
+
+def _kv_numbers(flag: str, arch: ModelArch, weights: jnp.dtype) -> jnp.dtype:
+    """What the numbers of the KV cache are, however they are kept."""
+    if flag == "auto":
+        flag = arch.kv_cache_dtype or weights.name
+    return jnp.dtype(FLOAT8 if flag == FP8_E4M3 else flag)
+
+
+def kv_cache_flag(kv: jnp.dtype) -> str:
+    """The format of a KV cache as `--kv-cache-dtype` calls it; those that only "auto" yields by their own names."""
+    numbers = numbers_dtype(kv)
+    return FP8_E4M3 if numbers == FLOAT8 else numbers.name
 
 
 def cpu_multiplies_bfloat16(cpuinfo: Path = CPUINFO) -> bool:

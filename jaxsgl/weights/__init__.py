@@ -1,8 +1,10 @@
 """Parameters: finds a model's folder, and makes sharded device arrays of its tensors. The engine calls it.
 
 `resolve_model_folder` finds the folder, `load_params` reads it, `random_params` makes parameters without one.
+`load_kv_scales` reads what a float8 KV cache is scaled by.
 """
 
+from jaxsgl.weights.kv_scales import KvScales, load_kv_scales
 from jaxsgl.weights.loading import load_params, random_params, resolve_model_folder
 
-__all__ = ["load_params", "random_params", "resolve_model_folder"]
+__all__ = ["KvScales", "load_kv_scales", "load_params", "random_params", "resolve_model_folder"]

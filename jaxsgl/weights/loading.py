@@ -123,6 +123,15 @@ class TensorFiles:
         tensor: npt.NDArray[Any] = self._opened[path].get_tensor(source.name)
         return tensor
 
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._file_of)
+
+    def scale(self, name: str) -> npt.NDArray[np.float32]:
+        """A small tensor of any float dtype and shape, in float32."""
+        tensor: npt.NDArray[Any] = self._opened[self._file_of[name]].get_tensor(name)
+        return tensor.astype(np.float32)
+
     def unread(self, arch: ModelArch) -> list[str]:
         """Names of the tensors that no parameter was made of, except harmless ones."""
         return sorted(name for name in self._unread if not is_harmless(name, arch))

@@ -7,6 +7,7 @@ on the target devices. Knows no files; `loading.py` reads this table.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +117,23 @@ OF_LAYER: dict[Path, Recipe] = {
 }
 
 
+# What scales K, V or both of a layer's KV cache in float8, by the end of the tensor's name: compressed-tensors and its
+# older form, ModelOpt, Quark. Scales of queries and probabilities belong to attention in float8, which ours is not.
+KV_SCALES = {
+    "k_scale": "k", "attn.k_scale": "k", "k_proj.k_scale": "k", "qkv_proj.k_scale": "k", "k_proj.output_scale": "k",
+    "v_scale": "v", "attn.v_scale": "v", "v_proj.v_scale": "v", "qkv_proj.v_scale": "v", "v_proj.output_scale": "v",
+    "kv_scale": "kv", "attn.kv_scale": "kv",
+}  # fmt: skip
+_UNUSED_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
+_OF_ATTENTION = re.compile(re.escape(_ATTENTION).replace(r"\{\}", r"(\d+)") + r"(.+)")
+
+
+def kv_scale_of(name: str) -> tuple[int, str] | None:
+    """The layer, and "k", "v" or "kv" for both, whose cache a tensor of that name scales; None for any other tensor."""
+    match = _OF_ATTENTION.fullmatch(name)
+    return None if match is None or match[2] not in KV_SCALES else (int(match[1]), KV_SCALES[match[2]])
+
+
 def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     """The recipe of the parameter at `path`, with the layers' indices filled in."""
     if path in OF_ALL_LAYERS:
@@ -139,5 +157,11 @@ def _stack_layers(fuse: Fuse, arch: ModelArch, tensors: tuple[jax.Array, ...]) -
 
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
-    """Whether a tensor may be left unread without a warning: rope's constants, and the copy of a tied head."""
+    """Whether a tensor may be left unread without a warning: rope's constants, the copy of a tied head, and scales.
+
+    Those of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
+    """
+    of_attention = _OF_ATTENTION.fullmatch(name)
+    if of_attention is not None and (of_attention[2] in KV_SCALES or of_attention[2].endswith(_UNUSED_SCALES)):
+        return True
     return name.endswith("rotary_emb.inv_freq") or (arch.tie_embeddings and name == "lm_head.weight")

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "float8.h"
 
 namespace ffi = xla::ffi;
 
@@ -29,8 +30,8 @@ constexpr float kUnseen = -1e30f;  // below any score; finite, so that subtracti
 
 struct Problem {
   const float* q;          // [T, N, H]
-  const uint16_t* k;       // [num_pages, K, page_size, H], bits of bfloat16
-  const uint16_t* v;
+  const void* k;           // [num_pages, K, page_size, H], bits of bfloat16 (uint16_t) or Float8
+  const void* v;
   const int32_t* table;    // [S, P]
   const int32_t* lengths;  // [S]
   const int32_t* offsets;  // [S + 1]: the queries of sequence s are offsets[s] .. offsets[s + 1] - 1
@@ -78,20 +79,23 @@ Scratch<Left>* ScratchOfThread() {
   return scratch.get();
 }
 
-// A tile's K or V: where the row of each of its tokens lies, zeros past its end.
+// A tile's K or V: where the row of each of its tokens lies, zeros past its end. Number: uint16_t or Float8.
+template <typename Number>
 struct Rows {
-  const uint16_t* at[kTile];
+  static constexpr int kLine = 64 / sizeof(Number);  // numbers in a line of the cache
+  const Number* at[kTile];
 };
 
 // Packs the first `count` keys, rounded up to kLanes, as [H / 2, kTile, 2]. Meanwhile prefetches keys of the next tile
 // into the second cache level, as the first has no room for both; all at once they would wait for each other.
-void PackKeys(const Rows& rows, const Rows& next, int count, int head_dim, uint16_t* packed) {
+template <typename Number>
+void PackKeys(const Rows<Number>& rows, const Rows<Number>& next, int count, int head_dim, uint16_t* packed) {
   for (int h = 0; h < head_dim; h += 2 * kLanes) {
     for (int t = 0; t < count; t += kLanes) {
       Bits block[kLanes];
       for (int i = 0; i < kLanes; ++i) {
         block[i] = LoadBits(rows.at[t + i] + h);
-        if (h % kLine == 0) Prefetch(next.at[t + i] + h);
+        if (h % rows.kLine == 0) Prefetch(next.at[t + i] + h);
       }
       Transpose(block);
       for (int i = 0; i < kLanes; ++i) StoreBits(packed + ((h / 2 + i) * kTile + t) * 2, block[i]);
@@ -100,10 +104,11 @@ void PackKeys(const Rows& rows, const Rows& next, int count, int head_dim, uint1
 }
 
 // Packs the first `count` values, rounded up to 2, as [kTile / 2, H, 2], and prefetches the next tile's, as above.
-void PackValues(const Rows& rows, const Rows& next, int count, int head_dim, uint16_t* packed) {
+template <typename Number>
+void PackValues(const Rows<Number>& rows, const Rows<Number>& next, int count, int head_dim, uint16_t* packed) {
   for (int t = 0; t < count; t += 2) {
     for (int h = 0; h < head_dim; h += 2 * kLanes) {
-      if (h % kLine == 0) {
+      if (h % rows.kLine == 0) {
         Prefetch(next.at[t] + h);
         Prefetch(next.at[t + 1] + h);
       }
@@ -158,9 +163,9 @@ void Softmax(float* scores, int first, int end, Left* weights, float* top, float
   *total += Sum(sum);
 }
 
-alignas(64) const uint16_t kZeros[256] = {};
+alignas(64) const uint16_t kZeros[kMaxHeadDim] = {};  // a row of zeros in either format
 
-template <typename Left>
+template <typename Left, typename Number>
 class Worker {
  public:
   Worker(const Problem& p, int head) : p_(p), s_(ScratchOfThread<Left>()), head_(head) {}
@@ -181,7 +186,7 @@ class Worker {
       }
       row = end_row;
     }
-    Rows keys, values, next_keys, next_values;
+    Rows<Number> keys, values, next_keys, next_values;
     Find(tiles_[0], next_keys, next_values);
     for (size_t i = 0; i < tiles_.size(); ++i) {
       keys = next_keys, values = next_values;
@@ -223,17 +228,17 @@ class Worker {
     return span.count * p_.group;
   }
 
-  void Find(const Tile& tile, Rows& keys, Rows& values) const {
+  void Find(const Tile& tile, Rows<Number>& keys, Rows<Number>& values) const {
     const int32_t* pages = p_.table + int64_t(tile.seq) * p_.table_width;
     for (int t = 0; t < kTile; ++t) {
       const int token = tile.begin + t;
       if (token < tile.end) {
         const int64_t page = pages[token / p_.page_size];
         const int64_t row = (page * p_.num_kv_heads + head_) * p_.page_size + token % p_.page_size;
-        keys.at[t] = p_.k + row * p_.head_dim;
-        values.at[t] = p_.v + row * p_.head_dim;
+        keys.at[t] = static_cast<const Number*>(p_.k) + row * p_.head_dim;
+        values.at[t] = static_cast<const Number*>(p_.v) + row * p_.head_dim;
       } else {
-        keys.at[t] = values.at[t] = kZeros;
+        keys.at[t] = values.at[t] = reinterpret_cast<const Number*>(kZeros);
       }
     }
   }
@@ -308,13 +313,21 @@ std::vector<Unit> MakeUnits(const Problem& p) {
   return units;
 }
 
-ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::U16> k,
-                          ffi::Buffer<ffi::U16> v, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths,
-                          ffi::Buffer<ffi::S32> offsets, float sm_scale, float soft_cap, int64_t window, bool widened,
+template <typename Number>
+void RunUnit(const Problem& p, const Unit& unit, int head, bool widened) {
+#ifdef __AVX512BF16__
+  if (!widened) return Worker<uint16_t, Number>(p, head).Run(unit);
+#endif
+  Worker<float, Number>(p, head).Run(unit);
+}
+
+ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                          ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> offsets,
+                          float sm_scale, float soft_cap, int64_t window, bool widened,
                           ffi::ResultBuffer<ffi::F32> out) {
   if (!widened && !kHasPairs) return NoPairs();
   const auto pages = k.dimensions();
-  const Problem p{q.typed_data(), k.typed_data(), v.typed_data(), table.typed_data(), lengths.typed_data(),
+  const Problem p{q.typed_data(), k.untyped_data(), v.untyped_data(), table.typed_data(), lengths.typed_data(),
                   offsets.typed_data(), out->typed_data(), int(lengths.element_count()), int(table.dimensions()[1]),
                   int(pages[1]), int(q.dimensions()[1] / pages[1]), int(pages[3]), int(pages[2]),
                   sm_scale, soft_cap, window};
@@ -327,10 +340,8 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Bu
   InParallel(pool, int(units.size()) * p.num_kv_heads, [&](int i) {
     const Unit& unit = units[i / p.num_kv_heads];
     const int head = i % p.num_kv_heads;
-#ifdef __AVX512BF16__
-    if (!widened) return Worker<uint16_t>(p, head).Run(unit);
-#endif
-    Worker<float>(p, head).Run(unit);
+    if (k.element_type() == ffi::U8) return RunUnit<Float8>(p, unit, head, widened);
+    RunUnit<uint16_t>(p, unit, head, widened);
   });
   return ffi::Error::Success();
 }
@@ -342,8 +353,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, jaxsgl::PagedAttention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U16>>()
-                                  .Arg<ffi::Buffer<ffi::U16>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

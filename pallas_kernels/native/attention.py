@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels.native import library
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import BITS, PagedKv
+from pallas_kernels.paged_kv import BITS, FLOAT8_BITS, PagedKv
 
 _HEAD_STEP, _MAX_HEAD_DIM, _MAX_GROUP = 32, 256, 128
 
@@ -22,8 +22,11 @@ _HEAD_STEP, _MAX_HEAD_DIM, _MAX_GROUP = 32, 256, 128
 def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:
     """Why this backend can't take q `[T, N, H]` and the cache, because of the arrays or of this machine; or None."""
     head_dim, group = q.shape[2], q.shape[1] // kv.num_kv_heads
-    if kv.dtype != BITS or q.dtype != jnp.float32:
-        return f"it takes float32 queries and a cache of bfloat16's bits (uint16), not {q.dtype} and {kv.dtype}"
+    if kv.dtype not in (BITS, FLOAT8_BITS) or q.dtype != jnp.float32:
+        return (
+            "it takes float32 queries and a cache of bfloat16's or float8's bits (uint16, uint8), "
+            f"not {q.dtype} and {kv.dtype}"
+        )
     if head_dim % _HEAD_STEP or head_dim > _MAX_HEAD_DIM:
         return f"the head size is {head_dim}; it takes multiples of {_HEAD_STEP} up to {_MAX_HEAD_DIM}"
     if group > _MAX_GROUP:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import BITS, FLOAT8
+from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, numbers_dtype
 from pallas_kernels.target import target_device
 
 # Below any real score; finite, so that subtracting it from itself gives 0 and not NaN.
@@ -31,13 +31,13 @@ def as_bits(array: jax.Array) -> jax.Array:
     """
     if target_device().platform != "cpu":
         return array
-    bits = {jnp.dtype(jnp.bfloat16): jnp.uint16, jnp.dtype(FLOAT8): jnp.uint8}.get(array.dtype)
+    bits = {jnp.dtype(jnp.bfloat16): BITS, jnp.dtype(FLOAT8): FLOAT8_BITS}.get(array.dtype)
     return array if bits is None else lax.bitcast_convert_type(array, bits)
 
 
 def from_bits(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The opposite of `as_bits`; the numbers, too, of pages that are kept as `BITS`."""
-    dtype = jnp.dtype(jnp.bfloat16) if dtype == BITS else dtype
+    """The opposite of `as_bits`; the numbers, too, of pages that are kept as `BITS` or `FLOAT8_BITS`."""
+    dtype = numbers_dtype(dtype)
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.paged_kv import BITS, to_numbers
+from pallas_kernels.paged_kv import BITS, FLOAT8_BITS, to_numbers
 from pallas_kernels.xla.common import UNSEEN, as_bits, from_bits, gather_tiles, soft_cap, take
 
 # Of n softmaxes: top score and sum of weights `[n, K, G]`, and weighted values `[n, K, G, H]`; all float32.
@@ -31,6 +31,8 @@ def read_tiles(
     """
     if k_pages.dtype == BITS:
         return _read_bits(k_pages, page_ids, to_numbers), _read_values_of_bits(v_pages, page_ids, seen)
+    if k_pages.dtype == FLOAT8_BITS:
+        return _read_bits(k_pages, page_ids, _float8_widened), _read_values_of_bits(v_pages, page_ids, seen)
     k, v = (from_bits(gather_tiles(as_bits(x), page_ids), x.dtype).astype(jnp.float32) for x in (k_pages, v_pages))
     return k, v if seen is None else jnp.where(seen[:, None, :, None], v, 0)
 
@@ -40,7 +42,7 @@ def _read_values_of_bits(pages: jax.Array, page_ids: jax.Array, seen: jax.Array 
     batch, num_pages = page_ids.shape
 
     def widened(bits: jax.Array) -> jax.Array:
-        numbers = lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+        numbers = _float8_widened(bits) if bits.dtype == FLOAT8_BITS else _bfloat16_widened(bits)
         if seen is None:
             return numbers
         places = seen.reshape(batch, 1, num_pages, page_size, 1)
@@ -50,8 +52,16 @@ def _read_values_of_bits(pages: jax.Array, page_ids: jax.Array, seen: jax.Array 
     return _read_bits(pages, page_ids, widened)
 
 
+def _bfloat16_widened(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+
+
+def _float8_widened(bits: jax.Array) -> jax.Array:
+    return to_numbers(bits).astype(jnp.float32)
+
+
 def _read_bits(pages: jax.Array, page_ids: jax.Array, convert: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Pages of a cache of `BITS`, converted, as `[B, K, n * page_size, H]`.
+    """Pages of a cache of bits, converted, as `[B, K, n * page_size, H]`.
 
     XLA's CPU back end gathers four times slower where it knows that pages end up as four axes, since then it counts
     them for each number. Hence the branch: XLA doesn't look into it, and can't know that it is always taken.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxsgl.errors import ConfigError
 from jaxsgl.models import Precision, cpu_multiplies_bfloat16, resolve_precision
 from jaxsgl.models.precision import FEW_ROWS, num_parts_of, product, product_in_parts
 from pallas_kernels.native import library
@@ -16,10 +18,22 @@ from tests.models.test_arch import read
 from tests.pallas_kernels.lower_everything import on_a_device
 
 F32, F16, BF16, BITS = (jnp.dtype(name) for name in ("float32", "float16", "bfloat16", "uint16"))
+F8, F8_BITS = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
+FLOAT8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
-def formats(folder: Path, flag: str, platform: str, *, stored: str = "bfloat16", native: bool = True) -> Precision:
-    return resolve_precision(flag, read(folder, dtype=stored), platform, cpu_multiplies_bfloat16=lambda: native)
+def formats(
+    folder: Path,
+    flag: str,
+    platform: str,
+    *,
+    kv: str = "auto",
+    stored: str = "bfloat16",
+    native: bool = True,
+    **in_config: Any,
+) -> Precision:
+    arch = read(folder, dtype=stored, **in_config)
+    return resolve_precision(flag, kv, arch, platform, cpu_multiplies_bfloat16=lambda: native)
 
 
 def test_an_accelerator_computes_in_the_checkpoints_format(tmp_path: Path) -> None:
@@ -39,6 +53,27 @@ def test_a_requested_format_is_used(tmp_path: Path) -> None:
     assert formats(tmp_path, "bfloat16", "cpu", native=False) == (BF16, F32, BITS)
 
 
+def test_a_kv_cache_of_float8_goes_with_all_weights_and_is_kept_as_bits_on_a_cpu(tmp_path: Path) -> None:
+    for weights, dtype in (("float32", F32), ("bfloat16", BF16), ("float16", F16)):
+        for platform in ("gpu", "tpu"):
+            assert formats(tmp_path, weights, platform, kv="fp8_e4m3") == (dtype, dtype, F8)
+        assert formats(tmp_path, weights, "cpu", kv="fp8_e4m3") == (dtype, F32, F8_BITS)
+
+
+def test_a_kv_cache_of_bfloat16_needs_such_weights_on_accelerators_only(tmp_path: Path) -> None:
+    assert formats(tmp_path, "float32", "cpu", kv="bfloat16") == (F32, F32, BITS)
+    assert formats(tmp_path, "bfloat16", "gpu", kv="bfloat16") == (BF16, BF16, BF16)
+    with pytest.raises(ConfigError, match="--kv-cache-dtype bfloat16 does not go with weights in float16 on a gpu"):
+        formats(tmp_path, "float16", "gpu", kv="bfloat16")
+
+
+def test_auto_is_the_kv_cache_that_the_checkpoint_was_calibrated_for(tmp_path: Path) -> None:
+    calibrated = {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": FLOAT8_SCHEME}}
+    assert formats(tmp_path, "auto", "gpu", **calibrated) == (BF16, BF16, F8)
+    assert formats(tmp_path, "auto", "cpu", **calibrated) == (BF16, F32, F8_BITS)
+    assert formats(tmp_path, "auto", "gpu", kv="bfloat16", **calibrated) == (BF16, BF16, BF16)
+
+
 def test_kernels_are_loaded_only_if_the_format_depends_on_them(tmp_path: Path) -> None:
     def ask() -> bool:
         raise AssertionError("this may compile")
@@ -48,7 +83,7 @@ def test_kernels_are_loaded_only_if_the_format_depends_on_them(tmp_path: Path) -
         ("auto", "cpu", "float32"),
         ("bfloat16", "cpu", "bfloat16"),
     ):
-        resolve_precision(flag, read(tmp_path, dtype=stored), platform, cpu_multiplies_bfloat16=ask)
+        resolve_precision(flag, "auto", read(tmp_path, dtype=stored), platform, cpu_multiplies_bfloat16=ask)
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,13 @@ std::vector<uint16_t> Bfloats(Random& random, int64_t count) {
   return bits;
 }
 
+// Codes of float8, NaN among them.
+std::vector<uint8_t> Codes(Random& random, int64_t count) {
+  std::vector<uint8_t> codes(count);
+  for (uint8_t& code : codes) code = uint8_t(random());
+  return codes;
+}
+
 Call Product(Random& random, XLA_FFI_Handler* handler, const char* way) {
   const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 33, 48, 63, 64, 65, 100, 130, 520});
   const bool is_large = tokens > 500;  // then blocks of inputs count too
@@ -279,12 +286,15 @@ Call Attention(Random& random, XLA_FFI_Handler* handler, const std::string& way)
   }
   const int64_t tokens = offsets[num_seqs] + Below(random, 3) * !is_decode + (offsets[num_seqs] == 0);
   const int64_t queries = tokens * num_kv_heads * group, cache = int64_t(num_pages) * num_kv_heads * page_size;
+  const bool is_float8 = Below(random, 2);
+  const auto pages_of_k_or_v = [&] {
+    const std::vector<int64_t> shape = {num_pages, num_kv_heads, page_size, head_dim};
+    return is_float8 ? MakeArray(XLA_FFI_DataType_U8, shape, Codes(random, cache * head_dim))
+                     : MakeArray(XLA_FFI_DataType_U16, shape, Bfloats(random, cache * head_dim));
+  };
   return {handler,
           {MakeArray(XLA_FFI_DataType_F32, {tokens, num_kv_heads * group, head_dim}, Floats(random, queries * head_dim)),
-           MakeArray(XLA_FFI_DataType_U16, {num_pages, num_kv_heads, page_size, head_dim},
-                     Bfloats(random, cache * head_dim)),
-           MakeArray(XLA_FFI_DataType_U16, {num_pages, num_kv_heads, page_size, head_dim},
-                     Bfloats(random, cache * head_dim)),
+           pages_of_k_or_v(), pages_of_k_or_v(),
            MakeArray(XLA_FFI_DataType_S32, {num_seqs, width}, table),
            MakeArray(XLA_FFI_DataType_S32, {num_seqs}, lengths),
            MakeArray(XLA_FFI_DataType_S32, {num_seqs + 1}, offsets)},

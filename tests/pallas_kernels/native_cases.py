@@ -18,7 +18,7 @@ import pytest
 
 from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, paged_extend_attention
 from pallas_kernels.native import library
-from pallas_kernels.paged_kv import to_bits
+from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, to_bits, to_format
 from tests.pallas_kernels.cases import dense_attention
 from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, family, lay_out, own, unseen_places
 
@@ -38,6 +38,8 @@ class Case:
     table: np.ndarray
     lengths: np.ndarray
     offsets: np.ndarray
+    bits: jnp.dtype = BITS
+    """What the pages are handed over as."""
 
     def decode(self) -> Case:
         """One query of each sequence, padding rows included."""
@@ -45,6 +47,11 @@ class Case:
 
     def of_zeros(self) -> Case:
         return replace(self, q=np.zeros_like(self.q))
+
+    def of_float8(self) -> Case:
+        """The same with its keys and values rounded to float8, and a cache of it."""
+        k, v = (np.array(to_format(jnp.asarray(x), FLOAT8), np.float32) for x in (self.k_pages, self.v_pages))
+        return replace(self, k_pages=k, v_pages=v, bits=FLOAT8_BITS)
 
 
 def build(
@@ -73,7 +80,7 @@ def compiled(is_decode: bool, options: AttentionOptions):
 
 def attend(case: Case, is_decode: bool = False, **options: Any) -> np.ndarray:
     table, lengths, offsets = (jnp.asarray(a, jnp.int32) for a in (case.table, case.lengths, case.offsets))
-    k, v = (to_bits(jnp.asarray(pages)) for pages in (case.k_pages, case.v_pages))
+    k, v = (to_bits(jnp.asarray(pages), case.bits) for pages in (case.k_pages, case.v_pages))
     kv = PagedKv(k, v, table, lengths, options.pop("k_scale", None), options.pop("v_scale", None))
     queries: Any = (case.q,) if is_decode else (case.q, offsets)
     return np.asarray(compiled(is_decode, AttentionOptions(**options))(*queries, kv))

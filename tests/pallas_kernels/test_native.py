@@ -9,11 +9,13 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.paged_kv import BITS, FLOAT8_BITS, to_numbers
 from tests.grids import pairwise
-from tests.pallas_kernels.native_cases import MANY, RAGGED, WAYS, attend, build, check, long_prompt
+from tests.pallas_kernels.native_cases import MANY, RAGGED, WAYS, Case, attend, build, check, long_prompt
 from tests.pallas_kernels.texts import TEXTS, own
 
 pytestmark = pytest.mark.usefixtures("each_way")
@@ -60,6 +62,35 @@ def test_a_prompt_in_any_chunks_is_the_same_to_the_bit(page_size: int, group: in
         last = replace(chunk, q=chunk.q[-1:])
         np.testing.assert_array_equal(attend(last, is_decode=True), expected[length - 1 : length])
         begin = length
+
+
+@pytest.mark.parametrize(
+    ("each_way", "shape", "is_decode"), pairwise(WAYS, SHAPES[::7], [True, False]), indirect=["each_way"], ids=str
+)
+def test_a_cache_of_float8_yields_what_one_of_bfloat16_with_its_numbers_yields_to_the_bit(
+    shape: tuple[int, int, int], is_decode: bool
+) -> None:
+    """Which holds every number of float8. So all that is checked over bfloat16 holds over float8, too."""
+    group, head_dim, page_size = shape
+    case = build(RAGGED, page_size, group=group, head_dim=head_dim, seed=page_size, most_new=40).of_float8()
+    case = case.decode() if is_decode else case
+    numbers = np.asarray(to_numbers(jnp.arange(256, dtype=FLOAT8_BITS)), np.float32)
+    for pages in (case.k_pages, case.v_pages):
+        codes = np.random.default_rng(page_size).choice(numbers[np.isfinite(numbers)], pages.shape)
+        np.copyto(pages, codes, where=np.isfinite(pages))
+    for options in ({}, {"sliding_window": 33, "k_scale": 0.02, "v_scale": 3.0}):
+        expected = attend(replace(case, bits=BITS), is_decode, **options)
+        np.testing.assert_array_equal(attend(case, is_decode, **options), expected)
+
+
+def test_every_code_of_float8_is_read_as_its_number() -> None:
+    """NaN, too: a token of its own sequence yields its values as they are."""
+    codes = np.arange(256, dtype=np.uint8).reshape(8, 1, 1, 32)
+    v_pages = np.asarray(to_numbers(jnp.asarray(codes)), np.float32)
+    table, lengths = np.arange(8)[:, None], np.ones(8, int)
+    q = np.zeros((8, 1, 32), np.float32)
+    case = Case(q, np.zeros_like(v_pages), v_pages, table, lengths, np.arange(9), FLOAT8_BITS)
+    np.testing.assert_array_equal(attend(case)[:, 0], v_pages[:, 0, 0])
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 70}, {"logit_soft_cap": 2.0}], ids=str)

@@ -186,7 +186,9 @@ def _accelerator_cases() -> tuple[KernelCase, ...]:
 
 def _cpu_cases() -> tuple[KernelCase, ...]:
     """float32 in all page sizes, and what the engine uses for bfloat16 weights: float32 queries and a cache of bits."""
-    formats = [("", {"page_size": page}) for page in (1, 16, 64)] + [(", bits", {"page_size": 16, "bits_cache": True})]
+    formats: list[tuple[str, dict[str, Any]]] = [("", {"page_size": page}) for page in (1, 16, 64)]
+    formats.append((", bits", {"page_size": 16, "bits_cache": True}))
+    formats.append((", float8 bits", {"page_size": 16, "bits_cache": True, "float8_cache": True}))
     cases = []
     for suffix, extra in formats:
         fields: dict[str, Any] = {"num_groups": 2, "head_dim": 64, "dtype": "float32", **extra}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.kernels.cases import DECODE, STORE, KernelCase, work_of
-from pallas_kernels.paged_kv import BITS, FLOAT8, to_bits, to_numbers
+from pallas_kernels.paged_kv import numbers_dtype, to_bits, to_format, to_numbers
 
 _ROTATED_BYTES = 1 << 30  # many times the largest L2, and so long a program that starting it costs nothing
 _MIN_LAYERS, _MAX_LAYERS = 4, 32
@@ -33,8 +33,7 @@ class Layer:
 
     def cache_numbers(self) -> tuple[jax.Array, jax.Array]:
         """K and V pages as numbers, also where they are kept as bits."""
-        k, v = (to_numbers(a) if a.dtype == BITS else a for a in (self.k_pages, self.v_pages))
-        return k, v
+        return to_numbers(self.k_pages), to_numbers(self.v_pages)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +88,7 @@ def _make_layer(case: KernelCase, key: jax.Array, used: np.ndarray | None) -> La
     scales = [spec.scales.get(name, 1.0) for name in ("k_scale", "v_scale")]
     per_head = [jnp.broadcast_to(jnp.asarray(s, jnp.float32), case.num_kv_heads)[:, None, None] for s in scales]
     keys = jax.random.split(key, 5)
-    dtype = jnp.dtype(jnp.bfloat16) if case.bits_cache else spec.cache_dtype
+    dtype = numbers_dtype(spec.cache_dtype)
     pages = [
         _normal(each, scale, shape=a.shape, dtype=dtype)
         for each, scale, a in zip(keys, per_head, (kv.k, kv.v), strict=False)
@@ -97,18 +96,14 @@ def _make_layer(case: KernelCase, key: jax.Array, used: np.ndarray | None) -> La
     if used is not None:
         pages = [jnp.where(used[:, None, :, None], a, jnp.asarray(jnp.nan, a.dtype)) for a in pages]
     if case.bits_cache:
-        pages = [to_bits(a) for a in pages]
+        pages = [to_bits(a, spec.cache_dtype) for a in pages]
     rest = [_normal(each, 1.0, shape=a.shape, dtype=a.dtype) for each, a in zip(keys[2:], (q, k, v), strict=True)]
     return Layer(rest[0], *pages, *rest[1:])
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(key: jax.Array, scale: jax.Array | float, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    values = jax.random.normal(key, shape, jnp.float32) / scale
-    if dtype == FLOAT8:
-        largest = float(jnp.finfo(FLOAT8).max)
-        values = jnp.clip(values, -largest, largest)
-    return values.astype(dtype)
+    return to_format(jax.random.normal(key, shape, jnp.float32) / scale, dtype)
 
 
 def _used_places(case: KernelCase, page_table: np.ndarray) -> np.ndarray:

@@ -10,12 +10,11 @@ import functools
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bench.kernels.cases import DECODE, KernelCase
 from bench.kernels.inputs import Inputs, Layer
-from pallas_kernels.paged_kv import BITS, FLOAT8
+from pallas_kernels.paged_kv import FLOAT8, numbers_dtype
 
 # Pairs of a query and a KV token, for one head: about a second on one core.
 _MAX_PAIRS = 1 << 17
@@ -60,7 +59,7 @@ def store_error(inputs: Inputs, layer: Layer, stored: tuple[jax.Array, jax.Array
         right = np.asarray(new)[:num_real].astype(np.float64)
         if scale is not None:
             right /= np.broadcast_to(np.asarray(scale, np.float64), case.num_kv_heads)[:, None]
-        if after.dtype == FLOAT8:
+        if numbers_dtype(after.dtype) == FLOAT8:
             right = np.clip(right, -448, 448).astype(FLOAT8).astype(np.float64)
         actual = _numbers(after)[page, :, offset].astype(np.float64)
         difference += float(np.square(actual - right).sum())
@@ -126,7 +125,7 @@ def _attend(inputs: Inputs, layer: Layer, s: int, sampled: np.ndarray) -> np.nda
 
 def _numbers(pages: jax.Array) -> np.ndarray:
     array = np.asarray(pages)
-    return array.view(jnp.bfloat16) if array.dtype == BITS else array
+    return array.view(numbers_dtype(array.dtype))
 
 
 def _flat(pages: jax.Array, length: int) -> np.ndarray:

@@ -135,6 +135,7 @@ def _server_args(info: EngineInfo, config: ServerConfig) -> dict[str, Any]:
         "max_running_requests": info.max_running_requests,
         "page_size": info.page_size,
         "dtype": info.dtype,
+        "kv_cache_dtype": info.kv_cache_dtype,
         "attention_backend": info.attention_backend,
         "disaggregation_mode": "null",
     }

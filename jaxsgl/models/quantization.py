@@ -1,0 +1,68 @@
+"""What a checkpoint says about quantization: whether its weights are quantized, and for which KV cache.
+
+Reads the words of compressed-tensors (llm-compressor), ModelOpt and Quark, in config.json or ModelOpt's
+hf_quant_config.json. Knows no tensors: `weights/kv_scales.py` reads the scales. Called by `arch`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+FP8_E4M3 = "fp8_e4m3"
+# Producers whose folders may leave the weights as they are and quantize the KV cache alone.
+_MAY_KEEP_WEIGHTS = ("compressed-tensors", "modelopt", "quark")
+
+logger = logging.getLogger(__name__)
+
+
+def weights_are_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether `quantization_config` describes weights in another format than config.json's dtype."""
+    if config.get("quant_method", "modelopt") not in _MAY_KEEP_WEIGHTS or _modelopt(config).get("quant_algo"):
+        return True
+    return any(part.get(word) for part in _parts(config) for word in ("weights", "weight"))
+
+
+def kv_cache_dtype(config: Mapping[str, Any]) -> str | None:
+    """`FP8_E4M3` if the checkpoint was calibrated for a KV cache of it, with static scales; None: as the weights.
+
+    A KV cache of any other format is left unquantized, with a warning: such a checkpoint is right without it, too.
+    """
+    scheme = config.get("kv_cache_scheme")
+    algo = _modelopt(config).get("kv_cache_quant_algo")
+    outputs = [part.get("output_tensors") or {} for part in _kv_parts(config)]
+    if not (scheme or algo or outputs):
+        return None
+    is_float8 = [algo == "FP8"] if algo else []
+    if scheme:
+        is_float8.append((scheme.get("num_bits"), scheme.get("type")) == (8, "float") and not scheme.get("dynamic"))
+    is_float8 += [output.get("dtype") == FP8_E4M3 and not output.get("is_dynamic") for output in outputs]
+    if all(is_float8):
+        return FP8_E4M3
+    logger.warning(
+        "the checkpoint asks for a KV cache of %s; supported is %s with static scales, so it is kept in the format of "
+        "the weights",
+        scheme or algo or outputs, FP8_E4M3,
+    )  # fmt: skip
+    return None
+
+
+def _modelopt(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ModelOpt's words, which hf_quant_config.json has one level further down."""
+    inner = config.get("quantization")
+    return inner if isinstance(inner, dict) else config
+
+
+def _parts(config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """The descriptions of groups of layers: compressed-tensors' and ModelOpt's groups, Quark's patterns."""
+    yield config.get("global_quant_config") or {}
+    for name in ("config_groups", "layer_quant_config", "layer_type_quant_config"):
+        yield from (part for part in (config.get(name) or {}).values() if isinstance(part, dict))
+
+
+def _kv_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Quark's descriptions of the layers whose outputs are kept, named by the patterns of `kv_cache_group`."""
+    patterns = (config.get("export") or {}).get("kv_cache_group") or ()
+    layers = {**(config.get("layer_quant_config") or {}), **(config.get("kv_cache_quant_config") or {})}
+    return [layers.get(pattern) or {} for pattern in patterns]

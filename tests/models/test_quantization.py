@@ -1,0 +1,71 @@
+"""Checkpoints that are quantized for their KV cache alone are served; quantized weights are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxsgl.errors import CheckpointError
+from tests.models.test_arch import read
+
+FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+QUARK_OUTPUT = {"weight": None, "output_tensors": {"dtype": "fp8_e4m3", "is_dynamic": False}}
+QUARK = {
+    "quant_method": "quark",
+    "global_quant_config": {"weight": None},
+    "layer_quant_config": {"*k_proj": QUARK_OUTPUT, "*v_proj": QUARK_OUTPUT},
+    "export": {"kv_cache_group": ["*k_proj", "*v_proj"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": FLOAT8}, "fp8_e4m3"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": None}}}, None),
+        ({"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": FLOAT8}, "fp8_e4m3"),
+        ({"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo": "FP8"}}, "fp8_e4m3"),
+        (QUARK, "fp8_e4m3"),
+        ({**QUARK, "export": {"kv_cache_group": []}}, None),
+    ],
+)
+def test_the_kv_cache_that_a_checkpoint_was_calibrated_for_is_read(
+    config: dict[str, Any], expected: str | None, tmp_path: Path
+) -> None:
+    assert read(tmp_path, quantization_config=config).kv_cache_dtype == expected
+
+
+def test_modelopts_own_file_counts_as_the_configuration_does(tmp_path: Path) -> None:
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    assert read(tmp_path).kv_cache_dtype == "fp8_e4m3"
+    path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: the checkpoint is quantized"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": FLOAT8}}, "kv_cache_scheme": FLOAT8},
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FLOAT8},
+        {**QUARK, "layer_quant_config": {"*mlp*": {"weight": {"dtype": "fp8_e4m3"}}}},
+        {"quant_method": "awq", "kv_cache_scheme": FLOAT8},
+        ["fp8"],
+    ],
+)
+def test_quantized_weights_are_refused_whatever_the_kv_cache_is(config: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the checkpoint is quantized"):
+        read(tmp_path, quantization_config=config)
+
+
+@pytest.mark.parametrize("changes", [{"num_bits": 4}, {"type": "int"}, {"dynamic": True}])
+def test_another_kv_cache_is_left_unquantized_with_a_warning(
+    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"quant_method": "compressed-tensors", "kv_cache_scheme": {**FLOAT8, **changes}}
+    assert read(tmp_path, quantization_config=config).kv_cache_dtype is None
+    assert "supported is fp8_e4m3 with static scales" in caplog.text
