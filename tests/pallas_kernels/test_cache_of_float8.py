@@ -1,4 +1,4 @@
-"""A float8 cache: every backend stores the same bits, and attention over it is as near to bfloat16's as its digits allow.
+"""A float8 cache: every backend stores the same bits, and attends as near to bfloat16 as the digits of float8 allow.
 
 Numbers of float8_e4m3fn have 4 significant bits: rounding moves one by 2.6% on average (root of the mean square), by
 6.25% at most. Such errors of V average out like V itself does, and those of K move scores of unit normal numbers by as
