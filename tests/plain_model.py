@@ -17,7 +17,10 @@ from pallas_kernels import FusedQkv
 
 
 def causal_attend(layer_index: int, qkv: FusedQkv) -> jax.Array:
-    q_TNH, k_TKH, v_TKH = qkv.split()
+    return causal_attention(*qkv.split())
+
+
+def causal_attention(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Array:
     num_tokens, num_heads, head_dim = q_TNH.shape
     group_size = num_heads // k_TKH.shape[1]
     k, v = (jnp.repeat(x, group_size, axis=1) for x in (k_TKH, v_TKH))

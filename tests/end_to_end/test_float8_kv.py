@@ -20,11 +20,12 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.weights import load_params
+from pallas_kernels import FusedQkv
 from pallas_kernels.paged_kv import FLOAT8, to_format
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import outputs, serve
 from tests.engine.driving import Driver
-from tests.plain_model import causal_attend, mesh_of
+from tests.plain_model import causal_attention, mesh_of
 from tests.weights.test_loading import rewrite
 
 pytestmark = pytest.mark.device
@@ -73,10 +74,11 @@ def plain_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, *, rounds
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     model = nnx.merge(graphdef, load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, qkv: FusedQkv) -> jax.Array:
+        q, k, v = qkv.split()
         if rounds:
             k, v = (to_format(x / s, FLOAT8).astype(x.dtype) * s for x, s in ((k, K_SCALE), (v, V_SCALE)))
-        return causal_attend(layer, q, k, v)
+        return causal_attention(q, k, v)
 
     size = len(prompt) + num_tokens
     run = jax.jit(lambda ids: model.logits(model(ids, jnp.arange(size), attend)))
