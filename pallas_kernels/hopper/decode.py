@@ -108,8 +108,7 @@ def _decode_kernel(
     wide_k: Any = None, wide_v: Any = None, options: AttentionOptions, interpret: bool,
 ) -> None:  # fmt: skip
     item, kv_head = (lax.axis_index(name) for name in ("item", "kv_head"))
-    columns = (SEQUENCE, BEGIN, END, POSITION, SPLIT)
-    seq, begin, end, last, split = (items_ref[item, column] for column in columns)
+    seq, begin, end, last = (items_ref[item, column] for column in (SEQUENCE, BEGIN, END, POSITION))
     first: Any = 0 if options.sliding_window is None else lax.max(last - options.sliding_window + 1, 0)
     program = Program(
         Ring(k_pages_ref, k_tiles, k_arrived, wide_k, kv_head), Ring(v_pages_ref, v_tiles, v_arrived, wide_v, kv_head),
@@ -125,11 +124,13 @@ def _decode_kernel(
 
     def write_part() -> None:
         out, lse = attend()
+        split, seq = items_ref[item, SPLIT], items_ref[item, SEQUENCE]  # read again: few scalars should live until here
         lse_ref[split, seq, kv_head] = lse
-        # A float32 leaves in two rounds through the queries' shared memory: its value in q's dtype, then the remainder.
-        rounded = out.astype(q_tile.dtype)
-        _write(rounded, q_tile, out_ref.at[0, split, seq, kv_head])
-        _write(out - rounded.astype(jnp.float32), q_tile, out_ref.at[1, split, seq, kv_head])
+        # A float32 leaves in two rounds through the queries' shared memory: its value in q's dtype, then the remainder,
+        # which the barrier keeps from being computed, and held in registers, before the first round.
+        _write(out.astype(q_tile.dtype), q_tile, out_ref.at[0, split, seq, kv_head])
+        out = lax.optimization_barrier(out)
+        _write(out - out.astype(q_tile.dtype).astype(jnp.float32), q_tile, out_ref.at[1, split, seq, kv_head])
 
     if lse_ref is None:
         _write(attend()[0], q_tile, out_ref.at[seq, kv_head])

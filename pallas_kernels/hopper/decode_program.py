@@ -107,14 +107,18 @@ class Program:
 
     def start_first_tiles(self, begin: jax.Array, end: jax.Array) -> None:
         """Fill the rings from the tiles begin..end - 1, as far as both reach. Comes before `attend`."""
-        for stage in range(self.num_stages):
+        for tile in range(self.num_stages):
 
-            def start(stage: int = stage) -> None:
-                pages = self._pages(begin + stage)
+            def start(tile: Any = begin + tile) -> None:
+                pages, stage = self._pages(tile), self._stage(tile)
                 self.k.start(stage, pages)
                 self.v.start(stage, pages)
 
-            pl.when(begin + stage < end)(start)
+            pl.when(begin + tile < end)(start)
+
+    def _stage(self, tile: jax.Array) -> jax.Array:
+        """The place of a tile in the rings; not counted from the first tile, which then needs no register."""
+        return lax.rem(tile, self.num_stages)
 
     def attend(self, q_tile: Any, begin: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Float32 `[64, H]`, the softmax-weighted V of the tiles, and `[64]`, its base-2 log-sum-exp.
@@ -126,7 +130,7 @@ class Program:
 
         def add_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             top, total, acc = state
-            stage = lax.rem(tile - begin, self.num_stages)
+            stage = self._stage(tile)
             later = tile + self.num_stages
             later_pages = self._pages(later)  # read early, so that they are there when the copies start
 
