@@ -99,7 +99,7 @@ void MultiplyTask(const Product& p, int64_t first, int count, int64_t begin, int
         if (!is_last) continue;
         for (int a = 0; a <= two_rows; ++a)
           for (int b = 0; b <= two_strips; ++b)
-            StoreTokens(p, first + (t + b) * kTile, begin + r + a * kTile, sums + a * stride + b * kTileNumbers, kTile);
+            StoreTokens<kTile>(p, first + (t + b) * kTile, begin + r + a * kTile, sums + a * stride + b * kTileNumbers);
       }
     }
   }

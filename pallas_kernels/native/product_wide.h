@@ -123,26 +123,35 @@ void WeightsTimesFew(const uint16_t* weights, int64_t in, const float* packed, f
         _mm512_store_ps(left[r][i + 8], _mm512_permutex2var_ps(a, second_half, b));
       }
     }
-    constexpr int parts = as_tiles ? 2 : 1;
-    __m512 part[parts][R / 2];
+    if constexpr (as_tiles) {
+      __m512 part[2][R / 2];
 #pragma GCC unroll 16
-    for (int r = 0; as_tiles && r < R; ++r) part[r % parts][r / 2] = _mm512_setzero_ps();
-    for (int i = 0; i < 32; i += parts) {
+      for (int r = 0; r < R; ++r) part[r % 2][r / 2] = _mm512_setzero_ps();
+      for (int i = 0; i < 32; i += 2) {
 #pragma GCC unroll 2
-      for (int j = 0; j < parts; ++j) {
-        const __m512 right = _mm512_load_ps(packed + (line + i + j) * 16);
+        for (int half = 0; half < 2; ++half) {
+          const __m512 right = _mm512_load_ps(packed + (line + i + half) * 16);
 #pragma GCC unroll 8
-        for (int r = 0; r < R / 2; ++r) {
-          double pair;
-          std::memcpy(&pair, left[r][i + j], 8);
-          __m512& to = as_tiles ? part[j][r] : sum[r];
-          to = _mm512_fmadd_ps(_mm512_castpd_ps(_mm512_set1_pd(pair)), right, to);
+          for (int r = 0; r < R / 2; ++r) {
+            double pair;
+            std::memcpy(&pair, left[r][i + half], 8);
+            part[half][r] = _mm512_fmadd_ps(_mm512_castpd_ps(_mm512_set1_pd(pair)), right, part[half][r]);
+          }
         }
       }
-    }
 #pragma GCC unroll 8
-    for (int r = 0; as_tiles && r < R / 2; ++r)
-      sum[r] = _mm512_add_ps(sum[r], _mm512_add_ps(part[0][r], part[parts - 1][r]));
+      for (int r = 0; r < R / 2; ++r) sum[r] = _mm512_add_ps(sum[r], _mm512_add_ps(part[0][r], part[1][r]));
+      continue;
+    }
+    for (int i = 0; i < 32; ++i) {
+      const __m512 right = _mm512_load_ps(packed + (line + i) * 16);
+#pragma GCC unroll 8
+      for (int r = 0; r < R / 2; ++r) {
+        double pair;
+        std::memcpy(&pair, left[r][i], 8);
+        sum[r] = _mm512_fmadd_ps(_mm512_castpd_ps(_mm512_set1_pd(pair)), right, sum[r]);
+      }
+    }
   }
   const __m512i apart = _mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0);
 #pragma GCC unroll 8
@@ -189,7 +198,8 @@ void Pack(const Product& p, int64_t first, Number* packed) {
 }
 
 // Transposes sums c [16 weight rows, 16 tokens], whose rows are `stride` numbers apart, into y.
-inline void StoreTokens(const Product& p, int64_t first, int64_t begin, const float* c, int stride) {
+template <int stride>
+[[gnu::always_inline]] inline void StoreTokens(const Product& p, int64_t first, int64_t begin, const float* c) {
   __m512i block[16];
   for (int r = 0; r < 16; ++r) block[r] = _mm512_load_si512(c + r * stride);
   Transpose(block);
@@ -215,7 +225,7 @@ void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* pack
       WeightsTimesRows<R, V>(weights, p.in, packed, c + r * 16 * V);
     }
   }
-  for (int v = 0; v < lines; ++v) StoreTokens(p, first + 16 * v, begin, c + 16 * v, 16 * lines);
+  for (int v = 0; v < lines; ++v) StoreTokens<16 * lines>(p, first + 16 * v, begin, c + 16 * v);
 }
 
 template <typename Number, int V, bool as_tiles = false>

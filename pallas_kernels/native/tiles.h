@@ -1,4 +1,4 @@
-// AMX tiles: the instructions' state on a thread, and whether the system lets this process use them and keeps them whole.
+// AMX tiles: their state on a thread, and whether the system lets this process use them and keeps what is in them.
 //
 // A tile is a register of 16 rows of 64 bytes; a thread has 8. Linux saves them at a switch of threads only for
 // processes that asked (arch_prctl); in others the first instruction that fills a tile is fatal. Tests define
