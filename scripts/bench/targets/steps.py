@@ -64,7 +64,9 @@ def served(name: str, target: Target, folder: Path) -> Served | None:
     config = EngineConfig(model=str(home), chunked_prefill_size=EXTEND_TOKENS)
     arch = ModelArch.from_folder(home)
     platform = "gpu" if target.platform == "cuda" else target.platform
-    dtype, _, kv_dtype = resolve_precision(config.dtype, arch, platform, cpu_multiplies_bfloat16=False)
+    dtype, _, kv_dtype = resolve_precision(
+        config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: False
+    )
     page = kv_shape(arch, choose_page_size(config, arch.head_dim, platform), kv_dtype)
     _, params = abstract_model(arch, dtype)
     weights = sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize
