@@ -1,8 +1,7 @@
 """Chooses the next token from logits, and scores tokens, inside jitted programs. Knows no requests and no buckets.
 
-No sort over the vocabulary: a filter keeps the tokens within some distance of the largest logit, and that distance is
-found by bisection. Distances are nonnegative floats, whose bit patterns order as integers do; bisecting the integers
-is exact after 31 halvings. A drawn token depends on the row's logits, seed and position alone, not on other rows.
+A token is drawn by inverting the cumulated weights, without a sort; `filters` says which tokens have one. A drawn token
+depends on the row's logits, parameters, seed and position alone, not on other rows, nor on whether those filter.
 
 Log-probabilities are those of the model's own logits, before penalties and temperature, in float32.
 """
@@ -16,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxsgl.batch.sampling import SamplingArrays
+from jaxsgl.engine.filters import Tokens, keep_limit
 from jaxsgl.request import MAX_TOP_LOGPROBS
+from pallas_kernels.target import target_device
 
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy: float32 has no room for the quotient
-INFINITY_BITS = 0x7F800000
-HALVINGS = 31  # of the range 0 .. INFINITY_BITS
 MIN_CHUNK, MAX_CHUNK = 32, 256  # tokens
 SLICE = 128  # tokens of a prompt whose logits exist at a time: V float32 each
 
@@ -38,60 +37,24 @@ def greedy(logits: jax.Array) -> jax.Array:
     return (chunk * chunks.shape[-1] + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
-def sample(logits: jax.Array, sampling: SamplingArrays[jax.Array], positions: jax.Array) -> jax.Array:
+def sample(
+    logits: jax.Array, sampling: SamplingArrays[jax.Array], positions: jax.Array, best: jax.Array, *, filtered: bool
+) -> jax.Array:
     """Draws one token per row; int32 `[S]`. Rows with temperature 0 or top_k 1 take the most likely one.
 
     Args:
       logits: `[S, V]` float32.
       sampling: `[S]` each.
       positions: `[S]` int32, the position of the drawn token in its sequence.
+      best: `[S]` int32, the most likely token of each row, as `greedy` finds it.
+      filtered: whether any row may filter by top-k, top-p or min-p. A row without filters draws the same token either
+        way; without them the logits are read once.
     """
-    best = greedy(logits)
-    distance = distances(logits, sampling.temperature)
-    limit = keep_limit(distance, sampling)
-    weights = jnp.where(distance <= limit[:, None], jnp.exp(-distance), 0.0)
-    drawn = draw(weights, uniform(sampling.seeds, positions), otherwise=best)
+    top = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0]
+    tokens = Tokens(in_chunks(logits, -jnp.inf), top, 1 / jnp.maximum(sampling.temperature, MIN_TEMPERATURE))
+    limit = keep_limit(tokens, sampling, target_device().platform) if filtered else None
+    drawn = draw(tokens, limit, uniform(sampling.seeds, positions), otherwise=best)
     return jnp.where((sampling.temperature < MIN_TEMPERATURE) | (sampling.top_k == 1), best, drawn)
-
-
-def distances(logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    """How far each logit lies below its row's largest, after temperature: `[S, V]`, at least 0, at most infinity."""
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    return (top - logits) / jnp.maximum(temperature, MIN_TEMPERATURE)[:, None]
-
-
-def keep_limit(distance: jax.Array, sampling: SamplingArrays[jax.Array]) -> jax.Array:
-    """The distance `[S]` up to which a row's tokens are kept; tokens as likely as the last one kept stay too.
-
-    Top-k first, then top-p over what top-k kept, then min-p (Hugging Face's and SGLang's order).
-    """
-    vocab_size = distance.shape[-1]
-    k, top_p = sampling.top_k, sampling.top_p
-    count = jnp.where(k <= 0, vocab_size, jnp.minimum(k, vocab_size)).astype(jnp.float32)
-    limit = _smallest_reaching(distance, jnp.ones_like(distance), count)
-
-    weights = jnp.where(distance <= limit[:, None], jnp.exp(-distance), 0.0)
-    total = jnp.sum(weights, axis=-1)
-    nucleus = _smallest_reaching(distance, weights, top_p * total)
-    # With top_p 1, rounding would drop the tail, whose weights vanish in the sum.
-    limit = jnp.where(top_p >= 1.0, limit, jnp.minimum(limit, nucleus))
-    return jnp.minimum(limit, -jnp.log(sampling.min_p))
-
-
-def _smallest_reaching(distance: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:
-    """The smallest distance within which a row's `weights [S, V]` sum to at least `target [S]`."""
-    bits = jax.lax.bitcast_convert_type(distance, jnp.int32)
-
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        within = jnp.sum(jnp.where(bits <= middle[:, None], weights, 0), axis=-1)
-        enough = within >= target
-        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
-
-    low = jnp.zeros(target.shape, jnp.int32)
-    _, found = jax.lax.fori_loop(0, HALVINGS, halve, (low, jnp.full_like(low, INFINITY_BITS)))
-    return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 
 def uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
@@ -101,24 +64,28 @@ def uniform(seeds: jax.Array, positions: jax.Array) -> jax.Array:
     return jax.vmap(jax.random.uniform)(keys)
 
 
-def draw(weights: jax.Array, where: jax.Array, *, otherwise: jax.Array) -> jax.Array:
-    """The token at `where [S]` (in [0, 1)) of the cumulated `weights [S, V]`; int32 `[S]`.
+def draw(tokens: Tokens, limit: jax.Array | None, where: jax.Array, *, otherwise: jax.Array) -> jax.Array:
+    """The token at `where [S]` (in [0, 1)) of the cumulated weights of tokens within `limit [S]`; int32 `[S]`.
 
-    Cumulates sums of chunks, then inside one chunk, so that the vocabulary is read once. Where rounding leaves no
-    token (about once in 10^7 draws), takes `otherwise [S]`.
+    Cumulates sums of chunks, then inside one chunk, so that the logits are read once. Where rounding leaves no token
+    (about once in 10^7 draws), takes `otherwise [S]`.
     """
-    chunks = in_chunks(weights, 0.0)
-    num_rows, num_chunks, chunk_size = chunks.shape
-    chunk_ends = jnp.cumsum(jnp.sum(chunks, axis=-1), axis=-1)
+    chunk_ends = jnp.cumsum(jnp.sum(_kept_weights(tokens, limit), axis=-1), axis=-1)
+    num_rows, num_chunks, chunk_size = tokens.chunks.shape
     goal = where * chunk_ends[:, -1]
     chunk = jnp.minimum(jnp.sum(chunk_ends <= goal[:, None], axis=-1), num_chunks - 1)
 
-    rows = jnp.arange(num_rows)
-    before = jnp.where(chunk > 0, chunk_ends[rows, chunk - 1], 0.0)
-    inside = chunks[rows, chunk]
+    before = jnp.where(chunk > 0, chunk_ends[jnp.arange(num_rows), chunk - 1], 0.0)
+    inside = _kept_weights(tokens.at(chunk[:, None]), limit)[:, 0]
     passed = (jnp.cumsum(inside, axis=-1) > (goal - before)[:, None]) & (inside > 0)
     token = chunk * chunk_size + jnp.argmax(passed, axis=-1)
     return jnp.where(jnp.any(passed, axis=-1), token, otherwise).astype(jnp.int32)
+
+
+def _kept_weights(tokens: Tokens, limit: jax.Array | None) -> jax.Array:
+    """The tokens' weights, 0 for those beyond `limit [S]`: `[S, C, L]`."""
+    weights = tokens.weights()
+    return weights if limit is None else jnp.where(tokens.distances() <= limit[:, None, None], weights, 0.0)
 
 
 def in_chunks(x: jax.Array, fill: float) -> jax.Array:
