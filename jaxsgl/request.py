@@ -189,6 +189,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether the most likely token is always taken (temperature 0, or one candidate)."""
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
 
 class Request(msgspec.Struct, frozen=True, tag="generate"):
     """One tokenized request, as it travels from the front end to the scheduler.

@@ -2,7 +2,7 @@
 
     python scripts/bench_sampler.py
 
-All filters are on; the featured program adds penalties, bias and log-probabilities.
+Without filters (temperature only), with all of them, and featured: all filters, penalties, bias, log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from bench.output import command_parser, write_json
 
 from jaxsgl.batch.sampling import SamplingRows, pack_edits, row_setup
 from jaxsgl.engine import edits
-from jaxsgl.engine.step import featured_step, sample_step
+from jaxsgl.engine.step import featured_step, filtered_step, sample_step
 from jaxsgl.request import SamplingParams
 
 SHAPES = "32x1024,8x151936"
 CALLS, REPEATS = 5, 7
+PROGRAMS = {" unfiltered": sample_step, "": filtered_step, " featured": featured_step}
 
 
-def milliseconds(rows: int, vocab_size: int, featured: bool) -> float:
+def milliseconds(rows: int, vocab_size: int, name: str) -> float:
     """Milliseconds of one call of the sampling program that follows a forward program; the fastest repeat counts."""
     logits = 3 * jax.random.normal(jax.random.key(0), (rows, vocab_size))
     numbers, sampling = np.arange(rows, dtype=np.int32), SamplingRows(rows)
+    filters = {} if name == " unfiltered" else {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
     for row in range(rows):
-        sampling.set(row, SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01), seed=row)
-    packed = jnp.asarray(np.stack([numbers, numbers, *sampling.bits(numbers)]))
+        sampling.set(row, SamplingParams(temperature=1.0, **filters), seed=row)
+    best = np.asarray(jnp.argmax(logits, axis=-1), np.int32)
+    packed = jnp.asarray(np.stack([numbers, numbers, best, *sampling.bits(numbers)]))
     arguments: list[Any] = [logits, packed, jnp.zeros(rows + 1, jnp.int32)]
-    if featured:
+    program: Any = PROGRAMS[name]
+    if program is featured_step:
         tables = jax.device_put(edits.neutral_tables(rows, vocab_size))
         setup = row_setup(0, pack_edits(SamplingParams(presence_penalty=1.0), (), 0), np.ones(vocab_size, np.int32))
         arguments += [edits.set_row(tables, jnp.asarray(setup)), jnp.arange(rows)]
-    program = jax.jit(featured_step if featured else sample_step)
+    compiled = jax.jit(program).lower(*arguments).compile()
 
     def call() -> None:
-        jax.block_until_ready(program(*arguments))
+        jax.block_until_ready(compiled(*arguments))
 
     call()
     return 1e3 * min(timeit.repeat(call, number=CALLS, repeat=REPEATS)) / CALLS
@@ -54,12 +58,12 @@ def main() -> None:
     args = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     figures = {
-        f"{rows} x {vocab_size}{' featured' if featured else ''}": milliseconds(rows, vocab_size, featured)
+        f"{rows} x {vocab_size}{name}": milliseconds(rows, vocab_size, name)
         for rows, vocab_size in shapes
-        for featured in (False, True)
+        for name in PROGRAMS
     }
     for shape, time_ms in figures.items():
-        print(f"{shape:>20}  {time_ms:8.2f} ms")
+        print(f"{shape:>24}  {time_ms:8.2f} ms")
     if args.json:
         write_json(args.json, {"platform": jax.default_backend(), "ms": figures})
 

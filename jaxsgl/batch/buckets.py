@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxsgl.batch.inputs import Bucket
+from jaxsgl.batch.sampling import Variant
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config import EngineConfig, Limits
 from jaxsgl.errors import ConfigError
 
 MIN_EXTEND_TOKENS = 16
-VARIANTS = ((False, False), (True, False), (True, True))  # sampled, featured
+VARIANTS = (Variant(False), Variant(True), Variant(True, filtered=True), Variant(True, featured=True))
 MIN_DECODE_STEP = 32  # rows; smaller sizes double, since every program costs seconds to compile
 SCORE_STRIDE = 2  # of the sizes of extend programs, every second one has a program that scores prompts
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
@@ -139,25 +140,29 @@ class BucketSet:
             shared_tokens=shared_tokens,
         )
 
-    def decode(self, num_seqs: int, sampled: bool, featured: bool = False, num_steps: int = 1) -> Bucket:
+    def decode(
+        self, num_seqs: int, sampled: bool, featured: bool = False, filtered: bool = False, num_steps: int = 1
+    ) -> Bucket:
         """The smallest decode bucket that holds `num_seqs` sequences, of 1 or `decode_steps` steps."""
         size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
-        return Bucket("decode", size, size, self.num_pages, sampled or featured, featured, num_steps)
+        return Bucket("decode", size, size, self.num_pages, *_forms(sampled, featured, filtered, num_steps))
 
-    def extend(self, num_tokens: int, num_seqs: int, sampled: bool, featured: bool = False) -> Bucket:
+    def extend(
+        self, num_tokens: int, num_seqs: int, sampled: bool, featured: bool = False, filtered: bool = False
+    ) -> Bucket:
         """The smallest extend bucket that holds `num_tokens` tokens of `num_seqs` sequences."""
         tokens = self.extend_sizes[bisect_left(self.extend_sizes, num_tokens)]
         seqs = self.extend_seqs[bisect_left(self.extend_seqs, num_seqs)]
-        return Bucket("extend", tokens, min(seqs, tokens), self.num_pages, sampled or featured, featured)
+        return Bucket("extend", tokens, min(seqs, tokens), self.num_pages, *_forms(sampled, featured, filtered))
 
-    def score(self, num_tokens: int, sampled: bool, featured: bool = False) -> Bucket:
+    def score(self, num_tokens: int, sampled: bool, featured: bool = False, filtered: bool = False) -> Bucket:
         """The smallest bucket that extends `num_tokens` tokens with log-probabilities of the prompt.
 
         That is a rare need, so there are fewer sizes, and one number of sequences.
         """
         tokens = self.score_sizes[bisect_left(self.score_sizes, num_tokens)]
         seqs = min(self.extend_seqs[-1], tokens)
-        return Bucket("score", tokens, seqs, self.num_pages, sampled or featured, featured)
+        return Bucket("score", tokens, seqs, self.num_pages, *_forms(sampled, featured, filtered))
 
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory."""
@@ -193,6 +198,15 @@ class BucketSet:
             for seqs in self.extend_seqs
             if seqs == few or shared is None or smaller < shared
         ]
+
+
+def _forms(sampled: bool, featured: bool, filtered: bool, num_steps: int = 1) -> tuple[bool, bool, int, bool]:
+    """The last fields of a bucket.
+
+    Featured programs and those of several steps filter always: forms of them without filters would be as many large
+    programs more to compile.
+    """
+    return sampled or featured, featured, num_steps, filtered and not featured and num_steps == 1
 
 
 def _default_decode_sizes(rows: int) -> tuple[int, ...]:

@@ -102,7 +102,7 @@ class BatchBuilder:
         """
         n = len(rows)
         num_steps = 1 if steps is None else self._buckets.decode_steps
-        variant = self._sampling.any_sampled(rows), self._sampling.any_featured(rows)
+        variant = self._sampling.variant(rows)
         bucket = self._buckets.decode(n, *variant, num_steps=num_steps)
         packed, arrays = _padding(bucket, self._dummy_row)
         arrays.token_ids[:n] = ~rows
@@ -127,7 +127,7 @@ class BatchBuilder:
         counts = [len(work.token_ids) for work in works]
         num_tokens = sum(counts)
         sampling_rows = rows[[work.sample for work in works]]
-        variant = self._sampling.any_sampled(sampling_rows), self._sampling.any_featured(sampling_rows)
+        variant = self._sampling.variant(sampling_rows)
         if any(work.targets is not None for work in works):
             bucket = self._buckets.score(num_tokens, *variant)
         else:

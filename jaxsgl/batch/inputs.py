@@ -34,6 +34,8 @@ class Bucket:
       num_pages: P, width of the page table on the device; no input of a step depends on it.
       sampled: whether a sampling program follows the forward program; a greedy batch needs none.
       featured: whether that program also edits logits and yields log-probabilities; implies `sampled`.
+      filtered: whether any row has top-k, top-p or min-p, in sampled buckets that aren't featured and take one step;
+        the programs of all others can filter anyway.
       num_steps: steps that the program takes one after the other; more than 1 only in decode buckets, never featured.
     """
 
@@ -44,16 +46,23 @@ class Bucket:
     sampled: bool
     featured: bool = False
     num_steps: int = 1
+    filtered: bool = False
 
     @property
     def padded_tokens(self) -> int:
         """Tokens of all its steps, padding included."""
         return self.num_tokens * self.num_steps
 
+    @property
+    def sampling(self) -> str:
+        """How its tokens are chosen, in a word."""
+        if self.featured:
+            return "featured"
+        return "filtered" if self.filtered else "sampled" if self.sampled else "greedy"
+
     def __str__(self) -> str:
-        sampling = "featured" if self.featured else "sampled" if self.sampled else "greedy"
         steps = f" {self.num_steps} steps" if self.num_steps > 1 else ""
-        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} P={self.num_pages} {sampling}{steps}"
+        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} P={self.num_pages} {self.sampling}{steps}"
 
 
 @dataclass(frozen=True)

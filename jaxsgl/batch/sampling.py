@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -90,6 +90,20 @@ COLUMNS: tuple[Column, ...] = tuple(spec.metadata["column"] for spec in fields(S
 NEUTRAL_BITS: IntArray = np.array([np.array(column.neutral, column.dtype).view(np.int32) for column in COLUMNS])
 
 
+class Variant(NamedTuple):
+    """What a batch asks of the programs that choose its tokens.
+
+    Attributes:
+      sampled: whether any row needs more than the most likely token.
+      featured: whether any row edits its logits or wants log-probabilities; implies `sampled`.
+      filtered: whether any row draws from a part of the vocabulary: by top-k, top-p or min-p.
+    """
+
+    sampled: bool
+    featured: bool = False
+    filtered: bool = False
+
+
 class SamplingRows:
     """The sampling parameters of every row and of the dummy row. The scheduler writes a row when a request takes it."""
 
@@ -98,6 +112,7 @@ class SamplingRows:
         self._arrays = SamplingArrays.unpack(self._bits, np.ndarray.view)
         self._dummy_row = num_rows
         self._sampled = np.zeros(num_rows + 1, dtype=bool)
+        self._filtered = np.zeros(num_rows + 1, dtype=bool)
         self._edited = np.zeros(num_rows + 1, dtype=bool)
         self._logprobs = np.zeros(num_rows + 1, dtype=bool)
 
@@ -106,6 +121,7 @@ class SamplingRows:
         for array, column in zip(self._arrays, COLUMNS, strict=True):
             array[row] = column.value(params, seed)
         self._sampled[row] = not params.greedy
+        self._filtered[row] = params.filtered
         self._edited[row] = params.edits_logits
         self._logprobs[row] = params.logprobs is not None
 
@@ -113,9 +129,10 @@ class SamplingRows:
         """`[len(COLUMNS), len(rows)]`: what `SamplingArrays.unpack` reads, of `rows` in their order."""
         return self._bits[:, rows]
 
-    def any_sampled(self, rows: IntArray) -> bool:
-        """Whether any of `rows` needs more than the most likely token."""
-        return bool(self._sampled[rows].any())
+    def variant(self, rows: IntArray) -> Variant:
+        """Which programs `rows` need."""
+        sampled, featured = bool(self._sampled[rows].any()), self.any_featured(rows)
+        return Variant(sampled or featured, featured, sampled and bool(self._filtered[rows].any()))
 
     def any_featured(self, rows: IntArray) -> bool:
         """Whether any of `rows` edits its logits or wants log-probabilities."""

@@ -190,6 +190,9 @@ def by_narrowing(tokens: Tokens, weigh: Weigh, high: jax.Array, target: OfTotal,
         middle = jnp.where(num_probes == 0, guessed, range_.middle(num_probes))
         return range_.after(middle, sums(middle), goal)
 
+    def is_open(state: tuple[_Range, jax.Array]) -> jax.Array:
+        return jnp.any(state[0].open_chunks)
+
     def is_wide(state: tuple[_Range, jax.Array]) -> jax.Array:
         return jnp.any(jnp.sum(state[0].open_chunks, axis=-1) > FEW_CHUNKS)
 
@@ -197,21 +200,19 @@ def by_narrowing(tokens: Tokens, weigh: Weigh, high: jax.Array, target: OfTotal,
         return probed(*state, lambda middle: sums_within(tokens, middle)), state[1] + 1
 
     state = start, jnp.int32(0)
-    if above.shape[-1] > FEW_CHUNKS:
-        state = jax.lax.while_loop(is_wide, probe_all, state)
-    _, places = jax.lax.top_k(state[0].open_chunks.astype(jnp.float32), min(FEW_CHUNKS, above.shape[-1]))
+    if above.shape[-1] <= FEW_CHUNKS:
+        return _floats(jax.lax.while_loop(is_open, probe_all, state)[0].high)
+    state = jax.lax.while_loop(is_wide, probe_all, state)
+    _, places = jax.lax.top_k(state[0].open_chunks.astype(jnp.float32), FEW_CHUNKS)
     few, rows = tokens.at(places), jnp.arange(len(places))[:, None]
 
-    def is_open(state: tuple[_Range, jax.Array]) -> jax.Array:
-        return jnp.any(state[0].open_chunks)
-
     def probe_few(state: tuple[_Range, jax.Array]) -> tuple[_Range, jax.Array]:
-        # Chunks that are not open weigh the same within any distance of the range. Adding them all again, in place,
-        # keeps the order of the sum.
-        return probed(*state, lambda m: state[0].below.at[rows, places].set(sums_within(few, m))), state[1] + 1
+        # The other chunks weigh the same within any distance of the range. Adding all of them again, each at its
+        # place, keeps the order of the sum.
+        below = state[0].below
+        return probed(*state, lambda middle: below.at[rows, places].set(sums_within(few, middle))), state[1] + 1
 
-    (found, _) = jax.lax.while_loop(is_open, probe_few, state)
-    return _floats(found.high)
+    return _floats(jax.lax.while_loop(is_open, probe_few, state)[0].high)
 
 
 def _chunks_within(tokens: Tokens, count: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ from jaxsgl.engine.step import (
     Forward,
     Forwarded,
     featured_step,
+    filtered_step,
     make_decode_steps,
     make_forward,
     sample_step,
@@ -75,7 +76,9 @@ class ProgramSpec:
             return self.trace_set_row()
         if key == SET_PAGES:
             return self.trace_set_pages()
-        return self.trace_featured(key.shape) if key.kind == "featured" else self.trace_sampling(key.shape)
+        if key.kind == "featured":
+            return self.trace_featured(key.shape)
+        return self.trace_sampling(key.shape, filtered=key.kind == "filtered")
 
     def trace_forward(self, bucket: Bucket) -> jax.stages.Traced:
         """The forward program of `bucket`, traced."""
@@ -94,9 +97,10 @@ class ProgramSpec:
         jitted = jax.jit(program, donate_argnums=FORWARD_DONATES, out_shardings=shardings)
         return jitted.trace(leaves, self.state, self._int32(packed_len(bucket)))
 
-    def trace_sampling(self, num_seqs: int) -> jax.stages.Traced:
-        """The sampling program for `num_seqs` padded sequences, traced."""
-        jitted = jax.jit(sample_step, donate_argnums=SAMPLING_DONATES, out_shardings=replicated(self.mesh))
+    def trace_sampling(self, num_seqs: int, filtered: bool) -> jax.stages.Traced:
+        """The sampling program for `num_seqs` padded sequences, which may filter or not, traced."""
+        program = filtered_step if filtered else sample_step
+        jitted = jax.jit(program, donate_argnums=SAMPLING_DONATES, out_shardings=replicated(self.mesh))
         return jitted.trace(*self._sampling_arguments(num_seqs))
 
     def trace_featured(self, num_seqs: int) -> jax.stages.Traced:
@@ -124,7 +128,8 @@ class ProgramSpec:
 
 
 class ProgramKey(NamedTuple):
-    """Names a program: "forward" by its bucket, "sampling" or "featured" by its sequences, "set_row" or "set_pages"."""
+    """Names a program: "forward" by its bucket; "sampled", "filtered" or "featured" by its sequences; "set_row" or
+    "set_pages"."""
 
     kind: str
     shape: Bucket | int = 0
@@ -137,9 +142,9 @@ def keys_of(bucket: Bucket) -> list[ProgramKey]:
     """The programs that a step of `bucket` runs, in order."""
     if bucket.num_steps > 1:  # each step needs the tokens of the one before, so the program samples itself
         return [ProgramKey("forward", bucket)]
-    keys = [ProgramKey("forward", replace(bucket, sampled=False, featured=False))]
+    keys = [ProgramKey("forward", replace(bucket, sampled=False, featured=False, filtered=False))]
     if bucket.sampled:
-        keys.append(ProgramKey("featured" if bucket.featured else "sampling", bucket.num_seqs))
+        keys.append(ProgramKey(bucket.sampling, bucket.num_seqs))
     return keys
 
 

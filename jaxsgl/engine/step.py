@@ -6,9 +6,9 @@ once, where it begins: everything that the host decides arrives in one packed in
 them, `engine` runs them.
 
 A sampled batch runs two programs: its forward program, then a small sampling program that depends on the number of
-sequences only. That halves the number of large programs to compile. A featured batch (penalties, bias,
-log-probabilities) runs the featured program in place of the sampling program. Neither waits for the host, and a greedy
-batch runs one program.
+sequences only, and on whether any of them filters. That halves the number of large programs to compile. A featured
+batch (penalties, bias, log-probabilities) runs the featured program in place of the sampling program. Neither waits for
+the host, and a greedy batch runs one program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pallas_kernels import (
     rotate_and_store,
 )
 
-SAMPLING_ROWS = 2 + len(COLUMNS)  # of `pack_sampling`
+SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
 
 class Stepped(NamedTuple):
@@ -150,7 +150,7 @@ def make_forward(
     def forward(params: list[jax.Array], state: DeviceState, packed: jax.Array) -> Forwarded:
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
         out = step(jax.tree.unflatten(treedef, params), state, arrays)
-        return Forwarded(out.state, out.tokens, out.logits, pack_sampling(arrays), out.prompt_scores)
+        return Forwarded(out.state, out.tokens, out.logits, pack_sampling(arrays, out.tokens), out.prompt_scores)
 
     return forward
 
@@ -180,7 +180,7 @@ def make_decode_steps(
             out = step(jax.tree.unflatten(treedef, weights), state, arrays)
             if not bucket.sampled:
                 return out.state, out.tokens
-            tokens = sampler.sample(out.logits, arrays.sampling, arrays.lengths)
+            tokens = sampler.sample(out.logits, arrays.sampling, arrays.lengths, out.tokens, filtered=True)
             last_tokens = out.state.last_tokens.at[arrays.sample_rows].set(tokens)
             return out.state._replace(last_tokens=last_tokens), tokens
 
@@ -205,9 +205,23 @@ def arrays_of_step(first: StepArrays[jax.Array], i: jax.Array, state: DeviceStat
 
 
 def sample_step(logits: jax.Array, packed: jax.Array, last_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draws `(last_tokens, tokens [S])` in place of the greedy ones; `packed` is `Forwarded.sampling`."""
-    lengths, rows, sampling = unpack_sampling(packed)
-    tokens = sampler.sample(logits, sampling, lengths)
+    """Draws `(last_tokens, tokens [S])` in place of the greedy ones; `packed` is `Forwarded.sampling`.
+
+    For batches in which no row filters. It reads the logits once more than a greedy step does.
+    """
+    return _sample_step(logits, packed, last_tokens, filtered=False)
+
+
+def filtered_step(logits: jax.Array, packed: jax.Array, last_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`sample_step` for batches in which rows may have top-k, top-p or min-p."""
+    return _sample_step(logits, packed, last_tokens, filtered=True)
+
+
+def _sample_step(
+    logits: jax.Array, packed: jax.Array, last_tokens: jax.Array, *, filtered: bool
+) -> tuple[jax.Array, jax.Array]:
+    lengths, rows, best, sampling = unpack_sampling(packed)
+    tokens = sampler.sample(logits, sampling, lengths, best, filtered=filtered)
     return last_tokens.at[rows].set(tokens), tokens
 
 
@@ -215,25 +229,28 @@ def featured_step(
     logits: jax.Array, packed: jax.Array, last_tokens: jax.Array, tables: EditTables, edit_rows: jax.Array
 ) -> Featured:
     """Like `sample_step`, but draws from logits edited by `tables` for `edit_rows [S]`, and scores the tokens."""
-    lengths, rows, sampling = unpack_sampling(packed)
-    tokens = sampler.sample(edits.apply(logits, tables, edit_rows, lengths), sampling, lengths)
+    lengths, rows, _, sampling = unpack_sampling(packed)
+    edited = edits.apply(logits, tables, edit_rows, lengths)
+    tokens = sampler.sample(edited, sampling, lengths, sampler.greedy(edited), filtered=True)
     return Featured(
         last_tokens.at[rows].set(tokens), edits.count(tables, edit_rows, tokens), tokens, score(logits, tokens)
     )
 
 
-def pack_sampling(arrays: StepArrays[jax.Array]) -> jax.Array:
-    """`[SAMPLING_ROWS, S]` int32 for a sampling program: lengths, sample rows, then the sampling arrays as bits.
+def pack_sampling(arrays: StepArrays[jax.Array], best: jax.Array) -> jax.Array:
+    """`[SAMPLING_ROWS, S]` int32 for a sampling program: lengths, sample rows, `best`, the sampling arrays as bits.
 
-    A length is the position of the drawn token: it follows all tokens that have KV.
+    A length is the position of the drawn token: it follows all tokens that have KV. `best [S]` are the most likely
+    tokens, which the sampling program then need not look for.
     """
     bits = (jax.lax.bitcast_convert_type(array, jnp.int32) for array in arrays.sampling)
-    return jnp.stack([arrays.lengths, arrays.sample_rows, *bits])
+    return jnp.stack([arrays.lengths, arrays.sample_rows, best, *bits])
 
 
-def unpack_sampling(packed: jax.Array) -> tuple[jax.Array, jax.Array, SamplingArrays[jax.Array]]:
-    """What `pack_sampling` packed: `(lengths [S], sample_rows [S], sampling)`."""
-    return packed[0], packed[1], SamplingArrays.unpack(packed[2:], jax.lax.bitcast_convert_type)
+def unpack_sampling(packed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, SamplingArrays[jax.Array]]:
+    """What `pack_sampling` packed: `(lengths [S], sample_rows [S], best [S], sampling)`."""
+    lengths, rows, best = packed[0], packed[1], packed[2]
+    return lengths, rows, best, SamplingArrays.unpack(packed[3:], jax.lax.bitcast_convert_type)
 
 
 class Pages:

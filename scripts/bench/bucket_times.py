@@ -22,7 +22,8 @@ from jaxsgl.request import SamplingParams
 
 SAMPLING = {
     "greedy": GREEDY,
-    "sampled": SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+    "sampled": SamplingParams(temperature=0.8),
+    "filtered": SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
     "featured": SamplingParams(temperature=0.8, top_k=50, top_p=0.9, presence_penalty=1.0),
 }
 MEMORY = ("argument", "output", "temp", "alias", "generated_code")
@@ -62,13 +63,12 @@ def steps(engine: Engine, jobs: Sequence[Job], repeats: int, seed: int) -> Itera
         if keys[-1] in timed or bucket.kind == "score":
             continue
         timed.add(keys[-1])
-        variant = "featured" if bucket.featured else "sampled" if bucket.sampled else "greedy"
         yield {
             "kind": bucket.kind,
             "tokens": bucket.num_tokens,
             "seqs": bucket.num_seqs,
-            "sampling": variant,
-            **timings(engine, maker.step(bucket, variant), repeats),
+            "sampling": bucket.sampling,
+            **timings(engine, maker.step(bucket, bucket.sampling), repeats),
         }
 
 

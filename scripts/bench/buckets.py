@@ -210,7 +210,7 @@ class Costs:
         }
         compiling: dict[str, Counter[int]] = {"decode": Counter(), "extend": Counter()}
         for row in program_rows:
-            kind = "decode" if row["kind"] in ("sampling", "featured") else row["kind"]
+            kind = "decode" if row["kind"] in ("sampled", "filtered", "featured") else row["kind"]
             if kind in compiling:
                 compiling[kind][row["tokens"]] += (row["lower_s"] + row["compile_s"]) / threads
         self._compiling = {kind: _interpolated(seconds) for kind, seconds in compiling.items()}

@@ -37,7 +37,7 @@ def test_programs_of_several_steps_exist_only_where_asked_for_and_never_with_fea
     more = set(four) - set(one)
     assert set(one) <= set(four) and {bucket.num_steps for bucket in one} == {1}
     assert {(b.kind, b.num_seqs, b.sampled) for b in more} == {("decode", s, d) for s in (1, 2, 4, 6) for d in (0, 1)}
-    assert {(b.num_steps, b.featured) for b in more} == {(4, False)}
+    assert {(b.num_steps, b.featured, b.filtered) for b in more} == {(4, False, False)}
 
 
 def test_sizes_of_large_decode_batches_grow_in_steps_of_an_eighth() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +133,37 @@ def test_sampling_parameters_follow_their_rows() -> None:
     assert arrays.min_p.tolist() == [0.0, 0.125]
     assert arrays.seeds.tolist() == [8, 7]
     assert not build.decode(ids(4), ids(0)).bucket.sampled
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ([{"temperature": 0.0, "top_k": 9, "top_p": 0.5, "min_p": 0.1}], "greedy"),
+        ([{}, {"temperature": 0.7}], "sampled"),
+        ([{}, {"top_k": 9}], "filtered"),
+        ([{"top_p": 0.5}], "filtered"),
+        ([{"min_p": 0.5}], "filtered"),
+        ([{}, {"top_k": 1}], "sampled"),
+        ([{"temperature": 0.0, "top_p": 0.5}, {}], "sampled"),
+        ([{"presence_penalty": 1.0}, {"top_p": 0.5}], "featured"),
+    ],
+    ids=str,
+)
+def test_a_batch_has_a_program_that_filters_only_if_a_row_does(params: list[dict[str, Any]], expected: str) -> None:
+    sampling = SamplingRows(6)
+    for row, settings in enumerate(params):
+        sampling.set(row, SamplingParams(**settings), seed=0)
+    build = BatchBuilder(BucketSet.derive(SIZES, decode_steps=2), np.ones((6, 6), np.int32), sampling, page_size=4)
+    rows = np.arange(len(params), dtype=np.int32)
+    buckets = [
+        build.decode(rows, 0 * rows).bucket,
+        build.extend([Work(row, ids(11), 0, sample=True) for row in rows.tolist()]).bucket,
+        build.extend([Work(row, ids(11), 0, sample=True, targets=ids(12)) for row in rows.tolist()]).bucket,
+    ]
+    assert [bucket.sampling for bucket in buckets] == [expected] * 3
+    if expected != "featured":  # a program of several steps filters anyway
+        several = build.decode(rows, 0 * rows, 1 + 0 * rows).bucket
+        assert several.sampling == ("greedy" if expected == "greedy" else "sampled")
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -84,27 +84,34 @@ def test_several_steps_copy_no_weights_where_formats_differ(plain: Plain) -> Non
 def test_a_step_lowers_for_accelerators(spec: ProgramSpec, bucket: Bucket, platform: str) -> None:
     text = spec.trace_forward(bucket).lower(lowering_platforms=(platform,)).as_text()
     assert f"{NUM_PAGES}x2x4x16" in text
-    for small in (spec.trace_sampling(4), spec.trace_featured(4), spec.trace_set_row(), spec.trace_set_pages()):
+    sampling = (spec.trace_sampling(4, filtered) for filtered in (False, True))
+    for small in (*sampling, spec.trace_featured(4), spec.trace_set_row(), spec.trace_set_pages()):
         assert "stablehlo" in small.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("bucket", GREEDY[:2], ids=str)
 def test_features_leave_the_programs_and_inputs_of_plain_batches_alone(spec: ProgramSpec, bucket: Bucket) -> None:
     """Greedy, drawn and featured batches of one shape share one forward program; the layout has no more fields."""
-    forms = [bucket, replace(bucket, sampled=True), replace(bucket, sampled=True, featured=True)]
+    sampled = replace(bucket, sampled=True)
+    forms = [bucket, sampled, replace(sampled, filtered=True), replace(sampled, featured=True)]
     assert len({keys_of(form)[0] for form in forms}) == 1
-    assert [[key.kind for key in keys_of(form)[1:]] for form in forms] == [[], ["sampling"], ["featured"]]
+    assert [[key.kind for key in keys_of(form)[1:]] for form in forms] == [[], ["sampled"], ["filtered"], ["featured"]]
     s, t = bucket.num_seqs, bucket.num_tokens
     assert {packed_len(form) for form in forms} == {(3 if bucket.kind == "decode" else 4) * t + 9 * s + 1}
     outputs = jax.tree.leaves(spec.trace_forward(bucket).out_info)
     assert len(outputs) == len(jax.tree.leaves(spec.state)) + 3
-    texts = [trace(4).lower().as_text() for trace in (spec.trace_sampling, spec.trace_featured)]
+    texts = [traced.lower().as_text() for traced in (spec.trace_sampling(4, filtered=False), spec.trace_featured(4))]
     assert ["top_k" in text for text in texts] == [False, True]
 
 
 def test_small_programs_change_last_tokens_and_tables_in_place(spec: ProgramSpec) -> None:
     last_tokens, tables = spec.state.last_tokens.nbytes, spec.state.edit_tables
-    traces = (spec.trace_sampling(4), spec.trace_featured(4), spec.trace_set_row(), spec.trace_set_pages())
+    traces = (
+        spec.trace_sampling(4, filtered=True),
+        spec.trace_featured(4),
+        spec.trace_set_row(),
+        spec.trace_set_pages(),
+    )
     sampled, featured, set_row, set_pages = (traced.lower().compile() for traced in traces)
     assert edits.table_bytes(NUM_ROWS, spec.vocab_size) == tables.edits.nbytes + tables.counts.nbytes
     assert sampled.memory_analysis().alias_size_in_bytes >= last_tokens

@@ -103,5 +103,5 @@ def test_compiled_shapes_are_those_that_steps_can_have(tmp_path: Path, settings:
     config = EngineConfig(max_running_requests=ROWS, page_size=4, scheduling=scheduling, **settings)
     capacity = capacity_of(config, tmp_path)
     buckets = buckets_of(config, capacity)
-    compiled = {replace(bucket, sampled=False, featured=False) for bucket in buckets.all()}
+    compiled = {replace(bucket, sampled=False, featured=False, filtered=False) for bucket in buckets.all()}
     assert set(steps(config, capacity, buckets)) == compiled

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,31 +13,42 @@ import pytest
 
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import sampler
+from jaxsgl.engine.filters import Tokens, keep_limit
+from tests.grids import daily
+from tests.pallas_kernels.test_dispatch import on_a_device
 
+PLATFORMS = ("cpu", "gpu")  # each has a search of its own; both run anywhere
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 DTYPES = {spec.name: column.dtype for spec, column in zip(fields(SamplingArrays), COLUMNS, strict=True)}
 
-sample = jax.jit(sampler.sample)
-draw_at = jax.jit(sampler.draw)
+
+@partial(jax.jit, static_argnames="filtered")
+def sample(
+    logits: jax.Array, sampling: SamplingArrays[jax.Array], positions: jax.Array, filtered: bool = True
+) -> jax.Array:
+    return sampler.sample(logits, sampling, positions, sampler.greedy(logits), filtered=filtered)
 
 
-@jax.jit
-def kept_mask(logits: jax.Array, sampling: SamplingArrays[jax.Array]) -> jax.Array:
-    distance = sampler.distances(logits, sampling.temperature)
-    return distance <= sampler.keep_limit(distance, sampling)[:, None]
+@partial(jax.jit, static_argnames="platform")
+def limits(logits: jax.Array, sampling: SamplingArrays[jax.Array], platform: str) -> jax.Array:
+    chunks, top = sampler.in_chunks(logits, -jnp.inf), jnp.max(logits, axis=-1)
+    return keep_limit(Tokens(chunks, top, 1 / sampling.temperature), sampling, platform)
 
 
-def kept(logits: np.ndarray, **params: object) -> np.ndarray:
+def kept(logits: np.ndarray, platform: str, **params: object) -> np.ndarray:
     """Mask `[S, V]`; each parameter is one value for all rows or one per row."""
     seeds = np.zeros(len(logits), np.int32)
-    return np.asarray(kept_mask(logits, SamplingArrays(seeds=seeds, **per_row(len(logits), params))))
+    limit = limits(logits, SamplingArrays(seeds=seeds, **per_row(len(logits), params)), platform)
+    return logits.max(axis=1, keepdims=True) - logits <= np.asarray(limit)[:, None]
 
 
-def draw(logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, **params: object) -> np.ndarray:
+def draw(
+    logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, filtered: bool = True, **params: object
+) -> np.ndarray:
     seeds, positions = (np.broadcast_to(x, len(logits)) for x in (seeds, positions))
     bits = seeds.astype(np.uint32).view(np.int32)
     arrays = SamplingArrays(seeds=bits, **per_row(len(logits), params))
-    return np.asarray(sample(logits, arrays, positions.astype(np.int32)))
+    return np.asarray(sample(logits, arrays, positions.astype(np.int32), filtered=filtered))
 
 
 def per_row(num_rows: int, params: Mapping[str, object]) -> dict[str, np.ndarray]:
@@ -70,33 +82,109 @@ def test_greedy_takes_the_lowest_id_of_the_most_likely_ones(vocab_size: int) -> 
     assert sampler.greedy(jnp.asarray(logits)).tolist() == logits.argmax(axis=1).tolist()
 
 
-@pytest.mark.parametrize("vocab_size", [101, 1024])
-def test_kept_tokens_are_those_of_a_sort(vocab_size: int) -> None:
+@pytest.mark.parametrize(
+    ("platform", "n", "vocab_size"),
+    [
+        *(("cpu", *shape) for shape in ((400, 101), (400, 1024), (12, 32003), (24, 48000))),
+        *(("gpu", *shape) for shape in daily(((400, 1024), (12, 32003), (400, 101), (24, 48000)), every=2)),
+    ],
+)
+def test_kept_tokens_are_those_of_a_sort(platform: str, n: int, vocab_size: int) -> None:
+    """Whether there are few chunks, or as many as let a search narrow down to some of them."""
     rng = np.random.default_rng(1)
-    n = 400
     logits = random_logits(n, vocab_size)
     params = {
         "temperature": rng.choice([0.3, 1.0, 1.7], n),
-        "top_k": rng.choice([0, 1, 2, 5, 50, vocab_size, 10**6], n),
+        "top_k": rng.choice([0, 1, 2, 5, 50, vocab_size // 3, vocab_size, 10**6], n),
         "top_p": rng.choice([0.001, 0.1, 0.5, 0.9, 0.99, 1.0], n),
         "min_p": rng.choice([0.0, 0.001, 0.1, 0.7, 1.0], n),
     }
     rows = per_row(n, params)  # rounded to float32, as the sampler sees them
     expected = [oracle(logits[i], *(rows[name][i] for name in PARAMETERS)) > 0 for i in range(n)]
-    np.testing.assert_array_equal(kept(logits, **params), expected)
+    np.testing.assert_array_equal(kept(logits, platform, **params), expected)
 
 
-def test_tokens_as_likely_as_the_last_one_kept_are_kept_too() -> None:
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_tokens_as_likely_as_the_last_one_kept_are_kept_too(platform: str) -> None:
     logits = np.log([[0.1, 0.3, 0.1, 0.3, 0.1, 0.1]]).astype(np.float32)
-    assert kept(logits, top_k=1).tolist() == [[False, True, False, True, False, False]]
-    assert kept(logits, top_k=3).all()
-    assert kept(logits, top_p=0.4).tolist() == [[False, True, False, True, False, False]]
-    assert kept(logits, min_p=1.0).tolist() == [[False, True, False, True, False, False]]
+    assert kept(logits, platform, top_k=1).tolist() == [[False, True, False, True, False, False]]
+    assert kept(logits, platform, top_k=3).all()
+    assert kept(logits, platform, top_p=0.4).tolist() == [[False, True, False, True, False, False]]
+    assert kept(logits, platform, min_p=1.0).tolist() == [[False, True, False, True, False, False]]
 
 
-def test_without_filters_the_whole_tail_is_kept() -> None:
-    logits = np.array([[0.0, -30.0, -80.0, -200.0]], np.float32)
-    assert kept(logits).all()
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_tokens_that_are_equally_likely_are_kept_together_wherever_they_stand(platform: str) -> None:
+    """In more chunks than a search reads once it has narrowed, and at any top-k or top-p that ends among them."""
+    logits = np.full((4, 25600), -3.0, np.float32)
+    logits[:, 7], logits[:, 128::256] = 1.0, 0.0
+    better = logits[0] >= 0
+    masks = kept(logits, platform, top_k=[2, 50, 101, 102], top_p=[1.0, 0.5, 1.0, 1.0])
+    assert (masks[:3] == better).all() and masks[3].all()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_without_filters_the_whole_tail_is_kept(platform: str) -> None:
+    logits = np.array([[0.0, -30.0, -80.0, -200.0, -np.inf, -np.inf]], np.float32)
+    assert kept(logits, platform).all()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_a_row_keeps_does_not_depend_on_the_other_rows(platform: str) -> None:
+    """To the bit: alone, beside rows that are decided at once, and beside rows whose searches go on for long."""
+    n, vocab_size = 6, 32000
+    logits = random_logits(n, vocab_size)
+    params = {"top_k": np.array([0, 20, 0, 5000, 1, 700]), "top_p": np.array([0.9, 0.95, 1.0, 0.999, 0.5, 0.99])}
+    rows = per_row(n, params)
+
+    def limits_of(chosen: list[int]) -> list[float]:
+        arrays = SamplingArrays(seeds=np.zeros(len(chosen), np.int32), **{k: v[chosen] for k, v in rows.items()})
+        return np.asarray(limits(logits[chosen], arrays, platform)).tolist()
+
+    together = limits_of([0, 1, 2, 3, 4, 5])
+    assert [limits_of([row])[0] for row in range(n)] == together
+    assert limits_of([5, 0, 1, 1, 1, 1])[:2] == [together[5], together[0]]
+
+
+@pytest.mark.parametrize("vocab_size", [101, 32000])
+def test_a_row_without_filters_draws_the_same_token_beside_rows_with_and_without_them(vocab_size: int) -> None:
+    """So a batch may run the program without filters as soon as no row has one."""
+    n = 60
+    logits, seeds = random_logits(n, vocab_size), np.arange(n)
+    settings = {"temperature": np.tile([0.3, 1.0, 1.7], n // 3)}
+    plain = draw(logits, seeds, 7 * seeds, filtered=False, **settings)
+    beside = draw(logits, seeds, 7 * seeds, **settings, top_k=np.where(seeds % 2, 0, 3))
+    assert draw(logits, seeds, 7 * seeds, **settings).tolist() == plain.tolist()
+    assert beside[1::2].tolist() == plain[1::2].tolist() and (beside != plain).any()
+
+
+def test_a_gpu_reads_the_logits_in_a_fixed_number_of_passes() -> None:
+    """Each pass of a search finds four bits. A loop that ends when it is done would wait for the host on a GPU."""
+    num_rows, vocab_size = 4, 32000
+    sampling = SamplingArrays(**{name: jax.ShapeDtypeStruct((num_rows,), dtype) for name, dtype in DTYPES.items()})
+    logits, ids = jax.ShapeDtypeStruct((num_rows, vocab_size), jnp.float32), sampling.top_k
+
+    def passes(filtered: bool) -> int:
+        with on_a_device("cuda", "NVIDIA H200"):
+            program = partial(sampler.sample, filtered=filtered)
+            equations = list(equations_of(jax.jit(program).trace(logits, sampling, ids, ids).jaxpr.jaxpr))
+        assert not {"while", "scan", "cond"} & {equation.primitive.name for equation in equations}
+        chunks = sampler.in_chunks(jnp.zeros((num_rows, vocab_size)), 0.0).shape
+        reductions = [equation for equation in equations if equation.primitive.name in ("reduce", "reduce_sum")]
+        return sum(equation.invars[0].aval.shape == chunks for equation in reductions)
+
+    assert passes(filtered=False) == 1
+    assert passes(filtered=True) == 1 + 2 * (8 + 1)
+
+
+def equations_of(jaxpr: jax.core.Jaxpr) -> Iterator[jax.core.JaxprEqn]:
+    """All of `jaxpr`, those of inner ones too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", None)
+            if inner is not None and equation.primitive.name != "reduce":
+                yield from equations_of(inner)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +252,8 @@ def test_impossible_tokens_are_never_drawn() -> None:
 
 @pytest.mark.parametrize("where", [0.0, 0.5, 1 - 2**-24])
 def test_a_draw_at_either_end_is_a_token_with_weight(where: float) -> None:
-    weights = np.zeros((1, 1000), np.float32)
-    weights[0, [17, 400, 801]] = 0.1, 0.3, 0.7
-    token = draw_at(weights, np.array([where], np.float32), otherwise=np.array([3]))
+    logits = np.full((1, 1000), -np.inf, np.float32)
+    logits[0, [17, 400, 801]] = np.log([0.1, 0.3, 0.7])
+    tokens = Tokens(sampler.in_chunks(jnp.asarray(logits), -jnp.inf), logits.max(axis=1), np.ones(1, np.float32))
+    token = jax.jit(sampler.draw)(tokens, None, np.array([where], np.float32), otherwise=np.array([3]))
     assert token.tolist() == [17 if where == 0.0 else 801]

@@ -104,7 +104,7 @@ def costs(buckets: BucketSet, compile_s: float) -> Costs:
     ]
     program_rows = [
         {"kind": kind, "tokens": size, "lower_s": 0.0, "compile_s": compile_s}
-        for kind, size in (("decode", 1), ("decode", 16), ("sampling", 16), ("extend", 16), ("set_row", 0))
+        for kind, size in (("decode", 1), ("decode", 16), ("sampled", 16), ("extend", 16), ("set_row", 0))
     ]
     return Costs(step_rows, program_rows, buckets, threads=2)
 
@@ -129,7 +129,7 @@ def test_the_script_measures_an_engine_and_a_server_takes_what_it_writes(tmp_pat
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     file = tmp_path / "buckets.json"
     sizes = {"max-running-requests": 4, "chunked-prefill-size": 32, "page-size": 4, "max-total-tokens": 400}
-    work = {"num-prompts": 12, "input-lens": "5,30", "output-lens": "3,10", "repeats": 1, "max-programs": 14}
+    work = {"num-prompts": 12, "input-lens": "5,30", "output-lens": "3,10", "repeats": 1, "max-programs": 16}
     flags = {"model": tmp_path, "load-format": "dummy", "extend-buckets": 32, "decode-buckets": "2,4", "json": file}
     options = [part for name, value in {**sizes, **work, **flags}.items() for part in (f"--{name}", value)]
     shown = run_script("bench_buckets.py", *options).stdout
@@ -137,16 +137,16 @@ def test_the_script_measures_an_engine_and_a_server_takes_what_it_writes(tmp_pat
 
     report = json.loads(file.read_text())
     assert {row["kind"] for row in report["programs"]} == {
-        "decode", "extend", "score", "sampling", "featured", "set_row"
+        "decode", "extend", "score", "sampled", "filtered", "featured", "set_row"
     }  # fmt: skip
     assert all(row["compile_s"] > 0 and row["cached_s"] > 0 for row in report["programs"])
     shapes = [(row["kind"], row["tokens"], row["sampling"]) for row in report["steps"]]
     assert sorted(shapes) == [
-        *(("decode", size, sampling) for size in (2, 4) for sampling in ("featured", "greedy", "sampled")),
+        *(("decode", size, sampling) for size in (2, 4) for sampling in ("featured", "filtered", "greedy", "sampled")),
         ("extend", 32, "greedy"),
     ]
     assert all(0 < row["min_ms"] <= row["median_ms"] and row["launch_us"] > 0 for row in report["steps"])
-    assert report["present"]["decode_buckets"] == [2, 4] and report["suggested"]["programs"] <= 14
+    assert report["present"]["decode_buckets"] == [2, 4] and report["suggested"]["programs"] <= 16
 
     capacity = Capacity(**report["capacity"])
     taken = buckets_of(EngineConfig(auto_buckets=str(file)), capacity)
