@@ -26,6 +26,7 @@ from jaxsgl.batch.sampling import SamplingArrays
 
 INFINITY_BITS = 0x7F800000
 BITS, DIGIT = 31, 4  # of a distance; how many of them a pass finds
+LONG_CHUNK = 8192  # tokens at most
 FEW_CHUNKS = 64  # so many are read alone: as many as top-k with k up to 64 needs
 BLOCK_BYTES = 1 << 21  # of logits: rows that are searched together on a CPU, whose cache should hold them
 FIRST_STEP, DOUBLINGS = 1 << 24, 6  # a search goes down from a known bound to 1/4, 1/64, ... before it halves
@@ -107,6 +108,7 @@ def by_digits(tokens: Tokens, weigh: Weigh, high: jax.Array, target: OfTotal, gu
     `guess` is not needed here; see `by_narrowing`.
     """
     del guess
+    tokens = _in_long_chunks(tokens)
     goal = target(_sums_within(tokens, weigh, [_bits(high)])[:, 0])
     found = jnp.zeros(goal.shape, jnp.int32)
     for shift in reversed(range(0, BITS, DIGIT)):
@@ -116,17 +118,24 @@ def by_digits(tokens: Tokens, weigh: Weigh, high: jax.Array, target: OfTotal, gu
     return _floats(jnp.minimum(found, INFINITY_BITS))
 
 
+def _in_long_chunks(tokens: Tokens) -> Tokens:
+    """In chunks of some thousands: the threads of a GPU that share one exchange their sums at its end."""
+    num_rows, num_chunks, chunk_size = tokens.chunks.shape
+    size = next(size for size in range(LONG_CHUNK, 0, -1) if num_chunks * chunk_size % size == 0)
+    return tokens._replace(chunks=tokens.chunks.reshape(num_rows, -1, max(size, chunk_size)))
+
+
 def _sums_within(tokens: Tokens, weigh: Weigh, limits: list[jax.Array]) -> jax.Array:
     """Weights within each of the n `limits [S]` (bits), summed: `[S, n]`. Reads the logits once.
 
-    One reduction of n operands, since a compiler may give n reductions a pass each. It adds chunks: on a GPU neighbours
-    in a chunk belong to threads of a warp, which would have to exchange n sums each.
+    One reduction of n operands, since a compiler may give n reductions a pass each. It runs along the last axis: XLA
+    fuses no reduction of so many operands along another one for GPUs, and writes the operands to memory instead.
     """
     bits, weights = _bits(tokens.distances()), weigh(tokens)
     parts = [jnp.where(bits <= limit[:, None, None], weights, 0) for limit in limits]
     zeros = [jnp.zeros((), weights.dtype)] * len(parts)
-    by_place = jax.lax.reduce(parts, zeros, lambda sums, more: [a + b for a, b in zip(sums, more, strict=True)], (1,))
-    return jnp.sum(jnp.stack(by_place, axis=1), axis=-1)
+    by_chunk = jax.lax.reduce(parts, zeros, lambda sums, more: [a + b for a, b in zip(sums, more, strict=True)], (2,))
+    return jnp.sum(jnp.stack(by_chunk, axis=1), axis=-1)
 
 
 class _Range(NamedTuple):
@@ -174,8 +183,8 @@ def by_narrowing(tokens: Tokens, weigh: Weigh, high: jax.Array, target: OfTotal,
 
     def sums_within(tokens: Tokens, limit: jax.Array) -> jax.Array:
         kept = _bits(tokens.distances()) <= limit[:, None, None]
-        # Behind the barrier chunks stay chunks: XLA would merge this sum with that of a row, which takes 10 times longer
-        # and adds in another order.
+        # Behind the barrier chunks stay chunks: XLA may merge this sum with that of a row, which adds in another order
+        # and isn't vectorized.
         return jax.lax.optimization_barrier(jnp.sum(jnp.where(kept, weigh(tokens), 0), axis=-1))
 
     above = sums_within(tokens, _bits(high))

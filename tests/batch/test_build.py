@@ -153,7 +153,7 @@ def test_a_batch_has_a_program_that_filters_only_if_a_row_does(params: list[dict
     sampling = SamplingRows(6)
     for row, settings in enumerate(params):
         sampling.set(row, SamplingParams(**settings), seed=0)
-    build = BatchBuilder(BucketSet.derive(SIZES, decode_steps=2), np.ones((6, 6), np.int32), sampling, page_size=4)
+    build = BatchBuilder(BucketSet.derive(SIZES, decode_steps=2), table_of({}), sampling, page_size=4)
     rows = np.arange(len(params), dtype=np.int32)
     buckets = [
         build.decode(rows, 0 * rows).bucket,
