@@ -13,7 +13,7 @@ loads, stores and loops are interpreted. JAX 0.10 imports the package absl-py he
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu_compiler import refuse_for_hopper
 from pallas_kernels.paged_kv import PagedKv, refuse_mixed_dtypes
 from pallas_kernels.target import target_device
+
+_Between = TypeVar("_Between")
 
 # Bytes in a row of a tile that `wgmma` reads from shared memory; TMA permutes the tile's 16-byte pieces to match.
 SWIZZLE_BYTES = 128
@@ -131,6 +133,39 @@ def matmul(
 
         return pl.run_scoped(from_zero, plgpu.ACC(shape, jnp.float32))  # type: ignore[attr-defined]
     return pl.run_state(accumulate)(plgpu.ACC.init(acc))  # type: ignore[attr-defined]
+
+
+def overlapped(
+    first: tuple[Any, Any],
+    second: tuple[jax.Array, Any, jax.Array],
+    *,
+    started: Callable[[], None],
+    between: Callable[[jax.Array], _Between],
+    interpret: bool,
+) -> tuple[_Between, jax.Array]:
+    """Both products by `wgmma`, started together: between(a @ b.T) is computed while acc + weights @ v may still run.
+
+    first: a and b, refs made by `operand`, `[64, k]` and `[n, k]`. second: weights `[64, m]` in registers, v, a ref
+    `[m, h]`, and acc `[64, h]`, float32. started: called as soon as both are on their way. Returns what `between`
+    returns, and the second product; each product is done, and its operands are free for reuse by this warp, when its
+    result is seen. Memory that `between` gives back must not be v.
+    """
+    (a, b), (weights, v, acc) = first, second
+    if interpret:
+        scores = matmul(a, b, transpose_b=True, meanwhile=started, interpret=True)
+        result = between(scores)
+        return result, matmul(weights, v, acc, interpret=True)
+
+    def run(scores_ref: Any, acc_ref: Any) -> tuple[_Between, jax.Array]:
+        acc_ref[...] = acc
+        plgpu.wgmma(scores_ref, a, b.transpose((1, 0)))
+        plgpu.wgmma(acc_ref, weights, v)
+        started()
+        result = between(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
+        return result, acc_ref[...]
+
+    accumulators = (plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
+    return pl.run_scoped(run, *accumulators)  # type: ignore[attr-defined,no-any-return]
 
 
 def in_layout(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:

@@ -28,8 +28,9 @@ from pallas_kernels.partition import BEGIN, END, POSITION, query_tiles
 from pallas_kernels.target import target_device
 
 # Registers of a thread. A kernel of three warpgroups starts with 168 for each; a warpgroup that asks for more waits
-# until others have given up as many, so the three together must not ask for more than 3 * 168.
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 72, 216
+# until others have given up as many, so the three together must not ask for more than 3 * 168. Copying needs few;
+# converting spills with fewer than 72, and consumers with a head size of 256 with fewer than 232.
+_COPYING, _CONVERTING = (40, 232), (72, 216)  # of the producer and of a consumer
 
 
 def refuse_extend(q: jax.Array, kv: PagedKv) -> str | None:
@@ -106,7 +107,7 @@ def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
             num_arrivals=1 if plan.converts else plan.copies_per_tile, num_barriers=2 * plan.num_stages
         ),
         "free": plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=2 * plan.num_stages + 1),
-        "turn": plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        "turn": plgpu.Barrier(num_arrivals=1, num_barriers=NUM_CONSUMERS),
         "raw_arrived": plgpu.Barrier(num_arrivals=plan.copies_per_tile, num_barriers=2),
     }
     if plan.converts:
@@ -120,13 +121,14 @@ def _extend_kernel(
 ) -> None:
     refs = Refs(q, k_pages, v_pages, page_table, tiles, out, **scratch)
     warpgroup = lax.axis_index("warpgroup")
+    producers, consumers = _CONVERTING if plan.converts else _COPYING
 
     def compute() -> None:
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(consumers, action="increase")
         consume(plan, refs, warpgroup)
 
     def copy() -> None:
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(producers, action="decrease")
         produce(plan, refs)
 
     pl.when(warpgroup < NUM_CONSUMERS)(compute)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import WGMMA_ROWS, in_layout, iota, matmul, store_plain
+from pallas_kernels.hopper.common import WGMMA_ROWS, in_layout, iota, matmul, overlapped, store_plain
 from pallas_kernels.hopper.extend_plan import Item, Plan, Refs, for_each_item
 
 _LOG2_E = math.log2(math.e)
@@ -28,23 +28,14 @@ def consume(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
 
     def visit(item: Item, done: jax.Array) -> None:
         def attend_and_write() -> None:
-            # The second consumer starts an item half a step late, and the first meets it once more at the end.
-            has_steps = item.num_steps > 0
-            pl.when(has_steps & (warpgroup == 1))(lambda: _take_turn(refs))
-            acc = _attend(plan, refs, warpgroup, item, done)
-            pl.when(has_steps & (warpgroup == 0))(lambda: plgpu.barrier_arrive(refs.turn))
-            _write(plan, refs, warpgroup, item, acc)
-            pl.when(has_steps & (warpgroup == 0))(lambda: plgpu.barrier_wait(refs.turn))
+            _write(plan, refs, warpgroup, item, _attend(plan, refs, warpgroup, item, done))
 
         pl.when(item.num_queries > 0)(attend_and_write)
 
+    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))  # the first turn is consumer 0's
     for_each_item(plan, refs.tiles, visit)
+    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(refs.turn.at[0]))  # the last turn, given for a step that doesn't come
     plgpu.wait_smem_to_gmem(0)
-
-
-def _take_turn(refs: Refs) -> None:
-    plgpu.barrier_arrive(refs.turn)
-    plgpu.barrier_wait(refs.turn)
 
 
 def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.Array) -> jax.Array:
@@ -55,47 +46,76 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
     lowest = item.position - item.begin + item.first_row(plan) - origin
     place = lax.rem(row, plan.tile_queries) + lowest
     last = item.last - origin
+    # A wait for V that ends the softmax keeps ptxas from moving the softmax behind the wait for the product before. With
+    # one stage this V comes only after that product.
+    waits_early = plan.num_stages > 1
+    give_turn = functools.partial(plgpu.barrier_arrive, refs.turn.at[1 - warpgroup])
 
-    pl.when(item.num_steps > 0)(lambda: plgpu.barrier_wait(refs.q_arrived))
-
-    def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        top, total, acc = state
-        turn = done + step
+    def operands(turn: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Opaque, so that the addresses of the tiles' parts are computed in each step: kept over the loop they cost so
         # many registers that others were spilled.
         mine, stage = lax.optimization_barrier((warpgroup, lax.rem(turn, plan.num_stages)))
-        k_barrier, v_barrier = plan.barrier_of(turn, 0), plan.barrier_of(turn, 1)
-        plgpu.barrier_wait(refs.arrived.at[k_barrier])
-        scores = matmul(
-            refs.q_tile.at[mine],
-            refs.k_tiles.at[stage],
-            transpose_b=True,
-            meanwhile=lambda: _take_turn(refs),
-            interpret=plan.interpret,
-        )
-        plgpu.barrier_arrive(refs.free.at[k_barrier])
+        return refs.q_tile.at[mine], refs.k_tiles.at[stage]
+
+    def wait_for_k_and_turn(turn: jax.Array) -> None:
+        plgpu.barrier_wait(refs.arrived.at[plan.barrier_of(turn, 0)])
+        plgpu.barrier_wait(refs.turn.at[warpgroup])
+
+    def weigh(step: jax.Array, top: jax.Array, total: jax.Array, scores: jax.Array) -> tuple[jax.Array, ...]:
+        plgpu.barrier_arrive(refs.free.at[plan.barrier_of(done + step, 0)])
         scores, factor = _shape_scores(plan, scores)
         scores = _hide(plan, step * plan.tile_tokens, (lowest, last), place, scores)
-
         new_top = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
         weights = jnp.exp2(scores * factor - _to_rows(new_top, plan.tile_tokens))
         shrink = jnp.exp2(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=1)
-        acc = acc * _to_rows(shrink, plan.head_dim)
-        weights = weights.astype(refs.v_tiles.dtype)
-        # Keeps the softmax before the turn, where the other warpgroup's products hide it.
-        acc, total, weights = lax.optimization_barrier((acc, total, weights))
-        plgpu.barrier_arrive(refs.turn)
-        plgpu.barrier_wait(refs.arrived.at[v_barrier])
-        plgpu.barrier_wait(refs.turn)
+        new_top, total, shrink, weights = lax.optimization_barrier((new_top, total, shrink, weights))
+        if waits_early:
+            plgpu.barrier_wait(refs.arrived.at[plan.barrier_of(done + step, 1)])
+        return new_top, total, shrink, weights
+
+    def add_tile(step: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Scores and weights of a KV tile, beside the output of the tile before."""
+        top, total, weights, acc = state
+        turn = done + step
+        v_barrier = plan.barrier_of(turn - 1, 1)
+        if not waits_early:
+            plgpu.barrier_wait(refs.arrived.at[v_barrier])
+        wait_for_k_and_turn(turn)
+        v_stage = lax.optimization_barrier(lax.rem(turn - 1, plan.num_stages))
+        (top, total, shrink, weights), acc = overlapped(
+            operands(turn),
+            (weights, refs.v_tiles.at[v_stage], acc),
+            started=give_turn,
+            between=functools.partial(weigh, step, top, total),
+            interpret=plan.interpret,
+        )
+        plgpu.barrier_arrive(refs.free.at[v_barrier])
+        return top, total, weights.astype(refs.v_tiles.dtype), acc * _to_rows(shrink, plan.head_dim)
+
+    def attend() -> tuple[jax.Array, jax.Array]:
+        plgpu.barrier_wait(refs.q_arrived)
+        wait_for_k_and_turn(done)
+        q_tile, k_tile = operands(done)
+        scores = matmul(q_tile, k_tile, transpose_b=True, meanwhile=give_turn, interpret=plan.interpret)
+        first = (_full(plan, _LOWEST, None), _full(plan, 0.0, None))
+        top, total, _, weights = weigh(jnp.int32(0), *first, scores)
+        state = (top, total, weights.astype(refs.v_tiles.dtype), _full(plan, 0.0, plan.head_dim))
+        _, total, weights, acc = lax.fori_loop(1, item.num_steps, add_tile, state)
+        plgpu.barrier_arrive(refs.free.at[2 * plan.num_stages])
+        turn = done + item.num_steps - 1
+        v_barrier = plan.barrier_of(turn, 1)
+        if not waits_early:
+            plgpu.barrier_wait(refs.arrived.at[v_barrier])
+        stage = lax.rem(turn, plan.num_stages)
         acc = matmul(weights, refs.v_tiles.at[stage], acc, interpret=plan.interpret)
         plgpu.barrier_arrive(refs.free.at[v_barrier])
-        return new_top, total, acc
+        return total, acc
 
-    state = (_full(plan, _LOWEST, None), _full(plan, 0.0, None), _full(plan, 0.0, plan.head_dim))
-    _, total, acc = lax.fori_loop(0, item.num_steps, add_tile, state)
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        return _full(plan, 0.0, None), _full(plan, 0.0, plan.head_dim)
 
-    pl.when(item.num_steps > 0)(lambda: plgpu.barrier_arrive(refs.free.at[2 * plan.num_stages]))
+    total, acc = lax.cond(item.num_steps > 0, attend, nothing)
     # A row that sees anything has a total of at least 1, the weight of its top score; without steps acc is 0.
     return acc * _to_rows(1.0 / jnp.maximum(total, jnp.ones_like(total)), plan.head_dim)
 

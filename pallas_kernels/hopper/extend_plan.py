@@ -114,7 +114,7 @@ class Refs:
     free: Any
     """`[2 * num_stages + 1]`: the stages of K, those of V, and in `free` the queries."""
     turn: Any
-    """Where the consumers meet to alternate between tensor cores and softmax."""
+    """`[NUM_CONSUMERS]`: consumer i may start products after turn[i], which the other one gives it."""
     raw_arrived: Any
     """`[2]`, the producer's own: K and V that it changes before it hands them over."""
     raw_tiles: Any = None

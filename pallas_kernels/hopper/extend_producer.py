@@ -7,6 +7,8 @@ hold NaN, which a weight of zero would not silence: a tile with such places is c
 the consumers see it. A float8 tile is copied beside the stages and converted into one.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,18 +28,10 @@ _K, _V = 0, 1
 
 def produce(plan: Plan, refs: Refs) -> None:
     """Fill shared memory for all items of this program, then wait until the consumers have read it all."""
-    fill = _fill_converted if plan.converts else _fill
 
     def visit(item: Item, done: jax.Array) -> None:
-        def bring() -> None:
-            pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.free.at[2 * plan.num_stages]))
-            _copy_queries(plan, refs, item)
-            if plan.converts:
-                _start_raw(plan, refs, item, jnp.int32(0), _K)
-                _start_raw(plan, refs, item, jnp.int32(0), _V)
-            lax.fori_loop(0, item.num_steps, lambda step, _: fill(plan, refs, item, step, done + step), None)
-
-        pl.when(item.num_steps > 0)(bring)
+        bring = _convert_item if plan.converts else _copy_item
+        pl.when(item.num_steps > 0)(lambda: bring(plan, refs, item, done))
 
     done = for_each_item(plan, refs.tiles, visit)
 
@@ -45,8 +39,62 @@ def produce(plan: Plan, refs: Refs) -> None:
         for which in (_K, _V):
             plgpu.barrier_wait(refs.free.at[plan.barrier_of(turn, which)])
 
-    lax.fori_loop(lax.max(done - plan.num_stages, 0), done, wait_for_stage, None)
+    def wait_for_consumers() -> None:
+        lax.fori_loop(lax.max(done - plan.num_stages, 0), done, wait_for_stage, None)
+        plgpu.barrier_wait(refs.free.at[2 * plan.num_stages])
+
+    wait = wait_for_consumers if plan.converts else lambda: _on_one_warp(wait_for_consumers)
+    pl.when(done > 0)(wait)
+
+
+def _copy_item(plan: Plan, refs: Refs, item: Item, done: jax.Array) -> None:
+    """Copy an item's queries and KV tiles straight from the pages.
+
+    One warp does it, and it alone waits for free memory. At a V tile that must be cleared it stops, and all four warps
+    clear that tile; only the item's last tile may be such, and with a window its first one too.
+    """
+
+    def copy_until_unclean(begin: jax.Array, end: jax.Array, *, is_first: bool) -> None:
+        position = (item.first_tile + end - 1) * plan.tile_tokens
+
+        def copy() -> None:
+            if is_first:
+                _bring_queries(plan, refs, item, done)
+            lax.fori_loop(begin, end, lambda step, _: _fill(plan, refs, item, step, done + step), None)
+
+        def clear() -> None:
+            plgpu.barrier_wait(refs.raw_arrived.at[_V])
+            v_tile = refs.v_tiles.at[lax.rem(done + end - 1, plan.num_stages)]
+            _rewrite(plan, v_tile, v_tile, item.low - position, item.last - position)
+            for _ in range(plan.copies_per_tile):  # as many arrivals as the copies would have made
+                plgpu.barrier_arrive(refs.arrived.at[plan.barrier_of(done + end - 1, _V)])
+
+        _on_one_warp(copy)
+        pl.when(jnp.logical_not(_is_clean(plan, item, position)))(clear)
+
+    if plan.options.sliding_window is None:
+        copy_until_unclean(jnp.int32(0), item.num_steps, is_first=True)
+    else:
+        copy_until_unclean(jnp.int32(0), jnp.int32(1), is_first=True)
+        pl.when(item.num_steps > 1)(lambda: copy_until_unclean(jnp.int32(1), item.num_steps, is_first=False))
+
+
+def _on_one_warp(run: Callable[[], None]) -> None:
+    """Run on the first warp of the warpgroup; the others wait until it is done."""
+    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
+
+
+def _convert_item(plan: Plan, refs: Refs, item: Item, done: jax.Array) -> None:
+    """Copy an item's queries, and convert its KV tiles."""
+    _bring_queries(plan, refs, item, done)
+    _start_raw(plan, refs, item, jnp.int32(0), _K)
+    _start_raw(plan, refs, item, jnp.int32(0), _V)
+    lax.fori_loop(0, item.num_steps, lambda step, _: _fill_converted(plan, refs, item, step, done + step), None)
+
+
+def _bring_queries(plan: Plan, refs: Refs, item: Item, done: jax.Array) -> None:
     pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.free.at[2 * plan.num_stages]))
+    _copy_queries(plan, refs, item)
 
 
 def _copy_queries(plan: Plan, refs: Refs, item: Item) -> None:
@@ -62,27 +110,17 @@ def _wait_until_free(plan: Plan, refs: Refs, turn: jax.Array, which: int) -> Non
 
 
 def _fill(plan: Plan, refs: Refs, item: Item, step: jax.Array, turn: jax.Array) -> None:
-    """Copy K and V of an item's KV tile straight from the pages; `turn` counts the tiles of this program."""
+    """Copy K and V of an item's KV tile; `turn` counts the tiles of this program."""
     stage = lax.rem(turn, plan.num_stages)
-    k_tile, v_tile = refs.k_tiles.at[stage], refs.v_tiles.at[stage]
-    k_arrived, v_arrived = (refs.arrived.at[plan.barrier_of(turn, which)] for which in (_K, _V))
     position = (item.first_tile + step) * plan.tile_tokens
     pages = _pages_of_tile(plan, refs, item, position)
-
-    def copy_and_clear() -> None:
-        raw_arrived = refs.raw_arrived.at[_V]
-        _start_copies(plan, item, refs.v_pages, pages, v_tile, raw_arrived)
-        plgpu.barrier_wait(raw_arrived)
-        _rewrite(plan, v_tile, v_tile, item.low - position, item.last - position)
-        for _ in range(plan.copies_per_tile):  # as many arrivals as the copies would have made
-            plgpu.barrier_arrive(v_arrived)
-
     _wait_until_free(plan, refs, turn, _K)
-    _start_copies(plan, item, refs.k_pages, pages, k_tile, k_arrived)
+    _start_copies(plan, item, refs.k_pages, pages, refs.k_tiles.at[stage], refs.arrived.at[plan.barrier_of(turn, _K)])
     _wait_until_free(plan, refs, turn, _V)
+    copy_v = functools.partial(_start_copies, plan, item, refs.v_pages, pages, refs.v_tiles.at[stage])
     is_clean = _is_clean(plan, item, position)
-    pl.when(is_clean)(lambda: _start_copies(plan, item, refs.v_pages, pages, v_tile, v_arrived))
-    pl.when(jnp.logical_not(is_clean))(copy_and_clear)
+    pl.when(is_clean)(lambda: copy_v(refs.arrived.at[plan.barrier_of(turn, _V)]))
+    pl.when(jnp.logical_not(is_clean))(lambda: copy_v(refs.raw_arrived.at[_V]))
 
 
 def _fill_converted(plan: Plan, refs: Refs, item: Item, step: jax.Array, turn: jax.Array) -> None:

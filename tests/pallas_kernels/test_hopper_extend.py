@@ -1,9 +1,9 @@
 """The extend for Hopper in its interpreter: what TMA and wgmma take, rings of stages, and the borders of its tiles.
 
 Its three warpgroups are threads of the interpreter. JAX 0.10 compiles each of them again in every call, some seconds
-each, so where JAX is older than 0.11 these tests run in an environment with the newest. And a warpgroup that waits at a
-barrier keeps a thread of XLA's pool, which has one per core: with two they would wait forever. NPROC, which XLA reads
-when it starts, sets the size of the pool.
+each, so where JAX is older than 0.11 these tests run in an environment with the newest. And a warpgroup or warp that
+waits at a barrier keeps a thread of XLA's pool, which has one per core: with two they would wait forever. NPROC, which
+XLA reads when it starts, sets the size of the pool.
 """
 
 import os
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 INTERPRETS_THREADS = jax.__version_info__ >= (0, 11)
 POOL_THREADS = int(os.environ.get("NPROC", os.cpu_count() or 1))
 interpreted = pytest.mark.skipif(
-    not INTERPRETS_THREADS or POOL_THREADS < 4, reason="runs in an environment with the newest JAX and NPROC=8"
+    not INTERPRETS_THREADS or POOL_THREADS < 8, reason="runs in an environment with the newest JAX and NPROC=12"
 )
 
 BF16, F16 = jnp.bfloat16, jnp.float16
@@ -65,7 +65,7 @@ def check_without_races(spec: ArgSpec, case) -> None:
     assert not interpret_pallas_call.get_races().races_found
 
 
-@pytest.mark.skipif(INTERPRETS_THREADS and POOL_THREADS >= 4, reason="this process runs the tests below itself")
+@pytest.mark.skipif(INTERPRETS_THREADS and POOL_THREADS >= 8, reason="this process runs the tests below itself")
 @pytest.mark.timeout(600)
 def test_the_newest_jax_passes_these_tests() -> None:
     python = find_python((3, 12))
@@ -73,7 +73,7 @@ def test_the_newest_jax_passes_these_tests() -> None:
         pytest.skip("JAX 0.12 needs Python 3.12 or newer, and this machine has none")
     with environment(python, "jax>=0.12,<0.13", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis") as mine:
         options = ["-c", os.devnull, "--rootdir", str(ROOT), "-q", "-p", "no:cacheprovider"]
-        done = run([mine, "-m", "pytest", *options, __file__], NPROC="8", PYTHONPATH=str(ROOT / "scripts"))
+        done = run([mine, "-m", "pytest", *options, __file__], NPROC="12", PYTHONPATH=str(ROOT / "scripts"))
     assert " passed" in done.stdout
 
 
