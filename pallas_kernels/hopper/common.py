@@ -164,8 +164,9 @@ def overlapped(
         result = between(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
         return result, acc_ref[...]
 
-    accumulators = (plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32), plgpu.ACC(acc.shape, jnp.float32))
-    return pl.run_scoped(run, *accumulators)  # type: ignore[attr-defined,no-any-return]
+    shapes = ((a.shape[0], b.shape[0]), (acc.shape[0], acc.shape[1]))
+    result, out = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))  # type: ignore[attr-defined]
+    return result, out
 
 
 def in_layout(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:

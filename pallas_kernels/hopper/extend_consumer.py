@@ -32,9 +32,10 @@ def consume(plan: Plan, refs: Refs, warpgroup: jax.Array) -> None:
 
         pl.when(item.num_queries > 0)(attend_and_write)
 
-    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))  # the first turn is consumer 0's
+    # The first turn is consumer 0's. It also takes the last one, which is given for a step that doesn't come.
+    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))
     for_each_item(plan, refs.tiles, visit)
-    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(refs.turn.at[0]))  # the last turn, given for a step that doesn't come
+    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(refs.turn.at[0]))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -46,8 +47,8 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
     lowest = item.position - item.begin + item.first_row(plan) - origin
     place = lax.rem(row, plan.tile_queries) + lowest
     last = item.last - origin
-    # A wait for V that ends the softmax keeps ptxas from moving the softmax behind the wait for the product before. With
-    # one stage this V comes only after that product.
+    # A wait for V that ends the softmax keeps ptxas from moving the softmax behind the wait for the product before.
+    # With one stage this V comes only after that product.
     waits_early = plan.num_stages > 1
     give_turn = functools.partial(plgpu.barrier_arrive, refs.turn.at[1 - warpgroup])
 
