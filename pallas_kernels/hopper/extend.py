@@ -29,8 +29,8 @@ from pallas_kernels.target import target_device
 
 # Registers of a thread. A kernel of three warpgroups starts with 168 for each; a warpgroup that asks for more waits
 # until others have given up as many, so the three together must not ask for more than 3 * 168. Copying needs few;
-# converting spills with fewer than 72, and consumers with a head size of 256 with fewer than 232.
-_COPYING, _CONVERTING = (40, 232), (72, 216)  # of the producer and of a consumer
+# converting spills with 40, and consumers with a head size of 256 with 216.
+_COPYING, _CONVERTING = (40, 232), (56, 224)  # of the producer and of a consumer
 
 
 def refuse_extend(q: jax.Array, kv: PagedKv) -> str | None:
