@@ -68,7 +68,9 @@ def test_a_kv_cache_of_bfloat16_needs_such_weights_on_accelerators_only(tmp_path
 
 
 def test_auto_is_the_kv_cache_that_the_checkpoint_was_calibrated_for(tmp_path: Path) -> None:
-    calibrated = {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": FLOAT8_SCHEME}}
+    calibrated: dict[str, Any] = {
+        "quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": FLOAT8_SCHEME}
+    }
     assert formats(tmp_path, "auto", "gpu", **calibrated) == (BF16, BF16, F8)
     assert formats(tmp_path, "auto", "cpu", **calibrated) == (BF16, F32, F8_BITS)
     assert formats(tmp_path, "auto", "gpu", kv="bfloat16", **calibrated) == (BF16, BF16, BF16)
