@@ -1,7 +1,7 @@
 """What a backend is: the ops with one typed signature each, and the reasons for which it refuses a call.
 
 Owns the contract between the public functions and the platforms. Each platform's package has one `BACKEND`; `dispatch`
-lists and chooses them. A backend gets checked arguments and knows no scales: `api` applies those.
+lists and chooses them. A backend gets checked arguments. Scales are applied by `api`, but those of `rotate_and_store` by the backend.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class RotateAndStore(Protocol):
     """`rotate_and_store` on one backend."""
 
     def __call__(self, qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bool) -> tuple[jax.Array, PagedKv]:
-        """Stores keys and values at slots `[T]`; returns the queries `[T, N, H]` and the changed cache."""
+        """Stores keys and values, over the cache's scales, at slots `[T]`; returns queries `[T, N, H]` and the cache."""
         ...
 
 

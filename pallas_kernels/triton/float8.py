@@ -29,6 +29,29 @@ def from_words(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, FLOAT8).reshape(*words.shape[:-1], -1)
 
 
+def pack(planes: tuple[jax.Array, ...]) -> jax.Array:
+    """uint32 words of four planes of float32 numbers; the opposite of `unpack`, rounded as `astype` rounds."""
+    words = jnp.zeros(planes[0].shape, jnp.uint32)
+    for i, plane in enumerate(planes):
+        words |= _code(plane) << (8 * i)
+    return words
+
+
+def _code(x: jax.Array) -> jax.Array:
+    """The nearest float8_e4m3fn of each float32, as uint32; what it can't hold becomes its largest number."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    magnitude = jnp.minimum(bits & jnp.uint32(0x7FFFFFFF), jnp.uint32(0x43E00000))  # 448
+    # Half a unit of the last place that stays, less one bit unless that place is odd: ties go to even.
+    rounded = magnitude + jnp.uint32(0x7FFFF) + ((magnitude >> 20) & jnp.uint32(1))
+    normal = (rounded >> 20) - jnp.uint32((127 - 7) << 3)
+    # Below 2**-6 the places have a fixed value, 2**-9: adding 2**23 of them rounds to whole ones, in the lowest bits.
+    fixed = lax.bitcast_convert_type(magnitude, jnp.float32) * 512.0 + 2.0**23
+    subnormal = lax.bitcast_convert_type(fixed, jnp.uint32) & jnp.uint32(0xF)
+    code = jnp.where(magnitude < jnp.uint32(0x3C800000), subnormal, normal)
+    is_nan = (bits & jnp.uint32(0x7FFFFFFF)) > jnp.uint32(0x7F800000)
+    return jnp.where(is_nan, jnp.uint32(0x7F), code) | ((bits >> 24) & jnp.uint32(0x80))
+
+
 def planes_first(array: jax.Array) -> jax.Array:
     """`[..., H]` in the order of planes: the elements 0, 4, 8, ..., then 1, 5, 9, ..."""
     return jnp.swapaxes(array.reshape(*array.shape[:-1], -1, PLANES), -1, -2).reshape(array.shape)

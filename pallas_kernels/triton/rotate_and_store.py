@@ -2,13 +2,15 @@
 
 A program takes a tile of tokens of one kv head: its query heads, its key and its value, which lie side by side in the
 product. It adds the bias, normalizes, rotates, and writes queries to an array of their own and K and V to their pages;
-the cache is aliased from input to output. Rows come in halves, the partners of the rotation, since Triton can't cut an
-array in two. Everything between load and store is float32.
+the cache is aliased from input to output. Everything between load and store is float32.
+
+Triton can't cut an array in two, so a head comes as pairs of arrays, the two sides of its rotation: one pair of halves,
+or, for a cache of float8 words, four pairs of every fourth number, so that four numbers of a word meet in one place.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,92 +19,156 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import tuning
-from pallas_kernels.paged_kv import PagedKv, refuse_conversion
+from pallas_kernels.paged_kv import BITS, FLOAT8, PagedKv, per_head_scale
 from pallas_kernels.qkv import FusedQkv
-from pallas_kernels.triton.tiles import Columns, load_rows, store_rows
+from pallas_kernels.triton import float8
+from pallas_kernels.triton.tiles import Columns, holds_words, load_rows, store_rows
 
 # The least head size: its half is the row of an array, and Triton wants vectors of some width.
 _MIN_HEAD_DIM = 16
+
+# Both sides of a head's rotation, `[tokens, width]` each.
+Pair: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 def refuse_rotate_and_store(qkv: FusedQkv, kv: PagedKv) -> str | None:
     """Why this backend can't take the call, or None when it can."""
     head_dim = qkv.head_dim
-    if head_dim < _MIN_HEAD_DIM or head_dim & (head_dim - 1):
-        return f"head size is {head_dim}; it takes powers of two from {_MIN_HEAD_DIM}"
-    return refuse_conversion(kv)
+    smallest = _MIN_HEAD_DIM * float8.PLANES if kv.dtype == FLOAT8 else _MIN_HEAD_DIM
+    if head_dim < smallest or head_dim & (head_dim - 1):
+        return f"head size is {head_dim}; with a {kv.dtype} cache it takes powers of two from {smallest}"
+    if kv.dtype == BITS:
+        return "the cache holds bits of bfloat16 as integers, as it does on a CPU"
+    return None
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bool) -> tuple[jax.Array, PagedKv]:
     """See `backend.RotateAndStore`."""
-    num_tokens, num_kv_heads, head_dim = qkv.num_tokens, qkv.num_kv_heads, qkv.head_dim
-    num_heads = num_kv_heads * qkv.num_groups
-    q = jax.ShapeDtypeStruct((num_tokens, num_heads, head_dim), qkv.product.dtype)
+    num_tokens, num_kv_heads = qkv.num_tokens, qkv.num_kv_heads
+    q = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * qkv.num_groups, qkv.head_dim), qkv.product.dtype)
     blocks = tuning.blocks("rotate_and_store", "triton", tuning.shape_class(q, kv, num_tokens))
-    vectors = {name: getattr(qkv, name) for name in ("bias", "q_norm", "k_norm")}
-    vectors = {name: array for name, array in vectors.items() if array is not None}
+    optional = {
+        "bias": qkv.bias,
+        "q_norm": qkv.q_norm,
+        "k_norm": qkv.k_norm,
+        "k_scale": per_head_scale("k_scale", kv.k_scale, num_kv_heads),
+        "v_scale": per_head_scale("v_scale", kv.v_scale, num_kv_heads),
+    }
+    vectors = {name: array for name, array in optional.items() if array is not None}
+    pages = kv.k, kv.v
+    if kv.dtype == FLOAT8:
+        pages = float8.as_words(kv.k), float8.as_words(kv.v)
     first_page_input = 4 + len(vectors)
-    q_out, stored_k, stored_v = pl.pallas_call(
+    q_out, *stored = pl.pallas_call(
         functools.partial(
             _kernel, names=tuple(vectors), layer=qkv.layer, eps=qkv.eps, tile_tokens=blocks["tile_tokens"]
         ),
-        out_shape=(q, jax.ShapeDtypeStruct(kv.k.shape, kv.dtype), jax.ShapeDtypeStruct(kv.v.shape, kv.dtype)),
+        out_shape=(q, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in pages)),
         grid=(num_kv_heads, pl.cdiv(num_tokens, blocks["tile_tokens"])),
         input_output_aliases={first_page_input: 1, first_page_input + 1: 2},
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"]),
         interpret=interpret,
         name="rotate_and_store",
-    )(qkv.product, qkv.cos, qkv.sin, slots, *vectors.values(), kv.k, kv.v)
-    return q_out, dataclasses.replace(kv, k=stored_k, v=stored_v)
+    )(qkv.product, qkv.cos, qkv.sin, slots, *vectors.values(), *pages)
+    if kv.dtype == FLOAT8:
+        stored = [float8.from_words(each) for each in stored]
+    return q_out, dataclasses.replace(kv, k=stored[0], v=stored[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """A tile of tokens of one kv head inside the kernel: how its rows come and become what is stored."""
+
+    product: Any
+    vectors: dict[str, Any]
+    """Refs by name: bias `[L, K, G + 2, H]`, norms `[L, H]`, scales `[K]`."""
+    layer: int
+    eps: float
+    token: jax.Array
+    is_real: jax.Array
+    head: jax.Array
+
+    def columns(self, planes: int) -> list[tuple[Columns, Columns]]:
+        """Where both sides of each pair lie in a row."""
+        half = self.product.shape[3] // 2
+        width = half // planes
+        return [((plane, width, planes), (half + plane, width, planes)) for plane in range(planes)]
+
+    def vector(self, name: str, index: tuple[Any, ...], columns: Columns) -> jax.Array:
+        """`[1, width]` of the layer's row."""
+        row = jnp.full((1,), self.layer, jnp.int32)
+        return load_rows(self.vectors[name], (row, *index), None, columns).astype(jnp.float32)
+
+    def load(self, which: int, planes: int = 1) -> list[Pair]:
+        """Row `which` of G + 2, with its bias."""
+
+        def side(columns: Columns) -> jax.Array:
+            rows = load_rows(self.product, (self.token, self.head, which), self.is_real, columns).astype(jnp.float32)
+            if "bias" not in self.vectors:
+                return rows
+            return rows + self.vector("bias", (self.head, which), columns)
+
+        return [(side(first), side(second)) for first, second in self.columns(planes)]
+
+    def normalized(self, pairs: list[Pair], name: str) -> list[Pair]:
+        """The pairs brought to unit mean square, times the scale of that name; as they are where there is no norm."""
+        if name not in self.vectors:
+            return pairs
+        squares = [jnp.sum(side * side, axis=1) for pair in pairs for side in pair]
+        inverse_rms = lax.rsqrt(functools.reduce(jnp.add, squares) / self.product.shape[3] + self.eps)[:, None]
+        columns = self.columns(len(pairs))
+        return [
+            (a * inverse_rms * self.vector(name, (), left), b * inverse_rms * self.vector(name, (), right))
+            for (a, b), (left, right) in zip(pairs, columns, strict=True)
+        ]
+
+    def store_pages(self, pages: Any, scale: str, where: tuple[Any, ...], pairs: list[Pair]) -> None:
+        """Write K or V as `store_kv` would: the rounded numbers over the cache's scale, in the cache's format."""
+        if scale in self.vectors:
+            dtype, factor = self.product.dtype, self.vectors[scale][self.head]
+            pairs = [tuple(side.astype(dtype).astype(jnp.float32) / factor for side in pair) for pair in pairs]
+        if not holds_words(pages):
+            self.store(pages, where, pairs)
+            return
+        left, right = (float8.pack(tuple(side)) for side in zip(*pairs, strict=True))
+        self.store(pages, where, [(left, right)])
+
+    def store(self, ref: Any, index: tuple[Any, ...], pairs: list[Pair]) -> None:
+        """Write pairs that lie one behind the other: one pair of halves."""
+        ((left, right),) = pairs
+        half = ref.shape[-1] // 2
+        store_rows(ref, index, self.is_real, left, (0, half))
+        store_rows(ref, index, self.is_real, right, (half, half))
 
 
 def _kernel(
     product_ref: Any, cos_ref: Any, sin_ref: Any, slots_ref: Any, *refs: Any,
     names: tuple[str, ...], layer: int, eps: float, tile_tokens: int,
 ) -> None:  # fmt: skip
-    vectors = dict(zip(names, refs, strict=False))
     _k_in, _v_in, q_out, k_out, v_out = refs[len(names) :]
-    num_tokens, _, num_rows, head_dim = product_ref.shape
+    num_tokens, _, num_rows, _ = product_ref.shape
     num_groups, page_size = num_rows - 2, k_out.shape[2]
-    head = pl.program_id(0)
     token = pl.program_id(1) * tile_tokens + jnp.arange(tile_tokens, dtype=jnp.int32)
-    is_real = token < num_tokens
-    halves = ((0, head_dim // 2), (head_dim // 2, head_dim // 2))
-
-    def vector(name: str, index: tuple[Any, ...], columns: Columns) -> jax.Array:
-        row = jnp.full((1,), layer, jnp.int32)
-        return load_rows(vectors[name], (row, *index), None, columns).astype(jnp.float32)
-
-    def load(which: int) -> list[jax.Array]:
-        rows = [load_rows(product_ref, (token, head, which), is_real, half).astype(jnp.float32) for half in halves]
-        if "bias" not in vectors:
-            return rows
-        return [part + vector("bias", (head, which), half) for part, half in zip(rows, halves, strict=True)]
-
-    def normalized(rows: list[jax.Array], name: str) -> list[jax.Array]:
-        if name not in vectors:
-            return rows
-        squares = jnp.sum(rows[0] * rows[0] + rows[1] * rows[1], axis=1)
-        inverse_rms = lax.rsqrt(squares / head_dim + eps)[:, None]
-        return [part * inverse_rms * vector(name, (), half) for part, half in zip(rows, halves, strict=True)]
+    head = _Head(
+        product_ref, dict(zip(names, refs, strict=False)), layer, eps, token, token < num_tokens, pl.program_id(0)
+    )
+    planes = float8.PLANES if holds_words(k_out) else 1
 
     # All loads before the first store: more bytes in flight.
-    *queries, key, value = (load(which) for which in range(num_rows))
-    table = (0, head_dim // 2)
-    cos, sin = (load_rows(ref, (token, 0), is_real, table) for ref in (cos_ref, sin_ref))
-    slot = plgpu.load(slots_ref.at[token], mask=is_real, other=0)
+    queries = [head.load(which) for which in range(num_groups)]
+    key, value = (head.load(which, planes) for which in (num_groups, num_groups + 1))
+    slot = plgpu.load(slots_ref.at[token], mask=head.is_real, other=0)
 
-    def rotated(rows: list[jax.Array]) -> list[jax.Array]:
-        first, second = rows
-        return [first * cos - second * sin, second * cos + first * sin]
+    def rotated(pairs: list[Pair]) -> list[Pair]:
+        turned = []
+        for (a, b), (columns, _) in zip(pairs, head.columns(len(pairs)), strict=True):
+            cos, sin = (load_rows(ref, (token, 0), head.is_real, columns) for ref in (cos_ref, sin_ref))
+            turned.append((a * cos - b * sin, b * cos + a * sin))
+        return turned
 
-    def store(ref: Any, index: tuple[Any, ...], rows: list[jax.Array]) -> None:
-        for part, half in zip(rows, halves, strict=True):
-            store_rows(ref, index, is_real, part, half)
-
-    where = (lax.div(slot, jnp.int32(page_size)), head, lax.rem(slot, jnp.int32(page_size)))
-    store(k_out, where, rotated(normalized(key, "k_norm")))
-    store(v_out, where, value)
+    where = (lax.div(slot, jnp.int32(page_size)), head.head, lax.rem(slot, jnp.int32(page_size)))
+    head.store_pages(k_out, "k_scale", where, rotated(head.normalized(key, "k_norm")))
+    head.store_pages(v_out, "v_scale", where, value)
     for group, query in enumerate(queries):
-        store(q_out, (token, head * num_groups + group), rotated(normalized(query, "q_norm")))
+        head.store(q_out, (token, head.head * num_groups + group), rotated(head.normalized(query, "q_norm")))

@@ -16,8 +16,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.triton.float8 import unpack
 
-# First column and number of columns.
-Columns: TypeAlias = tuple[int, int]
+# First column and number of columns, and the step from one to the next where it isn't 1.
+Columns: TypeAlias = tuple[int, int] | tuple[int, int, int]
 
 
 def holds_words(pages_ref: Any) -> bool:
@@ -48,9 +48,10 @@ def store_rows(
 
 def _address(ref: Any, index: tuple[jax.Array, ...], columns: Columns | None) -> tuple[jax.Array, ...]:
     # The last axis is indexed too, and not sliced: JAX's interpreter takes no mixture of index arrays and slices.
-    first, width = columns or (0, ref.shape[-1])
+    first, width, step = (*(columns or (0, ref.shape[-1])), 1)[:3]
     (num_rows,) = {i.shape[0] for i in index if jnp.ndim(i)}
-    column = first + jnp.arange(width, dtype=jnp.int32)
+    column = jnp.arange(width, dtype=jnp.int32)
+    column = first + (column if step == 1 else step * column)
     rows = (jnp.broadcast_to(i[:, None] if jnp.ndim(i) else i, (num_rows, width)) for i in index)
     return (*rows, jnp.broadcast_to(column[None, :], (num_rows, width)))
 
