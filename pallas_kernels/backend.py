@@ -1,7 +1,8 @@
 """What a backend is: the ops with one typed signature each, and the reasons for which it refuses a call.
 
 Owns the contract between the public functions and the platforms. Each platform's package has one `BACKEND`; `dispatch`
-lists and chooses them. A backend gets checked arguments. Scales are applied by `api`, but those of `rotate_and_store` by the backend.
+lists and chooses them. A backend gets checked arguments. It knows no scales, which `api` applies, but in
+`rotate_and_store`.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ class RotateAndStore(Protocol):
     """`rotate_and_store` on one backend."""
 
     def __call__(self, qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bool) -> tuple[jax.Array, PagedKv]:
-        """Stores keys and values, over the cache's scales, at slots `[T]`; returns queries `[T, N, H]` and the cache."""
+        """Stores K and V, over the cache's scales, at slots `[T]`; returns queries `[T, N, H]` and the changed cache."""
         ...
 
 

@@ -11,14 +11,13 @@ import pytest
 from pallas_kernels import PagedKv, rotate_and_store, store_kv
 from pallas_kernels.specs import SMALL_SPECS, ArgSpec
 from pallas_kernels.triton.float8 import from_words, pack
-from tests.grids import daily, pairwise
+from tests.grids import NIGHTLY, daily, pairwise
 from tests.pallas_kernels.cases import assert_close, random_qkv, random_store
 from tests.pallas_kernels.test_dispatch import on_an_h100
 
 BY_NAME = {spec.name: spec for spec in SMALL_SPECS}
-NAMES = daily(("groups_3_odd_page_size", "plain", "page_size_1", "groups_16", "head_dim_64", "float16"), every=9) + [
-    "bfloat16"
-]
+OTHERS = ("plain", "page_size_1", "groups_16", "head_dim_64", "float16")
+NAMES = ("groups_3_odd_page_size", "bfloat16", *(OTHERS if NIGHTLY else ()))
 CASES = pairwise(("triton", "xla"), NAMES, (True, False), (False, True))
 
 
