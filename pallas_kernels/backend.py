@@ -27,7 +27,7 @@ class RotateAndStore(Protocol):
     """`rotate_and_store` on one backend."""
 
     def __call__(self, qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bool) -> tuple[jax.Array, PagedKv]:
-        """Stores K and V, over the cache's scales, at slots `[T]`; returns queries `[T, N, H]` and the changed cache."""
+        """Stores K and V at slots `[T]`, over the cache's scales; returns queries `[T, N, H]` and the cache."""
         ...
 
 
