@@ -109,7 +109,9 @@ def refuse_tiles() -> str | None:
         return f"{AMX_VARIABLE} is 0"
     kernels = _kernels()
     reason = kernels if isinstance(kernels, str) else tile_refusal(kernels)
-    if reason is not None:
+    if reason is None:
+        logger.info("products use AMX")
+    else:
         logger.warning("products use AVX-512 instead of AMX, which the processor has: %s", reason)
     return reason
 
