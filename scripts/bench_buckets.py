@@ -200,7 +200,8 @@ CODE = "generated_code_bytes"
 
 def shape_of(row: dict[str, Any]) -> str:
     """A program as text."""
-    return f"{row['kind']} T={row['tokens']} S={row['seqs']}" if row["kind"] != "set_row" else "set_row"
+    kind = str(row["kind"])
+    return kind if kind.startswith("set_") else f"{kind} T={row['tokens']} S={row['seqs']}"
 
 
 def list_lines(name: str, of: dict[str, Any]) -> list[str]:

@@ -137,7 +137,7 @@ def test_the_script_measures_an_engine_and_a_server_takes_what_it_writes(tmp_pat
 
     report = json.loads(file.read_text())
     assert {row["kind"] for row in report["programs"]} == {
-        "decode", "extend", "score", "sampled", "filtered", "featured", "set_row"
+        "decode", "extend", "score", "sampled", "filtered", "featured", "set_row", "set_pages"
     }  # fmt: skip
     assert all(row["compile_s"] > 0 and row["cached_s"] > 0 for row in report["programs"])
     shapes = [(row["kind"], row["tokens"], row["sampling"]) for row in report["steps"]]
