@@ -120,8 +120,8 @@ class EngineConfig:
     max_total_tokens: int | None = flag(None, "tokens in the KV pool (default: from free memory)")
     mem_fraction_static: float = flag(
         0.85,
-        "share, for weights and KV pool together, of the memory that JAX may use (on a GPU 0.75 of it, unless "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise)",
+        "share of the device's memory for weights and KV pool together; lower it if other programs use the device, or "
+        "if a start runs out of memory",
     )
     max_running_requests: int | None = flag(None, "rows: requests running at once (default: 32 on CPU, else 256)")
     chunked_prefill_size: int | None = flag(

@@ -11,27 +11,30 @@ from contextlib import contextmanager
 
 import jax
 
+from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import empty_step
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.engine.memory import OUT_OF_MEMORY
 from jaxsgl.engine.programs import ProgramKey, keys_of
 from jaxsgl.errors import StartupError
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # begins XLA's message
 MAX_REASON = 400  # characters of XLA's message
 
 
 def run_all(
-    submit: Callable[[StepInputs], StepHandle], buckets: Iterable[Bucket], num_rows: int, vocab_size: int
+    submit: Callable[[StepInputs], StepHandle], buckets: Iterable[Bucket], capacity: Capacity, account: str
 ) -> None:
     """Runs a step of padding in so many of `buckets` that each of their programs has run, and waits for each.
+
+    `account` says where memory went, for the error.
 
     Raises:
       StartupError: a program can't be launched, or fails on the device.
     """
     for bucket in covering(buckets):
-        with step_failure(f"the program for [{bucket}] can't run"):
-            step = submit(empty_step(bucket, num_rows, vocab_size))
+        with step_failure(f"the program for [{bucket}] can't run", account):
+            step = submit(empty_step(bucket, capacity.num_rows, capacity.vocab_size))
             step.tokens()
             step.scores()
 
@@ -49,14 +52,18 @@ def covering(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 @contextmanager
-def step_failure(what: str) -> Iterator[None]:
-    """Turns what XLA raises inside into a `StartupError` that says which flags to change."""
+def step_failure(what: str, account: str) -> Iterator[None]:
+    """Turns what XLA raises inside into a `StartupError` that says which flags to change.
+
+    `account` says where memory went (`Memory.account`); it is empty if the device doesn't tell.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         reason = " ".join(str(error).split())[:MAX_REASON]
         if OUT_OF_MEMORY in reason:
-            way_out = (
+            way_out = f"{account}: " if account else ""
+            way_out += (
                 "lower --chunked-prefill-size or --max-running-requests, which make steps smaller, or "
                 "--mem-fraction-static or --max-total-tokens, which make the KV pool smaller"
             )

@@ -24,9 +24,10 @@ from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.dry_run import run_all, step_failure
+from jaxsgl.engine.memory import Memory, free_memory, loading_weights, start_jax
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
 from jaxsgl.engine.sampler import Logprobs
-from jaxsgl.engine.sizing import KvShape, Memory, choose_page_size, free_memory, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
@@ -95,6 +96,7 @@ class Engine:
         use_compilation_cache(config.compilation_cache_dir)
         folder = resolve_model_folder(config.model, config.revision)
         self.arch = ModelArch.from_folder(folder)
+        jax_share = start_jax()
         mesh = make_mesh()
         device = mesh.devices.flat[0]  # the devices of a mesh are alike
         platform = device.platform
@@ -104,12 +106,13 @@ class Engine:
             config.dtype, config.kv_cache_dtype, self.arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
         )
         kv_scales = None
-        if config.load_format == "dummy":
-            params = random_params(self.arch, dtype, mesh, config.random_seed)
-        else:
-            params = load_params(folder, self.arch, dtype, mesh)
-            kv_scales = load_kv_scales(folder, self.arch) if kv_cache_flag(kv_dtype) == FP8_E4M3 else None
-        jax.block_until_ready(params)  # so that memory in use is what will stay in use
+        with loading_weights(device, jax_share):
+            if config.load_format == "dummy":
+                params = random_params(self.arch, dtype, mesh, config.random_seed)
+            else:
+                params = load_params(folder, self.arch, dtype, mesh)
+                kv_scales = load_kv_scales(folder, self.arch) if kv_cache_flag(kv_dtype) == FP8_E4M3 else None
+            jax.block_until_ready(params)  # so that memory in use is what will stay in use
 
         page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype)
         graphdef, _ = abstract_model(self.arch, dtype, activations)
@@ -118,15 +121,15 @@ class Engine:
             state = abstract_state(page_shape, capacity, mesh)
             return ProgramSpec(graphdef, params, state, config.attention_backend, mesh, kv_scales)
 
-        memory = free_memory(device, config.mem_fraction_static)
-        with step_failure("the programs can't be compiled"):
+        memory = free_memory(device, config.mem_fraction_static, jax_share)
+        with step_failure("the programs can't be compiled", memory.account):
             self.capacity, self.programs = _compile(config, self.arch, page_shape, memory, spec_of, progress)
         self.buckets = self.programs.buckets
-        with step_failure("the KV pool can't be allocated"):
+        with step_failure("the KV pool can't be allocated", memory.account):
             self._state = jax.block_until_ready(allocate(page_shape, self.capacity, mesh))
         self._params = jax.tree.leaves(params)
         self._compiles = CompileCounter()
-        run_all(self.submit, self.buckets.all(), self.capacity.num_rows, self.capacity.vocab_size)
+        run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         self.info = EngineInfo(
             model_path=str(folder),
             architecture=self.arch.name,

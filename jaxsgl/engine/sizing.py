@@ -7,17 +7,15 @@ steps need beside the pool turns out not to fit.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine import edits, page_table
+from jaxsgl.engine.memory import Memory
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 
@@ -31,26 +29,6 @@ OTHER_CHUNK_TOKENS = 2048
 UNLIMITED = -1
 MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
 CPU_FRACTION = 0.25  # of free host memory: other programs use it too
-HEADROOM = 0.02  # of an accelerator's memory, for the inputs of steps, the code of programs, and fragmentation
-CGROUP_FILES = (  # limit and usage of the control group, version 2 then 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a device has left once the weights are loaded.
-
-    Attributes:
-      platform: of the device.
-      static_bytes: what the KV pool and the tables may take; on an accelerator --mem-fraction-static less the weights.
-      all_bytes: what the pool, the tables and the temporary memory of a step may take together.
-    """
-
-    platform: str
-    static_bytes: int
-    all_bytes: int
 
 
 @dataclass(frozen=True)
@@ -164,7 +142,7 @@ def choose_num_pages(
     static_bytes = memory.static_bytes - reserved_bytes
     free_bytes = min(static_bytes, memory.all_bytes - reserved_bytes - step_bytes)
     if max_total_tokens is not None:
-        return _asked_pages(shape, max_total_tokens, free_bytes, step_bytes)
+        return _asked_pages(shape, max_total_tokens, free_bytes, step_bytes, memory)
     on_cpu = memory.platform == "cpu"
     num_pages = (min(free_bytes, int(static_bytes * CPU_FRACTION)) if on_cpu else free_bytes) // shape.page_bytes
     if on_cpu:
@@ -173,8 +151,9 @@ def choose_num_pages(
     if num_pages < least:
         way_out = "raise --mem-fraction-static" if free_bytes == static_bytes else _SMALLER_STEPS
         raise ConfigError(
-            f"{free_bytes / 2**20:.0f} MiB are free for the KV pool{_beside(step_bytes)}, but {least} pages of "
-            f"{shape.page_bytes / 2**20:.2f} MiB are the least: {way_out}, or use a smaller model or --page-size"
+            f"{max(free_bytes, 0) / 2**20:.0f} MiB are free for the KV pool{_beside(step_bytes)}, but {least} pages of "
+            f"{shape.page_bytes / 2**20:.2f} MiB are the least{_account(memory)}: {way_out}, or use a smaller model or "
+            "--page-size"
         )
     return num_pages
 
@@ -186,6 +165,10 @@ def _beside(step_bytes: int) -> str:
     return f" beside the {step_bytes / 2**20:.0f} MiB that a step takes" if step_bytes else ""
 
 
+def _account(memory: Memory) -> str:
+    return f" ({memory.account})" if memory.account else ""
+
+
 def _steady(num_pages: int) -> int:
     """The next smaller 2^k or 3 x 2^k, so that restarts find their programs in the compilation cache.
 
@@ -195,7 +178,7 @@ def _steady(num_pages: int) -> int:
     return num_pages // grain * grain
 
 
-def _asked_pages(shape: KvShape, max_total_tokens: int, free_bytes: int, step_bytes: int) -> int:
+def _asked_pages(shape: KvShape, max_total_tokens: int, free_bytes: int, step_bytes: int, memory: Memory) -> int:
     if max_total_tokens < MIN_REQUEST_TOKENS:
         raise ConfigError(
             f"--max-total-tokens is {max_total_tokens}, but must be {MIN_REQUEST_TOKENS} and more: a prompt token "
@@ -206,42 +189,7 @@ def _asked_pages(shape: KvShape, max_total_tokens: int, free_bytes: int, step_by
         way_out = f"lower it, {_SMALLER_STEPS}" if step_bytes else "lower it"
         raise ConfigError(
             f"--max-total-tokens {max_total_tokens} needs {num_pages * shape.page_bytes / 2**20:.0f} MiB, but "
-            f"{free_bytes / 2**20:.0f} MiB are free{_beside(step_bytes)}: {way_out}, or leave it out to take what fits"
+            f"{max(free_bytes, 0) / 2**20:.0f} MiB are free{_beside(step_bytes)}{_account(memory)}: {way_out}, or "
+            "leave it out to take what fits"
         )
     return num_pages
-
-
-def free_memory(device: jax.Device, mem_fraction_static: float) -> Memory:
-    """What `device` has left: on a CPU, what the host and the process's control group have."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        limit, used = int(stats["bytes_limit"]), int(stats["bytes_in_use"])
-        return Memory(device.platform, int(limit * mem_fraction_static) - used, int(limit * (1 - HEADROOM)) - used)
-    free_bytes = free_host_bytes()
-    return Memory(device.platform, free_bytes, free_bytes)
-
-
-def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Free bytes of the host, or of the control group if it has fewer."""
-    limits = [_available(meminfo)]
-    for limit_file, used_file in CGROUP_FILES:
-        limit, used = _number(Path(limit_file)), _number(Path(used_file))
-        if limit is not None and used is not None:
-            limits.append(max(limit - used, 0))
-    return min(limits)
-
-
-def _available(meminfo: Path) -> int:
-    """MemAvailable, which counts reclaimable caches as free; all memory if the system doesn't tell."""
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no such version, or "max"
-        return None

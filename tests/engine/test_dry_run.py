@@ -12,8 +12,9 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.dry_run import covering
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import SET_PAGES, SET_ROW, Programs, all_keys, keys_of
-from jaxsgl.engine.sizing import Memory, kv_shape
+from jaxsgl.engine.sizing import kv_shape
 from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.errors import ConfigError, StartupError
 from tests.engine.conftest import ConfigMaker

@@ -15,7 +15,8 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config import EngineConfig, SchedulingConfig
-from jaxsgl.engine.sizing import Memory, choose_page_size, kv_shape, plan_capacity
+from jaxsgl.engine.memory import Memory
+from jaxsgl.engine.sizing import choose_page_size, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsgl.config import EngineConfig
-from jaxsgl.engine.sizing import HEADROOM, KvShape, choose_num_pages, choose_page_size, free_host_bytes, free_memory
+from jaxsgl.engine.memory import HEADROOM, free_host_bytes, free_memory
+from jaxsgl.engine.sizing import KvShape, choose_num_pages, choose_page_size
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
 from pallas_kernels.tpu.common import refuse_pages
@@ -71,7 +71,7 @@ def test_a_pool_on_cpu_is_the_same_at_the_next_start_with_other_free_memory(monk
     """With another pool size no program would be found in the compilation cache."""
     sizes = set()
     for free_gib in (19.9, 20, 20.7, 22.3):
-        monkeypatch.setattr("jaxsgl.engine.sizing.free_host_bytes", lambda free=free_gib: int(free * GIB))
+        monkeypatch.setattr("jaxsgl.engine.memory.free_host_bytes", lambda free=free_gib: int(free * GIB))
         sizes.add(num_pages(jax.devices("cpu")[0]))
     assert sizes == {4 * GIB // PAGE.page_bytes}
 
@@ -126,11 +126,3 @@ def test_buffers_are_zeros_of_the_mesh_one_pair_per_layer() -> None:
     assert sum(leaf.nbytes for leaf in leaves) == 5 * shape.page_bytes
     assert not any(leaf.any() for leaf in leaves)
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 6
-
-
-def test_free_host_memory_is_read_from_the_system(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    100 kB\n")
-    assert free_host_bytes(meminfo) == 100 * 1024
-    assert free_host_bytes(tmp_path / "nothing") > 2**20
-    assert free_memory(jax.devices("cpu")[0], 0.5).static_bytes == pytest.approx(free_host_bytes(), rel=0.3)

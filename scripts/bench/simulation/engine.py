@@ -24,10 +24,10 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.config import EngineConfig
-from jaxsgl.engine.sizing import choose_page_size, free_memory, kv_shape, plan_capacity
+from jaxsgl.engine.memory import GPU_SHARE, free_memory
+from jaxsgl.engine.sizing import choose_page_size, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
 
-JAX_SHARE = 0.75  # share of a GPU's memory that JAX takes by default
 _NOTHING = np.empty(0, dtype=np.int32)
 _NO_SCORES = StepScores()
 
@@ -49,7 +49,7 @@ class SimulatedDevice:
 
     def memory_stats(self) -> dict[str, int]:
         """The memory after the weights have been loaded."""
-        limit = int(JAX_SHARE * self.hardware.memory_bytes)
+        limit = int(GPU_SHARE * self.hardware.memory_bytes)
         return {"bytes_limit": limit, "bytes_in_use": weight_bytes(self.arch)}
 
 
@@ -58,7 +58,7 @@ def capacity_on(hardware: Hardware, arch: ModelArch, config: EngineConfig) -> Ca
     device: Any = SimulatedDevice(hardware, arch)
     page_size = choose_page_size(config, arch.head_dim, device.platform)
     page = kv_shape(arch, page_size, jnp.dtype(jnp.bfloat16))
-    return plan_capacity(config, arch, page, free_memory(device, config.mem_fraction_static))
+    return plan_capacity(config, arch, page, free_memory(device, config.mem_fraction_static, GPU_SHARE))
 
 
 @dataclass(frozen=True)

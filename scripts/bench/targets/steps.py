@@ -21,8 +21,9 @@ from bench.targets.targets import Target
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config import EngineConfig
+from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import ProgramKey, ProgramSpec, keys_of
-from jaxsgl.engine.sizing import KvShape, Memory, choose_page_size, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.models import ModelArch, abstract_model, resolve_precision
 

@@ -1,0 +1,155 @@
+"""What memory there is: the share of a GPU that JAX may use, and what a device has left once the weights are loaded.
+
+Owns the variables by which JAX is told its share, and what errors say about memory. `sizing` divides what is left.
+Called by `engine`, at start only. Knows no pages and no steps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxsgl.errors import ConfigError, StartupError
+
+SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX reads one when it starts
+JAX_SHARE = 0.75  # of a GPU, unless a variable says otherwise
+GPU_SHARE = 0.95  # the rest is for the CUDA context, libraries, and the code of programs
+HEADROOM = 0.02  # of an accelerator's memory, for the inputs of steps and fragmentation
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # begins XLA's message
+CGROUP_FILES = (  # limit and usage of the control group, version 2 then 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a device has left once the weights are loaded.
+
+    Attributes:
+      platform: of the device.
+      static_bytes: what the KV pool and the tables may take; on an accelerator --mem-fraction-static less the weights.
+      all_bytes: what the pool, the tables and the temporary memory of a step may take together.
+      account: where the memory went, in words; empty if the device doesn't tell.
+    """
+
+    platform: str
+    static_bytes: int
+    all_bytes: int
+    account: str = ""
+
+
+def start_jax() -> float:
+    """Starts JAX's devices, and lets it use most of a GPU unless the user's variables say otherwise; returns the share.
+
+    If JAX runs already in this process, it has the share that it began with. The variable is unset afterwards, so that
+    processes started from here decide for themselves.
+
+    Raises:
+      ConfigError: a variable is set to something other than a share.
+    """
+    for name in SHARE_VARIABLES:
+        if text := os.environ.get(name):
+            return _share(name, text)
+    if _is_running():
+        return JAX_SHARE
+    os.environ[SHARE_VARIABLES[-1]] = str(GPU_SHARE)
+    try:
+        jax.devices()
+    finally:
+        del os.environ[SHARE_VARIABLES[-1]]
+    return GPU_SHARE
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not share > 0:
+        raise ConfigError(f"{name} is {text!r}, but must be the share of a GPU that JAX may use, as 0.9; or unset it")
+    return share
+
+
+def _is_running() -> bool:
+    try:
+        from jax._src import xla_bridge  # there is no public way to ask
+
+        return bool(xla_bridge.backends_are_initialized())
+    except (ImportError, AttributeError):
+        return False
+
+
+def free_memory(device: jax.Device, mem_fraction_static: float, jax_share: float = 1.0) -> Memory:
+    """What `device` has left: on a CPU, what the host and the process's control group have.
+
+    `mem_fraction_static` is a fraction of the whole device, as in SGLang; `jax_share` is what JAX may use of a GPU.
+    """
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        free_bytes = free_host_bytes()
+        return Memory(device.platform, free_bytes, free_bytes)
+    limit, used = int(stats["bytes_limit"]), int(stats["bytes_in_use"])
+    whole = round(limit / jax_share) if device.platform == "gpu" else limit
+    account = (
+        f"JAX may use {_gib(limit)} of the device's {_gib(whole)}, the weights take {_gib(used)}, and "
+        f"--mem-fraction-static {mem_fraction_static:g} allows {_gib(mem_fraction_static * whole)} for weights and pool"
+    )
+    all_bytes = int(limit * (1 - HEADROOM)) - used
+    return Memory(device.platform, min(int(whole * mem_fraction_static) - used, all_bytes), all_bytes, account)
+
+
+@contextmanager
+def loading_weights(device: jax.Device, jax_share: float) -> Iterator[None]:
+    """Turns what XLA raises inside for lack of memory into a `StartupError` that says what may help."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if OUT_OF_MEMORY not in str(error):
+            raise
+        stats = device.memory_stats() or {}
+        told = ""
+        if "bytes_limit" in stats:
+            limit = int(stats["bytes_limit"])
+            told = f"JAX may use {_gib(limit)} of the device's {_gib(limit / jax_share)}, "
+            told += f"{_gib(int(stats.get('bytes_in_use', 0)))} were taken when it failed; "
+        raise StartupError(
+            f"the weights do not fit into the device's memory: {told}end other programs that use the device, take a "
+            f"smaller model or --dtype bfloat16, or raise {SHARE_VARIABLES[-1]} (JAX's share of a GPU, now "
+            f"{jax_share:g})"
+        ) from error
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def free_host_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Free bytes of the host, or of the control group if it has fewer."""
+    limits = [_available(meminfo)]
+    for limit_file, used_file in CGROUP_FILES:
+        limit, used = _number(Path(limit_file)), _number(Path(used_file))
+        if limit is not None and used is not None:
+            limits.append(max(limit - used, 0))
+    return min(limits)
+
+
+def _available(meminfo: Path) -> int:
+    """MemAvailable, which counts reclaimable caches as free; all memory if the system doesn't tell."""
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # no such version, or "max"
+        return None
