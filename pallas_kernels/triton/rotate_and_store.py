@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import tuning
-from pallas_kernels.paged_kv import BITS, FLOAT8, PagedKv, per_head_scale
+from pallas_kernels.paged_kv import BITS, FLOAT8, FLOAT8_BITS, PagedKv, per_head_scale
 from pallas_kernels.qkv import FusedQkv
 from pallas_kernels.triton import float8
 from pallas_kernels.triton.tiles import Columns, holds_words, load_rows, store_rows
@@ -37,8 +37,8 @@ def refuse_rotate_and_store(qkv: FusedQkv, kv: PagedKv) -> str | None:
     smallest = _MIN_HEAD_DIM * float8.PLANES if kv.dtype == FLOAT8 else _MIN_HEAD_DIM
     if head_dim < smallest or head_dim & (head_dim - 1):
         return f"head size is {head_dim}; with a {kv.dtype} cache it takes powers of two from {smallest}"
-    if kv.dtype == BITS:
-        return "the cache holds bits of bfloat16 as integers, as it does on a CPU"
+    if kv.dtype in (BITS, FLOAT8_BITS):
+        return "the cache holds bits of numbers as integers, as it does on a CPU"
     return None
 
 
