@@ -114,7 +114,7 @@ def product_in_parts(x_TD: jax.Array, weights_ND: jax.Array) -> jax.Array:
     device = target_device()
     if device.platform != "gpu" or weights_ND.dtype.itemsize > 2:
         return product(x_TD, weights_ND)
-    num_parts = num_parts_of(len(x_TD), *weights_ND.shape, device.num_cores)
+    num_parts = num_parts_of(len(x_TD), weights_ND.shape[0], weights_ND.shape[1], device.num_cores)
     if num_parts == 1:
         return product(x_TD, weights_ND)
     rows, matrix = (each.reshape(len(each), num_parts, -1) for each in (x_TD.astype(weights_ND.dtype), weights_ND))

@@ -46,7 +46,7 @@ def refuse_rotate_and_store(qkv: FusedQkv, kv: PagedKv) -> str | None:
 def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bool) -> tuple[jax.Array, PagedKv]:
     """See `backend.RotateAndStore`."""
     num_tokens, num_kv_heads = qkv.num_tokens, qkv.num_kv_heads
-    q = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * qkv.num_groups, qkv.head_dim), qkv.product.dtype)
+    q: Any = jax.ShapeDtypeStruct((num_tokens, num_kv_heads * qkv.num_groups, qkv.head_dim), qkv.product.dtype)
     blocks = tuning.blocks("rotate_and_store", "triton", tuning.shape_class(q, kv, num_tokens))
     optional = {
         "bias": qkv.bias,

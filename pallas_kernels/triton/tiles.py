@@ -26,7 +26,7 @@ def holds_words(pages_ref: Any) -> bool:
 
 
 def load_rows(
-    ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array | None, columns: Columns | None = None
+    ref: Any, index: tuple[jax.Array | int, ...], is_real: jax.Array | None, columns: Columns | None = None
 ) -> jax.Array:
     """`[R, columns]` of a ref whose last axis is that of the columns, all of them by default.
 
@@ -46,7 +46,7 @@ def store_rows(
     plgpu.store(ref.at[where], rows.astype(ref.dtype), mask=jnp.broadcast_to(is_real[:, None], where[0].shape))
 
 
-def _address(ref: Any, index: tuple[jax.Array, ...], columns: Columns | None) -> tuple[jax.Array, ...]:
+def _address(ref: Any, index: tuple[jax.Array | int, ...], columns: Columns | None) -> tuple[jax.Array, ...]:
     # The last axis is indexed too, and not sliced: JAX's interpreter takes no mixture of index arrays and slices.
     first, width, step = (*(columns or (0, ref.shape[-1])), 1)[:3]
     (num_rows,) = {i.shape[0] for i in index if jnp.ndim(i)}

@@ -39,7 +39,11 @@ def test_the_sum_and_its_norm_are_those_of_float64(size: int, num_parts: int, dt
 @pytest.mark.parametrize("num_parts", [0, 8])
 def test_a_gpu_runs_one_kernel_that_adds_the_parts_up_and_finds_its_row(num_parts: int) -> None:
     with on_an_h100():
-        text = str(jax.make_jaxpr(lambda *args: add_and_norm(*args, 2, EPS))(*arrays(64, num_parts, jnp.bfloat16)))
+        text = str(
+            jax.make_jaxpr(lambda x, update, scales: add_and_norm(x, update, scales, 2, EPS))(
+                *arrays(64, num_parts, jnp.bfloat16)
+            )
+        )
     assert text.count("pallas_call") == 1
     assert "slice" not in text.split("pallas_call")[0]
 

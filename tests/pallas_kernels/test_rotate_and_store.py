@@ -96,8 +96,8 @@ def test_words_of_float8_are_rounded_as_elsewhere() -> None:
     codes = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
     finite = np.sort(codes[np.isfinite(codes)])
     ties = (finite[1:] + finite[:-1]) / 2
-    values = np.concatenate([codes, ties, np.nextafter(ties, 1e9), [448, 464, -1e9, np.inf, -np.inf, 2.0**-10, 1e-30]])
-    values = jnp.asarray(values[: len(values) // 4 * 4], jnp.float32).reshape(-1, 4)
+    chosen = np.concatenate([codes, ties, np.nextafter(ties, 1e9), [448, 464, -1e9, np.inf, -np.inf, 2.0**-10, 1e-30]])
+    values = jnp.asarray(chosen[: len(chosen) // 4 * 4], jnp.float32).reshape(-1, 4)
     right = jnp.clip(values, -448, 448).astype(jnp.float8_e4m3fn)
     np.testing.assert_array_equal(numbers(from_words(pack(tuple(values.T))[:, None])), numbers(right))
 
