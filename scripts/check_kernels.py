@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from bench.kernels.check import CRASHED, FAILED, Check, check_spec
+from bench.kernels.check_layer import check_layer
 from bench.kernels.contenders import backends_for
 from bench.output import command_parser, write_json
 
@@ -46,7 +47,9 @@ def main() -> int:
             left_out.append(spec.name)
             continue
         for backend in options.backends:
-            new = check_spec(spec, backend, runs=options.runs, interpret=options.small and backend != "xla")
+            interpret = options.small and backend != "xla"
+            new = check_spec(spec, backend, runs=options.runs, interpret=interpret)
+            new += check_layer(spec, backend, runs=options.runs, interpret=interpret)
             checks += new
             for check in new:
                 print(f"{check.op:<24}{backend:<12}{spec.name:<28}{check.verdict} {check.note}", flush=True)

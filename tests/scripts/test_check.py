@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 from bench.kernels.cases import DECODE, EXTEND, STORE
 from bench.kernels.check import FAILED, PASSED, REFUSED, check_spec, judge_runs, ragged_case
+from bench.kernels.check_layer import check_layer
 from bench.kernels.contenders import prepare_backend
 from bench.kernels.inputs import make_inputs
 from bench.kernels.runners import JaxRunner
 
+from pallas_kernels import add_and_norm
 from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS, ArgSpec
 
 pytestmark = pytest.mark.device
@@ -67,6 +69,21 @@ def test_xla_passes_all_ops() -> None:
     (spec,) = [spec for spec in SMALL_SPECS if spec.name == "window_and_cap"]
     checks = check_spec(spec, "xla", runs=2)
     assert [(check.op, check.verdict) for check in checks] == [(op, PASSED) for op in (STORE, DECODE, EXTEND)]
+
+
+def test_the_ops_between_products_and_attention_pass_on_xla() -> None:
+    checks = check_layer(SPEC, "xla", runs=2)
+    assert [(check.op, check.verdict) for check in checks] == [("rotate_and_store", PASSED), ("add_and_norm", PASSED)]
+    assert all(check.error is not None and 0 < check.error < 1e-5 for check in checks)
+
+
+def test_a_wrong_sum_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets_a_part(x, update, scales, row, eps, **choice):
+        return add_and_norm(x, update.at[0].set(0), scales, row, eps, **choice)
+
+    monkeypatch.setattr("bench.kernels.check_layer.add_and_norm", forgets_a_part)
+    _, check = check_layer(SPEC, "xla", runs=1)
+    assert check.verdict == FAILED and check.note.startswith("output 0: error")
 
 
 def test_a_refused_spec_says_why() -> None:
