@@ -63,7 +63,7 @@ def list_launches(report: dict[str, Any]) -> str:
     return "\n".join(
         f"      {each['kind']:<9} {each['bytes_read'] / 1e6:>9.3f} MB {each['bytes_written'] / 1e6:>9.3f} MB "
         f"{each['flops'] / 1e9:>8.2f} GFLOP x {each['times']:<3} {each['name']:<32} {each['source'][-70:]}"
-        for each in report["layer"] or report["once"]
+        for each in report["listed"]
     )
 
 
@@ -93,21 +93,20 @@ def main() -> int:
             left_out += 1
             continue
         python = make_environment(target.extra, options.environments)
-        mine = sorted(
-            compile_in(python, target, options.grid, options.jobs, options.match, options.xla_flags),
-            key=lambda result: (result["backend"], result["program"]),
-        )
-        for result in mine:
+        for result in compile_in(python, target, options.grid, options.jobs, options.match, options.xla_flags):
+            results.append(result)
             print(describe(result), flush=True)
             if "launches" in result:
                 print(describe_launches(result["launches"]), flush=True)
                 if options.launches:
                     print(list_launches(result["launches"]), flush=True)
-        results += mine
+            if options.json:  # what is there, in case the run is ended
+                write_json(options.json, {"jax": JAX_VERSION, "results": results})
     wrong = sum(bool(result["problems"]) for result in results)
     refused = sum("refused" in result for result in results)
     print(f"{len(results)} programs, {refused} refused, {wrong} with problems, {left_out} targets left out")
     if options.json:
+        results.sort(key=lambda result: (result["target"], result["backend"], result["program"]))
         write_json(options.json, {"jax": JAX_VERSION, "results": results})
     return int(wrong > 0 or (options.require and left_out > 0))
 

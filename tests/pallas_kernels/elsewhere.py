@@ -39,14 +39,14 @@ def lower(version: str) -> Results:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def compile_for(target: Target, folder: Path) -> Results:
-    """The script's results for the shapes that most models serve with."""
+def compile_for(target: Target, folder: Path, *flags: str) -> Results:
+    """The script's results for the shapes that most models serve with, or for the programs that `flags` name."""
     ENVIRONMENTS.mkdir(exist_ok=True)
     if reason := missing_for(target.extra, ENVIRONMENTS):
         return f"{target.name} isn't compiled for: {reason}"
     file = folder / f"{target.name}.json"
     script = [sys.executable, "scripts/compile_targets.py", target.name, "--jobs", "1"]
-    done = run([*script, "--grid", "common", "--json", file], right=(0, 1))
+    done = run([*script, *(flags or ("--grid", "common")), "--json", file], right=(0, 1))
     assert file.exists(), done.stdout + done.stderr
     results: list[dict[str, Any]] = json.loads(file.read_text())["results"]
     assert done.returncode == int(any(result["problems"] for result in results))

@@ -8,7 +8,7 @@ import pytest
 from bench.targets.gpu_code import kernels_in
 from bench.targets.targets import TARGETS, Target
 
-from tests.grids import daily
+from tests.grids import NIGHTLY, daily
 from tests.pallas_kernels.elsewhere import ENVIRONMENTS, compile_for
 
 pytestmark = pytest.mark.foreign
@@ -43,6 +43,40 @@ def test_everything_compiles_in_place_without_spills(target: Target, tmp_path: P
         stores = {"triton": ("store_kv", "store_rotated"), "mosaic_tpu": ("store_kv",)}.get(backend, ())
         for op in (*stores, "paged_decode_attention", "paged_extend_attention", "step_decode", "step_extend"):
             assert op in names, f"{backend} compiled no {op}"
+    if target.platform == "cuda":  # a step is one CUDA graph, whichever kernels it runs
+        launches = {result["program"]: result["launches"] for result in compiled if result.get("steps")}
+        assert len(launches) == 2 * (1 + len(target.backends))
+        assert {each["command_buffers"] for each in launches.values()} == {1}, launches
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles for many minutes")
+@pytest.mark.timeout(3600)
+def test_steps_of_served_models_are_one_command_buffer_with_few_kernels(tmp_path: Path) -> None:
+    results = compile_for(TARGETS["h200"], tmp_path, "--grid", "steps")
+    if isinstance(results, str):
+        pytest.skip(results)
+    assert not [result for result in results if result["problems"]]
+    for result in results:
+        kinds = result["launches"]["layer_kinds"]
+        assert kinds.get("small", 0) + kinds.get("pallas", 0) <= 5, result["program"]
+
+
+def test_advisories_of_ptxas_are_read(tmp_path: Path) -> None:
+    """Serialized products are as slow as spills, and ptxas tells of both only in passing."""
+    (tmp_path / "module_0001.jit_x.ptx").write_text(PTX)
+    ptxas = tmp_path / "ptxas"
+    lines = [
+        "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to "
+        "insufficient register resources in function 'store_kv_like'",
+        "ptxas info    : Compiling entry function 'store_kv_like' for 'sm_90a'",
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
+        "ptxas info    : Used 24 registers",
+    ]
+    ptxas.write_text("#!/bin/sh\ncat >&2 <<'END'\n" + "\n".join(lines) + "\nEND\n")
+    ptxas.chmod(0o755)
+    (kernel,) = kernels_in(tmp_path, ptxas)
+    (advisory,) = kernel.advisories
+    assert advisory.startswith("C7515 Potential Performance Loss") and kernel.registers == 24
 
 
 def test_registers_and_instructions_are_read_from_ptx(tmp_path: Path) -> None:

@@ -56,10 +56,7 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], folder: Path
         for backend in ("auto", *target.backends):
             yield from programs.step_programs(backend, mesh)
     if grid != "common":
-        for name in steps.MODELS:
-            model = steps.served(name, target, folder)
-            for backend in target.backends if model is not None else ():
-                yield from steps.engine_programs(model, backend, mesh)
+        yield from steps.programs_of_models(target, mesh, folder)
 
 
 def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict[str, Any]:
@@ -90,9 +87,10 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
         "kernels": [asdict(kernel) for kernel in kernels],
     }
     problems = _cache_problems(program, memory, text)
-    if target.platform == "cuda" and program.backend != "auto":
+    if target.platform == "cuda" and program.backend not in ("auto", "any"):
         problems += _code_problems(program, kernels)
     if program.is_step:
+        result |= {"steps": program.steps, "facts": program.facts}
         result["launches"] = report = _launches(program, text, mine)
         problems += report.pop("problems")
     shutil.rmtree(mine)

@@ -17,6 +17,7 @@ from bench.targets.hlo import Launch, launches
 from bench.targets.thunks import command_buffers_in
 
 KINDS = ("attention", "pallas", "product", "small")
+FIELDS = ("kind", "bytes_read", "bytes_written", "flops")
 
 
 def launch_report(
@@ -34,7 +35,7 @@ def launch_report(
     module = text.split(",", 1)[0].removeprefix("HloModule ").strip()
     buffers = command_buffers_in(dumps, module)
     problems = []
-    layer: Sequence[Launch] = ()
+    layer: list[Launch] = []
     repeats = 0
     if layers is not None:
         layer, before = last_layers(every, layers[0])
@@ -44,6 +45,11 @@ def launch_report(
     if buffers is not None and (buffers.count != 1 or buffers.outside):
         listed = ", ".join(sorted(set(buffers.outside))) or "nothing"
         problems.append(f"{buffers.count} command buffers; {listed} outside of them")
+    if buffers is not None and buffers.num_sliced:
+        problems.append(
+            f"{buffers.num_sliced} kernels take slices of an input (DynamicSliceFusion); before CUDA 12.9 each of them "
+            "breaks the command buffer"
+        )
     whole = [*every, *layer * repeats]
     return {
         "num_layers": layers[1] if layers else 0,
@@ -53,11 +59,18 @@ def launch_report(
         "bytes_read": sum(each.bytes_read * each.times for each in whole),
         "bytes_written": sum(each.bytes_written * each.times for each in whole),
         "flops": sum(each.flops * each.times for each in whole),
-        "layer": [asdict(each) for each in layer],
-        "repeats": repeats,
-        "once": [asdict(each) for each in every],
+        "listed": [asdict(each) for each in layer or every],
+        "kernels": [{**dict(zip(FIELDS, key, strict=True)), "count": n} for key, n in _counted(whole).items()],
         "problems": problems,
     }
+
+
+def _counted(whole: Sequence[Launch]) -> Counter[tuple[Any, ...]]:
+    """How often kernels that are alike run in one call of the program."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for each in whole:
+        counts[tuple(getattr(each, name) for name in FIELDS)] += each.times
+    return counts
 
 
 def kernels_of(layer: Sequence[Launch]) -> Counter[str]:

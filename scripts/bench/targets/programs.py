@@ -41,6 +41,8 @@ class Program:
       on_matrix_units: whether its products must run on matrix units; float32 products stay exact, on other units.
       num_layers: of the model that a forward program of few layers stands for; None: the program is complete.
       page_table: shape of its page table, if it has one.
+      steps: the engine's steps that run it, such as "qwen3-0.6b triton decode 256 greedy".
+      facts: see `Served.facts`.
     """
 
     name: str
@@ -51,11 +53,13 @@ class Program:
     on_matrix_units: bool
     num_layers: int | None = None
     page_table: tuple[int, int] | None = None
+    steps: tuple[str, ...] = ()
+    facts: dict[str, int] | None = None
 
     @property
     def is_step(self) -> bool:
-        """Whether it is one of the engine's programs on a model that people serve, not a kernel alone."""
-        return " " in self.name
+        """Whether it is one of the engine's programs for a step, which should be one command buffer."""
+        return bool(self.steps)
 
     @property
     def has_kernels(self) -> bool:
@@ -115,8 +119,12 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
         def trace(bucket: Bucket = bucket) -> jax.stages.Traced:
             return spec.trace_forward(bucket)
 
-        name = f"step_{bucket.kind}_{backend}" if bucket.num_steps == 1 else f"steps_{bucket.kind}_{backend}"
-        yield Program(name, backend, trace, pages, 2 * arch.num_layers, on_matrix_units=True)
+        is_one = bucket.num_steps == 1  # several steps are a loop, which no command buffer holds by default
+        name = f"step{'' if is_one else 's'}_{bucket.kind}_{backend}"
+        program = Program(name, backend, trace, pages, 2 * arch.num_layers, on_matrix_units=True)
+        if is_one:
+            program = dataclasses.replace(program, num_layers=arch.num_layers, steps=(name,))
+        yield program
 
 
 def _shape(array: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:

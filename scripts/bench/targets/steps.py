@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -32,7 +33,13 @@ COMPILED_LAYERS = 4
 MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine's own default
 DECODE_ROWS = (1, 32, 256)
 EXTEND_TOKENS, EXTEND_SEQS = 4096, 4
-SAMPLINGS = {"greedy": (False, False), "sampled": (True, False), "featured": (True, True)}  # sampled, featured
+# Fields of the bucket by the name of the sampling.
+SAMPLINGS: dict[str, dict[str, bool]] = {
+    "greedy": {},
+    "sampled": {"sampled": True},
+    "filtered": {"sampled": True, "filtered": True},
+    "featured": {"sampled": True, "featured": True},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,22 +48,41 @@ class Served:
 
     name: str
     arch: ModelArch
+    dtype: jnp.dtype
     page: KvShape
     capacity: Capacity
     buckets: BucketSet
 
     def bucket(self, kind: str, size: int, sampling: str) -> Bucket:
         """The bucket of a batch of the table."""
-        sampled, featured = SAMPLINGS[sampling]
-        if kind == "decode":
-            return self.buckets.decode(size, sampled, featured)
-        return self.buckets.extend(size, EXTEND_SEQS, sampled, featured)
+        buckets = self.buckets
+        greedy = buckets.decode(size, False) if kind == "decode" else buckets.extend(size, EXTEND_SEQS, False)
+        return dataclasses.replace(greedy, **SAMPLINGS[sampling])
 
-    def table(self) -> Iterator[tuple[str, int, str, list[ProgramKey]]]:
-        """Yields kind, size and sampling of each batch of the table, and the programs that it runs."""
+    def table(self) -> Iterator[tuple[str, list[ProgramKey]]]:
+        """Yields the steps of the table, such as "decode 256 greedy", each with the programs that it runs."""
         for kind, size in (*(("decode", rows) for rows in DECODE_ROWS), ("extend", EXTEND_TOKENS)):
             for sampling in SAMPLINGS:
-                yield kind, size, sampling, keys_of(self.bucket(kind, size, sampling))
+                yield f"{kind} {size} {sampling}", keys_of(self.bucket(kind, size, sampling))
+
+    def facts(self) -> dict[str, int]:
+        """What a prediction needs to know of the model."""
+        arch = self.arch
+        _, params = abstract_model(arch, self.dtype)
+        leaves = [leaf.size for leaf in jax.tree.leaves(params)]
+        embedding = 0 if arch.tie_embeddings else arch.vocab_size * arch.hidden_size  # rows of it, if it is no head
+        return {
+            "num_layers": arch.num_layers,
+            "num_heads": arch.num_heads,
+            "num_kv_heads": arch.num_kv_heads,
+            "head_dim": arch.head_dim,
+            "hidden_size": arch.hidden_size,
+            "vocab_size": arch.vocab_size,
+            "weights_read": sum(leaves) - embedding,
+            "weight_itemsize": jnp.dtype(self.dtype).itemsize,
+            "kv_itemsize": self.page.dtype.itemsize,
+            "page_size": self.page.page_size,
+        }
 
 
 def served(name: str, target: Target, folder: Path) -> Served | None:
@@ -75,40 +101,54 @@ def served(name: str, target: Target, folder: Path) -> Served | None:
     if static <= 0:
         return None
     capacity = plan_capacity(config, arch, page, Memory(platform, static, target.memory_bytes - weights))
-    return Served(name, arch, page, capacity, buckets_of(config, capacity))
+    return Served(name, arch, dtype, page, capacity, buckets_of(config, capacity))
 
 
 def engine_programs(model: Served, backend: str, mesh: Mesh) -> Iterator[Program]:
     """Yields each program of the table once, with few layers."""
     arch = dataclasses.replace(model.arch, num_layers=COMPILED_LAYERS)
     page = dataclasses.replace(model.page, num_layers=COMPILED_LAYERS)
-    graphdef, params = abstract_model(arch, page.dtype)
+    graphdef, params = abstract_model(arch, model.dtype)
     leaves = nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
     state = abstract_state(page, model.capacity, mesh)
     spec = ProgramSpec(graphdef, leaves, state, backend, mesh)
-    seen = set()
-    for _, _, _, keys in model.table():
+    facts = model.facts()
+    steps: dict[ProgramKey, list[str]] = {}
+    for step, keys in model.table():
         for key in keys:
-            if key in seen:
-                continue
-            seen.add(key)
-            yield Program(
-                f"{program_name(model.name, key)} {backend}",
-                backend,
-                functools.partial(spec.trace, key),
-                state.kv.k[0],
-                num_donated=2 * COMPILED_LAYERS if key.kind == "forward" else 0,
-                on_matrix_units=False,
-                num_layers=model.arch.num_layers if key.kind == "forward" else None,
-                page_table=(key.shape.num_seqs, key.shape.num_pages) if isinstance(key.shape, Bucket) else None,
-            )
+            steps.setdefault(key, []).append(f"{model.name} {backend} {step}")
+    for key, names in steps.items():
+        yield Program(
+            program_name(model, key, backend),
+            backend if isinstance(key.shape, Bucket) else "any",
+            functools.partial(spec.trace, key),
+            state.kv.k[0],
+            num_donated=2 * COMPILED_LAYERS if key.kind == "forward" else 0,
+            on_matrix_units=False,
+            num_layers=model.arch.num_layers if key.kind == "forward" else None,
+            page_table=(key.shape.num_seqs, key.shape.num_pages) if isinstance(key.shape, Bucket) else None,
+            steps=tuple(names),
+            facts=facts,
+        )
 
 
-def program_name(model: str, key: ProgramKey) -> str:
-    """Such as "qwen3-0.6b decode 256", or "qwen3-0.6b sampling 256"."""
+def programs_of_models(target: Target, mesh: Mesh, folder: Path) -> list[Program]:
+    """Each program of the table once; those that only sample depend on the vocabulary and serve several models."""
+    found: dict[str, Program] = {}
+    for name in MODELS:
+        model = served(name, target, folder)
+        for backend in target.backends if model is not None else ():
+            for each in engine_programs(model, backend, mesh):
+                before = found.get(each.name)
+                found[each.name] = dataclasses.replace(each, steps=(*before.steps, *each.steps)) if before else each
+    return list(found.values())
+
+
+def program_name(model: Served, key: ProgramKey, backend: str) -> str:
+    """Such as "qwen3-0.6b decode 256 triton", or "sampled 256 of 151936"."""
     if isinstance(key.shape, Bucket):
-        return f"{model} {key.shape.kind} {key.shape.num_tokens}"
-    return f"{model} {key.kind} {key.shape}"
+        return f"{model.name} {key.shape.kind} {key.shape.num_tokens} {backend}"
+    return f"{key.kind} {key.shape} of {model.arch.vocab_size}"
 
 
 assert set(MODELS) <= set(SHAPES)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import queue
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -137,19 +139,31 @@ def compile_in(
     ptxas = next(iter(sorted(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/ptxas"))), Path("ptxas"))
     environment = {**os.environ, "PYTHONPATH": python_path()}
 
-    def share(index: int) -> list[dict[str, Any]]:
+    found: queue.Queue[dict[str, Any] | None] = queue.Queue()  # None: one process is done
+
+    def share(index: int) -> None:
         command = [str(python), "-m", "bench.targets.compile_for", target.name, grid, str(index), str(jobs), str(ptxas)]
         command += ["--match", match, f"--xla-flags={xla_flags}"]
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-        results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"target"')]
-        if done.returncode:
-            problem = f"process {index} of {jobs} ended with {done.returncode}: {done.stderr[-3000:]}"
-            results.append({"target": target.name, "program": "", "backend": "", "problems": [problem]})
-        return results
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith('{"target"'):
+                    found.put(json.loads(line))
+            if status := process.wait():
+                errors.seek(0)
+                problem = f"process {index} of {jobs} ended with {status}: {errors.read()[-3000:]}"
+                found.put({"target": target.name, "program": "", "backend": "", "problems": [problem]})
+        found.put(None)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for results in pool.map(share, range(jobs)):
-            yield from results
+        running = [pool.submit(share, index) for index in range(jobs)]
+        for _ in running:
+            yield from iter(found.get, None)
+        for each in running:
+            each.result()
 
 
 NEWEST = 13  # newest minor version that has JAX wheels and that this project supports

@@ -22,10 +22,12 @@ class CommandBuffers:
     Attributes:
       count: how many there are; a step should be one.
       outside: the thunks that launch something outside of them, by kind or kernel.
+      num_sliced: kernels that XLA gives a slice of an array at each run.
     """
 
     count: int
     outside: tuple[str, ...]
+    num_sliced: int
 
 
 def command_buffers_in(folder: Path, module: str) -> CommandBuffers | None:
@@ -52,4 +54,4 @@ def read(text: str) -> CommandBuffers:
             buffer_depth = depth
         elif kind not in CONTAINERS:
             outside.append(thunk[3].split(" ")[0] or kind)
-    return CommandBuffers(count, tuple(outside))
+    return CommandBuffers(count, tuple(outside), text.count(" kDynamicSliceFusion "))

@@ -1,0 +1,194 @@
+"""A roofline model of the engine's steps on a GPU that is not there: from what was compiled to microseconds.
+
+Takes kernels, bytes and FLOPs from the results of `compile_targets.py --grid steps --json`, and the KV that attention
+reads from the lengths of the batch. Its constants are in `ASSUMED`, each with its source. Nothing here was measured on
+the engine; a run on a GPU is to be compared line by line. Imports no JAX. Called by `predict_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumed:
+    """Constants of the model."""
+
+    bytes_per_s: float = 4.3e12
+    flops_per_s: float = 788e12
+    kernel_us: float = 2.2
+    program_us: float = 10.0
+    loose_launch_us: float = 4.0
+    num_slots: int = 264
+    slot_bytes_per_us: float = 40e3
+    slot_start_us: float = 2.0
+    decode_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 1.0, "triton": 0.9})
+    extend_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 0.62, "triton": 0.4})
+
+
+SOURCES = {
+    "bytes_per_s": "copy of 8.6 GB on one H200, read and written (data sheet: 4.8e12)",
+    "flops_per_s": "bfloat16 product of 8192 x 8192 x 8192 on one H200, random data (data sheet: 989e12)",
+    "kernel_us": "start, fill and drain of a kernel inside a CUDA graph; estimated, not measured",
+    "program_us": "launch of one CUDA graph and the gap before it; estimated, not measured",
+    "loose_launch_us": "a launch outside of command buffers, in place of kernel_us; estimated, not measured",
+    "num_slots": "programs of decode attention at once: 2 on each of 132 multiprocessors, by shared memory",
+    "slot_bytes_per_us": "the most that one program reads: 2 tiles of 16 KB in flight over 0.8 us of latency",
+    "slot_start_us": "until a program's first tile has arrived; programs that follow each other pay it each time",
+    "decode_share": "of the bandwidth that a kernel's loop sustains; Triton's copies take more instructions; estimated",
+    "extend_share": "of flops_per_s that attention over prompts reaches; from the instructions of a tile; estimated",
+}
+ASSUMED = Assumed()
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A step's batch: `num_seqs` sequences, each of `new` new tokens after `cached` ones."""
+
+    kind: str
+    num_seqs: int
+    new: int
+    cached: int
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens that attention reads."""
+        return self.num_seqs * (self.new + self.cached)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a token that it sees."""
+        return self.num_seqs * (self.new * self.cached + self.new * (self.new + 1) // 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """One step, in microseconds.
+
+    Attributes:
+      step: such as "qwen3-0.6b mosaic_gpu decode 256 greedy".
+      floor_us: the least time at the assumed ceilings: weights, KV and logits once each, products at full rate.
+      attention_us, products_us, small_us, sampling_us, launch_us: the parts; small ones are all other kernels.
+      small_per_layer: kernels of a layer that are neither products nor attention.
+      num_kernels: of the whole step.
+    """
+
+    step: str
+    floor_us: float
+    attention_us: float
+    products_us: float
+    small_us: float
+    sampling_us: float
+    launch_us: float
+    small_per_layer: int
+    num_kernels: int
+
+    @property
+    def step_us(self) -> float:
+        """The step's time."""
+        return self.attention_us + self.products_us + self.small_us + self.sampling_us + self.launch_us
+
+    @property
+    def over_floor(self) -> float:
+        """By which share the step exceeds the floor."""
+        return self.step_us / self.floor_us - 1
+
+
+def predict(results: list[dict[str, Any]], context: int, assumed: Assumed = ASSUMED) -> Iterator[Predicted]:
+    """Yields each step of the results, decode steps with `context` tokens of KV per row."""
+    served = [each for each in results if each.get("facts")]  # all others are kernels and small models
+    forward = {step: each for each in served if _has_layers(each) for step in each["steps"]}
+    after = {step: each for each in served if not _has_layers(each) for step in each["steps"]}
+    for step, program in forward.items():
+        if step in after or step.endswith(" greedy"):  # else the program that samples wasn't compiled
+            yield _step(step, program, after.get(step), context, assumed)
+
+
+def batch_of(kind: str, size: int, context: int) -> Batch:
+    """The batch of a step of the table; extends are 4 prompts without cached tokens."""
+    return Batch(kind, size, 1, context - 1) if kind == "decode" else Batch(kind, 4, size // 4, 0)
+
+
+def _has_layers(result: dict[str, Any]) -> bool:
+    return bool(result["launches"]["num_layers"])
+
+
+def _step(
+    step: str, program: dict[str, Any], sampling: dict[str, Any] | None, context: int, assumed: Assumed
+) -> Predicted:
+    _, backend, kind, size, sampled = step.split(" ")
+    batch, facts = batch_of(kind, int(size), context), program["facts"]
+    times = dict.fromkeys(("attention", "product", "small"), 0.0)
+    for kernel in program["launches"]["kernels"]:
+        if kernel["kind"] == "attention":
+            per_layer = kernel["count"] / facts["num_layers"]
+            times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
+        else:
+            name = "product" if kernel["kind"] == "product" else "small"
+            times[name] += kernel["count"] * _kernel_us(kernel, assumed)
+    programs = [program, sampling] if sampling else [program]
+    sampling_us = sum(k["count"] * _kernel_us(k, assumed) for k in sampling["launches"]["kernels"]) if sampling else 0.0
+    loose = sum(_loose(each["launches"]) for each in programs)
+    kinds = program["launches"]["layer_kinds"]
+    return Predicted(
+        step,
+        floor_us=floor_us(batch, facts, sampled, assumed),
+        attention_us=times["attention"],
+        products_us=times["product"],
+        small_us=times["small"],
+        sampling_us=sampling_us,
+        launch_us=len(programs) * assumed.program_us + loose * (assumed.loose_launch_us - assumed.kernel_us),
+        small_per_layer=sum(kinds.values()) - kinds.get("product", 0) - kinds.get("attention", 0),
+        num_kernels=sum(each["launches"]["num_launches"] for each in programs),
+    )
+
+
+def floor_us(batch: Batch, facts: dict[str, int], sampling: str, assumed: Assumed = ASSUMED) -> float:
+    """The least time of a step: each layer's KV, all weights, and the logits written once and read."""
+    tokens = batch.num_seqs * batch.new
+    head = facts["vocab_size"] * facts["hidden_size"]
+    layers = facts["weights_read"] - head
+    products = [(layers, 2 * layers * tokens), (head, 2 * head * batch.num_seqs)]
+    seconds = sum(
+        max(n * facts["weight_itemsize"] / assumed.bytes_per_s, flops / assumed.flops_per_s) for n, flops in products
+    )
+    kv_bytes, flops = _kv_bytes(batch, facts), _attention_flops(batch, facts)
+    seconds += facts["num_layers"] * max(kv_bytes / assumed.bytes_per_s, flops / assumed.flops_per_s)
+    # Greedy reads the logits once. Other ways of sampling read them again: once to weigh, and filters some times more.
+    passes = {"greedy": 2, "sampled": 3}.get(sampling, 10)
+    seconds += passes * 4 * batch.num_seqs * facts["vocab_size"] / assumed.bytes_per_s
+    return seconds * 1e6
+
+
+def _attention_us(batch: Batch, backend: str, facts: dict[str, int], kernel: dict[str, Any], assumed: Assumed) -> float:
+    """One layer's attention."""
+    if batch.kind != "decode":
+        rate = assumed.flops_per_s * assumed.extend_share[backend]
+        return assumed.kernel_us + max(_attention_flops(batch, facts) / rate, 0) * 1e6
+    kv_bytes = _kv_bytes(batch, facts) + kernel["bytes_read"] + kernel["bytes_written"]
+    items = batch.num_seqs * facts["num_kv_heads"]  # fewer than slots are split until they fill them
+    rate = min(assumed.bytes_per_s / 1e6, assumed.num_slots * assumed.slot_bytes_per_us) * assumed.decode_share[backend]
+    waves = max(1, math.ceil(items / assumed.num_slots))
+    return assumed.kernel_us + kv_bytes / rate + waves * assumed.slot_start_us
+
+
+def _kv_bytes(batch: Batch, facts: dict[str, int]) -> int:
+    return 2 * batch.kv_tokens * facts["num_kv_heads"] * facts["head_dim"] * facts["kv_itemsize"]
+
+
+def _attention_flops(batch: Batch, facts: dict[str, int]) -> int:
+    return 4 * batch.pairs * facts["num_heads"] * facts["head_dim"]
+
+
+def _kernel_us(kernel: dict[str, Any], assumed: Assumed) -> float:
+    """A kernel that reads and writes what the compiler counted; a product's own split sums are part of that."""
+    moved = (kernel["bytes_read"] + kernel["bytes_written"]) / assumed.bytes_per_s
+    return assumed.kernel_us + max(moved, kernel["flops"] / assumed.flops_per_s) * 1e6
+
+
+def _loose(launches: dict[str, Any]) -> int:
+    """Launches outside of command buffers."""
+    return 0 if launches["command_buffers"] == 1 else int(launches["num_launches"])

@@ -1,0 +1,89 @@
+"""Steps on a GPU that is not there are predicted from what was compiled, and each constant says where it comes from."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.targets.prediction import ASSUMED, SOURCES, Predicted, batch_of, floor_us, predict
+
+from tests.scripts.running import ROOT, run_script
+
+KEPT = ROOT / "benchmarks/h200/compiled_steps.json"
+FACTS = {
+    "num_layers": 2, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 1024, "vocab_size": 1000,
+    "weights_read": 3_000_000, "weight_itemsize": 2, "kv_itemsize": 2, "page_size": 64,
+}  # fmt: skip
+
+
+def kernel(kind: str, count: int, moved: int = 0, flops: int = 0) -> dict[str, Any]:
+    return {"kind": kind, "bytes_read": moved, "bytes_written": 0, "flops": flops, "count": count}
+
+
+def compiled(*kernels: dict[str, Any], layers: int, steps: list[str], buffers: int = 1) -> dict[str, Any]:
+    launches = {
+        "num_layers": layers, "layer_kinds": {"attention": 1, "product": 4, "pallas": 1, "small": 2},
+        "num_launches": sum(each["count"] for each in kernels), "command_buffers": buffers, "kernels": list(kernels),
+    }  # fmt: skip
+    return {"program": "p", "steps": steps, "facts": FACTS, "launches": launches, "problems": []}
+
+
+def test_a_kernel_takes_its_bytes_or_flops_and_a_start() -> None:
+    step = "m mosaic_gpu decode 1 greedy"
+    slow, fast = kernel("small", 3, moved=43_000_000), kernel("product", 2, moved=43, flops=788_000_000)
+    (found,) = predict([compiled(kernel("attention", 2), slow, fast, layers=2, steps=[step])], 1)
+    assert found.small_us == pytest.approx(3 * (10 + ASSUMED.kernel_us))
+    assert found.products_us == pytest.approx(2 * (1 + ASSUMED.kernel_us))
+    assert found.small_per_layer == 3 and found.num_kernels == 7
+
+
+def test_sampled_steps_add_the_program_that_samples() -> None:
+    steps = [f"m triton decode 8 {sampling}" for sampling in ("greedy", "sampled")]
+    forward = compiled(kernel("attention", 2), layers=2, steps=steps)
+    sampling = compiled(kernel("small", 5, moved=43_000_000), layers=0, steps=steps[1:])
+    greedy, sampled = predict([forward, sampling], 1024)
+    assert greedy.sampling_us == 0 and sampled.sampling_us == pytest.approx(5 * (10 + ASSUMED.kernel_us))
+    assert sampled.launch_us == 2 * greedy.launch_us
+
+
+def test_launches_outside_of_one_command_buffer_cost_more() -> None:
+    whole, broken = (
+        next(predict([compiled(kernel("attention", 2), layers=2, steps=["m triton decode 8 greedy"], buffers=n)], 99))
+        for n in (1, 3)
+    )
+    assert broken.launch_us > whole.launch_us
+
+
+def test_attention_of_a_decode_reads_all_keys_and_values_once() -> None:
+    def attention_us(context: int) -> float:
+        step = "m mosaic_gpu decode 256 greedy"
+        (found,) = predict([compiled(kernel("attention", 2), layers=2, steps=[step])], context)
+        return found.attention_us
+
+    kv_us = 2 * 2 * 256 * 1024 * 8 * 128 * 2 / ASSUMED.bytes_per_s * 1e6
+    assert attention_us(2048) - attention_us(1024) == pytest.approx(kv_us)
+
+
+def test_the_floor_is_the_reviewed_one_for_a_large_decode() -> None:
+    """Qwen3-0.6B, 256 rows of 1,024: the figure that was computed by hand, 7.5 ms."""
+    facts = {**FACTS, "num_layers": 28, "vocab_size": 151_936, "weights_read": 596_049_920}
+    assert floor_us(batch_of("decode", 256, 1024), facts, "greedy") == pytest.approx(7500, rel=0.02)
+
+
+def test_every_constant_has_a_source() -> None:
+    assert {field.name for field in dataclasses.fields(ASSUMED)} == set(SOURCES)
+
+
+def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
+    file = tmp_path / "predicted.json"
+    done = run_script("predict_gpu.py", "--json", file)
+    lines = json.loads(file.read_text())["steps"]
+    results = json.loads(KEPT.read_text())["results"]
+    assert not [result["program"] for result in results if result["problems"]]
+    forward = [result for result in results if result["launches"]["num_layers"]]
+    assert {line["step"] for line in lines} == {step for result in forward for step in result["steps"]}
+    assert {field.name for field in dataclasses.fields(Predicted)} <= set(lines[0])
+    for line in lines:
+        assert line["step"] in done.stdout
+        assert line["small_per_layer"] <= 5 and line["step_us"] > line["floor_us"]
