@@ -175,6 +175,8 @@ def _accelerator_cases() -> tuple[KernelCase, ...]:
         store(4096, float8_cache=True, **served),
         decode("decode 1 x 32768", [32768], **served),
         decode("decode 256 x 1024", [1024] * 256, **served),
+        decode("decode 32 x 1024", [1024] * 32, **served),
+        decode("decode 31 x 1024, 1 x 32768", [1024] * 31 + [32768], **served),
         decode("decode 64 x 4096, 8 heads of 128 to one", [4096] * 64, num_kv_heads=4, num_groups=8, **served),
         decode("decode 64 x 4096, heads of 64", [4096] * 64, head_dim=64, **served),
         decode("decode 64 x 4096, window 1024", [4096] * 64, sliding_window=1024, **served),
