@@ -108,7 +108,7 @@ class Splits(NamedTuple):
 
     items: jax.Array
     """`[I, 5]` int32, see above; items that don't exist come last and hold no tiles."""
-    count: jax.Array
+    counts: jax.Array
     """`[S]` items of each sequence: none of a padding row, except where no sequence is split."""
 
 

@@ -78,7 +78,7 @@ def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, inter
     rounded, rest = out[0][..., :num_groups, :].astype(jnp.float32)
     parts = (rounded + rest).reshape(plan.max_splits, *q.shape)
     lse = out[1][..., :num_groups].reshape(parts.shape[:3])
-    return merge_splits(parts, lse, splits.count).astype(q.dtype)
+    return merge_splits(parts, lse, splits.counts).astype(q.dtype)
 
 
 def _scratch(dtype: Any, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:

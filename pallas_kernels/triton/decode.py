@@ -57,7 +57,7 @@ def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, inter
         name="paged_decode_attention",
     )(q, k_pages, v_pages, kv.page_table, splits.items)
     if lse:
-        out = merge_splits(out, lse[0], splits.count).astype(q.dtype)
+        out = merge_splits(out, lse[0], splits.counts).astype(q.dtype)
     return float8.planes_last(out) if is_float8 else out
 
 
@@ -67,8 +67,7 @@ def _decode_kernel(
 ) -> None:  # fmt: skip
     kv_head, item = (pl.program_id(axis) for axis in range(2))
     num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
-    columns = (SEQUENCE, BEGIN, END, POSITION, SPLIT)
-    seq, begin, end, last, split = (items_ref[item, column] for column in columns)
+    seq, begin, end, last = (items_ref[item, column] for column in (SEQUENCE, BEGIN, END, POSITION))
     row = jnp.arange(max(MIN_DOT, pl.next_power_of_2(num_groups)), dtype=jnp.int32)
     head = kv_head * num_groups + row
     # Items that don't exist hold no tiles. Where no sequence is split, those of padding rows hold none, to write zeros.
@@ -78,7 +77,7 @@ def _decode_kernel(
     )
     rows = load_queries(q_ref, (seq, head), is_real, jnp.broadcast_to(last, row.shape), kv)
     out, lse = attend_rows(rows, kv, (begin, end), options)
-    place = (seq, head) if lse_ref is None else (split, seq, head)
+    place = (seq, head) if lse_ref is None else (items_ref[item, SPLIT], seq, head)
     store_output(out_ref, place, is_real, out)
     if lse_ref is not None:
         plgpu.store(lse_ref.at[place], lse, mask=is_real)
