@@ -25,9 +25,7 @@ def holds_words(pages_ref: Any) -> bool:
     return bool(pages_ref.dtype == jnp.uint32)
 
 
-def load_rows(
-    ref: Any, index: tuple[jax.Array | int, ...], is_real: jax.Array | None, columns: Columns | None = None
-) -> jax.Array:
+def load_rows(ref: Any, index: tuple[Any, ...], is_real: jax.Array | None, columns: Columns | None = None) -> jax.Array:
     """`[R, columns]` of a ref whose last axis is that of the columns, all of them by default.
 
     Row r is at `index` (each `[R]` or a scalar, at least one `[R]`), and zeros unless is_real (None: all are).
@@ -46,7 +44,7 @@ def store_rows(
     plgpu.store(ref.at[where], rows.astype(ref.dtype), mask=jnp.broadcast_to(is_real[:, None], where[0].shape))
 
 
-def _address(ref: Any, index: tuple[jax.Array | int, ...], columns: Columns | None) -> tuple[jax.Array, ...]:
+def _address(ref: Any, index: tuple[Any, ...], columns: Columns | None) -> tuple[jax.Array, ...]:
     # The last axis is indexed too, and not sliced: JAX's interpreter takes no mixture of index arrays and slices.
     first, width, step = (*(columns or (0, ref.shape[-1])), 1)[:3]
     (num_rows,) = {i.shape[0] for i in index if jnp.ndim(i)}
