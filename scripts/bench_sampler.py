@@ -30,7 +30,7 @@ def milliseconds(rows: int, vocab_size: int, name: str) -> float:
     """Milliseconds of one call of the sampling program that follows a forward program; the fastest repeat counts."""
     logits = 3 * jax.random.normal(jax.random.key(0), (rows, vocab_size))
     numbers, sampling = np.arange(rows, dtype=np.int32), SamplingRows(rows)
-    filters = {} if name == " unfiltered" else {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
+    filters: dict[str, Any] = {} if name == " unfiltered" else {"top_k": 50, "top_p": 0.9, "min_p": 0.01}
     for row in range(rows):
         sampling.set(row, SamplingParams(temperature=1.0, **filters), seed=row)
     best = np.asarray(jnp.argmax(logits, axis=-1), np.int32)

@@ -81,7 +81,7 @@ def keep_limit(tokens: Tokens, sampling: SamplingArrays[jax.Array], platform: st
     if block == num_rows:
         return _keep_limit(tokens, sampling, by_narrowing)
     blocks = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), (tokens, sampling))
-    return jax.lax.map(lambda rows: _keep_limit(*rows, by_narrowing), blocks).reshape(num_rows)
+    return jax.lax.map(lambda rows: _keep_limit(rows[0], rows[1], by_narrowing), blocks).reshape(num_rows)
 
 
 def _keep_limit(tokens: Tokens, sampling: SamplingArrays[jax.Array], search: Search) -> jax.Array:
@@ -226,6 +226,8 @@ def by_narrowing(tokens: Tokens, weigh: Weigh, high: jax.Array, target: OfTotal,
 
 def _chunks_within(tokens: Tokens, count: jax.Array) -> jax.Array:
     """A distance `[S]` within which at least `count [S]` chunks have a token, and hardly more; else infinity."""
+    if tokens.chunks.shape[1] <= FEW_CHUNKS:
+        return jnp.full_like(tokens.top, jnp.inf)  # all chunks are read in any case
     nearest = tokens._replace(chunks=jnp.max(tokens.chunks, axis=-1)[:, None, :])
     everything = jnp.full_like(tokens.top, jnp.inf)
     return by_narrowing(nearest, Tokens.ones, everything, lambda _: count, lambda _: everything)

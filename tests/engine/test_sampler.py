@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def kept(logits: np.ndarray, platform: str, **params: object) -> np.ndarray:
 
 
 def draw(
-    logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, filtered: bool = True, **params: object
+    logits: np.ndarray, seeds: np.ndarray, positions: np.ndarray, filtered: bool = True, **params: Any
 ) -> np.ndarray:
     seeds, positions = (np.broadcast_to(x, len(logits)) for x in (seeds, positions))
     bits = seeds.astype(np.uint32).view(np.int32)
@@ -151,7 +152,7 @@ def test_a_row_without_filters_draws_the_same_token_beside_rows_with_and_without
     """So a batch may run the program without filters as soon as no row has one."""
     n = 60
     logits, seeds = random_logits(n, vocab_size), np.arange(n)
-    settings = {"temperature": np.tile([0.3, 1.0, 1.7], n // 3)}
+    settings: dict[str, Any] = {"temperature": np.tile([0.3, 1.0, 1.7], n // 3)}
     plain = draw(logits, seeds, 7 * seeds, filtered=False, **settings)
     beside = draw(logits, seeds, 7 * seeds, **settings, top_k=np.where(seeds % 2, 0, 3))
     assert draw(logits, seeds, 7 * seeds, **settings).tolist() == plain.tolist()
@@ -176,7 +177,7 @@ def test_a_gpu_reads_the_logits_in_a_fixed_number_of_passes() -> None:
     assert passes(filtered=True) == 1 + 2 * (8 + 1)
 
 
-def equations_of(jaxpr: jax.core.Jaxpr) -> Iterator[jax.core.JaxprEqn]:
+def equations_of(jaxpr: Any) -> Iterator[Any]:
     """All of `jaxpr`, those of inner ones too."""
     for equation in jaxpr.eqns:
         yield equation
@@ -195,7 +196,7 @@ def equations_of(jaxpr: jax.core.Jaxpr) -> Iterator[jax.core.JaxprEqn]:
         {"temperature": 1.5, "top_k": 30, "top_p": 0.9, "min_p": 0.05},
     ],
 )
-def test_drawn_frequencies_follow_the_probabilities(params: dict[str, float]) -> None:
+def test_drawn_frequencies_follow_the_probabilities(params: dict[str, Any]) -> None:
     num_draws = 20_000
     logits = np.random.default_rng(3).normal(0, 1.5, 101).astype(np.float32)
     positions, seeds = np.arange(num_draws) % 1000, np.arange(num_draws) // 1000
@@ -237,7 +238,7 @@ def test_zero_temperature_and_one_candidate_take_the_most_likely_beside_others_t
 @pytest.mark.parametrize(
     "params", [{"temperature": 1e-4}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e4, "top_k": 2, "top_p": 0.4}]
 )
-def test_extreme_filters_leave_the_most_likely(params: dict[str, float]) -> None:
+def test_extreme_filters_leave_the_most_likely(params: dict[str, Any]) -> None:
     logits = np.array([[1.0, 4.0, 2.0, -np.inf, 3.0]] * 50, np.float32)
     assert (draw(logits, np.arange(50), np.arange(50), **params) == 1).all()
 
@@ -253,6 +254,6 @@ def test_impossible_tokens_are_never_drawn() -> None:
 def test_a_draw_at_either_end_is_a_token_with_weight(where: float) -> None:
     logits = np.full((1, 1000), -np.inf, np.float32)
     logits[0, [17, 400, 801]] = np.log([0.1, 0.3, 0.7])
-    tokens = Tokens(sampler.in_chunks(jnp.asarray(logits), -jnp.inf), logits.max(axis=1), np.ones(1, np.float32))
+    tokens = Tokens(sampler.in_chunks(jnp.asarray(logits), -jnp.inf), jnp.asarray(logits.max(axis=1)), jnp.ones(1))
     token = jax.jit(sampler.draw)(tokens, None, np.array([where], np.float32), otherwise=np.array([3]))
     assert token.tolist() == [17 if where == 0.0 else 801]
