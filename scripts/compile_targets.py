@@ -4,6 +4,7 @@
     python scripts/compile_targets.py h200 --grid common    # one target, the shapes that most models serve with
     python scripts/compile_targets.py h200 --grid steps     # the engine's steps on Qwen3-0.6B and Qwen3-8B
     python scripts/compile_targets.py h200 --grid steps --match '0.6b decode 256 triton' --launches
+    python scripts/compile_targets.py h200 --grid steps-float8     # over a float8 KV cache
 
 Makes a virtual environment per plug-in (NVIDIA 5 GB, TPU 2 GB), compiles there, and prints for each kernel: registers,
 spilled bytes, shared memory and the instructions found (wgmma, bulk copies); for the engine's steps: kernels per layer

@@ -49,6 +49,9 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], folder: Path
     from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS
 
     mesh = programs.mesh_of(devices)
+    if grid == "steps-float8":
+        yield from steps.programs_of_models(target, mesh, folder, "fp8_e4m3")
+        return
     if grid != "steps":
         for backend in target.backends:
             for spec in COMMON_SPECS if grid == "common" else GRID_SPECS:
@@ -98,7 +101,9 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
 
 
 def _launches(program: Program, text: str, dumps: Path) -> dict[str, Any]:
-    uncounted = [dims for dims in (program.cache.shape, program.page_table) if dims is not None]
+    pages = program.cache.shape
+    words = (*pages[:-1], pages[-1] // 4) if program.cache.dtype.itemsize == 1 else None  # as Triton reads float8
+    uncounted = [dims for dims in (pages, words, program.page_table) if dims is not None]
     layers = None if program.num_layers is None else (program.num_donated // 2, program.num_layers)
     return launch_report(text, dumps, uncounted, layers)
 

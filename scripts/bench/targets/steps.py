@@ -85,10 +85,10 @@ class Served:
         }
 
 
-def served(name: str, target: Target, folder: Path) -> Served | None:
-    """The model on that chip; None where it doesn't fit."""
+def served(name: str, target: Target, folder: Path, kv_cache_dtype: str = "auto") -> Served | None:
+    """The model on that chip, `kv_cache_dtype` as the engine's flag; None where it doesn't fit."""
     home = write_config(name, folder / name)
-    config = EngineConfig(model=str(home), chunked_prefill_size=EXTEND_TOKENS)
+    config = EngineConfig(model=str(home), chunked_prefill_size=EXTEND_TOKENS, kv_cache_dtype=kv_cache_dtype)
     arch = ModelArch.from_folder(home)
     platform = "gpu" if target.platform == "cuda" else target.platform
     dtype, _, kv_dtype = resolve_precision(
@@ -132,11 +132,11 @@ def engine_programs(model: Served, backend: str, mesh: Mesh) -> Iterator[Program
         )
 
 
-def programs_of_models(target: Target, mesh: Mesh, folder: Path) -> list[Program]:
+def programs_of_models(target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: str = "auto") -> list[Program]:
     """Each program of the table once; those that only sample depend on the vocabulary and serve several models."""
     found: dict[str, Program] = {}
     for name in MODELS:
-        model = served(name, target, folder)
+        model = served(name, target, folder, kv_cache_dtype)
         for backend in target.backends if model is not None else ():
             for each in engine_programs(model, backend, mesh):
                 before = found.get(each.name)
