@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests import tiers
 from tests.floating_point import controls
@@ -19,6 +20,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's idle threads spin on the cores of the other workers
+settings.register_profile("jaxsgl", deadline=None)  # how long an example takes depends on what else runs
+settings.load_profile("jaxsgl")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # if it was ignored, programs under test would inherit that
 _PROGRAMS = Programs()  # before anything imports JAX
 

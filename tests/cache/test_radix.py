@@ -105,7 +105,7 @@ def test_flush_keeps_what_is_locked() -> None:
     assert tree.num_pages == 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     page_size=st.sampled_from([1, 2, 5]),
     ops=st.lists(

@@ -33,7 +33,6 @@ def test_no_body_gets_a_5xx(server: ServerProcess, mode: GenerationMode) -> None
 
             @settings(
                 max_examples=EXAMPLES,
-                deadline=None,
                 derandomize=True,
                 database=None,
                 phases=[Phase.generate],

@@ -40,7 +40,7 @@ def check(op, case: Case, backend: str) -> None:
 
 
 def run_examples(prop, strategy, num_examples: int) -> None:
-    settings(max_examples=num_examples, deadline=None, derandomize=True, database=None)(given(strategy)(prop))()
+    settings(max_examples=num_examples, derandomize=True, database=None)(given(strategy)(prop))()
 
 
 @each_spec
@@ -125,7 +125,7 @@ def test_extend_over_many_tiles_equals_the_reference(backend: str, num_queries: 
     check(paged_extend_attention, build_case(spec, [512, 303, 210], num_queries, 5, seed=7), backend)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, derandomize=True, database=None)
 @given(st.integers(1, 500), st.integers(1, 64))
 def test_any_chunking_of_a_prompt_gives_the_same_output(length: int, chunk: int) -> None:
     spec = ArgSpec("chunks", 1, 512, 32, 16, 1, 2, 16)

@@ -51,7 +51,7 @@ def test_window_and_soft_cap_hold_over_shared_pages(is_decode: bool, options: di
         check(build(TEXTS[name], 16, seed=3, most_new=4), is_decode, **options)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, derandomize=True, database=None)
 @given(random_texts(), st.sampled_from([1, 7, 16, 64]), st.sampled_from([1, 3, 30]), st.integers(0, 2**32 - 1))
 def test_any_tree_of_texts_is_right(texts: list[str], page_size: int, most_new: int, seed: int) -> None:
     check(build(texts, page_size, group=(1, 2, 8)[seed % 3], seed=seed, most_new=most_new), is_decode=seed % 2 == 0)

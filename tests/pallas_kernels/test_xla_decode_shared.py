@@ -56,7 +56,7 @@ def test_a_cap_and_a_window_hold_over_shared_pages(name: str, page_size: int, op
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_decode_over_any_tree_of_texts_equals_the_reference(page_size: int) -> None:
-    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=15, derandomize=True, database=None)
     @given(random_texts(), st.integers(0, 2**32 - 1))
     def prop(texts: list[str], seed: int) -> None:
         check(texts, page_size, "float16" if seed % 2 else "float32", seed)

@@ -391,7 +391,6 @@ def test_every_request_yields_its_own_tokens_whatever_happens_around_it() -> Non
         settings=settings(
             max_examples=count(40, 2000),
             stateful_step_count=80,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

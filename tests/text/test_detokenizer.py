@@ -38,7 +38,7 @@ def test_each_kind_of_tokenizer_has_its_own_detokenizer(tokenizers: dict[str, To
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_joined_pieces_are_the_text_of_all_ids(
     kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject
@@ -150,7 +150,7 @@ def test_replacement_characters_cost_no_more_than_other_tokens(turns: tuple[int,
     check_odd([turns[i % len(turns)] for i in range(4000)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(range(len(ODD_TOKENS))), min_size=1, max_size=60))
 def test_odd_tokens_yield_the_text_of_all_of_them(ids: list[int]) -> None:
     check_odd(ids)

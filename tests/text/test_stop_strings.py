@@ -42,7 +42,7 @@ def read(pieces: Sequence[str], stops: Sequence[str], keep: bool) -> tuple[str, 
 texts = st.text(alphabet="ab\n", max_size=30)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     text=texts,
     stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4),
@@ -85,7 +85,7 @@ def run(tokenizer: Tokenizer, ids: list[int], sizes: list[int], reason: FinishRe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_streamed_and_whole_answers_are_the_same_with_stop_strings_across_tokens(
     kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject
@@ -111,7 +111,7 @@ def test_streamed_and_whole_answers_are_the_same_with_stop_strings_across_tokens
         assert streamed.end.completion_tokens == len(streamed.token_ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(start=st.integers(0, 25), length=st.integers(1, 6), sizes=st.lists(st.integers(1, 5), min_size=30, max_size=30))
 def test_an_answer_ends_at_the_same_token_however_many_come_in_one_reply(
     tokenizers: dict[str, Tokenizer], start: int, length: int, sizes: list[int]
