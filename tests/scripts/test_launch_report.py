@@ -82,6 +82,26 @@ def test_products_have_their_flops() -> None:
     assert product.bytes_read == 2 * 64 * (8 + 128) and product.bytes_written == 4 * 8 * 128
 
 
+def test_one_row_times_a_matrix_is_a_product_although_xla_writes_a_sum() -> None:
+    text = """HloModule jit_forward
+
+%summed (x: bf16[1,1024], w: bf16[1024,1024]) -> f32[1,1024] {
+  %x = bf16[1,1024]{1,0} parameter(0)
+  %w = bf16[1024,1024]{1,0} parameter(1)
+  ROOT %r = f32[1,1024]{1,0} reduce(%w, %x), dimensions={1}
+}
+
+ENTRY %main (x: bf16[1,1024], w: bf16[1024,1024]) -> f32[1,1024] {
+  %x.1 = bf16[1,1024]{1,0} parameter(0)
+  %w.1 = bf16[1024,1024]{1,0} parameter(1)
+  %same = bf16[1024,1024]{1,0} bitcast(%w.1)
+  ROOT %sum = f32[1,1024]{1,0} fusion(%x.1, %same), kind=kInput, calls=%summed
+}
+"""
+    (found,) = launches(text)
+    assert found.kind == "product"
+
+
 def test_kernels_of_a_loop_count_for_each_of_its_runs() -> None:
     assert [(each.name, each.times) for each in launches(HLO) if each.times > 1] == [("c", 31), ("n", 31)]
 

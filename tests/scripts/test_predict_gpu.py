@@ -86,4 +86,6 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
     assert {field.name for field in dataclasses.fields(Predicted)} <= set(lines[0])
     for line in lines:
         assert line["step"] in done.stdout
-        assert line["small_per_layer"] <= 5 and line["step_us"] > line["floor_us"]
+        assert line["step_us"] > line["floor_us"]
+        if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
+            assert line["small_per_layer"] <= 5

@@ -24,6 +24,7 @@ _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is
 _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 # Custom calls that only name memory or say what is known of a value.
 _FREE_TARGETS = frozenset(("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding"))
+WEIGHT_BYTES = 1 << 20
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -113,6 +114,8 @@ class _Module:
         flops = sum(self._flops(i, scope) for i, scope in inside)
         read = sum(self._read_of(each, number, num_bytes(type_)) for number, type_ in enumerate(types))
         is_product = flops or "cublas" in each.rest or any(i.opcode == "convolution" for i, _ in inside)
+        if read >= WEIGHT_BYTES and any(_is_weight(operand, by_name) for operand in each.operands):
+            is_product = True
         kind = "product" if is_product else "small"
         return Launch(each.name, kind, _source(each), read, self._written(each), flops, times)
 
@@ -228,6 +231,15 @@ def _elements(type_: str) -> list[str]:
             if depth == 0:
                 break
     return found
+
+
+def _is_weight(operand: str, scope: dict[str, _Instruction]) -> bool:
+    """Whether it is a large input in a format of weights: XLA multiplies one row by it as a sum, without a dot."""
+    found = scope.get(operand.partition("#")[0])
+    while found is not None and found.opcode == "bitcast":
+        found = scope.get(found.operands[0])
+    is_input = found is not None and found.opcode == "parameter" and found.type.startswith(("bf16", "f16", "f8"))
+    return is_input and found is not None and num_bytes(found.type) >= WEIGHT_BYTES
 
 
 def _source(each: _Instruction) -> str:

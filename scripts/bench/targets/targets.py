@@ -90,7 +90,8 @@ def prepare_environment(dump_folder: Path, xla_flags: str = "") -> None:
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # several compile side by side
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump_folder} --xla_dump_hlo_as_text --xla_dump_emitter_re=ptx"
+    dumps = f"--xla_dump_to={dump_folder} --xla_dump_hlo_as_text --xla_dump_emitter_re=ptx"
+    os.environ["XLA_FLAGS"] = f"{dumps} {xla_flags}"
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump_folder)
 
 
