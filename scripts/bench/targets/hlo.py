@@ -176,6 +176,8 @@ class _Module:
             body = next(b for b in self._computations.values() if root in b)
             scope = {i.name: i for i in body}
             return num_bytes(_type_of(root.operands[WRITES_PART[root.opcode]], scope))
+        if "cublas" in each.rest:  # beside the product it has room to work in
+            return num_bytes(_elements(each.type)[0]) if each.type.startswith("(") else num_bytes(each.type)
         return num_bytes(each.type)
 
 
