@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine'
 DECODE_ROWS = (1, 32, 256)
 EXTEND_TOKENS, EXTEND_SEQS = 4096, 4
 # Fields of the bucket by the name of the sampling.
-SAMPLINGS: dict[str, dict[str, bool]] = {
+SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"sampled": True},
     "filtered": {"sampled": True, "filtered": True},
@@ -113,6 +114,7 @@ def engine_programs(model: Served, backend: str, mesh: Mesh) -> Iterator[Program
     state = abstract_state(page, model.capacity, mesh)
     spec = ProgramSpec(graphdef, leaves, state, backend, mesh)
     facts = model.facts()
+    pages: Any = state.kv.k[0]  # a description in the place of an array
     steps: dict[ProgramKey, list[str]] = {}
     for step, keys in model.table():
         for key in keys:
@@ -122,7 +124,7 @@ def engine_programs(model: Served, backend: str, mesh: Mesh) -> Iterator[Program
             program_name(model, key, backend),
             backend if isinstance(key.shape, Bucket) else "any",
             functools.partial(spec.trace, key),
-            state.kv.k[0],
+            pages,
             num_donated=2 * COMPILED_LAYERS if key.kind == "forward" else 0,
             on_matrix_units=False,
             num_layers=model.arch.num_layers if key.kind == "forward" else None,
@@ -137,7 +139,9 @@ def programs_of_models(target: Target, mesh: Mesh, folder: Path, kv_cache_dtype:
     found: dict[str, Program] = {}
     for name in MODELS:
         model = served(name, target, folder, kv_cache_dtype)
-        for backend in target.backends if model is not None else ():
+        if model is None:
+            continue
+        for backend in target.backends:
             for each in engine_programs(model, backend, mesh):
                 before = found.get(each.name)
                 found[each.name] = dataclasses.replace(each, steps=(*before.steps, *each.steps)) if before else each
