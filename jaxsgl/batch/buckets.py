@@ -89,7 +89,6 @@ class BucketSet:
       extend_sizes: T of extend programs, ascending.
       extend_seqs: S of extend programs, ascending; a program has S <= T.
       score_sizes: T of the programs that score prompts, ascending.
-      num_pages: P of all programs.
       decode_steps: number of steps of the decode programs that take several steps; 1: there are no such programs.
       shared_tokens: the most tokens of an extend step of several sequences; None: as many as fit.
     """
@@ -98,7 +97,6 @@ class BucketSet:
     extend_sizes: tuple[int, ...]
     extend_seqs: tuple[int, ...]
     score_sizes: tuple[int, ...]
-    num_pages: int
     decode_steps: int = 1
     shared_tokens: int | None = None
 
@@ -135,7 +133,6 @@ class BucketSet:
             extend_sizes=reached,
             extend_seqs=tuple(sorted({min(FEW_SEQS, rows), rows})),
             score_sizes=reached[::-SCORE_STRIDE][::-1],
-            num_pages=capacity.max_pages_per_seq,
             decode_steps=decode_steps,
             shared_tokens=shared_tokens,
         )
@@ -145,7 +142,7 @@ class BucketSet:
     ) -> Bucket:
         """The smallest decode bucket that holds `num_seqs` sequences, of 1 or `decode_steps` steps."""
         size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
-        return Bucket("decode", size, size, self.num_pages, *_forms(sampled, featured, filtered, num_steps))
+        return Bucket("decode", size, size, *_forms(sampled, featured, filtered, num_steps))
 
     def extend(
         self, num_tokens: int, num_seqs: int, sampled: bool, featured: bool = False, filtered: bool = False
@@ -153,7 +150,7 @@ class BucketSet:
         """The smallest extend bucket that holds `num_tokens` tokens of `num_seqs` sequences."""
         tokens = self.extend_sizes[bisect_left(self.extend_sizes, num_tokens)]
         seqs = self.extend_seqs[bisect_left(self.extend_seqs, num_seqs)]
-        return Bucket("extend", tokens, min(seqs, tokens), self.num_pages, *_forms(sampled, featured, filtered))
+        return Bucket("extend", tokens, min(seqs, tokens), *_forms(sampled, featured, filtered))
 
     def score(self, num_tokens: int, sampled: bool, featured: bool = False, filtered: bool = False) -> Bucket:
         """The smallest bucket that extends `num_tokens` tokens with log-probabilities of the prompt.
@@ -162,7 +159,7 @@ class BucketSet:
         """
         tokens = self.score_sizes[bisect_left(self.score_sizes, num_tokens)]
         seqs = min(self.extend_seqs[-1], tokens)
-        return Bucket("score", tokens, seqs, self.num_pages, *_forms(sampled, featured, filtered))
+        return Bucket("score", tokens, seqs, *_forms(sampled, featured, filtered))
 
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory."""

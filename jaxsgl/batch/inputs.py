@@ -31,7 +31,6 @@ class Bucket:
         log-probabilities of prompt tokens.
       num_tokens: T, padded tokens of a step.
       num_seqs: S, padded sequences.
-      num_pages: P, width of the page table on the device; no input of a step depends on it.
       sampled: whether a sampling program follows the forward program; a greedy batch needs none.
       featured: whether that program also edits logits and yields log-probabilities; implies `sampled`.
       filtered: whether any row has top-k, top-p or min-p, in sampled buckets that aren't featured and take one step;
@@ -42,7 +41,6 @@ class Bucket:
     kind: StepKind
     num_tokens: int
     num_seqs: int
-    num_pages: int
     sampled: bool
     featured: bool = False
     num_steps: int = 1
@@ -62,7 +60,7 @@ class Bucket:
 
     def __str__(self) -> str:
         steps = f" {self.num_steps} steps" if self.num_steps > 1 else ""
-        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} P={self.num_pages} {self.sampling}{steps}"
+        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{steps}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
-from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, StepKind, host_views, packed_len
+from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, host_views, packed_len
 from jaxsgl.batch.sampling import COLUMNS, SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.request import SamplingParams
@@ -75,11 +75,13 @@ def test_a_decode_batch_of_several_steps_adds_only_the_steps_of_each_sequence() 
         assert array is plain[name] is None or array.tolist() == plain[name].tolist(), name
 
 
-@pytest.mark.parametrize("kind", ["decode", "extend", "score"])
-def test_no_input_of_a_step_grows_with_the_context(kind: StepKind) -> None:
+def test_no_input_of_a_step_grows_with_the_context() -> None:
     """256 rows of 2,560 pages would be 2.6 MB for each decode step."""
-    lengths = {packed_len(Bucket(kind, 256, 256, num_pages, sampled=True)) for num_pages in (16, 2560)}
-    assert len(lengths) == 1 and lengths < {*range(16 * 256)}
+    short, long = (
+        [packed_len(bucket) for bucket in BucketSet.derive(Capacity(16, 3000, 256, context, 256, 1000)).all()]
+        for context in (256, 40_960)
+    )
+    assert short == long and max(long) < 16 * 256
 
 
 def test_pages_of_other_requests_are_sent_until_a_step_that_carries_them_is_launched() -> None:
@@ -180,9 +182,9 @@ def test_sampling_parameters_of_padding_are_neutral(sampled: bool) -> None:
 @pytest.mark.parametrize(
     "bucket",
     [
-        Bucket("extend", 16, 4, 6, sampled=True),
-        Bucket("score", 16, 4, 6, sampled=True),
-        Bucket("decode", 4, 4, 6, sampled=True, num_steps=3),
+        Bucket("extend", 16, 4, sampled=True),
+        Bucket("score", 16, 4, sampled=True),
+        Bucket("decode", 4, 4, sampled=True, num_steps=3),
     ],
     ids=str,
 )

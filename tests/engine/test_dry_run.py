@@ -70,7 +70,7 @@ def test_every_program_has_run_when_the_engine_is_ready_and_the_state_is_as_good
 
 def test_a_program_that_several_steps_need_runs_in_the_smallest() -> None:
     def forms(tokens: int) -> list[Bucket]:
-        return [Bucket("extend", tokens, 4, 8, *variant) for variant in ((False, False), (True, False), (True, True))]
+        return [Bucket("extend", tokens, 4, *variant) for variant in ((False, False), (True, False), (True, True))]
 
     small, large = forms(16), forms(64)
     assert covering([*large, *small]) == [small[2], small[1], large[2]]

@@ -24,14 +24,14 @@ from tests.plain_model import mesh_of
 
 NUM_PAGES, NUM_ROWS = 4099, 1021  # no other dimensions are as large
 GREEDY = [
-    Bucket("decode", 4, 4, 16, False),
-    Bucket("extend", 32, 4, 16, False),
-    Bucket("score", 32, 4, 16, False),
+    Bucket("decode", 4, 4, False),
+    Bucket("extend", 32, 4, False),
+    Bucket("score", 32, 4, False),
 ]
 BUCKETS = [
     *GREEDY,
-    Bucket("decode", 4, 4, 16, False, num_steps=3),
-    Bucket("decode", 4, 4, 16, True, num_steps=3),
+    Bucket("decode", 4, 4, False, num_steps=3),
+    Bucket("decode", 4, 4, True, num_steps=3),
 ]
 SHAPE = Capacity(
     page_size=4, num_pages=NUM_PAGES, num_rows=NUM_ROWS, context_length=64, max_extend_tokens=32, vocab_size=101
@@ -124,7 +124,7 @@ def test_small_programs_change_last_tokens_and_tables_in_place(spec: ProgramSpec
 
 @pytest.mark.parametrize("kind", ["extend", "score"])
 def test_the_device_unpacks_what_the_host_packed(kind: Literal["extend", "score"]) -> None:
-    bucket = Bucket(kind, 8, 3, 5, True)
+    bucket = Bucket(kind, 8, 3, True)
     packed = np.random.default_rng(0).integers(-(2**31), 2**31, packed_len(bucket), dtype=np.int32)
     on_device = jax.jit(lambda x: parts(unpack(x, bucket, jax.lax.bitcast_convert_type)))(packed)
     on_host = parts(host_views(packed, bucket))

@@ -28,7 +28,7 @@ TINY = ("--max-running-requests", 4, "--decode-buckets", 4, "--extend-buckets", 
 
 
 def step(kind: str, num_tokens: int, padded: int, lengths: tuple[int, ...] = (1,), new: tuple[int, ...] = (1,)) -> Step:
-    bucket = Bucket("decode" if kind == "decode" else "extend", padded, padded, 4, False)
+    bucket = Bucket("decode" if kind == "decode" else "extend", padded, padded, False)
     return Step(cast(Any, kind), bucket, len(lengths), num_tokens, np.array(lengths), np.array(new), 0.0)
 
 

@@ -104,7 +104,7 @@ def offline(fraction: float, idle: float, step_ms: float) -> dict:
     return {
         "roofline": {"fraction": fraction, "fraction_of_busy": fraction},
         "time_split": {"idle": idle, "host_exposed": idle},
-        "step_ms": {"decode T=256 S=256 P=128 greedy": {"median": step_ms}, "decode T=8 S=8 P=128 greedy": {}},
+        "step_ms": {"decode T=256 S=256 greedy": {"median": step_ms}, "decode T=8 S=8 greedy": {}},
     }
 
 

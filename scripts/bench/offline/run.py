@@ -61,7 +61,7 @@ class _Ready:
 
 def seen_late() -> dict[str, float]:
     """Microseconds from when a step is ready to its stamp, while the host computes in Python. Takes 0.2 s."""
-    bucket = Bucket("decode", 1, 1, 1, False)
+    bucket = Bucket("decode", 1, 1, False)
     inputs = StepInputs(bucket, np.zeros(packed_len(bucket), np.int32), 1, 1)
     recording = Recording()
     recording.turn_begins()

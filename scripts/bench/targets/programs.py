@@ -112,9 +112,9 @@ def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
         (np.zeros((65, 128), np.int32), np.zeros(65, np.int32), neutral_tables(64, arch.vocab_size)),
     )
     spec = ProgramSpec(graphdef, leaves, DeviceState(kv, *tables), backend, mesh)
-    decode = Bucket("decode", 64, 64, 128, False)
+    decode = Bucket("decode", 64, 64, False)
     several = dataclasses.replace(decode, sampled=True, num_steps=4)
-    for bucket in (decode, several, Bucket("extend", 1024, 8, 128, False)):
+    for bucket in (decode, several, Bucket("extend", 1024, 8, False)):
 
         def trace(bucket: Bucket = bucket) -> jax.stages.Traced:
             return spec.trace_forward(bucket)

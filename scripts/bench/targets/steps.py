@@ -128,7 +128,9 @@ def engine_programs(model: Served, backend: str, mesh: Mesh) -> Iterator[Program
             num_donated=2 * COMPILED_LAYERS if key.kind == "forward" else 0,
             on_matrix_units=False,
             num_layers=model.arch.num_layers if key.kind == "forward" else None,
-            page_table=(key.shape.num_seqs, key.shape.num_pages) if isinstance(key.shape, Bucket) else None,
+            page_table=(key.shape.num_seqs, model.capacity.max_pages_per_seq)
+            if isinstance(key.shape, Bucket)
+            else None,
             steps=tuple(names),
             facts=facts,
         )
