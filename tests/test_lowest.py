@@ -23,7 +23,7 @@ TEST_PACKAGES = {"hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "http
 SERVER_TESTS = ("tests/frontend/test_service.py", "tests/frontend/test_sglang_http.py")
 ONE_ANSWER = """
 import jaxsgl
-llm = jaxsgl.LLM(context_length=64, max_running_requests=1, decode_buckets=(1,), extend_buckets=(16,))
+llm = jaxsgl.LLM(context_length=64, max_running_requests=1, decode_buckets=(1,), extend_buckets=(64,))
 assert llm.generate("3 + 4 =", jaxsgl.SamplingParams(max_tokens=4))[0].token_ids
 """
 
