@@ -11,6 +11,7 @@ import contextlib
 import io
 import signal
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -92,6 +93,19 @@ def _talk_by_lines(conversation: Conversation) -> int:
     return status
 
 
+@contextlib.contextmanager
+def _interrupted_after() -> Iterator[None]:
+    """Lets Ctrl-C wait for the end of the block: a call that is interrupted while it starts can't be cancelled."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
+
+
 class Conversation:
     """The turns so far, and the options with which the next one is sent.
 
@@ -132,16 +146,19 @@ class Conversation:
         turn = pb.ChatMessage(role="user", content=text)
         system = [] if self._system is None else [pb.ChatMessage(role="system", content=self._system)]
         chat = pb.ChatMessages(messages=[*system, *self.turns, turn])
-        call = self._stub.Generate(pb.GenerateRequest(chat=chat, sampling=self._sampling, stream=True))
+        request = pb.GenerateRequest(chat=chat, sampling=self._sampling, stream=True)
         said: list[str] = []
-        last = pb.GenerateReply()
+        last, call = pb.GenerateReply(), None
         try:
+            with _interrupted_after():
+                call = self._stub.Generate(request)
             for last in call:
                 said.append(last.text)
                 sys.stdout.write(last.text)
                 sys.stdout.flush()
         finally:
-            call.cancel()  # has no effect after the end
+            if call is not None:
+                call.cancel()  # has no effect after the end
             answer = "".join(said)
             if answer:
                 self.turns += [turn, pb.ChatMessage(role="assistant", content=answer)]

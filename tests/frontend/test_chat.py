@@ -9,17 +9,20 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import grpc
 import pytest
 from fake_engine_process import LIMITS, Script
 from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request, wait_for
 from tokenizers import AddedToken
 
-from jaxsgl.chat import main
+from jaxsgl.chat import Conversation, main
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from tests.text.small_tokenizers import byte_level, save
 
 HANG, DIE, PAUSE = "<hang>", "<die>", "<pause>"
@@ -232,6 +235,22 @@ def test_ctrl_c_before_the_first_word_forgets_the_turn(server: ServerProcess, sc
     wait_for(lambda: requests_in_the_engine(server) == 0, "end of the request in the engine")
     screen.press("日本\n")
     screen.wait_for("\nu(日本)")
+
+
+def test_ctrl_c_while_a_call_starts_cancels_it(server: ServerProcess) -> None:
+    calls: list[grpc.Call] = []
+
+    class Stub:
+        def Generate(self, request: pb.GenerateRequest) -> grpc.Call:
+            calls.append(stub.Generate(request))
+            signal.raise_signal(signal.SIGINT)
+            return calls[0]
+
+    with server.stub() as stub:
+        interrupted: Any = Stub()
+        with pytest.raises(KeyboardInterrupt):
+            Conversation(interrupted, pb.SamplingParams(), None, LIMITS.context_length).take(HANG)
+        assert not calls[0].is_active()
 
 
 @pytest.mark.parametrize("key", ["\x03", "\x04", "/exit\n"], ids=["Ctrl-C", "Ctrl-D", "exit"])
