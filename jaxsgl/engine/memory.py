@@ -6,6 +6,7 @@ Called by `engine`, at start only. Knows no pages and no steps.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,11 +45,12 @@ class Memory:
     account: str = ""
 
 
+@functools.cache
 def start_jax() -> float:
     """Starts JAX's devices, and lets it use most of a GPU unless the user's variables say otherwise; returns the share.
 
-    If JAX runs already in this process, it has the share that it began with. The variable is unset afterwards, so that
-    processes started from here decide for themselves.
+    JAX keeps the share that it began with as long as the process lives, so later calls return that. The variable is
+    unset afterwards, so that processes started from here decide for themselves.
 
     Raises:
       ConfigError: a variable is set to something other than a share.

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Reply, ToEngine
 from jaxsgl.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
+
+
+def small_pool(
+    folder: Path, *, decode_buckets: tuple[int, ...] = (6,), extend_buckets: tuple[int, ...] = (48,)
+) -> Engine:
+    """An engine with a pool so small that admission, eviction and waiting happen all the time."""
+    return Engine(
+        EngineConfig(
+            model=str(folder),
+            page_size=4,
+            chunked_prefill_size=48,
+            context_length=160,
+            max_running_requests=6,
+            max_total_tokens=600,
+            decode_buckets=decode_buckets,
+            extend_buckets=extend_buckets,
+            compilation_cache_dir="",
+        ),
+        progress=False,
+    )
 
 
 def new_scheduler(

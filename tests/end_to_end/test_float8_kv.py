@@ -15,7 +15,6 @@ import pytest
 import torch
 from flax import nnx
 
-from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.request import Request, SamplingParams
@@ -23,7 +22,7 @@ from jaxsgl.weights import load_params
 from pallas_kernels import FusedQkv
 from pallas_kernels.paged_kv import FLOAT8, to_format
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.end_to_end.offline import outputs, serve
+from tests.end_to_end.offline import outputs, serve, small_pool
 from tests.engine.driving import Driver
 from tests.plain_model import causal_attention, mesh_of
 from tests.weights.test_loading import rewrite
@@ -52,20 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Engine:
-    return Engine(
-        EngineConfig(
-            model=str(folder),
-            page_size=4,
-            chunked_prefill_size=48,
-            context_length=160,
-            max_running_requests=6,
-            max_total_tokens=600,
-            decode_buckets=(6,),
-            extend_buckets=(48,),
-            compilation_cache_dir="",
-        ),
-        progress=False,
-    )
+    return small_pool(folder)
 
 
 def plain_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, *, rounds: bool) -> list[int]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config import SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Abort, ContinueGeneration, PauseGeneration, PauseMode, ToEngine
 from jaxsgl.request import FinishReason, Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.end_to_end.offline import ends, outputs, serve
+from tests.end_to_end.offline import ends, outputs, serve, small_pool
 from tests.grids import count
 
 pytestmark = pytest.mark.device
@@ -22,21 +22,8 @@ NUM_REQUESTS = 200
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """A pool so small that admission, eviction and waiting happen all the time."""
     folder = make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"), seed=3)
-    return Engine(
-        EngineConfig(
-            model=str(folder),
-            page_size=4,
-            chunked_prefill_size=48,
-            context_length=160,
-            max_running_requests=6,
-            max_total_tokens=600,
-            decode_buckets=(1, 3, 6),
-            extend_buckets=(16, 48),
-            compilation_cache_dir="",
-        )
-    )
+    return small_pool(folder, decode_buckets=(1, 3, 6), extend_buckets=(16, 48))
 
 
 def random_params(rng: random.Random, seed: int) -> SamplingParams:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ POOL: dict[str, Any] = {"useful_tokens": 10**12, "reserved_bytes": 0, "step_byte
 
 
 @pytest.fixture
-def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """None of JAX's variables is set, and JAX has not started yet."""
     for name in SHARE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(memory, "_is_running", lambda: False)
-    return monkeypatch
+    start_jax.cache_clear()
+    yield monkeypatch
+    start_jax.cache_clear()
 
 
 def test_jax_starts_with_most_of_a_gpu_and_the_variable_is_gone_afterwards(variables: pytest.MonkeyPatch) -> None:
@@ -68,6 +71,13 @@ def test_where_jax_runs_already_it_has_the_share_that_it_began_with() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in SHARE_VARIABLES}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert float(done.stdout) == JAX_SHARE
+
+
+def test_a_second_engine_in_the_process_knows_the_share_that_jax_began_with() -> None:
+    code = "from jaxsgl.engine.memory import *; print(start_jax(), start_jax())"
+    environment = {name: value for name, value in os.environ.items() if name not in SHARE_VARIABLES}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert [float(text) for text in done.stdout.split()] == [GPU_SHARE, GPU_SHARE]
 
 
 @pytest.mark.parametrize("share", [GPU_SHARE, JAX_SHARE])
