@@ -20,6 +20,7 @@ BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
+QUANTIZATIONS = ("int8", "fp8")
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
@@ -109,6 +110,13 @@ class EngineConfig:
         "KV cache; fp8_e4m3: half of bfloat16's memory, scaled by the checkpoint's static scales or 1 "
         "(docs/engine.md); auto: what the checkpoint was calibrated for, else the format of the weights",
         choices=KV_CACHE_DTYPES,
+    )
+    quantization: str | None = flag(
+        None,
+        "quantize the weights of an unquantized checkpoint as they are loaded, with a scale for each output channel: "
+        "int8 also the embedding and the output head, fp8 (e4m3) the layers only (docs/quantization.md)",
+        choices=QUANTIZATIONS,
+        alias="-q",
     )
     load_format: str = flag("auto", "dummy: random weights, for benchmarks", choices=LOAD_FORMATS)
     context_length: int | None = flag(None, "tokens of prompt and output together (default: the model's)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
 import tempfile
 import time
@@ -34,7 +35,7 @@ from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
-from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.models.quantization import FP8_E4M3, weight_format
 from jaxsgl.weights import load_kv_scales, load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels.gpu_compiler import log_compiler
@@ -95,7 +96,8 @@ class Engine:
         start_s = time.monotonic()
         use_compilation_cache(config.compilation_cache_dir)
         folder = resolve_model_folder(config.model, config.revision)
-        self.arch = ModelArch.from_folder(folder)
+        arch = ModelArch.from_folder(folder)
+        self.arch = dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))
         jax_share = start_jax()
         mesh = make_mesh()
         device = mesh.devices.flat[0]  # the devices of a mesh are alike

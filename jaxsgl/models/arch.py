@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import quantization
+from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.rope import RopeParams
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -65,6 +66,7 @@ class ModelArch:
       dtype: name of the checkpoint's dtype.
       eos_token_ids: ids that end a generation; may be empty.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
+      weight_format: how matrices are quantized; None: not at all.
     """
 
     name: str
@@ -86,6 +88,7 @@ class ModelArch:
     dtype: str
     eos_token_ids: tuple[int, ...]
     kv_cache_dtype: str | None = None
+    weight_format: WeightFormat | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelArch:

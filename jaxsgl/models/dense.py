@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, vector, weight
+from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, vector
+from jaxsgl.models.matrix import Matrices, Matrix, dequantized
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import rope_tables
 from pallas_kernels import add_and_norm
@@ -31,25 +32,27 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(arch, dtype)
 
 
-class Decoder(nnx.Module):
+class Decoder(Matrices):
     """A decoder-only language model."""
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
         v, d = arch.vocab_size, arch.hidden_size
         self.arch = arch
         self.activations = activations
-        self.embedding = weight((v, d), ("vocab", None), dtype, fan_in=d)
+        fmt = arch.weight_format if arch.weight_format is not None and arch.weight_format.vocabulary else None
+        self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
         self.layers = nnx.List([DecoderLayer(arch, dtype) for _ in range(arch.num_layers)])
         self.vectors = LayerVectors(arch, dtype)
         self.final_norm = vector((d,), (None,), dtype, mean=1.0)
-        self.lm_head = None if arch.tie_embeddings else weight((v, d), ("vocab", None), dtype, fan_in=d)
+        if not arch.tie_embeddings:
+            self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` int32.
 
         `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
         """
-        x_TD = self.embedding[...].at[token_ids].get(mode="clip").astype(self.activations)
+        x_TD = self._embed(token_ids)
         tables = rope_tables(positions, self.arch.rope, self.arch.head_dim)
         vectors, eps = self.vectors, self.arch.rms_norm_eps
         attention_norm, mlp_norm = vectors.attention_norm[...], vectors.mlp_norm[...]
@@ -66,8 +69,13 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens."""
-        head = self.embedding if self.lm_head is None else self.lm_head
-        return product(hidden, head[...], jnp.float32)
+        return product(hidden, self.matrix("embedding" if self.arch.tie_embeddings else "lm_head"), jnp.float32)
+
+    def _embed(self, token_ids: jax.Array) -> jax.Array:
+        embedding = self.matrix("embedding")
+        if isinstance(embedding, Matrix):
+            return dequantized(embedding.rows(token_ids), self.activations)
+        return embedding.at[token_ids].get(mode="clip").astype(self.activations)
 
 
 def abstract_model(

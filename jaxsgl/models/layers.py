@@ -4,12 +4,11 @@ Every parameter is declared with its logical axes (`weights/sharding.py` maps th
 distribution (`weights/loading.py` draws dummy weights from it). Knows nothing of pages, KV buffers or checkpoints.
 
 Matrices are stored `[..., in]`, as in checkpoints: a CPU multiplies that form fastest (`precision.py`), and
-accelerators multiply both forms equally fast.
+accelerators multiply both forms equally fast. They may be quantized (`matrix.py`).
 """
 
 from __future__ import annotations
 
-import math
 from typing import Protocol
 
 import jax
@@ -17,10 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.matrix import Axes, Matrices, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from pallas_kernels import FusedQkv
-
-Axes = tuple[str | None, ...]
 
 
 class Attend(Protocol):
@@ -29,11 +27,6 @@ class Attend(Protocol):
     def __call__(self, layer_index: int, qkv: FusedQkv, /) -> jax.Array:
         """Returns the attention output `[T, N, H]`, softmax scale 1 / sqrt(H); `qkv.split()` says what is attended."""
         ...
-
-
-def weight(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, fan_in: int) -> nnx.Param[jax.Array]:
-    """Declares a matrix; its value is a placeholder until parameters are loaded."""
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=0.0, std=1 / math.sqrt(fan_in))
 
 
 def vector(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, *, mean: float) -> nnx.Param[jax.Array]:
@@ -69,14 +62,14 @@ def qkv_heads(arch: ModelArch) -> tuple[int, int, int]:
     return arch.num_kv_heads, arch.num_heads // arch.num_kv_heads + 2, arch.head_dim
 
 
-class Attention(nnx.Module):
+class Attention(Matrices):
     """The projections around `Attend`."""
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
-        d, n, h = arch.hidden_size, arch.num_heads, arch.head_dim
+        d, n, h, fmt = arch.hidden_size, arch.num_heads, arch.head_dim, arch.weight_format
         self.eps = arch.rms_norm_eps
-        self.qkv = weight((*qkv_heads(arch), d), ("kv_heads", None, None, None), dtype, fan_in=d)
-        self.o = weight((d, n * h), (None, "kv_heads"), dtype, fan_in=n * h)
+        self.declare("qkv", (*qkv_heads(arch), d), ("kv_heads", None, None, None), dtype, fmt, fan_in=d)
+        self.declare("o", (d, n * h), (None, "kv_heads"), dtype, fmt, fan_in=n * h)
         self.o_bias = vector((d,), (None,), dtype, mean=0.0) if arch.attention_out_bias else None
 
     def __call__(
@@ -92,29 +85,29 @@ class Attention(nnx.Module):
         bias, q_norm, k_norm = (
             None if stack is None else stack[...] for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm)
         )
-        qkv = FusedQkv(product(x_TD, self.qkv[...]), cos, sin, bias, q_norm, k_norm, layer_index, self.eps)
+        qkv = FusedQkv(product(x_TD, self.matrix("qkv")), cos, sin, bias, q_norm, k_norm, layer_index, self.eps)
         out_TNH = attend(layer_index, qkv)
-        return _last_product(out_TNH.reshape(len(x_TD), -1), self.o, self.o_bias)
+        return _last_product(out_TNH.reshape(len(x_TD), -1), self.matrix("o"), self.o_bias)
 
 
-class MLP(nnx.Module):
+class MLP(Matrices):
     """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
-        d, f = arch.hidden_size, arch.ffn_size
-        self.gate_up = weight((2, f, d), (None, "ffn", None), dtype, fan_in=d)
+        d, f, fmt = arch.hidden_size, arch.ffn_size, arch.weight_format
+        self.declare("gate_up", (2, f, d), (None, "ffn", None), dtype, fmt, fan_in=d)
         self.gate_up_bias = vector((2, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
-        self.down = weight((d, f), (None, "ffn"), dtype, fan_in=f)
+        self.declare("down", (d, f), (None, "ffn"), dtype, fmt, fan_in=f)
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
     def __call__(self, x_TD: jax.Array) -> jax.Array:
         """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them."""
-        gate_up = product(x_TD, self.gate_up[...])
+        gate_up = product(x_TD, self.matrix("gate_up"))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
-        return _last_product(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down, self.down_bias)
+        return _last_product(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.matrix("down"), self.down_bias)
 
 
-def _last_product(x: jax.Array, matrix: nnx.Param[jax.Array], bias: nnx.Param[jax.Array] | None) -> jax.Array:
+def _last_product(x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:
     """The product that goes back to the residual stream, in parts unless there is a bias to add."""
-    return product_in_parts(x, matrix[...]) if bias is None else product(x, matrix[...]) + bias[...]
+    return product_in_parts(x, matrix) if bias is None else product(x, matrix) + bias[...]

@@ -1,20 +1,72 @@
-"""What a checkpoint says about quantization: whether its weights are quantized, and for which KV cache.
+"""Formats of quantized weights, and what a checkpoint says about quantization: of its weights, and for which KV cache.
 
 Reads the words of compressed-tensors (llm-compressor), ModelOpt and Quark, in config.json or ModelOpt's
-hf_quant_config.json. Knows no tensors: `weights/kv_scales.py` reads the scales. Called by `arch`.
+hf_quant_config.json. Knows no tensors: `weights/kv_scales.py` reads the scales of the cache, `weights/quantized.py`
+makes numbers and scales of weights. Called by `arch`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from jaxsgl.errors import ConfigError
 
 FP8_E4M3 = "fp8_e4m3"
 # Producers whose folders may leave the weights as they are and quantize the KV cache alone.
 _MAY_KEEP_WEIGHTS = ("compressed-tensors", "modelopt", "quark")
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the matrices of a model are kept (`models/matrix.py`).
+
+    Attributes:
+      method: where the numbers come from: `AT_LOAD`, or the checkpoint's `quant_method`.
+      numbers: dtype of the numbers: int8, float8_e4m3fn.
+      group: how many inputs of an output share a scale; None: all.
+      has_zeros: numbers have an offset for each scale.
+      reorders: columns stand in another order than inputs.
+      vocabulary: whether the embedding and the output head are quantized, too.
+    """
+
+    method: str
+    numbers: str
+    group: int | None = None
+    has_zeros: bool = False
+    reorders: bool = False
+    vocabulary: bool = False
+
+    def group_of(self, num_inputs: int) -> int:
+        """How many of `num_inputs` share a scale."""
+        return num_inputs if self.group is None else self.group
+
+
+AT_LOAD = "load"  # quantized while a checkpoint of other numbers is loaded
+# What --quantization makes of weights. A vocabulary's rows bear int8 well, and float8's rounding less so.
+FORMATS_AT_LOAD = {
+    "int8": WeightFormat(AT_LOAD, "int8", vocabulary=True),
+    "fp8": WeightFormat(AT_LOAD, "float8_e4m3fn"),
+}
+
+
+def weight_format(flag: str | None, stored: WeightFormat | None) -> WeightFormat | None:
+    """The format of the weights by `--quantization` and the checkpoint; None: they are not quantized.
+
+    Raises `ConfigError` if the checkpoint is quantized in another way than the flag says.
+    """
+    if stored is None:
+        return None if flag is None else FORMATS_AT_LOAD[flag]
+    if flag not in (None, stored.method):
+        raise ConfigError(
+            f"--quantization is {flag}, but the checkpoint's weights are quantized already, by {stored.method}: leave "
+            "the flag out"
+        )
+    return stored
 
 
 def weights_are_quantized(config: Mapping[str, Any]) -> bool:

@@ -26,7 +26,8 @@ from safetensors import SafetensorError, safe_open
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
-from jaxsgl.weights.names import Fuse, Recipe, Source, is_harmless, recipe_of, sizes
+from jaxsgl.weights.names import Fuse, Recipe, Source, is_harmless, sizes
+from jaxsgl.weights.quantized import recipe_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 
 SINGLE_FILE = "model.safetensors"
@@ -79,9 +80,9 @@ def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> 
     with ExitStack() as open_files:
         tensors = TensorFiles(folder, open_files)
         for path, param in nnx.to_flat_state(abstract):
-            recipe = recipe_of(path, arch)
+            recipe = recipe_of(path, param, arch)
             pieces = tuple(tensors.read(source, arch) for source in recipe.sources)
-            params.append((path, param.replace(_place(pieces, recipe, arch, dtype, param_sharding(param, mesh)))))
+            params.append((path, param.replace(_place(pieces, recipe, arch, param.dtype, param_sharding(param, mesh)))))
         for name in tensors.unread(arch):
             logger.warning("%s: tensor %s is not part of %s and was left out", folder, name, arch.name)
     return nnx.from_flat_state(params)
@@ -194,7 +195,7 @@ def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> P
     for path, param in nnx.to_flat_state(abstract):
         key = jax.random.fold_in(root, zlib.crc32(repr(path).encode()))
         mean, std = param.get_metadata("mean"), param.get_metadata("std")
-        value = _draw(key, param.shape, dtype, mean, std, param_sharding(param, mesh))
+        value = _draw(key, param.shape, param.dtype, mean, std, param_sharding(param, mesh))
         params.append((path, param.replace(value)))
     return nnx.from_flat_state(params)
 

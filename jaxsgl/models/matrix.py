@@ -1,0 +1,156 @@
+"""Matrices in any format of `WeightFormat`: numbers, and the scales that make weights of them.
+
+A quantized matrix `down` has sibling parameters: `down` holds the numbers `[..., in]`, `down_scale` the scales
+`[..., G]` in float32, one for each group of inputs of an output. Some formats add `down_zero` `[..., G]`, what stands
+for zero, and `down_order` `[in]`, which input each column multiplies. A weight is `(number - zero) * scale`. A matrix
+that is not quantized is one parameter, as ever.
+
+Layers derive from `Matrices` and hand what `matrix` returns to `precision.product`. Never knows checkpoints: metadata
+of each parameter says which part of a matrix it is, and `weights/quantized.py` makes it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxsgl.models.quantization import WeightFormat
+from pallas_kernels.target import target_device
+
+Axes: TypeAlias = tuple[str | None, ...]
+PARTS = ("numbers", "scale", "zero", "order")
+# Standard deviation of random numbers (drawn evenly) that use the whole range of a format.
+_SPREAD = {"int8": 73.0, "int4": 4.0, "float8_e4m3fn": 1.0, "float4_e2m1fn": 1.5}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A quantized matrix while a program is traced.
+
+    Attributes:
+      numbers: `[..., in]` in the format's dtype.
+      scale: `[..., G]` float32.
+      zero: `[..., G]` int8, or None for 0.
+      order: `[in]` int32, the input that each column multiplies, or None for columns in their order.
+      group: how many inputs share a scale; the last group may be cut.
+    """
+
+    numbers: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None
+    order: jax.Array | None
+    group: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`[..., in]`."""
+        return self.numbers.shape
+
+    def rows(self, ids: jax.Array) -> Matrix:
+        """The rows `ids` of the first axis, clipped to it."""
+
+        def take(array: jax.Array) -> jax.Array:
+            return array.at[ids].get(mode="clip")
+
+        zero = None if self.zero is None else take(self.zero)
+        return Matrix(take(self.numbers), take(self.scale), zero, self.order, self.group)
+
+
+Weights: TypeAlias = jax.Array | Matrix
+
+
+class Matrices(nnx.Module):
+    """A module with matrices in the format of its model."""
+
+    def declare(
+        self, name: str, shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype, fmt: WeightFormat | None, *, fan_in: int
+    ) -> None:
+        """Declares the parameters of a matrix `[..., in]`, with `dtype` unless `fmt` says otherwise; no values yet.
+
+        `axes` are the logical axes of `shape`. Random weights have the deviation 1 / sqrt(fan_in).
+        """
+        std = 1 / math.sqrt(fan_in)
+        if fmt is None:
+            setattr(self, name, nnx.Param(jnp.zeros(shape, dtype), axes=axes, mean=0.0, std=std))
+            return
+        groups = (*shape[:-1], -(-shape[-1] // fmt.group_of(shape[-1])))
+        spread = _SPREAD[fmt.numbers]
+        parts: dict[str, tuple[tuple[int, ...], Axes, DTypeLike, float, float]] = {
+            "numbers": (shape, axes, fmt.numbers, 0.0, spread),
+            # Scales aren't cut along the inputs: a part of them may begin inside a group.
+            "scale": (groups, (*axes[:-1], None), jnp.float32, std / spread, 0.0),
+        }
+        if fmt.has_zeros:
+            parts["zero"] = groups, (*axes[:-1], None), jnp.int8, 0.0, 0.0
+        if fmt.reorders:
+            parts["order"] = shape[-1:], (None,), jnp.int32, 0.0, 0.0
+        for part, (dims, part_axes, kind, mean, deviation) in parts.items():
+            zeros = jnp.zeros(dims, kind)
+            param = nnx.Param(zeros, axes=part_axes, mean=mean, std=deviation, part=part, format=fmt)
+            setattr(self, part_name(name, part), param)
+
+    def matrix(self, name: str) -> Weights:
+        """The matrix of that name: an array, or a `Matrix` if it is quantized."""
+        numbers: Any = getattr(self, name)
+        if getattr(self, part_name(name, "scale"), None) is None:
+            array: jax.Array = numbers[...]
+            return array
+        params = (getattr(self, part_name(name, part), None) for part in PARTS[1:])
+        scale, zero, order = (None if param is None else param[...] for param in params)
+        fmt: WeightFormat = numbers.get_metadata("format")
+        return Matrix(numbers[...], scale, zero, order, fmt.group_of(numbers.shape[-1]))
+
+
+def part_name(name: str, part: str) -> str:
+    """The name of a parameter that is a part of the matrix `name`."""
+    return name if part == "numbers" else f"{name}_{part}"
+
+
+def dequantized(weights: Weights, dtype: DTypeLike) -> jax.Array:
+    """The weights `[..., in]` in `dtype`, their columns in the order of the inputs. Rounds once, from float32."""
+    if not isinstance(weights, Matrix):
+        return weights.astype(dtype)
+    values = _in_column_order(weights, dtype)
+    if weights.order is None:
+        return values
+    return jnp.zeros_like(values).at[..., weights.order].set(values)
+
+
+def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike) -> jax.Array:
+    """`x [T, D]` times `weights [..., D]`, as `precision.product` returns it: `[T, ...]` in `dtype`.
+
+    Multiplies in x's format with sums in float32. One scale per output is multiplied into the sums; those of groups
+    make weights in x's format first, which XLA fuses with the product where it can.
+    """
+    rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
+    if weights.order is not None:
+        rows = rows[:, weights.order]
+    if weights.scale.shape[-1] > 1 or weights.zero is not None:
+        matrix, scale = _in_column_order(weights, rows.dtype), None
+    else:
+        matrix, scale = weights.numbers.astype(rows.dtype), weights.scale[..., 0].reshape(-1)
+    flat = matrix.reshape(-1, matrix.shape[-1])
+    out = jnp.einsum("td,nd->tn", rows, flat, preferred_element_type=jnp.float32)
+    if scale is not None:
+        out = out * scale
+    return out.astype(dtype).reshape(len(x_TD), *weights.shape[:-1])
+
+
+def _in_column_order(weights: Matrix, dtype: DTypeLike) -> jax.Array:
+    values = weights.numbers.astype(jnp.float32)
+    if weights.zero is not None:
+        values = values - _per_input(weights.zero, weights).astype(jnp.float32)
+    return (values * _per_input(weights.scale, weights)).astype(dtype)
+
+
+def _per_input(of_groups: jax.Array, weights: Matrix) -> jax.Array:
+    """`[..., G]` as `[..., in]`, or `[..., 1]` for one group."""
+    if of_groups.shape[-1] == 1:
+        return of_groups
+    return jnp.repeat(of_groups, weights.group, axis=-1)[..., : weights.shape[-1]]

@@ -1,0 +1,95 @@
+"""Products with quantized matrices in every form, against float64; and what a module declares for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxsgl.models.matrix import Matrices, Matrix, dequantized, quantized_product
+from jaxsgl.models.precision import product, product_in_parts
+from jaxsgl.models.quantization import WeightFormat
+
+FORMATS = {
+    "int8": WeightFormat("load", "int8"),
+    "fp8": WeightFormat("load", "float8_e4m3fn"),
+    "fp8 in blocks, the last one cut": WeightFormat("fp8", "float8_e4m3fn", group=40),
+    "int4 with zeros": WeightFormat("awq", "int4", group=32, has_zeros=True),
+    "int4 reordered": WeightFormat("gptq", "int4", group=32, reorders=True),
+    "int8 in groups with zeros, reordered": WeightFormat("gptq", "int8", group=32, has_zeros=True, reorders=True),
+}
+OUT, IN = (3, 8), 96
+
+
+def random_matrix(fmt: WeightFormat, seed: int = 0) -> tuple[Matrix, np.ndarray]:
+    """A matrix of `[3, 8, 96]`, and its weights in float64 by the definition."""
+    rng = np.random.default_rng(seed)
+    group = fmt.group_of(IN)
+    num_groups = -(-IN // group)
+    is_float = "float" in fmt.numbers
+    drawn = rng.standard_normal((*OUT, IN)) * 40 if is_float else rng.integers(-8, 8, (*OUT, IN))
+    numbers = jnp.asarray(drawn, fmt.numbers)
+    scale = rng.uniform(0.01, 0.1, (*OUT, num_groups)).astype(np.float32)
+    zero = rng.integers(-8, 8, (*OUT, num_groups)).astype(np.int8) if fmt.has_zeros else None
+    order = rng.permutation(IN).astype(np.int32) if fmt.reorders else None
+    group_of = np.arange(IN) // group
+    columns = np.asarray(numbers.astype(jnp.float32), np.float64)
+    columns = (columns - (0 if zero is None else zero[..., group_of].astype(np.float64))) * scale[..., group_of]
+    weights = columns
+    if order is not None:
+        weights = np.empty_like(columns)
+        weights[..., order] = columns
+    arrays = (None if array is None else jnp.asarray(array) for array in (scale, zero, order))
+    return Matrix(numbers, *arrays, group), weights  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_a_product_is_that_with_the_dequantized_weights(fmt: WeightFormat) -> None:
+    matrix, weights = random_matrix(fmt)
+    x = np.random.default_rng(1).standard_normal((5, IN)).astype(np.float32)
+    out = jax.jit(lambda x: product(x, matrix))(x)
+    assert (out.shape, out.dtype) == ((5, *OUT), jnp.float32)
+    expected = np.einsum("td,ghd->tgh", x.astype(np.float64), weights)
+    np.testing.assert_allclose(out, expected, atol=1e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(product_in_parts(jnp.asarray(x), matrix), out, atol=1e-5)
+    np.testing.assert_allclose(dequantized(matrix, jnp.float32), weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_activations_in_bfloat16_are_summed_in_float32(fmt: WeightFormat) -> None:
+    matrix, weights = random_matrix(fmt)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, IN)), jnp.bfloat16)
+    out = jax.jit(lambda x: quantized_product(x, matrix, jnp.float32))(x)
+    expected = np.einsum("td,ghd->tgh", np.asarray(x, np.float64), weights)
+    np.testing.assert_allclose(out, expected, atol=4e-3 * np.abs(expected).max())
+    assert product(x, matrix).dtype == jnp.bfloat16
+
+
+class _Layer(Matrices):
+    def __init__(self, fmt: WeightFormat | None) -> None:
+        self.declare("down", (6, 80), (None, "ffn"), jnp.dtype(jnp.bfloat16), fmt, fan_in=80)
+
+
+def declared(fmt: WeightFormat | None) -> dict[str, Any]:
+    _, params = nnx.split(nnx.eval_shape(lambda: _Layer(fmt)))
+    return {path[0]: (param.shape, param.dtype.name) for path, param in nnx.to_flat_state(params)}
+
+
+def test_the_parts_of_a_quantized_matrix_are_sibling_parameters() -> None:
+    assert declared(None) == {"down": ((6, 80), "bfloat16")}
+    assert declared(FORMATS["int8"]) == {"down": ((6, 80), "int8"), "down_scale": ((6, 1), "float32")}
+    assert declared(FORMATS["int4 with zeros"]) == {
+        "down": ((6, 80), "int4"),
+        "down_scale": ((6, 3), "float32"),
+        "down_zero": ((6, 3), "int8"),
+    }
+    assert declared(FORMATS["int4 reordered"])["down_order"] == ((80,), "int32")
+
+
+def test_an_unquantized_matrix_is_its_parameter() -> None:
+    layer = _Layer(None)
+    assert layer.matrix("down") is layer.down[...]  # type: ignore[attr-defined]

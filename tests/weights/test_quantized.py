@@ -1,0 +1,84 @@
+"""Weights that are quantized as they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxsgl.config import EngineConfig
+from jaxsgl.errors import ConfigError
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_format
+from jaxsgl.weights import load_params, random_params
+from tests.checkpoints import make_checkpoint
+from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
+
+TOKENS = list(range(3, 60))
+# Half a step of 127; half a unit of a mantissa of 3 bits, or half a unit of the smallest numbers.
+LARGEST_ERROR = {
+    "int8": lambda row: np.abs(row).max(-1, keepdims=True) / 254,
+    "fp8": lambda row: np.maximum(np.abs(row) / 16, np.abs(row).max(-1, keepdims=True) / 448 / 1024),
+}
+
+
+def quantized(folder: Path, flag: str) -> tuple[ModelArch, nnx.State]:
+    arch = replace(ModelArch.from_folder(folder), weight_format=FORMATS_AT_LOAD[flag])
+    return arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+
+
+@pytest.mark.parametrize("flag", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama_linear_rope_bias"])
+def test_every_matrix_is_rounded_to_the_nearest_numbers_of_its_rows(kind: str, flag: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path)
+    plain: Any = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+    arch, params = quantized(folder, flag)
+    leaves = {path: np.asarray(param[...].astype(jnp.float32)) for path, param in nnx.to_flat_state(params)}
+    scaled = [path for path in leaves if f"{path[-1]}_scale" in {other[-1] for other in leaves}]
+    assert len(scaled) == 4 * arch.num_layers + (2 - arch.tie_embeddings if flag == "int8" else 0)
+    for path, param in nnx.to_flat_state(plain):
+        weights = np.asarray(param[...])
+        if path not in scaled:
+            np.testing.assert_array_equal(leaves[path], weights)
+            continue
+        dequantized = leaves[path] * leaves[(*path[:-1], f"{path[-1]}_scale")]
+        assert (np.abs(dequantized - weights) <= LARGEST_ERROR[flag](weights) * 1.001 + 1e-7).all()
+        assert np.abs(dequantized).max(-1) == pytest.approx(np.abs(weights).max(-1), rel=1e-6)
+
+
+@pytest.mark.parametrize("flag", ["int8", "fp8"])
+def test_logits_stay_close_to_the_unquantized_ones(flag: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path)
+    arch, params = quantized(folder, flag)
+    logits, exact = plain_logits(arch, params, TOKENS), checkpoint_logits(folder, TOKENS)
+    off = np.linalg.norm(logits - exact) / np.linalg.norm(exact)
+    assert off < {"int8": 0.06, "fp8": 0.25}[flag], off
+
+
+@pytest.mark.parametrize("flag", ["int8", "fp8"])
+def test_random_weights_of_a_format_have_the_deviation_of_unquantized_ones(flag: str, tmp_path: Path) -> None:
+    arch = replace(ModelArch.from_folder(make_checkpoint("qwen3", tmp_path)), weight_format=FORMATS_AT_LOAD[flag])
+    params: Any = random_params(arch, jnp.dtype("float32"), mesh_of(), 0)
+    _, abstract = abstract_model(arch, jnp.dtype("float32"))
+    assert {path: param.dtype for path, param in nnx.to_flat_state(abstract)} == {
+        path: param[...].dtype for path, param in nnx.to_flat_state(params)
+    }
+    mlp = params["layers"][0]["mlp"]
+    down = np.asarray(mlp["down"][...].astype(jnp.float32)) * np.asarray(mlp["down_scale"][...])
+    assert down.std() == pytest.approx(arch.ffn_size**-0.5, rel=0.1)
+
+
+def test_the_flag_goes_with_unquantized_checkpoints() -> None:
+    stored = WeightFormat("awq", "int4", group=128, has_zeros=True)
+    assert weight_format(None, None) is None
+    assert weight_format(None, stored) == stored
+    assert weight_format("int8", None) == FORMATS_AT_LOAD["int8"]
+    with pytest.raises(ConfigError, match="--quantization is int8, but the checkpoint's weights are quantized already"):
+        weight_format("int8", stored)
+    with pytest.raises(ConfigError, match="--quantization is int2, but must be one of int8, fp8"):
+        EngineConfig(quantization="int2")
