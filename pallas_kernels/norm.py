@@ -8,10 +8,18 @@ import jax.numpy as jnp
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """The last axis of x brought to unit mean square (arXiv 1910.07467), times `scale`; statistics in float32."""
+    """The last axis of x brought to unit mean square (arXiv 1910.07467), times `scale`; statistics in float32.
+
+    Multiplied in the wider of both dtypes, returned in x's.
+    """
     x32 = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * inverse_rms).astype(x.dtype) * scale
+    return ((x32 * inverse_rms).astype(jnp.promote_types(x.dtype, scale.dtype)) * scale).astype(x.dtype)
+
+
+def scale_of(stack: jax.Array, row: int, dtype: jnp.dtype) -> jax.Array:
+    """Row `row` of the scales of norms, for numbers in `dtype`: not narrowed, since some scales need float32."""
+    return row_of(stack, row, jnp.promote_types(stack.dtype, dtype))
 
 
 def row_of(stack: jax.Array, row: int, dtype: jnp.dtype) -> jax.Array:
@@ -26,7 +34,10 @@ def add_then_norm(
     x: jax.Array, update: jax.Array, scales: jax.Array, row: int, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """See `add_and_norm`."""
-    if update.ndim > x.ndim:
-        update = jnp.sum(update, axis=0).astype(x.dtype)
-    x = x + update
-    return x, rms_norm(x, row_of(scales, row, x.dtype), eps)
+    x = x + sum_parts(update, x)
+    return x, rms_norm(x, scale_of(scales, row, x.dtype), eps)
+
+
+def sum_parts(update: jax.Array, x: jax.Array) -> jax.Array:
+    """An update of x as one array in x's dtype, the sum of its parts where it comes in parts."""
+    return update if update.ndim == x.ndim else jnp.sum(update, axis=0).astype(x.dtype)

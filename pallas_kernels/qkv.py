@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.norm import rms_norm, row_of
+from pallas_kernels.norm import rms_norm, row_of, scale_of
 from pallas_kernels.paged_kv import QUERY_DTYPES
 
 
@@ -68,8 +68,8 @@ class FusedQkv:
         q = product[:, :, :groups].reshape(self.num_tokens, self.num_kv_heads * groups, self.head_dim)
         k, v = product[:, :, groups], product[:, :, groups + 1]
         if self.q_norm is not None and self.k_norm is not None:
-            q = rms_norm(q, row_of(self.q_norm, self.layer, q.dtype), self.eps)
-            k = rms_norm(k, row_of(self.k_norm, self.layer, k.dtype), self.eps)
+            q = rms_norm(q, scale_of(self.q_norm, self.layer, q.dtype), self.eps)
+            k = rms_norm(k, scale_of(self.k_norm, self.layer, k.dtype), self.eps)
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
 
 

@@ -10,22 +10,28 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import Attend, ModelArch, abstract_model
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
-from pallas_kernels import FusedQkv
+from pallas_kernels import AttentionOptions
 
 
-def causal_attend(layer_index: int, qkv: FusedQkv) -> jax.Array:
-    return causal_attention(*qkv.split())
+def causal_attend(arch: ModelArch) -> Attend:
+    return lambda layer, qkv: causal_attention(*qkv.split(), arch.attention_options(layer))
 
 
-def causal_attention(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array) -> jax.Array:
+def causal_attention(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, options: AttentionOptions = AttentionOptions()
+) -> jax.Array:
     num_tokens, num_heads, head_dim = q_TNH.shape
     group_size = num_heads // k_TKH.shape[1]
     k, v = (jnp.repeat(x, group_size, axis=1) for x in (k_TKH, v_TKH))
-    scores = jnp.einsum("tnh,snh->nts", q_TNH, k).astype(jnp.float32) / head_dim**0.5
+    scores = jnp.einsum("tnh,snh->nts", q_TNH, k).astype(jnp.float32) * options.scale(head_dim)
+    if options.logit_soft_cap is not None:
+        scores = options.logit_soft_cap * jnp.tanh(scores / options.logit_soft_cap)
     mask = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+    if options.sliding_window is not None:
+        mask &= ~jnp.tril(mask, -options.sliding_window)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(v.dtype)
     return jnp.einsum("nts,snh->tnh", weights, v)
 
@@ -42,7 +48,7 @@ def plain_logits(arch: ModelArch, params: nnx.State, token_ids: list[int], dtype
     def run(params: nnx.State, token_ids: jax.Array) -> jax.Array:
         model = nnx.merge(graphdef, params)
         positions = jnp.arange(len(token_ids), dtype=jnp.int32)
-        return model.logits(model(token_ids, positions, causal_attend))
+        return model.logits(model(token_ids, positions, causal_attend(arch)))
 
     return np.asarray(run(params, jnp.asarray(token_ids, jnp.int32)))
 

@@ -28,7 +28,7 @@ from jaxsgl.engine.dry_run import run_all, step_failure
 from jaxsgl.engine.memory import Memory, free_memory, loading_weights, start_jax
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
 from jaxsgl.engine.sampler import Logprobs
-from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import KvShape, choose_context_length, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
@@ -97,6 +97,7 @@ class Engine:
         use_compilation_cache(config.compilation_cache_dir)
         folder = resolve_model_folder(config.model, config.revision)
         arch = ModelArch.from_folder(folder)
+        arch = arch.for_context(choose_context_length(config, arch))
         self.arch = dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))
         jax_share = start_jax()
         mesh = make_mesh()

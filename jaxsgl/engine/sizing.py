@@ -74,7 +74,7 @@ def plan_capacity(
 
     Raises `ConfigError` for flags that the model or the memory can't satisfy.
     """
-    context_length = _context_length(config, arch)
+    context_length = choose_context_length(config, arch)
     num_rows = config.max_running_requests or ROWS.get(memory.platform, OTHER_ROWS)
     num_pages = choose_num_pages(
         page,
@@ -106,7 +106,8 @@ def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, conte
     return min(chunk, context_length, scheduling.max_prefill_tokens + decodes)
 
 
-def _context_length(config: EngineConfig, arch: ModelArch) -> int:
+def choose_context_length(config: EngineConfig, arch: ModelArch) -> int:
+    """The most tokens of one request. Raises `ConfigError` if the flag asks for more than the model was made for."""
     asked = config.context_length
     if asked is None:
         return arch.max_context

@@ -13,7 +13,7 @@ the host, and a greedy batch runs one program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,6 +30,7 @@ from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import Decoder, Params
 from jaxsgl.weights import KvScales
 from pallas_kernels import (
+    AttentionOptions,
     FusedQkv,
     PagedKv,
     paged_decode_attention,
@@ -121,7 +122,8 @@ def make_step(
         token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
         table = page_table.note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
         table_SP = page_table.of_seqs(table, arrays.rows, arrays.lengths, page_size)
-        pages = Pages(state.kv, table_SP, arrays, kind, attention_backend, kv_scales)
+        options = [model.arch.attention_options(layer) for layer in range(model.arch.num_layers)]
+        pages = Pages(state.kv, table_SP, arrays, kind, options, attention_backend, kv_scales)
         hidden = model(_token_ids(arrays.token_ids, state.last_tokens), arrays.positions, pages.attend)
         logits = model.logits(hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets))
         tokens = sampler.greedy(logits)
@@ -266,17 +268,18 @@ class Pages:
         page_table_SP: jax.Array,
         arrays: StepArrays[jax.Array],
         kind: StepKind,
+        options: Sequence[AttentionOptions],
         backend: str,
         scales: KvScales | None = None,
     ) -> None:
         self._k, self._v = list(kv.k), list(kv.v)
         self._page_table = page_table_SP
-        self._arrays, self._kind, self._backend = arrays, kind, backend
+        self._arrays, self._kind, self._options, self._backend = arrays, kind, options, backend
         self._scales = scales or KvScales.of_one(len(kv.k))
 
     def attend(self, layer_index: int, qkv: FusedQkv) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
-        a, backend = self._arrays, self._backend
+        a, options, backend = self._arrays, self._options[layer_index], self._backend
         old = self._k[layer_index], self._v[layer_index]
         store_backend = "xla" if backend == "xla" else "auto"  # not all kernels that attend can store
         scales = self._scales.k[layer_index], self._scales.v[layer_index]
@@ -284,8 +287,8 @@ class Pages:
         q_TNH, kv = rotate_and_store(qkv, paged, a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
-            return paged_decode_attention(q_TNH, kv, backend=backend)
-        return paged_extend_attention(q_TNH, a.query_offsets, kv, backend=backend)
+            return paged_decode_attention(q_TNH, kv, options, backend=backend)
+        return paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""

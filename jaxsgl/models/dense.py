@@ -1,4 +1,4 @@
-"""The dense decoder: embed, layers, norm, logits. One class for Llama, Qwen2, Qwen3; `ModelArch` holds what differs.
+"""The decoder: embed, layers, norm, logits. One class for all families; `ModelArch` holds what differs.
 
 Token-flat: all sequences of a step lie one after another on one axis T, and the caller's `Attend` tells them apart. The
 engine merges the model with parameters inside its jitted step. Products are computed in the parameters' dtype, what
@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
-from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, vector
+from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
+from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, norm_dtype, vector
 from jaxsgl.models.matrix import Matrices, Matrix, dequantized
 from jaxsgl.models.precision import product
-from jaxsgl.models.rope import rope_tables
+from jaxsgl.models.rope import RopeParams, rope_tables
 from pallas_kernels import add_and_norm
-from pallas_kernels.norm import rms_norm, row_of
+from pallas_kernels.norm import rms_norm, scale_of, sum_parts
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
 
@@ -27,9 +28,10 @@ Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
 class DecoderLayer(nnx.Module):
     """The matrices of one layer."""
 
-    def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
+    def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
+        assert isinstance(spec.mlp, DenseMlp)
         self.attention = Attention(arch, dtype)
-        self.mlp = MLP(arch, dtype)
+        self.mlp = MLP(arch, spec.mlp, dtype)
 
 
 class Decoder(Matrices):
@@ -41,9 +43,9 @@ class Decoder(Matrices):
         self.activations = activations
         fmt = arch.weight_format if arch.weight_format is not None and arch.weight_format.vocabulary else None
         self.declare("embedding", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
-        self.layers = nnx.List([DecoderLayer(arch, dtype) for _ in range(arch.num_layers)])
+        self.layers = nnx.List([DecoderLayer(arch, spec, dtype) for spec in arch.layers])
         self.vectors = LayerVectors(arch, dtype)
-        self.final_norm = vector((d,), (None,), dtype, mean=1.0)
+        self.final_norm = vector((d,), (None,), norm_dtype(arch, dtype), mean=1.0)
         if not arch.tie_embeddings:
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
 
@@ -52,30 +54,73 @@ class Decoder(Matrices):
 
         `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
         """
+        arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
-        tables = rope_tables(positions, self.arch.rope, self.arch.head_dim)
-        vectors, eps = self.vectors, self.arch.rms_norm_eps
-        attention_norm, mlp_norm = vectors.attention_norm[...], vectors.mlp_norm[...]
+        tables = {rope: rope_tables(positions, rope, arch.head_dim) for rope in self._ropes()}
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
-        normed_TD = rms_norm(x_TD, row_of(attention_norm, 0, x_TD.dtype), eps)
+        attention_norms, mlp_norms = self._norms_of(vectors.attention_norm), self._norms_of(vectors.mlp_norm)
+        first = attention_norms[0]
+        read_TD = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
-            update_TD = layer.attention(normed_TD, vectors, tables, index, attend)
-            x_TD, normed_TD = add_and_norm(x_TD, update_TD, mlp_norm, index, eps)
-            update_TD = layer.mlp(normed_TD)
-            is_last = index == len(self.layers) - 1
-            norm = (self.final_norm[...][None], 0) if is_last else (attention_norm, index + 1)
-            x_TD, normed_TD = add_and_norm(x_TD, update_TD, *norm, eps)
-        return normed_TD
+            table = tables[self._rope_of(arch.layers[index])]
+            update_TD = layer.attention(read_TD, vectors, table, index, attend)
+            x_TD, read_TD = self._add(x_TD, update_TD, vectors.attention_out_norm, index, mlp_norms[index])
+            update_TD = layer.mlp(read_TD)
+            is_last = index == arch.num_layers - 1
+            next_norm = (self.final_norm[...][None], 0) if is_last else attention_norms[index + 1]
+            x_TD, read_TD = self._add(x_TD, update_TD, vectors.mlp_out_norm, index, next_norm)
+        return read_TD
+
+    def _embed(self, token_ids: jax.Array) -> jax.Array:
+        """`[T, D]`; the factor is rounded to the weights' dtype, as in training."""
+        embedding = self.matrix("embedding")
+        if isinstance(embedding, Matrix):
+            rows_TD, dtype = dequantized(embedding.rows(token_ids), self.activations), self.activations
+        else:
+            rows_TD, dtype = embedding.at[token_ids].get(mode="clip").astype(self.activations), embedding.dtype
+        scale = self.arch.embedding_scale
+        return rows_TD if scale is None else rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
+
+    def _rope_of(self, spec: LayerSpec) -> RopeParams | None:
+        return None if spec.rope is None else self.arch.ropes[spec.rope]
+
+    def _ropes(self) -> dict[RopeParams | None, None]:
+        """The ropes that layers have, in order."""
+        return dict.fromkeys(self._rope_of(spec) for spec in self.arch.layers)
+
+    def _norms_of(self, stack: nnx.Param[jax.Array] | None) -> list[tuple[jax.Array, int] | None]:
+        """A stack of scales with the row of each layer; None where layers don't have this norm."""
+        if stack is None:
+            return [None] * self.arch.num_layers
+        scales = stack[...]
+        return [(scales, row) for row in range(self.arch.num_layers)]
+
+    def _add(
+        self,
+        x_TD: jax.Array,
+        update: jax.Array,
+        out_norm: nnx.Param[jax.Array] | None,
+        row: int,
+        next_norm: tuple[jax.Array, int] | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The residual stream with an update, normalized by row `row` of `out_norm` if there is one, and what is read.
+
+        That is the stream by `next_norm`, or as it is. `update` is `[T, D]` or in parts, as `add_and_norm` takes it.
+        """
+        eps = self.arch.rms_norm_eps
+        if out_norm is not None:
+            update = rms_norm(sum_parts(update, x_TD), scale_of(out_norm[...], row, x_TD.dtype), eps)
+        if next_norm is None:
+            x_TD = x_TD + sum_parts(update, x_TD)
+            return x_TD, x_TD
+        return add_and_norm(x_TD, update, *next_norm, eps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens."""
-        return product(hidden, self.matrix("embedding" if self.arch.tie_embeddings else "lm_head"), jnp.float32)
-
-    def _embed(self, token_ids: jax.Array) -> jax.Array:
-        embedding = self.matrix("embedding")
-        if isinstance(embedding, Matrix):
-            return dequantized(embedding.rows(token_ids), self.activations)
-        return embedding.at[token_ids].get(mode="clip").astype(self.activations)
+        head = self.matrix("embedding" if self.arch.tie_embeddings else "lm_head")
+        logits_RV = product(hidden, head, jnp.float32)
+        cap = self.arch.logits_cap
+        return logits_RV if cap is None else cap * jnp.tanh(logits_RV / cap)
 
 
 def abstract_model(

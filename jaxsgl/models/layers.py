@@ -1,4 +1,4 @@
-"""The parts of a decoder layer: vectors, attention projections, SwiGLU MLP. Token-flat: the first axis is T.
+"""The parts of a decoder layer: vectors, attention projections, gated MLP. Token-flat: the first axis is T.
 
 Every parameter is declared with its logical axes (`weights/sharding.py` maps them to mesh axes) and its initial
 distribution (`weights/loading.py` draws dummy weights from it). Knows nothing of pages, KV buffers or checkpoints.
@@ -9,23 +9,35 @@ accelerators multiply both forms equally fast. They may be quantized (`matrix.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.arch import Activation, ModelArch
+from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.matrix import Axes, Matrices, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from pallas_kernels import FusedQkv
+from pallas_kernels.norm import rms_norm, row_of, scale_of
+
+ACTIVATION_OF: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 class Attend(Protocol):
     """Stores this step's keys and values, and attends to all of each sequence; the caller of the model provides it."""
 
     def __call__(self, layer_index: int, qkv: FusedQkv, /) -> jax.Array:
-        """Returns the attention output `[T, N, H]`, softmax scale 1 / sqrt(H); `qkv.split()` says what is attended."""
+        """Returns the attention output `[T, N, H]`; `qkv.split()` says what is attended.
+
+        The softmax scale, the window and the soft cap are those of `ModelArch.attention_options(layer_index)`.
+        """
         ...
 
 
@@ -42,16 +54,42 @@ class LayerVectors(nnx.Module):
     """
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
-        num_layers, d, h = arch.num_layers, arch.hidden_size, arch.head_dim
-        self.attention_norm = vector((num_layers, d), (None, None), dtype, mean=1.0)
-        self.mlp_norm = vector((num_layers, d), (None, None), dtype, mean=1.0)
-        self.q_norm = vector((num_layers, h), (None, None), dtype, mean=1.0) if arch.qk_norm else None
-        self.k_norm = vector((num_layers, h), (None, None), dtype, mean=1.0) if arch.qk_norm else None
+        self._norm_dtype = norm_dtype(arch, dtype)
+        before = arch.norms in ("pre", "sandwich")
+        after = arch.norms in ("post", "sandwich")
+        self.attention_norm = self._norms(arch, before)
+        self.attention_out_norm = self._norms(arch, after)
+        self.mlp_norm = self._norms(arch, before)
+        self.mlp_out_norm = self._norms(arch, after)
+        self.q_norm, self.k_norm = (
+            self._head_norms(arch, groups) for groups in (arch.num_heads // arch.num_kv_heads, 1)
+        )
         self.qkv_bias = (
-            vector((num_layers, *qkv_heads(arch)), (None, "kv_heads", None, None), dtype, mean=0.0)
+            vector((arch.num_layers, *qkv_heads(arch)), (None, "kv_heads", None, None), dtype, mean=0.0)
             if arch.attention_bias
             else None
         )
+
+    def _norms(self, arch: ModelArch, exists: bool) -> nnx.Param[jax.Array] | None:
+        """`[L, D]`."""
+        if not exists:
+            return None
+        return vector((arch.num_layers, arch.hidden_size), (None, None), self._norm_dtype, mean=1.0)
+
+    def _head_norms(self, arch: ModelArch, groups: int) -> nnx.Param[jax.Array] | None:
+        """`[L, H]`, the same for all heads; or of all heads, `[L, K, groups, H]`."""
+        if arch.qk_norm is None:
+            return None
+        num_layers, num_kv_heads, h = arch.num_layers, arch.num_kv_heads, arch.head_dim
+        if arch.qk_norm == "head":
+            return vector((num_layers, h), (None, None), self._norm_dtype, mean=1.0)
+        axes = (None, "kv_heads", None, None)
+        return vector((num_layers, num_kv_heads, groups, h), axes, self._norm_dtype, mean=1.0)
+
+
+def norm_dtype(arch: ModelArch, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of the norms' scales, if that of the weights is `dtype`: 1 + w would lose most of w in 16 bits."""
+    return jnp.dtype(jnp.float32) if arch.norm_offset else dtype
 
 
 def qkv_heads(arch: ModelArch) -> tuple[int, int, int]:
@@ -85,16 +123,40 @@ class Attention(Matrices):
         bias, q_norm, k_norm = (
             None if stack is None else stack[...] for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm)
         )
-        qkv = FusedQkv(product(x_TD, self.matrix("qkv")), cos, sin, bias, q_norm, k_norm, layer_index, self.eps)
+        fused = product(x_TD, self.matrix("qkv"))
+        if q_norm is not None and q_norm.ndim > 2:
+            assert k_norm is not None
+            fused = _normalize_all_heads(fused, bias, q_norm, k_norm, layer_index, self.eps)
+            bias = q_norm = k_norm = None
+        qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, layer_index, self.eps)
         out_TNH = attend(layer_index, qkv)
         return _last_product(out_TNH.reshape(len(x_TD), -1), self.matrix("o"), self.o_bias)
 
 
-class MLP(Matrices):
-    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one product."""
+def _normalize_all_heads(
+    fused: jax.Array, bias: jax.Array | None, q_norm: jax.Array, k_norm: jax.Array, layer: int, eps: float
+) -> jax.Array:
+    """`[T, K, G + 2, H]` with the bias added, and with queries and keys normalized over all their heads.
 
-    def __init__(self, arch: ModelArch, dtype: jnp.dtype) -> None:
-        d, f, fmt = arch.hidden_size, arch.ffn_size, arch.weight_format
+    Kernels work head by head, so XLA does it, and adds the squares up over the devices if they share the heads.
+    """
+    if bias is not None:
+        fused = fused + row_of(bias, layer, fused.dtype)
+
+    def normalized(heads: jax.Array, scales: jax.Array) -> jax.Array:
+        rows = heads.reshape(len(heads), -1)
+        return rms_norm(rows, scale_of(scales, layer, heads.dtype).reshape(-1), eps).reshape(heads.shape)
+
+    queries, keys, values = fused[:, :, :-2], fused[:, :, -2:-1], fused[:, :, -1:]
+    return jnp.concatenate([normalized(queries, q_norm), normalized(keys, k_norm), values], axis=2)
+
+
+class MLP(Matrices):
+    """A gated MLP (arXiv 2002.05202): down(act(gate(x)) * up(x)), gate and up in one product."""
+
+    def __init__(self, arch: ModelArch, spec: DenseMlp, dtype: jnp.dtype) -> None:
+        d, f, fmt = arch.hidden_size, spec.ffn_size, arch.weight_format
+        self.activation = arch.activation
         self.declare("gate_up", (2, f, d), (None, "ffn", None), dtype, fmt, fan_in=d)
         self.gate_up_bias = vector((2, f), (None, "ffn"), dtype, mean=0.0) if arch.mlp_bias else None
         self.declare("down", (d, f), (None, "ffn"), dtype, fmt, fan_in=f)
@@ -105,7 +167,8 @@ class MLP(Matrices):
         gate_up = product(x_TD, self.matrix("gate_up"))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
-        return _last_product(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.matrix("down"), self.down_bias)
+        gated = ACTIVATION_OF[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+        return _last_product(gated, self.matrix("down"), self.down_bias)
 
 
 def _last_product(x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:

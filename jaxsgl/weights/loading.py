@@ -8,7 +8,6 @@ of. The engine calls it at start-up.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import zlib
 from contextlib import ExitStack
@@ -37,8 +36,6 @@ FLOAT_DTYPES = ("F32", "BF16", "F16")
 # Configuration, weights, tokenizer, chat template; no other weight formats, no code.
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
-
-logger = logging.getLogger(__name__)
 
 
 def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path:
@@ -83,8 +80,7 @@ def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> 
             recipe = recipe_of(path, param, arch)
             pieces = tuple(tensors.read(source, arch) for source in recipe.sources)
             params.append((path, param.replace(_place(pieces, recipe, arch, param.dtype, param_sharding(param, mesh)))))
-        for name in tensors.unread(arch):
-            logger.warning("%s: tensor %s is not part of %s and was left out", folder, name, arch.name)
+        tensors.refuse_unread(arch)
     return nnx.from_flat_state(params)
 
 
@@ -133,9 +129,15 @@ class TensorFiles:
         tensor: npt.NDArray[Any] = self._opened[self._file_of[name]].get_tensor(name)
         return tensor.astype(np.float32)
 
-    def unread(self, arch: ModelArch) -> list[str]:
-        """Names of the tensors that no parameter was made of, except harmless ones."""
-        return sorted(name for name in self._unread if not is_harmless(name, arch))
+    def refuse_unread(self, arch: ModelArch) -> None:
+        """Raises `CheckpointError` for tensors that no parameter was made of, except harmless ones."""
+        unread = sorted(name for name in self._unread if not is_harmless(name, arch))
+        if unread:
+            more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+            raise CheckpointError(
+                f"{self.folder}: tensors that are not part of {arch.name} as config.json describes it: "
+                f"{', '.join(unread[:3])}{more}; remove them from the files if the model does without"
+            )
 
 
 def _listed_files(folder: Path) -> list[Path]:

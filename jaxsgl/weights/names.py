@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxsgl.models import ModelArch
+from jaxsgl.models.rope import split_half_order
 
 Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
 Fuse = Callable[[ModelArch, tuple[jax.Array, ...]], jax.Array]
@@ -58,11 +60,32 @@ def _as_is(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
     return tensors[0]
 
 
+def _norm(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    """A norm's scales, with the model's offset."""
+    return tensors[0] if arch.norm_offset == 0 else tensors[0].astype(jnp.float32) + arch.norm_offset
+
+
+def _head_norm(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    """The scales `[H]` of a norm of queries or keys, in the order of their dimensions."""
+    return _turned(arch, _norm(arch, tensors), axis=0)
+
+
+def _all_heads_norm(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+    """The scales of a norm over all heads of queries `[N * H]` or keys `[K * H]`, to `[K, heads per kv head, H]`."""
+    return _turned(arch, _norm(arch, tensors).reshape(arch.num_kv_heads, -1, arch.head_dim), axis=2)
+
+
 def _fuse_heads(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
     """Fuses q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; a trailing axis D stays."""
     rest = tensors[0].shape[1:]
-    per_group = [tensor.reshape(arch.num_kv_heads, -1, arch.head_dim, *rest) for tensor in tensors]
-    return jnp.concatenate(per_group, axis=1)
+    q, k, v = (tensor.reshape(arch.num_kv_heads, -1, arch.head_dim, *rest) for tensor in tensors)
+    return jnp.concatenate([_turned(arch, q, axis=2), _turned(arch, k, axis=2), v], axis=1)
+
+
+def _turned(arch: ModelArch, x: jax.Array, axis: int) -> jax.Array:
+    """The dimensions of heads, from the checkpoint's order to that of `rope_tables`; all ropes of a model share one."""
+    order = split_half_order(arch.ropes[0], arch.head_dim) if arch.ropes else None
+    return x if order is None else jnp.take(x, np.array(order), axis=axis)
 
 
 def _fuse_gate_up(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
@@ -75,16 +98,16 @@ _MLP = "model.layers.{}.mlp."
 
 OF_MODEL: dict[Path, Recipe] = {
     ("embedding",): Recipe((Source("model.embed_tokens.weight", ("V", "D")),), _as_is),
-    ("final_norm",): Recipe((Source("model.norm.weight", ("D",)),), _as_is),
+    ("final_norm",): Recipe((Source("model.norm.weight", ("D",)),), _norm),
     ("lm_head",): Recipe((Source("lm_head.weight", ("V", "D")),), _as_is),
 }
 
 # A row per layer, in one array.
 OF_ALL_LAYERS: dict[Path, Recipe] = {
-    ("vectors", "attention_norm"): Recipe((Source("model.layers.{}.input_layernorm.weight", ("D",)),), _as_is),
-    ("vectors", "mlp_norm"): Recipe((Source("model.layers.{}.post_attention_layernorm.weight", ("D",)),), _as_is),
-    ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("H",)),), _as_is),
-    ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("H",)),), _as_is),
+    ("vectors", "attention_norm"): Recipe((Source("model.layers.{}.input_layernorm.weight", ("D",)),), _norm),
+    ("vectors", "mlp_norm"): Recipe((Source("model.layers.{}.post_attention_layernorm.weight", ("D",)),), _norm),
+    ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("H",)),), _head_norm),
+    ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("H",)),), _head_norm),
     ("vectors", "qkv_bias"): Recipe(
         (
             Source(_ATTENTION + "q_proj.bias", ("NH",)),
@@ -117,6 +140,9 @@ OF_LAYER: dict[Path, Recipe] = {
 }
 
 
+# Recipes that differ from those above, or are missing there, by architecture.
+OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {}
+
 # What scales K, V or both of a layer's KV cache in float8, by the end of the tensor's name: compressed-tensors and its
 # older form, ModelOpt, Quark. Scales of queries and probabilities belong to attention in float8, which ours is not.
 KV_SCALES = {
@@ -136,13 +162,14 @@ def kv_scale_of(name: str) -> tuple[int, str] | None:
 
 def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     """The recipe of the parameter at `path`, with the layers' indices filled in."""
-    if path in OF_ALL_LAYERS:
-        recipe = OF_ALL_LAYERS[path]
+    own = OF_FAMILY.get(arch.name, {})
+    if path[0] == "vectors":
+        recipe = own.get(path) or OF_ALL_LAYERS[path]
         rows = [_of_layer(recipe.sources, layer) for layer in range(arch.num_layers)]
         return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.fuse))
     if path[0] != "layers":
-        return OF_MODEL[path]
-    recipe = OF_LAYER[path[2:]]
+        return own.get(path) or OF_MODEL[path]
+    recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
     return Recipe(_of_layer(recipe.sources, path[1]), recipe.fuse)
 
 
@@ -157,11 +184,13 @@ def _stack_layers(fuse: Fuse, arch: ModelArch, tensors: tuple[jax.Array, ...]) -
 
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
-    """Whether a tensor may be left unread without a warning: rope's constants, the copy of a tied head, and scales.
+    """Whether a tensor may be left unread: rope's constants, a tied head's copy, what predicts further tokens, scales.
 
-    Those of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
+    The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
     """
     of_attention = _OF_ATTENTION.fullmatch(name)
     if of_attention is not None and (of_attention[2] in KV_SCALES or of_attention[2].endswith(_UNUSED_SCALES)):
         return True
-    return name.endswith("rotary_emb.inv_freq") or (arch.tie_embeddings and name == "lm_head.weight")
+    if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
+        return True
+    return arch.tie_embeddings and name == "lm_head.weight"

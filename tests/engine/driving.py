@@ -82,7 +82,7 @@ class Plain:
         graphdef, _ = abstract_model(self.arch, jnp.dtype("float32"))
         model = nnx.merge(graphdef, random_params(self.arch, jnp.dtype("float32"), mesh_of(), self._seed))
         positions = jnp.arange(self.arch.max_context)
-        return jax.jit(lambda token_ids: model.logits(model(token_ids, positions, causal_attend)))
+        return jax.jit(lambda token_ids: model.logits(model(token_ids, positions, causal_attend(self.arch))))
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """`[T, V]`; padded to one length, which the causal mask hides, so that one program serves all."""

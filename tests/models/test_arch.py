@@ -49,9 +49,9 @@ def test_old_and_new_spelling_of_rope_mean_the_same(tmp_path: Path) -> None:
     }
     old = read(tmp_path, rope_theta=5e5, rope_scaling={**scaling, "rope_type": "llama3"})
     new = read(tmp_path, rope_parameters={**scaling, "rope_type": "llama3", "rope_theta": 5e5})
-    assert old.rope == new.rope == RopeParams(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
-    assert read(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}).rope == RopeParams(1e4, "linear", 4.0)
-    assert read(tmp_path, rope_theta=1e6, rope_scaling=None).rope == RopeParams(1e6)
+    assert old.ropes == new.ropes == (RopeParams(5e5, "llama3", 8.0, 1.0, 4.0, 8192),)
+    assert read(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}).ropes == (RopeParams(1e4, "linear", 4.0),)
+    assert read(tmp_path, rope_theta=1e6, rope_scaling=None).ropes == (RopeParams(1e6),)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,13 @@ def test_eos_ids_come_from_the_generation_config_else_the_config(
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2", "Qwen3"]),
         ({"architectures": None}, ["LlamaForCausalLM"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "linear", "llama3"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic", "linear", "llama3"]),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}}, ["rope_parameters.mrope_section"]),
         ({"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, ["linear", "two"]),
-        ({"use_sliding_window": True}, ["use_sliding_window"]),
+        ({"sliding_window": 8}, ["sliding_window is 8", "LlamaForCausalLM"]),
+        ({"layer_types": ["full_attention", "linear_attention"]}, ["layer_types"]),
+        ({"embedding_multiplier": 12.0}, ["embedding_multiplier is 12.0", "remove the key"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"quantization_config": {"quant_method": "fp8"}}, ["quantized"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
@@ -93,6 +96,35 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], words: 
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, **changes)
     assert all(word in str(caught.value) for word in [*words, "config.json"])
+
+
+def test_keys_that_change_nothing_are_no_obstacle(tmp_path: Path) -> None:
+    plain = read(tmp_path)
+    off = {"sliding_window": None, "use_qk_norm": False, "rope_interleaved": False, "partial_rotary_factor": 1.0}
+    harmless = {
+        "layer_types": ["full_attention"] * 2,
+        "attention_dropout": 0.1,
+        "temperature": 0.6,
+        "pretraining_tp": 2,
+    }
+    assert read(tmp_path, **off, **harmless) == plain
+
+
+def test_layers_have_windows_where_the_configuration_says_so(tmp_path: Path) -> None:
+    def windows(**changes: Any) -> list[int | None]:
+        arch = read(tmp_path, architectures=["Qwen2ForCausalLM"], num_hidden_layers=3, sliding_window=8, **changes)
+        return [arch.attention_options(layer).sliding_window for layer in range(3)]
+
+    mixed = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows() == windows(use_sliding_window=False, layer_types=mixed) == [None] * 3
+    assert windows(use_sliding_window=True) == [None] * 3  # the first 28 layers have none
+    assert windows(use_sliding_window=True, max_window_layers=1) == [None, 8, 8]
+    assert windows(use_sliding_window=True, layer_types=mixed) == [8, None, 8]
+    assert windows(use_sliding_window=True, max_window_layers=0, layer_types=["full_attention"] * 3) == [None] * 3
+    with pytest.raises(CheckpointError, match="layer_types has chunked_attention"):
+        windows(layer_types=["chunked_attention"] * 3)
+    with pytest.raises(CheckpointError, match="must be a list of 3"):
+        windows(layer_types=["full_attention"])
 
 
 def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:

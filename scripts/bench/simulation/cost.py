@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from jaxsgl.models import ModelArch
-from jaxsgl.models.rope import RopeParams
+from jaxsgl.models import DenseMlp, LayerSpec, ModelArch, RopeParams
 
 BYTES_PER_VALUE = 2  # bfloat16
 
@@ -73,18 +72,17 @@ def _qwen3(hidden_size: int, num_layers: int, num_heads: int, ffn_size: int, tie
         name="Qwen3ForCausalLM",
         vocab_size=151_936,
         hidden_size=hidden_size,
-        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=8,
         head_dim=128,
-        ffn_size=ffn_size,
+        layers=(LayerSpec(DenseMlp(ffn_size)),) * num_layers,
+        ropes=(RopeParams(theta=1e6),),
         rms_norm_eps=1e-6,
         tie_embeddings=tied,
         attention_bias=False,
         attention_out_bias=False,
         mlp_bias=False,
-        qk_norm=True,
-        rope=RopeParams(theta=1e6),
+        qk_norm="head",
         max_context=40_960,
         dtype="bfloat16",
         eos_token_ids=(151_645,),

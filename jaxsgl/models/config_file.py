@@ -1,0 +1,114 @@
+"""A JSON file of a model's folder, read so that nothing in it goes unnoticed.
+
+Owns which values were asked for, and which need not be: a key that changes results and that no reader asks for is an
+error with the key's name. Never knows what a key means: `arch` and `layer_config` do, which read through it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxsgl.errors import CheckpointError
+
+# Keys that never change what a causal decoder computes: for training, for other software, or for generate().
+HARMLESS = frozenset((
+    "_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype",
+    "use_cache", "custom_pipelines", "initializer_range", "attention_dropout", "attn_pdrop", "embd_pdrop",
+    "resid_pdrop", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
+    "layerdrop", "pretraining_tp", "tokenizer_class", "is_llama_config", "bos_token_id", "eos_token_id",
+    "pad_token_id", "unk_token_id", "sep_token_id", "mask_token_id", "decoder_start_token_id", "attn_implementation",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal", "_flash_attn_2_enabled",
+    "use_flash_attention", "use_flash_attn", "flash_attention", "cache_implementation", "max_window_layers",
+    "unsloth_version", "unsloth_fixed", "fuse_cross_entropy", "fuse_norm", "fuse_swiglu", "neftune_alpha",
+    "z_loss_coef", "router_aux_loss_coef", "router_z_loss_coef", "output_router_logits", "transformers.js_config",
+    "quantization_config", "return_dict", "use_return_dict", "output_attentions", "output_hidden_states",
+    "output_scores", "return_dict_in_generate", "torchscript", "chunk_size_feed_forward", "gradient_checkpointing",
+    "id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "finetuning_task", "prefix",
+    "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+    "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "bad_words_ids", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "finetuned",
+    "exponential_decay_length_penalty", "tf_legacy_loss", "use_bfloat16", "language", "loss_type",
+    "model_max_length",
+))  # fmt: skip
+
+
+class ConfigFile:
+    """The values of a JSON file, or of an object inside it, with errors that name the file."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any] | None = None, within: str = "") -> None:
+        """Reads the file, unless `values` are given: those of the object at `within`, as in "rope_scaling."."""
+        self.path = path
+        self.defaults: Mapping[str, Any] = {}
+        self.values: Mapping[str, Any] = _read(path) if values is None else values
+        self._within = within
+        self._asked: set[str] = set()
+        self._sections: list[ConfigFile] = []
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value; `default` where it is null; the family's default, else `default`, where it is missing."""
+        self._asked.add(key)
+        value = self.values.get(key) if key in self.values else self.defaults.get(key)
+        return default if value is None else value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer; an error where it is missing without a default."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{self.path}: {key} is {value}, but must be an integer of 1 and more")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number; an error where it is missing without a default."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{self.path}: {self._within}{key} is {value}, but must be a number")
+        return float(value)
+
+    def section(self, key: str) -> ConfigFile | None:
+        """The object at `key`; None where there is none."""
+        values = self.get(key)
+        if not isinstance(values, dict) or not values:
+            return None
+        self._sections.append(ConfigFile(self.path, values, f"{self._within}{key}."))
+        return self._sections[-1]
+
+    def refuse_unread(self, architecture: str, ignored: frozenset[str] = frozenset()) -> None:
+        """Raises `CheckpointError` for a key that may change results and that was not asked for.
+
+        What is off (null, false, 0, empty) changes nothing, and `ignored` are keys that the family's own code ignores.
+        """
+        for key, value in self.values.items():
+            if key not in self._asked and not (key in HARMLESS or key in ignored or _is_neutral(key, value)):
+                raise CheckpointError(
+                    f"{self.path}: {self._within}{key} is {_short(value)}, which may change results, and is not "
+                    f"supported for {architecture}; if it changes none, remove the key from the file"
+                )
+        for section in self._sections:
+            section.refuse_unread(architecture, ignored)
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    if key == "layer_types":
+        return isinstance(value, list) and set(value) <= {"full_attention"}
+    if key in ("partial_rotary_factor", "factor"):
+        return bool(value == 1)
+    return not value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, but must hold an object")
+    return values

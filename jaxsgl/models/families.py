@@ -1,0 +1,67 @@
+"""The model families that are served: what an architecture's name implies beyond its config.json, as data.
+
+Owns the differences between families. Never knows tensors' names (`weights/names.py`), nor how a difference is
+computed. `arch` and `layer_config` read it. docs/models.md says how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+# Which norms a layer has: before attention and MLP; after them, before the sum; or both.
+NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]
+# Over what queries and keys are normalized before rope: each head, or all heads at once.
+QkNorm: TypeAlias = Literal["head", "all"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the name of an architecture implies.
+
+    Attributes:
+      norms: places of the norms.
+      norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
+      qk_norm: whether and over what every q and k is normalized (RMSNorm) before rope.
+      qkv_bias: whether q, k and v have biases; None: as `attention_bias` of config.json says.
+      attention_out_bias: the same for the output projection.
+      mlp_bias: whether the MLP has biases; None: as `mlp_bias` of config.json says.
+      scales_embedding: embeddings are multiplied by the square root of the hidden size.
+      activation_key: the key of the MLP's activation.
+      windows: "none": attention is full. "always": `sliding_window` holds. "flag": it holds if `use_sliding_window`.
+      full_every: without `layer_types`, every layer of so many has no window; None: the family has another rule.
+      partial_rope: `partial_rotary_factor` says which part of a head is turned.
+      interleaved_rope: a checkpoint turns dimensions 2 i and 2 i + 1 together; else i and i + R / 2 of R turned ones.
+      sliding_theta_key: layers with windows have a rope of their own, and this is the key of its theta, without
+        `rope_parameters` by kind of layer; None: one rope for all.
+      no_rope_layers: some layers are not turned, as `no_rope_layers` says.
+      caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
+      defaults: values of keys that config.json may leave out.
+      ignored: keys that the family's reference code ignores, too.
+    """
+
+    norms: NormPlaces = "pre"
+    norm_offset: int = 0
+    qk_norm: QkNorm | None = None
+    qkv_bias: bool | None = None
+    attention_out_bias: bool | None = None
+    mlp_bias: bool | None = False
+    scales_embedding: bool = False
+    activation_key: str = "hidden_act"
+    windows: Literal["none", "always", "flag"] = "none"
+    full_every: int | None = None
+    partial_rope: bool = False
+    interleaved_rope: bool = False
+    sliding_theta_key: str | None = None
+    no_rope_layers: bool = False
+    caps: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(mlp_bias=None),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, attention_out_bias=False, windows="flag"),
+    "Qwen3ForCausalLM": Family(qk_norm="head", windows="flag", defaults={"head_dim": 128}),
+}

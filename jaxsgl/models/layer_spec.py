@@ -1,0 +1,53 @@
+"""What one layer of a decoder is made of: its mixer, window, rope table and MLP, as values that can be compared.
+
+Owns the description of a layer. Never knows config.json or parameters: `layer_config` reads it, `ModelArch` holds one
+for each layer, `dense` builds the layers, and the engine's step asks for their windows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Mixer: TypeAlias = Literal["attention"]
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """A gated MLP that every token passes through.
+
+    Attributes:
+      ffn_size: F.
+    """
+
+    ffn_size: int
+
+
+@dataclass(frozen=True)
+class MoeMlp:
+    """A mixture of experts: each token passes through the few that a router chooses.
+
+    Attributes:
+      num_experts: of the layer.
+      ffn_size: F of each expert.
+    """
+
+    num_experts: int
+    ffn_size: int
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer.
+
+    Attributes:
+      mlp: what follows the mixer.
+      window: a token attends to so many tokens, itself included; None: to all before it.
+      rope: which of the model's ropes turns queries and keys; None: they are not turned.
+      mixer: what mixes tokens.
+    """
+
+    mlp: DenseMlp | MoeMlp
+    window: int | None = None
+    rope: int | None = 0
+    mixer: Mixer = "attention"
