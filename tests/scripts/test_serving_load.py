@@ -65,9 +65,9 @@ def test_arrivals_are_poisson() -> None:
 
 def test_a_request_is_sent_when_its_time_has_come_and_the_first_at_once() -> None:
     asks = [Ask(at_s, (number,), (5,), 3) for number, at_s in enumerate((7.0, 7.05, 7.2))]
+    start_s = time.monotonic()
     outcome = send(asks, EchoBackend())
-    first_s = outcome.answers[0].sent_s
-    after_s = [answer.sent_s - first_s for answer in outcome.answers]
+    after_s = [answer.sent_s - start_s for answer in outcome.answers]
     assert after_s[1] > 0.045 and after_s[2] > 0.195 and outcome.duration_s < 7
 
 
