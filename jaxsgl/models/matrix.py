@@ -21,6 +21,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxsgl.models.quantization import WeightFormat
+from pallas_kernels.native import product as native_product
 from pallas_kernels.target import target_device
 
 Axes: TypeAlias = tuple[str | None, ...]
@@ -125,12 +126,19 @@ def dequantized(weights: Weights, dtype: DTypeLike) -> jax.Array:
 def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike) -> jax.Array:
     """`x [T, D]` times `weights [..., D]`, as `precision.product` returns it: `[T, ...]` in `dtype`.
 
-    Multiplies in x's format with sums in float32. One scale per output is multiplied into the sums; those of groups
-    make weights in x's format first, which XLA fuses with the product where it can.
+    On a CPU, int8 without zeros has a kernel. Otherwise this multiplies in x's format with sums in float32. One scale
+    per output is multiplied into the sums; those of groups make weights in x's format first, which XLA fuses with the
+    product where it can.
     """
     rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
     if weights.order is not None:
         rows = rows[:, weights.order]
+    if weights.zero is None:
+        numbers = weights.numbers.reshape(-1, weights.shape[-1])
+        scales = weights.scale.reshape(len(numbers), -1)
+        if native_product.refuse_int8(rows, numbers, scales, weights.group) is None:
+            out = native_product.int8_product(rows, numbers, scales, weights.group)
+            return out.astype(dtype).reshape(len(x_TD), *weights.shape[:-1])
     if weights.scale.shape[-1] > 1 or weights.zero is not None:
         matrix, scale = _in_column_order(weights, rows.dtype), None
     else:

@@ -23,10 +23,11 @@ from pallas_kernels.own_folder import own_folder
 from pallas_kernels.target import processor_flags, processor_maker
 
 PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
+INT8_PRODUCT = "jaxsgl_int8_product"
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc"))
+_SOURCES = tuple(_FOLDER / name for name in ("attention.cc", "product.cc", "product_int8.cc"))
 _COMPILERS = ("c++", "g++", "clang++")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 _BFLOAT16 = "avx512_bf16"  # as Linux lists it among the processor's flags
@@ -66,7 +67,7 @@ def _kernels() -> ctypes.CDLL | str:
         return f"{command} made no library: {reason.strip()[:500]}"
     if has_pairs() and not library.has_pairs():
         return f"{command} knows no {_BFLOAT16}, which the processor has"
-    _register(library, PAGED_ATTENTION, ROWS_PRODUCT)
+    _register(library, PAGED_ATTENTION, ROWS_PRODUCT, INT8_PRODUCT)
     return library
 
 
@@ -123,8 +124,9 @@ def tile_refusal(kernels: ctypes.CDLL) -> str | None:
     return None if reason is None else reason.decode()
 
 
-def _register(library: ctypes.CDLL, paged_attention: str, rows_product: str) -> None:
-    for target, function in ((paged_attention, library.paged_attention), (rows_product, library.rows_product)):
+def _register(library: ctypes.CDLL, paged_attention: str, rows_product: str, int8_product: str) -> None:
+    functions = library.paged_attention, library.rows_product, library.int8_product
+    for target, function in zip((paged_attention, rows_product, int8_product), functions, strict=True):
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
 
 

@@ -1,4 +1,4 @@
-"""Rows times bfloat16 weights in C++ (`product.cc`), for x86 processors. Called by models.
+"""Rows times bfloat16 or int8 weights in C++ (`product.cc`, `product_int8.cc`), for x86 processors. Called by models.
 
 Most of a step's time on a CPU goes to such products; XLA's library packs the weights at each call.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.native import library
 from pallas_kernels.target import target_device
 
 _IN_STEP, _OUT_STEP = 32, 16
+_MOST_IN_GROUP = 512
 
 
 def refuse(x: jax.Array, weights: jax.Array) -> str | None:
@@ -35,4 +37,30 @@ def rows_product(x: jax.Array, weights: jax.Array, way: str | None = None) -> ja
     shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[0]), jnp.float32)
     call = jax.ffi.ffi_call(library.ROWS_PRODUCT, shape)
     out: jax.Array = call(x, weights, way=way or library.product_way())
+    return out
+
+
+def refuse_int8(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int) -> str | None:
+    """Why `int8_product` can't run here, because of the arrays or of this machine; or None."""
+    if target_device().platform != "cpu":
+        return f"it needs a cpu, this is a {target_device().platform}"
+    if x.dtype != jnp.float32 or numbers.dtype != jnp.int8:
+        return f"it takes float32 rows and int8 numbers, not {x.dtype} and {numbers.dtype}"
+    num_out, num_in = numbers.shape
+    if num_in % _IN_STEP or num_out % _OUT_STEP:
+        return f"the weights are {numbers.shape}; it takes multiples of {(_OUT_STEP, _IN_STEP)}"
+    if scale.shape[1] > 1 and (group % _IN_STEP or group > _MOST_IN_GROUP):
+        return f"groups have {group} inputs; it takes multiples of {_IN_STEP} up to {_MOST_IN_GROUP}"
+    return library.load()
+
+
+def int8_product(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int) -> jax.Array:
+    """x `[T, in]` times weights: numbers `[out, in]` int8 times scale `[out, G]`, one for each `group` inputs.
+
+    Returns float32 `[T, out]`. Blocks of x (a group's inputs, or 512 if G is 1) are rounded to 16 bit integers; beyond
+    that, each block's sum is exact.
+    """
+    shape = jax.ShapeDtypeStruct((x.shape[0], numbers.shape[0]), jnp.float32)
+    call = jax.ffi.ffi_call(library.INT8_PRODUCT, shape)
+    out: jax.Array = call(x, numbers, scale, group=np.int64(group))
     return out

@@ -23,10 +23,11 @@ def native_runs_here() -> None:
 
 
 @pytest.fixture(scope="session")
-def narrow_kernels(native_runs_here: None) -> tuple[str, str]:
-    """XLA's names of attention and products, compiled for a processor that has AVX2 only."""
+def narrow_kernels(native_runs_here: None) -> tuple[str, str, str]:
+    """XLA's names of attention, products and int8 products, compiled for a processor that has AVX2 only."""
     path = compile_library("-mno-avx512f")
-    names = f"{library.PAGED_ATTENTION}_narrow", f"{library.ROWS_PRODUCT}_narrow"
+    kernels = library.PAGED_ATTENTION, library.ROWS_PRODUCT, library.INT8_PRODUCT
+    names = f"{kernels[0]}_narrow", f"{kernels[1]}_narrow", f"{kernels[2]}_narrow"
     library._register(ctypes.CDLL(str(path)), *names)
     return names
 
@@ -60,10 +61,11 @@ def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator
         if request.param == "tiles":
             patch.setattr(library, "ROWS_PRODUCT", request.getfixturevalue("imitated_product"))
         if request.param == "narrow":
-            attention, product = request.getfixturevalue("narrow_kernels")
+            attention, product, int8_product = request.getfixturevalue("narrow_kernels")
             patch.setattr(library, "has_pairs", lambda: False)
             patch.setattr(library, "PAGED_ATTENTION", attention)
             patch.setattr(library, "ROWS_PRODUCT", product)
+            patch.setattr(library, "INT8_PRODUCT", int8_product)
         jax.clear_caches()  # the way is chosen while tracing
         yield
     jax.clear_caches()

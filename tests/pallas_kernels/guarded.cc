@@ -262,6 +262,18 @@ Call Product(Random& random, XLA_FFI_Handler* handler, const char* way) {
           {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
 }
 
+Call Int8Product(Random& random, XLA_FFI_Handler* handler) {
+  const int64_t tokens = OneOf(random, {1, 2, 3, 5, 8, 9, 63, 64, 65, 130});
+  const int64_t group = 32 * OneOf(random, {1, 2, 4, 16}), in = 32 * (1 + Below(random, 40));
+  const int64_t out = 16 * OneOf(random, {1, 2, 3, 17, 65}), groups = Below(random, 2) ? 1 : (in + group - 1) / group;
+  return {handler,
+          {MakeArray(XLA_FFI_DataType_F32, {tokens, in}, Floats(random, tokens * in)),
+           MakeArray(XLA_FFI_DataType_S8, {out, in}, Codes(random, out * in)),
+           MakeArray(XLA_FFI_DataType_F32, {out, groups}, Floats(random, out * groups))},
+          {{"group", XLA_FFI_DataType_S64, group}},
+          {XLA_FFI_DataType_F32, {tokens, out}, std::vector<char>(4 * tokens * out)}};
+}
+
 // Sequences of random lengths, some empty, some on the pages of the one before; the last page ends with the buffer.
 Call Attention(Random& random, XLA_FFI_Handler* handler, const std::string& way) {
   const int num_kv_heads = 1 + Below(random, 3), group = OneOf(random, {1, 2, 3, 8, 128});
@@ -327,11 +339,13 @@ int main(int argc, char** argv) {
   {
     Pool few(2), more(5);
     for (int i = 0; i < count; ++i) {
-      for (bool attends : {false, true}) {
-        if (attends && !std::strcmp(way, "tiles")) continue;
-        Call call = attends ? Attention(random, Load(library, "paged_attention"), way)
-                            : Product(random, Load(library, "rows_product"), way);
-        const std::string which = std::string(attends ? "attention" : "product") + " of case " + std::to_string(i);
+      for (const std::string kernel : {"rows_product", "paged_attention", "int8_product"}) {
+        if (kernel != "rows_product" && !std::strcmp(way, "tiles")) continue;
+        XLA_FFI_Handler* const handler = Load(library, kernel.c_str());
+        Call call = kernel == "paged_attention" ? Attention(random, handler, way)
+                    : kernel == "int8_product"  ? Int8Product(random, handler)
+                                                : Product(random, handler, way);
+        const std::string which = kernel + " of case " + std::to_string(i);
         const std::vector<char> first = Run(call, few, true), second = Run(call, more, false);
         if (num_changed) Fail(which + " left another floating-point environment");
         if (first != second) Fail(which + " depends on memory or on the threads");

@@ -1,0 +1,85 @@
+// Dot products of 16 bit integers in registers, exact whatever the processor and the order.
+//
+// A register holds kPairs numbers of 16 bits. Owns what differs between registers of 512 and of 256 bits here.
+
+#pragma once
+
+#include <cstdint>
+
+#include "registers.h"
+
+namespace jaxsgl {
+
+constexpr int kPairs = 2 * kLanes;
+
+#ifdef __AVX512BF16__
+
+// kPairs numbers of 8 bits.
+inline Bits WidenBytes(const int8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+// sum + the products of pairs, two added up in each lane.
+inline Bits PlusPairs(Bits sum, Bits a, Bits b) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpwssd_epi32(sum, a, b);
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+
+inline Floats ToFloats(Bits x) { return _mm512_cvtepi32_ps(x); }
+inline Floats Permuted(Floats x, Bits lanes) { return _mm512_permutexvar_ps(lanes, x); }
+
+// Two registers of floats, rounded to integers, as numbers of 16 bits in their order.
+inline void StoreIntegers(Floats low, Floats high, int16_t* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(low)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + kLanes), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(high)));
+}
+
+// Lane i: the sum of all lanes of x[i].
+inline Bits SumsOfLanes(const Bits x[kLanes]) {
+  Bits two[8], four[4], eight[2];
+  for (int i = 0; i < 8; ++i)
+    two[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]),
+                              _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]));
+  for (int i = 0; i < 4; ++i)
+    four[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(two[2 * i], two[2 * i + 1]),
+                               _mm512_unpackhi_epi64(two[2 * i], two[2 * i + 1]));
+  for (int i = 0; i < 2; ++i)
+    eight[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(four[2 * i], four[2 * i + 1], 0x44),
+                                _mm512_shuffle_i32x4(four[2 * i], four[2 * i + 1], 0xee));
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(eight[0], eight[1], 0x88),
+                          _mm512_shuffle_i32x4(eight[0], eight[1], 0xdd));
+}
+
+#else
+
+inline Bits WidenBytes(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline Bits PlusPairs(Bits sum, Bits a, Bits b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+inline Floats ToFloats(Bits x) { return _mm256_cvtepi32_ps(x); }
+inline Floats Permuted(Floats x, Bits lanes) { return _mm256_permutevar8x32_ps(x, lanes); }
+
+inline void StoreIntegers(Floats low, Floats high, int16_t* to) {
+  const Bits packed = _mm256_packs_epi32(_mm256_cvtps_epi32(low), _mm256_cvtps_epi32(high));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+inline Bits SumsOfLanes(const Bits x[kLanes]) {
+  Bits two[4], four[2];
+  for (int i = 0; i < 4; ++i)
+    two[i] = _mm256_add_epi32(_mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]),
+                              _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]));
+  for (int i = 0; i < 2; ++i)
+    four[i] = _mm256_add_epi32(_mm256_unpacklo_epi64(two[2 * i], two[2 * i + 1]),
+                               _mm256_unpackhi_epi64(two[2 * i], two[2 * i + 1]));
+  return _mm256_add_epi32(_mm256_permute2x128_si256(four[0], four[1], 0x20),
+                          _mm256_permute2x128_si256(four[0], four[1], 0x31));
+}
+
+#endif
+
+}  // namespace jaxsgl

@@ -1,0 +1,182 @@
+// Rows of activations times a matrix of int8 weights stored [out, in], with scales [out, groups of inputs].
+//
+// Each block of up to 512 inputs of a row becomes 16 bit integers, its largest number 32767, so that a row is rounded
+// less than to bfloat16. Products with a block are summed in 32 bits without rounding: 512 * 128 * 32767 < 2^31. So
+// they are the same in any order, and a row's result depends neither on the rows beside it nor on the processor. The
+// blocks' sums, times their scales, are added up in float32 from the first block to the last.
+// Compiled and called by library.py and product.py beside it.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "blocks.h"
+#include "integers.h"
+#include "product.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxsgl {
+namespace {
+
+constexpr int kRows = kLanes;         // weight rows of a task's step
+constexpr int kMostTokens = 64;       // that are packed at a time
+constexpr int64_t kMostInputs = 512;  // of a block
+constexpr float kLargest = 32767;     // of a packed number
+constexpr float kLeast = 1e-30f;      // blocks of smaller numbers are zeros: their scale has no inverse
+
+// y = x weights^T.
+struct Int8Product {
+  const float* x;         // [T, in]
+  const int8_t* weights;  // [out, in]
+  const float* scales;    // [out, groups]
+  float* y;               // [T, out]
+  int64_t tokens, in, out, groups;
+  int64_t block;  // inputs: those of a group, or kMostInputs if there is one group
+
+  int64_t blocks() const { return (in + block - 1) / block; }
+  int depth(int64_t b) const { return int(std::min(block, in - b * block)); }
+};
+
+// Packed tokens in tiles of T: integers [tiles, blocks, T, block], and their scales [tiles, blocks, kLanes], whose lane
+// l is that of token l % T.
+struct Tokens {
+  int16_t* integers;
+  float* scales;
+};
+
+// Rounds one block of a token to integers; returns their scale. NaN and infinity make it NaN.
+float PackBlock(const float* x, int depth, int16_t* to) {
+  Floats largest = Zero(), spoiled = Zero();
+  for (int i = 0; i < depth; i += kLanes) {
+    const Floats numbers = Load(x + i);
+    largest = Max(largest, Absolute(numbers));
+    spoiled = TimesPlus(numbers, Zero(), spoiled);
+  }
+  const float most = Largest(largest), nan = Sum(spoiled);
+  const Floats inverse = All(most < kLeast ? 0.0f : kLargest / most);
+  for (int i = 0; i < depth; i += kPairs)
+    StoreIntegers(Times(Load(x + i), inverse), Times(Load(x + i + kLanes), inverse), to + i);
+  return (most < kLeast ? 0.0f : most / kLargest) + nan;
+}
+
+template <int T>
+void PackTokens(const Int8Product& p, int64_t first, int tokens, const Tokens& to) {
+  for (int tile = 0; tile * T < tokens; ++tile) {
+    for (int64_t b = 0; b < p.blocks(); ++b) {
+      const int depth = p.depth(b);
+      int16_t* const integers = to.integers + tile * T * p.in + b * p.block * T;
+      float* const scales = to.scales + (tile * p.blocks() + b) * kLanes;
+      for (int t = 0; t < T; ++t) {
+        float scale = 0;
+        if (tile * T + t < tokens)
+          scale = PackBlock(p.x + (first + tile * T + t) * p.in + b * p.block, depth, integers + t * depth);
+        else
+          std::memset(integers + t * depth, 0, depth * sizeof(int16_t));
+        for (int lane = t; lane < kLanes; lane += T) scales[lane] = scale;
+      }
+    }
+  }
+}
+
+// Lane r * T + t: the sum of products of weight row r with token t. Prefetches the weights kRows rows further if asked.
+template <int T, bool prefetches>
+Bits Dots(const int8_t* weights, int64_t in, const int16_t* tokens, int depth) {
+  constexpr int R = kLanes / T;
+  Bits sum[kLanes];
+#pragma GCC unroll 16
+  for (int l = 0; l < kLanes; ++l) sum[l] = Bits{};
+  for (int i = 0; i < depth; i += kPairs) {
+    if (prefetches && i % 64 == 0)
+      for (int r = 0; r < R; ++r)
+        _mm_prefetch(reinterpret_cast<const char*>(weights + (kRows + r) * in + i), _MM_HINT_T1);
+    Bits right[T];
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      right[t] = LoadBits(tokens + t * depth + i);
+      asm("" : "+v"(right[t]));  // into a register: GCC would read it from memory R times
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Bits left = WidenBytes(weights + r * in + i);
+#pragma GCC unroll 4
+      for (int t = 0; t < T; ++t) sum[r * T + t] = PlusPairs(sum[r * T + t], left, right[t]);
+    }
+  }
+  return SumsOfLanes(sum);
+}
+
+// Multiplies weight rows begin .. begin + kRows - 1 with packed tokens, into y.
+template <int T>
+void MultiplyRows(const Int8Product& p, int64_t begin, int64_t first, int tokens, const Tokens& packed) {
+  constexpr int R = kLanes / T;
+  alignas(64) float sums[kMostTokens / T][T][kLanes];  // of each tile: T registers of R weight rows
+  const int tiles = (tokens + T - 1) / T;
+  std::memset(sums, 0, tiles * sizeof(sums[0]));
+  alignas(64) int rows_of[T][kLanes];  // the weight row of each lane
+  for (int g = 0; g < T; ++g)
+    for (int l = 0; l < kLanes; ++l) rows_of[g][l] = g * R + l / T;
+  for (int64_t b = 0; b < p.blocks(); ++b) {
+    const int depth = p.depth(b);
+    alignas(64) float of_rows[kRows];
+    for (int r = 0; r < kRows; ++r) of_rows[r] = p.groups == 1 ? 1.0f : p.scales[(begin + r) * p.groups + b];
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int16_t* const integers = packed.integers + tile * T * p.in + b * p.block * T;
+      const Floats of_tokens = Load(packed.scales + (tile * p.blocks() + b) * kLanes);
+      for (int g = 0; g < T; ++g) {
+        const int8_t* const weights = p.weights + (begin + g * R) * p.in + b * p.block;
+        const Bits dots = tile ? Dots<T, false>(weights, p.in, integers, depth)
+                               : Dots<T, true>(weights, p.in, integers, depth);
+        const Floats scale = Times(of_tokens, Permuted(Load(of_rows), LoadBits(rows_of[g])));
+        Store(sums[tile][g], TimesPlus(scale, ToFloats(dots), Load(sums[tile][g])));
+      }
+    }
+  }
+  for (int t = 0; t < tokens; ++t) {
+    float* const y = p.y + (first + t) * p.out + begin;
+    for (int r = 0; r < kRows; ++r)
+      y[r] = sums[t / T][r / R][r % R * T + t % T] * (p.groups == 1 ? p.scales[begin + r] : 1.0f);
+  }
+}
+
+template <int T>
+void MultiplyTokens(ffi::ThreadPool pool, const Int8Product& p, int64_t first, int tokens) {
+  const int64_t tiles = (tokens + T - 1) / T;
+  const Tokens packed{Packed<int16_t>(tiles * T * p.in), Packed<float>(tiles * p.blocks() * kLanes)};
+  PackTokens<T>(p, first, tokens, packed);
+  const int64_t steps = p.out / kRows, share = std::clamp<int64_t>(steps / (8 * pool.num_threads()), 1, 16);
+  InParallel(pool, int((steps + share - 1) / share), [&](int i) {
+    for (int64_t s = i * share; s < std::min((i + 1) * share, steps); ++s)
+      MultiplyRows<T>(p, s * kRows, first, tokens, packed);
+  });
+}
+
+ffi::Error MultiplyInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> weights,
+                        ffi::Buffer<ffi::F32> scales, int64_t group, ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t groups = scales.dimensions()[1];
+  const Int8Product p{x.typed_data(), weights.typed_data(), scales.typed_data(), y->typed_data(), x.dimensions()[0],
+                      x.dimensions()[1], weights.dimensions()[0], groups, groups == 1 ? kMostInputs : group};
+  if (p.block > kMostInputs || p.block % 32 || p.in % 32 || p.out % 16)
+    return {ffi::ErrorCode::kInvalidArgument, "groups have 32 to 512 inputs, weights multiples of 32 by 16"};
+  if (p.tokens == 1) {
+    MultiplyTokens<1>(pool, p, 0, 1);
+  } else if (p.tokens == 2) {
+    MultiplyTokens<2>(pool, p, 0, 2);
+  } else {
+    for (int64_t first = 0; first < p.tokens; first += kMostTokens)
+      MultiplyTokens<4>(pool, p, first, int(std::min<int64_t>(kMostTokens, p.tokens - first)));
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jaxsgl
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(int8_product, jaxsgl::MultiplyInt8,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("group")
+                                  .Ret<ffi::Buffer<ffi::F32>>());

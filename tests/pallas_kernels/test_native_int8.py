@@ -1,0 +1,98 @@
+"""Products with int8 weights in C++: equal to the bit to integers in NumPy, whatever rows stand side by side."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.native.product import int8_product, refuse_int8
+from tests.grids import pairwise
+from tests.pallas_kernels import native_cases
+
+WAYS = ("paired", *(way for way in native_cases.WAYS if way == "narrow"))  # integers have one way, in two widths
+
+pytestmark = pytest.mark.usefixtures("each_way")
+
+NUM_ROWS = [1, 2, 3, 4, 8, 9, 64, 65, 130]
+SHAPES = [(16, 32, 0), (48, 1056, 0), (1024, 256, 128), (32, 160, 64), (4112, 64, 32)]  # out, in, group (0: one scale)
+
+
+def inputs(num_rows: int, num_out: int, num_in: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(num_rows + num_out + num_in)
+    x = (rng.standard_normal((num_rows, num_in)) * rng.uniform(0, 9, (num_rows, 1))).astype(np.float32)
+    x[:, 7] *= 50
+    numbers = rng.integers(-128, 128, (num_out, num_in)).astype(np.int8)
+    num_groups = -(-num_in // group) if group else 1
+    return x, numbers, rng.uniform(0.01, 0.1, (num_out, num_groups)).astype(np.float32)
+
+
+def by_definition(x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, group: int) -> np.ndarray:
+    """Blocks rounded to 16 bit integers and summed exactly, then added up in float32 from the first to the last.
+
+    A fused multiplication and addition rounds once: float64 holds the product of two float32 numbers exactly.
+    """
+    block, out = group or 512, np.zeros((len(x), len(numbers)), np.float32)
+    for b, first in enumerate(range(0, x.shape[1], block)):
+        part = x[:, first : first + block]
+        most = np.abs(part).max(1, keepdims=True)
+        integers = np.rint(part * (np.float32(32767) / most)).astype(np.int64)
+        dots = (integers @ numbers[:, first : first + block].astype(np.int64).T).astype(np.float32)
+        factor = most / np.float32(32767) * (scale[:, b] if group else np.float32(1))
+        out = (factor.astype(np.float64) * dots + out).astype(np.float32)
+    return out if group else out * scale[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("each_way", "num_rows", "shape"), pairwise(WAYS, NUM_ROWS, SHAPES), indirect=["each_way"], ids=str
+)
+def test_sums_of_blocks_are_exact(num_rows: int, shape: tuple[int, int, int]) -> None:
+    num_out, num_in, group = shape
+    x, numbers, scale = inputs(num_rows, num_out, num_in, group)
+    out = np.asarray(jax.jit(int8_product, static_argnums=3)(x, numbers, scale, group or num_in))
+    np.testing.assert_array_equal(out, by_definition(x, numbers, scale, group))
+    weights = numbers * (np.repeat(scale, group, 1)[:, :num_in] if group else scale).astype(np.float64)
+    exact = x.astype(np.float64) @ weights.T
+    assert np.linalg.norm(out - exact) < 1e-3 * np.linalg.norm(exact)  # bfloat16 rounds more
+
+
+in_each_way = pytest.mark.parametrize("each_way", WAYS, indirect=True)
+
+
+@in_each_way
+@pytest.mark.parametrize("group", [0, 128])
+def test_a_row_comes_out_the_same_whatever_stands_beside_it(group: int) -> None:
+    x, numbers, scale = inputs(130, 128, 1024, group)
+    together = np.asarray(int8_product(x, numbers, scale, group or 1024))
+    for count in (1, 2, 3, 8, 16, 65):
+        np.testing.assert_array_equal(
+            np.asarray(int8_product(x[:count], numbers, scale, group or 1024)), together[:count]
+        )
+
+
+@in_each_way
+def test_rows_of_zeros_nan_and_the_largest_numbers_spoil_no_other() -> None:
+    x, numbers, scale = inputs(20, 64, 512, 0)
+    plain = np.asarray(int8_product(x, numbers, scale, 512))
+    x[3], x[4], x[5, 9], x[6] = np.nan, 0, np.inf, 3e38 * np.sign(x[6])
+    numbers[0], scale[0] = -128, 1e-6
+    out = np.asarray(int8_product(x, numbers, scale, 512))
+    assert np.isnan(out[3]).all() and np.isnan(out[5]).all() and (out[4] == 0).all()
+    np.testing.assert_array_equal(out[6], by_definition(x[6:7], numbers, scale, 0)[0])
+    others = [0, 1, 2, *range(7, 20)]
+    np.testing.assert_array_equal(out[others, 1:], plain[others, 1:])
+
+
+@pytest.mark.parametrize("each_way", WAYS[:1], indirect=True)
+def test_other_formats_and_shapes_are_refused() -> None:
+    def reason(x_dtype: str, dtype: str, dims: tuple[int, int], groups: int, group: int) -> str:
+        x, numbers = jnp.zeros((4, dims[1]), x_dtype), jnp.zeros(dims, dtype)
+        return refuse_int8(x, numbers, jnp.zeros((dims[0], groups)), group) or ""
+
+    assert "float32 rows and int8 numbers" in reason("bfloat16", "int8", (32, 64), 1, 64)
+    assert "float32 rows and int8 numbers" in reason("float32", "int4", (32, 64), 1, 64)
+    assert "(24, 64); it takes multiples of (16, 32)" in reason("float32", "int8", (24, 64), 1, 64)
+    assert "groups have 48 inputs" in reason("float32", "int8", (32, 96), 2, 48)
+    assert "groups have 1024 inputs" in reason("float32", "int8", (32, 2048), 2, 1024)
+    assert reason("float32", "int8", (32, 2048), 1, 2048) == ""
