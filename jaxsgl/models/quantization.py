@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxsgl.errors import ConfigError
@@ -22,16 +22,38 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Storage:
+    """How a checkpoint stores a quantized matrix `[out, in]`.
+
+    Attributes:
+      kind: "plain" numbers in `weight`; or integers in words of 32 bits: "awq", "gptq", "packed" (compressed-tensors).
+      bits: of a number.
+      scale: the name of the tensor of scales, instead of `weight`.
+      block_rows: how many outputs share a scale.
+      has_zeros: integers have an offset for each scale. Without, the middle of their range stands for 0.
+      zeros_one_less: the stored offsets are too small by 1.
+    """
+
+    kind: str
+    bits: int = 8
+    scale: str = "weight_scale"
+    block_rows: int = 1
+    has_zeros: bool = False
+    zeros_one_less: bool = False
+
+
+@dataclass(frozen=True)
 class WeightFormat:
     """How the matrices of a model are kept (`models/matrix.py`).
 
     Attributes:
       method: where the numbers come from: `AT_LOAD`, or the checkpoint's `quant_method`.
-      numbers: dtype of the numbers: int8, float8_e4m3fn.
+      numbers: dtype of the numbers: int8, int4, float8_e4m3fn; bfloat16 for float8 on a CPU.
       group: how many inputs of an output share a scale; None: all.
       has_zeros: numbers have an offset for each scale.
       reorders: columns stand in another order than inputs.
       vocabulary: whether the embedding and the output head are quantized, too.
+      storage: of the checkpoint's tensors; None: they are not quantized.
     """
 
     method: str
@@ -40,10 +62,23 @@ class WeightFormat:
     has_zeros: bool = False
     reorders: bool = False
     vocabulary: bool = False
+    storage: Storage | None = None
 
     def group_of(self, num_inputs: int) -> int:
         """How many of `num_inputs` share a scale."""
         return num_inputs if self.group is None else self.group
+
+    def on_cpu(self, dtype: str) -> WeightFormat:
+        """The format in which a CPU keeps such weights beside others in `dtype`, without loss.
+
+        Its kernels multiply int8 without offsets, which 4 bits less their offset fit, and bfloat16, which has all
+        numbers of float8.
+        """
+        if self.numbers == "int4":
+            return replace(self, numbers="int8", has_zeros=False)
+        if self.numbers == "float8_e4m3fn" and dtype == "bfloat16":
+            return replace(self, numbers="bfloat16")
+        return self
 
 
 AT_LOAD = "load"  # quantized while a checkpoint of other numbers is loaded

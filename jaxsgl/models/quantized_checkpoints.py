@@ -1,0 +1,143 @@
+"""How a checkpoint's matrices are quantized, by `quantization_config` of its config.json.
+
+Reads the words of FP8 releases, compressed-tensors, AWQ and GPTQ; refuses every other format by its name, and options
+that would change results. Never knows tensors: `weights/stored_matrix.py` reads them. Called by `arch`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models.quantization import Storage, WeightFormat
+
+SUPPORTED = "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4), awq and gptq (4 and 8 bits)"
+# Modules whose weights are matrices of ours that stay unquantized in every format.
+_UNQUANTIZED = re.compile(r"(model\.)?(embed_tokens|norm|lm_head)|lm_head|.*(norm|layernorm|\.gate|router|rotary_emb)")
+
+
+def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
+    """The format that `quantization_config` of the file `path` describes.
+
+    Raises `CheckpointError` for a format that is not supported, by its name.
+    """
+    method = config.get("quant_method")
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}
+    if method not in readers:
+        raise CheckpointError(f"{path}: weights quantized by {method} are not supported; supported are {SUPPORTED}")
+    reader = _Reader(path, config)
+    fmt = readers[method](reader)
+    kept = [*(config.get("ignore") or ()), *(config.get("modules_to_not_convert") or ())]
+    refused = [module for module in kept if not _stays_anyway(str(module))]
+    if refused:
+        raise CheckpointError(
+            f"{path}: quantization_config leaves {refused[0]} unquantized; supported are exceptions for embeddings, "
+            "norms, routers and the output head only"
+        )
+    return fmt
+
+
+def _stays_anyway(module: str) -> bool:
+    """Whether a name or pattern of `ignore` means modules only that are not quantized in any case."""
+    if module.startswith("re:"):
+        return re.search(r"lm_head|embed|norm|gate\$|router", module) is not None
+    return _UNQUANTIZED.fullmatch(module) is not None
+
+
+class _Reader:
+    """Values of a configuration, with errors that name file, key and value."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path = path
+        self.values = values
+
+    def one_of(self, key: str, *allowed: Any, default: Any = None) -> Any:
+        """The value, which must be one of `allowed`; `default` where it is missing or null."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if value not in allowed:
+            told = ", ".join(map(str, allowed))
+            raise CheckpointError(f"{self.path}: quantization_config: {key} is {value}; supported are {told}")
+        return value
+
+    def group(self, key: str = "group_size") -> int | None:
+        """Inputs that share a scale; None for -1, all of them."""
+        value = self.values.get(key, -1)
+        if value in (None, -1):
+            return None
+        if not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self.path}: quantization_config: {key} is {value}, but must be -1, or 1 and more")
+        return value
+
+
+def _fp8(config: _Reader) -> WeightFormat:
+    """FP8 releases: DeepSeek's and Qwen's blocks with `weight_scale_inv`, or one `weight_scale` for a tensor."""
+    config.one_of("fmt", "e4m3", "float8_e4m3fn", default="e4m3")
+    block = config.values.get("weight_block_size")
+    if block is None:
+        return WeightFormat("fp8", "float8_e4m3fn", storage=Storage("plain", scale="weight_scale"))
+    storage = Storage("plain", scale="weight_scale_inv", block_rows=int(block[0]))
+    return WeightFormat("fp8", "float8_e4m3fn", group=int(block[1]), storage=storage)
+
+
+def _compressed_tensors(config: _Reader) -> WeightFormat:
+    groups = [group for group in (config.values.get("config_groups") or {}).values() if (group or {}).get("weights")]
+    if len({str(group["weights"]) for group in groups}) != 1:
+        raise CheckpointError(
+            f"{config.path}: quantization_config has {len(groups)} formats of weights, but 1 is supported"
+        )
+    if config.values.get("sparsity_config"):
+        config.one_of("sparsity_config", None)
+    config.one_of("format", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+    weights = _Reader(config.path, groups[0]["weights"])
+    kind, bits = weights.one_of("type", "float", "int", default="int"), weights.one_of("num_bits", 8, 4, default=8)
+    strategy = weights.one_of("strategy", "tensor", "channel", "group", "block", default="tensor")
+    has_zeros = not weights.one_of("symmetric", True, False, default=True)
+    actorder = weights.one_of("actorder", None, False, "weight", "static", "group", "dynamic")
+    group = weights.group() if strategy == "group" else None
+    if kind == "float":
+        if bits != 8 or has_zeros:
+            raise CheckpointError(
+                f"{config.path}: weights of {bits} bits of type float are not supported (NVFP4, MXFP4)"
+            )
+        rows, columns = weights.values["block_structure"] if strategy == "block" else (1, group)
+        storage = Storage("plain", scale="weight_scale", block_rows=int(rows))
+        return WeightFormat("compressed-tensors", "float8_e4m3fn", group=columns, storage=storage)
+    packed = config.values.get("format") == "pack-quantized"
+    if strategy == "block" or (bits == 4 and not packed):
+        raise CheckpointError(
+            f"{config.path}: int{bits} weights by {strategy} as {config.values.get('format')} are not supported"
+        )
+    storage = Storage("packed" if packed else "plain", bits, scale="weight_scale", has_zeros=has_zeros)
+    return WeightFormat(
+        "compressed-tensors", f"int{bits}", group=group, has_zeros=has_zeros,
+        reorders=packed and actorder in ("group", "dynamic"), storage=storage,
+    )  # fmt: skip
+
+
+def _awq(config: _Reader) -> WeightFormat:
+    bits = config.one_of("bits" if "bits" in config.values else "w_bit", 4)
+    config.one_of("version", "gemm", "GEMM", default="gemm")
+    config.one_of("zero_point", True, default=True)
+    group = config.group("group_size" if "group_size" in config.values else "q_group_size")
+    return WeightFormat(
+        "awq", "int4", group=group, has_zeros=True, storage=Storage("awq", bits, "scales", has_zeros=True)
+    )
+
+
+def _gptq(config: _Reader) -> WeightFormat:
+    bits = config.one_of("bits", 4, 8)
+    config.one_of("lm_head", False, default=False)
+    one_less = config.one_of("checkpoint_format", "gptq", "gptq_v2", default="gptq") == "gptq"
+    has_zeros = not config.one_of("sym", True, False, default=True)
+    if config.values.get("dynamic"):
+        raise CheckpointError(
+            f"{config.path}: quantization_config: dynamic (other bits for some modules) is not supported"
+        )
+    group = config.group()
+    storage = Storage("gptq", bits, "scales", has_zeros=has_zeros, zeros_one_less=one_less)
+    reorders = group is not None and bool(config.values.get("desc_act"))
+    return WeightFormat("gptq", f"int{bits}", group=group, has_zeros=has_zeros, reorders=reorders, storage=storage)

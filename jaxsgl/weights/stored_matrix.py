@@ -1,0 +1,192 @@
+"""Quantized matrices as checkpoints store them, read row by row: numbers, scales, offsets, order of columns.
+
+Owns the packings: which bits of which word are which number. A row is an output's weights, whatever the axes of the
+stored tensors. Never knows names of parameters or how rows are fused: `quantized.py`, which calls it, does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models.quantization import Storage, WeightFormat
+
+Array: TypeAlias = npt.NDArray[Any]
+Rows: TypeAlias = slice | npt.NDArray[np.intp]
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight outputs in a word, from its lowest bits
+WORD_BITS = 32
+
+
+def tensor_names(storage: Storage, reorders: bool) -> tuple[str, ...]:
+    """The tensors of a matrix by what replaces "weight" in its name."""
+    numbers = {"plain": "weight", "packed": "weight_packed"}.get(storage.kind, "qweight")
+    in_words = storage.kind in ("awq", "gptq")
+    names = [numbers, storage.scale]
+    if storage.has_zeros or in_words:
+        names.append("qzeros" if in_words else "weight_zero_point")
+    if reorders:
+        names.append("g_idx" if in_words else "weight_g_idx")
+    return tuple(names)
+
+
+def is_unused(name: str) -> bool:
+    """Whether a tensor of a quantized checkpoint is rightly left unread.
+
+    Activations are not quantized here, so their scales mean nothing; shapes and orders follow from the configuration.
+    """
+    return name.endswith(
+        (".input_scale", ".input_zero_point", ".weight_shape", ".g_idx", ".weight_g_idx", ".output_scale")
+    )
+
+
+class StoredMatrix:
+    """One quantized matrix.
+
+    Args:
+      fmt: in which it is to be kept; its `storage` says how it is stored.
+      tensors: by the names of `tensor_names`; cutting one reads only the part.
+      shape: `(out, in)`.
+      name: of the matrix, for errors.
+
+    Raises:
+      CheckpointError: a tensor has another shape or dtype than the configuration says.
+    """
+
+    def __init__(self, fmt: WeightFormat, tensors: Mapping[str, Array], shape: tuple[int, int], name: str) -> None:
+        assert fmt.storage is not None
+        self._fmt, self._storage, self._tensors, self._name = fmt, fmt.storage, tensors, name
+        self.shape = shape
+        self._per_word = WORD_BITS // self._storage.bits
+        self._group = fmt.group_of(shape[1])
+        self._num_groups = -(-shape[1] // self._group)
+        self._numbers, *others = (tensors[each] for each in tensor_names(self._storage, fmt.reorders))
+        self._scale = others[0]
+        has_zeros = self._storage.has_zeros or self._storage.kind in ("awq", "gptq")
+        self._zeros = others[1] if has_zeros else None
+        self._check()
+
+    def numbers(self, rows: Rows) -> Array:
+        """`[R, in]` in the dtype of the format, columns in their order."""
+        dtype = np.dtype(getattr(ml_dtypes, self._fmt.numbers, self._fmt.numbers))
+        if self._storage.kind == "plain":
+            plain = self._numbers[rows]
+            if self._storage.has_zeros and not self._fmt.has_zeros:
+                plain = plain - self._per_column(self.zero(rows))
+            return self._sorted(plain).astype(dtype)
+        numbers = self._unpacked(rows)
+        if self._storage.has_zeros and not self._fmt.has_zeros:
+            return (self._sorted(numbers) - self._per_column(self.zero(rows))).astype(dtype)
+        return self._sorted(numbers).astype(dtype)
+
+    def scale(self, rows: Rows) -> npt.NDArray[np.float32]:
+        """`[R, G]` float32."""
+        out = self.shape[0]
+        if self._scale.size == 1:
+            scale = np.broadcast_to(self._scale.reshape(1, 1), (out, self._num_groups))[rows]
+        elif self._storage.kind in ("awq", "gptq"):
+            scale = self._scale[:, rows].T
+        elif self._storage.block_rows > 1:
+            scale = self._scale[np.arange(out)[rows] // self._storage.block_rows]
+        else:
+            scale = self._scale.reshape(out, self._num_groups)[rows]
+        return np.ascontiguousarray(scale, np.float32)
+
+    def zero(self, rows: Rows) -> npt.NDArray[np.int8]:
+        """`[R, G]` int8: what stands for 0 among `numbers`."""
+        assert self._zeros is not None
+        bits, middle = self._storage.bits, 1 << (self._storage.bits - 1)
+        if self._storage.kind == "plain":
+            zeros: Array = self._zeros.reshape(self.shape[0], self._num_groups)[rows]
+            return zeros.astype(np.int8)
+        if self._storage.kind == "packed":  # eight rows in a word
+            words = np.arange(self.shape[0])[rows]
+            zeros = (self._zeros[words // self._per_word].view(np.uint32) >> _shifts(words, bits)[:, None]) & _mask(
+                bits
+            )
+        else:  # eight outputs in a word of a group
+            outputs = np.arange(self.shape[0])[rows]
+            places = _places(outputs, self._storage)
+            zeros = (self._zeros[:, outputs // self._per_word].view(np.uint32) >> _shifts(places, bits)) & _mask(bits)
+            zeros = zeros.T
+        more = 1 if self._storage.zeros_one_less else 0
+        return (((zeros.astype(np.int16) + more) & int(_mask(bits))) - middle).astype(np.int8)
+
+    def order(self) -> npt.NDArray[np.int32]:
+        """`[in]`: the input of each column. Raises `CheckpointError` unless every group has equally many inputs."""
+        index = self._tensors[tensor_names(self._storage, True)[-1]].reshape(-1)
+        sizes = np.bincount(index, minlength=self._num_groups)
+        if len(sizes) != self._num_groups or (sizes[:-1] != self._group).any():
+            raise CheckpointError(
+                f"{self._name}: groups of g_idx have {sizes.min()} to {sizes.max()} inputs, but group_size is "
+                f"{self._group}"
+            )
+        return np.argsort(index, kind="stable").astype(np.int32)
+
+    def _sorted(self, numbers: Array) -> Array:
+        return numbers[:, self.order()] if self._fmt.reorders else numbers
+
+    def _per_column(self, of_groups: Array) -> Array:
+        return np.repeat(of_groups, self._group, axis=1)[:, : self.shape[1]]
+
+    def _unpacked(self, rows: Rows) -> npt.NDArray[np.int16]:
+        """`[R, in]`, less the middle of their range: what the format's dtype holds."""
+        bits, num_in = self._storage.bits, self.shape[1]
+        inputs = np.arange(num_in)
+        if self._storage.kind == "packed":  # [out, in / 8], eight inputs in a word
+            words = self._numbers[rows].view(np.uint32)
+            spread = np.repeat(words, self._per_word, axis=1)[:, :num_in] >> _shifts(inputs, bits)
+        elif self._storage.kind == "gptq":  # [in / 8, out]
+            words = self._numbers[:, rows].T.view(np.uint32)
+            spread = np.repeat(words, self._per_word, axis=1)[:, :num_in] >> _shifts(inputs, bits)
+        else:  # AWQ: [in, out / 8], eight outputs in a word
+            outputs = np.arange(self.shape[0])[rows]
+            words = self._numbers[:, outputs // self._per_word].view(np.uint32)
+            spread = (words >> _shifts(_places(outputs, self._storage), bits)).T
+        return (spread & _mask(bits)).astype(np.int16) - (1 << (bits - 1))
+
+    def _check(self) -> None:
+        (out, num_in), groups, per_word = self.shape, self._num_groups, self._per_word
+        kind = self._storage.kind
+        words = -(-num_in // per_word)
+        expected = {
+            "plain": (out, num_in), "packed": (out, words), "gptq": (words, out), "awq": (num_in, out // per_word),
+        }[kind]  # fmt: skip
+        self._refuse_unless(self._numbers.shape == expected, "numbers", self._numbers, expected)
+        rows = -(-out // self._storage.block_rows)
+        of_scale = {(groups, out)} if kind in ("awq", "gptq") else {(rows, groups)}
+        if groups == 1 and kind in ("plain", "packed"):
+            of_scale |= {(out,), (), (1,), (1, 1)}
+        self._refuse_unless(self._scale.shape in of_scale, "scales", self._scale, sorted(of_scale)[-1])
+        wanted = {"plain": (np.int8, ml_dtypes.float8_e4m3fn)}.get(kind, (np.int32, np.uint32))
+        self._refuse_unless(self._numbers.dtype in wanted, "numbers", self._numbers, expected)
+        if self._zeros is not None and not self._storage.has_zeros and self.zero(slice(None)).any():
+            raise CheckpointError(
+                f"{self._name}: quantization_config says symmetric, but the stored zero points differ"
+            )
+
+    def _refuse_unless(self, fits: bool, what: str, tensor: Array, expected: tuple[int, ...]) -> None:
+        if not fits:
+            raise CheckpointError(
+                f"{self._name}: {what} are {tensor.dtype} {tensor.shape}, but config.json asks for {expected} "
+                f"({self._storage.kind}, {self._storage.bits} bits, groups of {self._group})"
+            )
+
+
+def _mask(bits: int) -> np.uint32:
+    return np.uint32((1 << bits) - 1)
+
+
+def _shifts(places: Array, bits: int) -> npt.NDArray[np.uint32]:
+    """How far the numbers at these places of their words are shifted."""
+    return (places % (WORD_BITS // bits) * bits).astype(np.uint32)
+
+
+def _places(outputs: Array, storage: Storage) -> Array:
+    """The place of each output's number in its word."""
+    return np.argsort(AWQ_ORDER)[outputs % 8] if storage.kind == "awq" else outputs

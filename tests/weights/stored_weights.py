@@ -1,0 +1,215 @@
+"""Checkpoints quantized in every format, packed here number by number as each format's software stores them."""
+# ruff: noqa: E501 - a line per format
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+Quantize = Callable[[np.ndarray, np.random.Generator], tuple[Tensors, np.ndarray]]
+
+GROUP = 32
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words_along(values: np.ndarray, axis: int, bits: int = 4, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Numbers packed into int32 along `axis`; the n-th from the lowest bits is that of place `order[n]`."""
+    per_word = 32 // bits
+    moved = np.moveaxis(values.astype(np.uint64), axis, -1)
+    moved = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, -moved.shape[-1] % per_word)])
+    packed = np.zeros((*moved.shape[:-1], moved.shape[-1] // per_word), np.uint64)
+    for n in range(per_word):
+        packed |= moved[..., (order or range(per_word))[n] :: per_word] << np.uint64(bits * n)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed, -1, axis).astype(np.uint32).view(np.int32)))
+
+
+def _groups(num_in: int) -> np.ndarray:
+    return np.arange(num_in) // GROUP
+
+
+def _scales(weights: np.ndarray, groups: np.ndarray, levels: float) -> np.ndarray:
+    """`[out, G]`, rounded to float16 as checkpoints keep them."""
+    largest = np.stack([np.abs(weights[:, groups == g]).max(1) for g in range(groups.max() + 1)], 1)
+    return (largest / levels).astype(np.float16).astype(np.float32)
+
+
+def _float8(values: np.ndarray) -> np.ndarray:
+    return values.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn)
+
+
+def _torch8(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.view(np.uint8).copy()).view(torch.float8_e4m3fn)
+
+
+def fp8_blocks(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """Blocks of 40 by 48, cut at the edges."""
+    out, num_in = weights.shape
+    scale = rng.uniform(0.002, 0.01, (-(-out // 40), -(-num_in // 48))).astype(np.float32)
+    full = np.repeat(np.repeat(scale, 40, 0)[:out], 48, 1)[:, :num_in]
+    numbers = _float8(weights / full)
+    tensors = {"weight": _torch8(numbers), "weight_scale_inv": torch.from_numpy(scale)}
+    return tensors, numbers.astype(np.float32) * full
+
+
+def fp8_tensor(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """One scale, and a static one of the inputs, which W8A16 does not use."""
+    scale = np.float32(np.abs(weights).max() / 400)
+    numbers = _float8(weights / scale)
+    tensors = {"weight": _torch8(numbers), "weight_scale": torch.tensor([scale]), "input_scale": torch.tensor([0.5])}
+    return tensors, numbers.astype(np.float32) * scale
+
+
+def fp8_channels(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """One scale per output, in bfloat16."""
+    scale = (np.abs(weights).max(1, keepdims=True) / 400).astype(ml_dtypes.bfloat16).astype(np.float32)
+    numbers = _float8(weights / scale)
+    tensors = {"weight": _torch8(numbers), "weight_scale": torch.from_numpy(scale).bfloat16()}
+    return tensors, numbers.astype(np.float32) * scale
+
+
+def int8_channels(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    scale = (np.abs(weights).max(1, keepdims=True) / 127).astype(np.float32)
+    numbers = np.rint(weights / scale).astype(np.int8)
+    return {"weight": torch.from_numpy(numbers), "weight_scale": torch.from_numpy(scale)}, numbers * scale
+
+
+def _asymmetric(
+    weights: np.ndarray, rng: np.random.Generator, groups: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers 0 .. 15, offsets 0 .. 15 and scales `[out, G]`, and the weights that they mean."""
+    scale = _scales(weights, groups, 6)
+    zeros = rng.integers(0, 16, scale.shape)
+    numbers = (np.rint(weights / scale[:, groups]) + zeros[:, groups]).clip(0, 15)
+    return numbers, zeros, scale, (numbers - zeros[:, groups]) * scale[:, groups]
+
+
+def awq(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    numbers, zeros, scale, meant = _asymmetric(weights, rng, _groups(weights.shape[1]))
+    tensors = {
+        "qweight": words_along(numbers.T, 1, order=AWQ_COLUMNS),
+        "qzeros": words_along(zeros.T, 1, order=AWQ_COLUMNS),
+        "scales": torch.from_numpy(np.ascontiguousarray(scale.T)).half(),
+    }
+    return tensors, meant
+
+
+def gptq(weights: np.ndarray, rng: np.random.Generator, *, desc_act: bool = False) -> tuple[Tensors, np.ndarray]:
+    """Offsets are stored less one; with `desc_act`, inputs belong to groups in a random order, alike in all matrices."""
+    groups = _groups(weights.shape[1])
+    if desc_act:
+        groups = np.random.default_rng(weights.shape[1]).permutation(groups)
+    numbers, zeros, scale, meant = _asymmetric(weights, rng, groups)
+    tensors = {
+        "qweight": words_along(numbers.T, 0),
+        "qzeros": words_along((zeros.T - 1) % 16, 1),
+        "scales": torch.from_numpy(np.ascontiguousarray(scale.T)).half(),
+        "g_idx": torch.from_numpy(groups.astype(np.int32)),
+    }
+    return tensors, meant
+
+
+def gptq_8_bits(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    groups = _groups(weights.shape[1])
+    scale = _scales(weights, groups, 127)
+    numbers = np.rint(weights / scale[:, groups]).clip(-128, 127) + 128
+    tensors = {
+        "qweight": words_along(numbers.T, 0, bits=8),
+        "qzeros": words_along(np.full(scale.T.shape, 127), 1, bits=8),
+        "scales": torch.from_numpy(np.ascontiguousarray(scale.T)).half(),
+        "g_idx": torch.from_numpy(groups.astype(np.int32)),
+    }
+    return tensors, (numbers - 128) * scale[:, groups]
+
+
+def packed_int4(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    groups = _groups(weights.shape[1])
+    scale = _scales(weights, groups, 7)
+    numbers = np.rint(weights / scale[:, groups]).clip(-8, 7)
+    tensors = {
+        "weight_packed": words_along(numbers + 8, 1),
+        "weight_scale": torch.from_numpy(scale).half(),
+        "weight_shape": torch.tensor(weights.shape),
+    }
+    return tensors, numbers * scale[:, groups]
+
+
+def packed_int4_asymmetric(weights: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    numbers, zeros, scale, meant = _asymmetric(weights, rng, _groups(weights.shape[1]))
+    tensors = {
+        "weight_packed": words_along(numbers, 1),
+        "weight_scale": torch.from_numpy(scale).half(),
+        "weight_zero_point": words_along(zeros, 0),
+        "weight_shape": torch.tensor(weights.shape),
+    }
+    return tensors, meant
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    """`quantization_config` of compressed-tensors."""
+    defaults = {"symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": {**defaults, **weights}, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+# Name -> (quantization_config, how a matrix is quantized).
+FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "fp8 in blocks": (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 48], "activation_scheme": "dynamic",
+         "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"]}, fp8_blocks,
+    ),
+    "fp8 per tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor),
+    "compressed-tensors fp8 per tensor": (
+        compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), fp8_tensor,
+    ),
+    "compressed-tensors fp8 per channel": (
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channels,
+    ),
+    "compressed-tensors int8": (compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_channels),
+    "compressed-tensors int4": (
+        compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP), packed_int4,
+    ),
+    "compressed-tensors int4 asymmetric": (
+        compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=False),
+        packed_int4_asymmetric,
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, awq),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}, gptq),
+    "gptq desc_act": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False},
+        lambda weights, rng: gptq(weights, rng, desc_act=True),
+    ),
+    "gptq 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "sym": True}, gptq_8_bits),
+}  # fmt: skip
+
+
+def quantize_folder(plain: Path, folder: Path, name: str, seed: int = 0) -> Path:
+    """Writes the checkpoint of `plain` in the format `name` to `folder`, and what its numbers mean to `folder/meant`."""
+    config, quantize = FORMATS[name]
+    rng = np.random.default_rng(seed)
+    stored: Tensors = {}
+    meant: Tensors = {}
+    for key, tensor in load_file(plain / "model.safetensors").items():
+        if not key.endswith("_proj.weight"):
+            stored[key] = meant[key] = tensor
+            continue
+        parts, values = quantize(tensor.float().numpy(), rng)
+        stored |= {key.removesuffix("weight") + part: value for part, value in parts.items()}
+        meant[key] = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+    for place, tensors, added in ((folder, stored, {"quantization_config": config}), (folder / "meant", meant, {})):
+        place.mkdir(parents=True)
+        save_file(tensors, place / "model.safetensors")
+        (place / "config.json").write_text(json.dumps(json.loads((plain / "config.json").read_text()) | added))
+    return folder

@@ -1,0 +1,120 @@
+"""Quantized matrices of every format, read row by row, mean what the software that packs them says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models.quantization import WeightFormat
+from jaxsgl.models.quantized_checkpoints import read_format
+from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
+from tests.weights.stored_weights import FORMATS, Tensors
+
+SHAPE = (72, 128)
+PATH = Path("config.json")
+
+
+def as_numpy(tensors: Tensors) -> dict[str, Any]:
+    views = {
+        torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+        torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    }
+    arrays = {}
+    for name, tensor in tensors.items():
+        bits, dtype = views.get(tensor.dtype, (None, None))
+        arrays[name] = tensor.numpy() if bits is None else tensor.view(bits).numpy().view(dtype)
+    return arrays
+
+
+def stored(name: str, fmt: WeightFormat | None = None) -> tuple[StoredMatrix, np.ndarray, WeightFormat]:
+    config, quantize = FORMATS[name]
+    rng = np.random.default_rng(3)
+    tensors, meant = quantize(rng.standard_normal(SHAPE).astype(np.float32), rng)
+    fmt = fmt or read_format(PATH, config)
+    return StoredMatrix(fmt, as_numpy(tensors), SHAPE, "q_proj"), meant, fmt
+
+
+def dequantized(matrix: StoredMatrix, fmt: WeightFormat, rows: Any) -> np.ndarray:
+    """By the definition of `Matrix`."""
+    group = np.arange(SHAPE[1]) // fmt.group_of(SHAPE[1])
+    values = matrix.numbers(rows).astype(np.float32)
+    if fmt.has_zeros:
+        values = values - matrix.zero(rows)[:, group]
+    values = values * matrix.scale(rows)[:, group]
+    out = np.empty_like(values)
+    out[:, matrix.order() if fmt.reorders else slice(None)] = values
+    return out
+
+
+@pytest.mark.parametrize("on_cpu", [False, True], ids=["accelerator", "cpu"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_mean_what_was_packed(name: str, on_cpu: bool) -> None:
+    fmt = read_format(PATH, FORMATS[name][0])
+    matrix, meant, fmt = stored(name, fmt.on_cpu("bfloat16") if on_cpu else fmt)
+    assert not on_cpu or (fmt.numbers in ("int8", "bfloat16") and not fmt.has_zeros)
+    for rows in (slice(None), slice(40, 41), slice(16, 72), np.array([71, 3, 3, 40])):
+        np.testing.assert_allclose(dequantized(matrix, fmt, rows), meant[rows], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_another_shape_than_the_configuration_says_is_an_error_with_both(name: str) -> None:
+    config, quantize = FORMATS[name]
+    tensors, _ = quantize(np.ones(SHAPE, np.float32), np.random.default_rng(0))
+    with pytest.raises(CheckpointError, match=r"q_proj: (numbers|scales) are .*config\.json asks for"):
+        StoredMatrix(read_format(PATH, config), as_numpy(tensors), (SHAPE[0], SHAPE[1] - 32), "q_proj")
+
+
+def test_a_symmetric_checkpoint_with_other_offsets_is_refused() -> None:
+    config = {**FORMATS["gptq"][0], "sym": True}
+    with pytest.raises(CheckpointError, match="says symmetric, but the stored zero points differ"):
+        stored("gptq", read_format(PATH, config))
+
+
+def test_the_tensors_of_a_format_replace_weight_in_its_name() -> None:
+    def names(name: str) -> tuple[str, ...]:
+        fmt = read_format(PATH, FORMATS[name][0])
+        assert fmt.storage is not None
+        return tensor_names(fmt.storage, fmt.reorders)
+
+    assert names("fp8 in blocks") == ("weight", "weight_scale_inv")
+    assert names("awq") == ("qweight", "scales", "qzeros")
+    assert names("gptq desc_act") == ("qweight", "scales", "qzeros", "g_idx")
+    assert names("compressed-tensors int4 asymmetric") == ("weight_packed", "weight_scale", "weight_zero_point")
+
+
+COMPRESSED = FORMATS["compressed-tensors int8"][0]
+WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "gguf"}, "weights quantized by gguf are not supported; supported are fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantized by modelopt"),
+        ({"quant_method": "mxfp4"}, "quantized by mxfp4"),
+        ({**FORMATS["awq"][0], "version": "gemv"}, "version is gemv; supported are gemm"),
+        ({**FORMATS["awq"][0], "bits": 3}, "bits is 3; supported are 4"),
+        ({**FORMATS["gptq"][0], "bits": 2}, "bits is 2; supported are 4, 8"),
+        ({**FORMATS["gptq"][0], "lm_head": True}, "lm_head is True"),
+        ({**FORMATS["awq"][0], "modules_to_not_convert": ["mlp.down_proj"]}, "leaves mlp.down_proj unquantized"),
+        ({**COMPRESSED, "ignore": ["lm_head", "model.layers.0.mlp.up_proj"]}, "leaves model.layers.0.mlp.up_proj"),
+        ({**COMPRESSED, "format": "marlin-24"}, "format is marlin-24"),
+        ({**COMPRESSED, "config_groups": {"a": {"weights": {**WEIGHTS, "type": "float", "num_bits": 4}}}}, "4 bits of"),
+    ],
+)  # fmt: skip
+def test_formats_and_options_that_are_not_supported_are_refused_by_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        read_format(PATH, config)
+    assert words in str(caught.value)
+
+
+def test_exceptions_for_what_is_never_quantized_are_accepted() -> None:
+    kept = ["lm_head", "model.embed_tokens", "model.norm", "model.layers.3.post_attention_layernorm", "re:.*lm_head"]
+    assert read_format(PATH, {**COMPRESSED, "ignore": kept}).storage is not None
