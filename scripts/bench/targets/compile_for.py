@@ -57,7 +57,7 @@ def _programs(target: Target, grid: str, devices: list[jax.Device], folder: Path
             for spec in COMMON_SPECS if grid == "common" else GRID_SPECS:
                 yield from programs.kernel_programs(spec, backend, mesh)
         for backend in ("auto", *target.backends):
-            yield from programs.step_programs(backend, mesh)
+            yield from programs.step_programs(target.engine_platform, backend, mesh)
     if grid != "common":
         yield from steps.programs_of_models(target, mesh, folder)
 

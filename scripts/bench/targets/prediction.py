@@ -30,8 +30,9 @@ class Assumed:
 
 
 SOURCES = {
-    "bytes_per_s": "copy of 8.6 GB on one H200, read and written (data sheet: 4.8e12)",
-    "flops_per_s": "bfloat16 product of 8192 x 8192 x 8192 on one H200, random data (data sheet: 989e12)",
+    "bytes_per_s": "reported of PyTorch's copy of 8.6 GB on an H200, read and written; not ours (data sheet: 4.8e12)",
+    "flops_per_s": "reported of PyTorch's bfloat16 product of 8192 x 8192 x 8192 random numbers on an H200; not ours "
+    "(data sheet: 989e12)",
     "kernel_us": "start, fill and drain of a kernel inside a CUDA graph; estimated, not measured",
     "program_us": "launch of one CUDA graph and the gap before it; estimated, not measured",
     "loose_launch_us": "a launch outside of command buffers, in place of kernel_us; estimated, not measured",

@@ -15,8 +15,11 @@ from jax.sharding import Mesh
 
 from bench.processes import ROOT
 from jaxsgl.batch.inputs import Bucket
+from jaxsgl.cache.pages import pages_for
+from jaxsgl.config import EngineConfig
 from jaxsgl.engine.edits import neutral_tables
 from jaxsgl.engine.programs import ProgramSpec
+from jaxsgl.engine.sizing import choose_page_size
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights.sharding import kv_sharding, make_mesh, param_sharding, replicated
@@ -25,7 +28,7 @@ from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS
 from pallas_kernels.specs import ArgSpec, store_rotated
 
 BUNDLED_MODEL = ROOT / "jaxsgl/bundled_model"
-PAGE_SIZE, NUM_PAGES = 16, 8192
+POOL_TOKENS = 131_072  # of the small model; more than a v6e could move into its VMEM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +98,19 @@ def kernel_programs(spec: ArgSpec, backend: str, mesh: Mesh) -> Iterator[Program
         yield Program(name, backend, trace, cache, 2 if stores else 0, on_matrix_units)
 
 
-def step_programs(backend: str, mesh: Mesh) -> Iterator[Program]:
-    """Yields decode, several decode steps and extend of a small bfloat16 model with heads as in serving."""
+def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
+    """Yields decode, several decode steps and extend of a small bfloat16 model with heads and pages as in serving.
+
+    `platform` is "gpu" or "tpu", as the engine names it.
+    """
     arch = dataclasses.replace(
         ModelArch.from_folder(BUNDLED_MODEL),
         vocab_size=32_000, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072,
     )  # fmt: skip
     graphdef, params = abstract_model(arch, jnp.dtype(jnp.bfloat16))
     leaves = nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
-    shape = (NUM_PAGES, arch.num_kv_heads, PAGE_SIZE, arch.head_dim)
+    page_size = choose_page_size(EngineConfig(model=str(BUNDLED_MODEL)), arch.head_dim, platform)
+    shape = (pages_for(POOL_TOKENS, page_size), arch.num_kv_heads, page_size, arch.head_dim)
     pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=kv_sharding(mesh))
     layers: Any = (pages,) * arch.num_layers  # descriptions in the place of arrays
     kv = KvBuffers(layers, layers)

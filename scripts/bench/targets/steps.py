@@ -91,7 +91,7 @@ def served(name: str, target: Target, folder: Path, kv_cache_dtype: str = "auto"
     home = write_config(name, folder / name)
     config = EngineConfig(model=str(home), chunked_prefill_size=EXTEND_TOKENS, kv_cache_dtype=kv_cache_dtype)
     arch = ModelArch.from_folder(home)
-    platform = "gpu" if target.platform == "cuda" else target.platform
+    platform = target.engine_platform
     dtype, _, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: False
     )

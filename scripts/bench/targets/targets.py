@@ -50,6 +50,11 @@ class Target:
     memory_bytes: int
     backends: tuple[str, ...]
 
+    @property
+    def engine_platform(self) -> str:
+        """The platform as the engine names it, "gpu" or "tpu"."""
+        return "gpu" if self.platform == "cuda" else self.platform
+
     def devices(self) -> list[jax.Device]:
         """Descriptions of devices that compile and never run; needs the target's plug-in."""
         from jax.experimental import topologies  # the parent process may have no JAX
