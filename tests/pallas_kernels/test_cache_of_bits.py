@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,7 @@ def test_attention_over_bits_is_attention_over_the_numbers(op: str, page_size: i
     q = jax.random.normal(jax.random.key(3), (num_tokens, K * G, H), jnp.float32)
     offsets = jnp.array([0, 1, 8, 8, 17, 20], jnp.int32)
 
+    @functools.partial(jax.jit, static_argnames="backend")
     def attend(k: jax.Array, v: jax.Array, backend: str) -> jax.Array:
         kv = PagedKv(k, v, table, lengths)
         if op == "decode":

@@ -1,7 +1,6 @@
 """The TPU kernels in their interpreter: it starts copies late, fills unwritten memory with NaN and can detect races."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,14 +92,14 @@ def test_a_window_skips_tiles_of_a_decode_without_races() -> None:
 def test_padding_yields_exact_zeros() -> None:
     spec = SPECS["rows"]
     case = build_case(spec, [0, 30, 0, 7], [0, 20, 0, 2], 0, seed=1)
-    run: dict[str, Any] = {"backend": "mosaic_tpu", "interpret": True}
-    decoded = np.asarray(paged_decode_attention(*case.decode_args(), **run))
+    decode, extend = (compiled(op, spec, "mosaic_tpu") for op in (paged_decode_attention, paged_extend_attention))
+    decoded = np.asarray(decode(*case.decode_args()))
     assert (decoded[[0, 2]] == 0).all() and (decoded[[1, 3]] != 0).any(axis=2).all()
-    extended = np.asarray(paged_extend_attention(*case.extend_args(), **run))
+    extended = np.asarray(extend(*case.extend_args()))
     assert (extended[22:] == 0).all() and (extended[:22] != 0).any(axis=2).all()
     nothing = build_case(spec, [0] * 4, [0] * 4, 0, seed=1)
-    assert (np.asarray(paged_decode_attention(*nothing.decode_args(), **run)) == 0).all()
-    assert (np.asarray(paged_extend_attention(*nothing.extend_args(), **run)) == 0).all()
+    assert (np.asarray(decode(*nothing.decode_args())) == 0).all()
+    assert (np.asarray(extend(*nothing.extend_args())) == 0).all()
 
 
 STORES = (

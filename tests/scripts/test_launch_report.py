@@ -1,5 +1,7 @@
 """What a compiled program launches is read from its optimized HLO and from XLA's dump of thunks."""
 
+from pathlib import Path
+
 import pytest
 from bench.targets.hlo import Launch, launches, num_bytes
 from bench.targets.launch_report import last_layers, launch_report
@@ -102,6 +104,51 @@ ENTRY %main (x: bf16[1,1024], w: bf16[1024,1024]) -> f32[1,1024] {
     assert found.kind == "product"
 
 
+# As XLA writes it for a TPU: weights pass a fusion of a bitcast, copies run beside kernels; S(1) is its own memory.
+TPU_HLO = """HloModule jit_forward, is_scheduled=true
+
+%same (b: bf16[2,64,32]) -> bf16[2,64,32] {
+  %b = bf16[2,64,32]{2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %bitcast = bf16[2,64,32]{2,1,0:T(8,128)(2,1)} bitcast(%b)
+}
+
+%multiplied (x: bf16[8,32], w: bf16[2,64,32]) -> f32[8,2,64] {
+  %x = bf16[8,32,1]{1,0,2:T(8,128)(2,1)S(1)} parameter(0)
+  %w = bf16[2,64,32]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %v = bf16[2,64,32]{2,1,0:T(8,128)(2,1)} fusion(%w), kind=kLoop, calls=%same
+  ROOT %c = f32[8,2,64]{2,1,0:T(8,128)S(1)} convolution(%x, %v), window={size=2 pad=1_1}, dim_labels=bf0_0oi->b0f
+}
+
+ENTRY %main (x: bf16[8,32], w: bf16[2,64,32], next: bf16[64,32]) -> f32[8,2,64] {
+  %x.1 = bf16[8,32,1]{1,0,2:T(8,128)(2,1)S(1)} parameter(0)
+  %w.1 = bf16[2,64,32]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %next = bf16[64,32]{1,0:T(8,128)(2,1)} parameter(2)
+  %start = (bf16[64,32]{1,0:T(8,128)(2,1)S(1)}, bf16[64,32]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%next)
+  %back = ((bf16[64,32]{1,0:S(1)}), bf16[16,32]{1,0:T(8,128)}, s32[]{:S(2)}) slice-start(%start#0), slice={[0:16]}
+  ROOT %out = f32[8,2,64]{2,1,0:T(8,128)S(1)} fusion(%x.1, %w.1), kind=kOutput, calls=%multiplied
+}
+"""
+
+
+def test_weights_that_pass_a_fused_bitcast_are_read() -> None:
+    product = launches(TPU_HLO)[-1]
+    assert product.kind == "product" and product.bytes_read == 2 * 2 * 64 * 32 and product.bytes_written == 0
+    assert product.flops == 2 * 8 * 2 * 64 * 32
+
+
+def test_copies_of_a_tpu_count_on_the_side_that_is_not_its_own_memory() -> None:
+    start, back = launches(TPU_HLO)[:2]
+    assert (start.kind, start.bytes_read, start.bytes_written) == ("prefetch", 2 * 64 * 32, 0)
+    assert (back.kind, back.bytes_read, back.bytes_written) == ("prefetch", 0, 2 * 16 * 32)
+
+
+def test_a_step_that_seems_to_read_less_than_its_weights_was_counted_wrong(tmp_path: Path) -> None:
+    read = launch_report(TPU_HLO, tmp_path, (), None)["bytes_read"]
+    assert not launch_report(TPU_HLO, tmp_path, (), None, weight_bytes=read)["problems"]
+    (problem,) = launch_report(TPU_HLO, tmp_path, (), None, weight_bytes=read + 1)["problems"]
+    assert problem == f"{read} bytes read are counted, the weights have {read + 1}"
+
+
 def test_kernels_of_a_loop_count_for_each_of_its_runs() -> None:
     assert [(each.name, each.times) for each in launches(HLO) if each.times > 1] == [("c", 31), ("n", 31)]
 
@@ -130,7 +177,7 @@ def test_a_step_in_one_command_buffer_launches_nothing_outside() -> None:
     assert read(THUNKS).count == 1 and not read(THUNKS).outside
 
 
-def test_thunks_between_command_buffers_are_named(tmp_path) -> None:
+def test_thunks_between_command_buffers_are_named(tmp_path: Path) -> None:
     (tmp_path / "module_0001.jit_forward.thunk_sequence_after_thunk_passes.txt").write_text(
         "000: kCommandBuffer [source | sink]\n    001: kCopy [source | sink] kCopy\n"
         "002: kCustomCall [source | sink] kCustomCall\n003: kCommandBuffer [source | sink]\n"

@@ -20,6 +20,7 @@ READS_PART = frozenset(("slice", "dynamic-slice", "gather"))  # of operand 0
 WRITES_PART = {"dynamic-update-slice": 1, "scatter": 2}  # number of the operand that is written into operand 0
 CONTAINERS = frozenset(("call", "while", "conditional", "async-start"))
 PALLAS_TARGETS = ("mosaic_gpu", "xla.gpu.triton", "tpu_custom_call")
+STARTS = {"copy-start": (1, 0), "slice-start": (0, 1), "dynamic-slice-start": (0, 1)}  # source and copy in its type
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is a TPU's own memory
 _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 # Custom calls that only name memory or say what is known of a value.
@@ -91,9 +92,8 @@ class _Module:
                 continue
             if each.attribute(r'custom_call_target="([^"]*)"') in _FREE_TARGETS:
                 continue
-            if each.opcode in ("copy-start", "slice-start", "dynamic-slice-start"):
-                moved = max((_bytes(*shape) for shape in _ANY_SHAPE.findall(_elements(each.type)[1])), default=0)
-                yield Launch(each.name, "prefetch", _source(each), moved, 0, 0, times)
+            if each.opcode in STARTS:
+                yield _copied(each, times)
                 continue
             called = re.findall(r"\b(?:calls|to_apply|body|condition|branch_computations)=\{?%?([\w.\-]+)", each.rest)
             if each.opcode in CONTAINERS and called:
@@ -132,6 +132,8 @@ class _Module:
                 yield from self._with_scope(inner, inside)
 
     def _flops(self, each: _Instruction, scope: dict[str, _Instruction]) -> int:
+        if each.opcode == "convolution":
+            return _convolution_flops(each, scope)
         if each.opcode == "dot":
             contracted = each.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
         elif "cublas" in each.rest and each.opcode == "custom-call":
@@ -157,16 +159,28 @@ class _Module:
 
     def _read_inside(self, computation: str, number: int, whole: int) -> int:
         body = self._computations[computation]
-        names = {i.name for i in body if i.opcode == "parameter" and i.operands == (str(number),)}
-        for i in body:  # a bitcast of a parameter stands for it
-            if i.opcode == "bitcast" and i.operands[0] in names:
-                names.add(i.name)
+        names = self._views(body, number)
+        if any(i.is_root and i.name in names for i in body):
+            return whole
         read = 0
         for i in body:
             places = [place for place, operand in enumerate(i.operands) if operand in names]
-            if i.opcode not in ("parameter", "bitcast"):
+            if i.name not in names:
                 read += sum(self._read_of(i, place, whole) for place in places)
         return read
+
+    def _views(self, body: list[_Instruction], number: int) -> set[str]:
+        """Names of the parameter of that number: its own, and those of bitcasts of it, which may be fusions inside."""
+        names = {i.name for i in body if i.opcode == "parameter" and i.operands == (str(number),)}
+        for i in body:
+            if len(i.operands) == 1 and i.operands[0] in names and (i.opcode == "bitcast" or self._is_bitcast(i)):
+                names.add(i.name)
+        return names
+
+    def _is_bitcast(self, each: _Instruction) -> bool:
+        """Whether it is a fusion of nothing but bitcasts, as a TPU's weights pass into products."""
+        called = self._computations.get(each.attribute(r"\bcalls=%?([\w.\-]+)"), []) if each.opcode == "fusion" else []
+        return bool(called) and all(i.opcode in ("parameter", "bitcast") for i in called)
 
     def _written(self, each: _Instruction) -> int:
         root = each
@@ -179,6 +193,28 @@ class _Module:
         if "cublas" in each.rest:  # beside the product it has room to work in
             return num_bytes(_elements(each.type)[0]) if each.type.startswith("(") else num_bytes(each.type)
         return num_bytes(each.type)
+
+
+def _convolution_flops(each: _Instruction, scope: dict[str, _Instruction]) -> int:
+    """A product as XLA writes it for TPUs: weights of several axes are a window over an input of one place."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->", each.rest)
+    shapes = [_ANY_SHAPE.search(type_) for type_ in (each.type, *(_type_of(name, scope) for name in each.operands))]
+    if labels is None or None in shapes:
+        return 0
+    out, left, weights = (_dims(shape[2]) for shape in shapes if shape is not None)
+    inputs, window = dict(zip(labels[1], left, strict=True)), dict(zip(labels[2], weights, strict=True))
+    places = (min(size, inputs[axis]) for axis, size in window.items() if axis.isdigit())
+    return 2 * math.prod(out) * window["i"] * math.prod(places)
+
+
+def _copied(each: _Instruction, times: int) -> Launch:
+    """A copy that runs beside the kernels, between a TPU's HBM and its own memory."""
+    source, copy = (_elements(each.type)[place] for place in STARTS[each.opcode])
+    moved = max(
+        (_bytes(*shape) for shape in _ANY_SHAPE.findall(_elements(each.type)[STARTS[each.opcode][1]])), default=0
+    )
+    read, written = (moved if _SHAPE.search(type_) else 0 for type_ in (source, copy))
+    return Launch(each.name, "prefetch", _source(each), read, written, 0, times)
 
 
 def _parse(line: str) -> _Instruction:

@@ -21,7 +21,11 @@ FIELDS = ("kind", "bytes_read", "bytes_written", "flops")
 
 
 def launch_report(
-    text: str, dumps: Path, uncounted: Collection[tuple[int, ...]], layers: tuple[int, int] | None
+    text: str,
+    dumps: Path,
+    uncounted: Collection[tuple[int, ...]],
+    layers: tuple[int, int] | None,
+    weight_bytes: int = 0,
 ) -> dict[str, Any]:
     """The report, for JSON.
 
@@ -30,6 +34,7 @@ def launch_report(
       dumps: folder with XLA's dumps of the program.
       uncounted: see `hlo.launches`.
       layers: how many layers were compiled and how many the model has; None for programs without layers.
+      weight_bytes: of the weights that a step must read, all layers together; fewer bytes read are a problem.
     """
     every = launches(text, uncounted)
     module = text.split(",", 1)[0].removeprefix("HloModule ").strip()
@@ -51,12 +56,15 @@ def launch_report(
             "breaks the command buffer"
         )
     whole = [*every, *layer * repeats]
+    read = sum(each.bytes_read * each.times for each in whole)
+    if read < weight_bytes:
+        problems.append(f"{read} bytes read are counted, the weights have {weight_bytes}")
     return {
         "num_layers": layers[1] if layers else 0,
         "layer_kinds": dict(kernels_of(layer)),
         "num_launches": sum(each.times for each in whole if each.kind != "prefetch"),
         "command_buffers": None if buffers is None else buffers.count,
-        "bytes_read": sum(each.bytes_read * each.times for each in whole),
+        "bytes_read": read,
         "bytes_written": sum(each.bytes_written * each.times for each in whole),
         "flops": sum(each.flops * each.times for each in whole),
         "listed": [asdict(each) for each in layer or every],

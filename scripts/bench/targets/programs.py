@@ -46,6 +46,7 @@ class Program:
       page_table: shape of its page table, if it has one.
       steps: the engine's steps that run it, such as "qwen3-0.6b triton decode 256 greedy".
       facts: see `Served.facts`.
+      weight_bytes: of the weights that it must read, for all layers of the model.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Program:
     page_table: tuple[int, int] | None = None
     steps: tuple[str, ...] = ()
     facts: dict[str, int] | None = None
+    weight_bytes: int = 0
 
     @property
     def is_step(self) -> bool:
@@ -130,8 +132,16 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
         name = f"step{'' if is_one else 's'}_{bucket.kind}_{backend}"
         program = Program(name, backend, trace, pages, 2 * arch.num_layers, on_matrix_units=True)
         if is_one:
-            program = dataclasses.replace(program, num_layers=arch.num_layers, steps=(name,))
+            program = dataclasses.replace(
+                program, num_layers=arch.num_layers, steps=(name,), weight_bytes=2 * weights_read(arch, params)
+            )
         yield program
+
+
+def weights_read(arch: ModelArch, params: Any) -> int:
+    """How many weights each step reads: all but an embedding that is not the head; of that it reads a row per token."""
+    embedding = 0 if arch.tie_embeddings else arch.vocab_size * arch.hidden_size
+    return sum(leaf.size for leaf in jax.tree.leaves(params)) - embedding
 
 
 def _shape(array: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:

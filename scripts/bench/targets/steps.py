@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from bench.models import SHAPES, write_config
-from bench.targets.programs import Program, placed
+from bench.targets.programs import Program, placed, weights_read
 from bench.targets.targets import Target
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
@@ -70,8 +70,6 @@ class Served:
         """What a prediction needs to know of the model."""
         arch = self.arch
         _, params = abstract_model(arch, self.dtype)
-        leaves = [leaf.size for leaf in jax.tree.leaves(params)]
-        embedding = 0 if arch.tie_embeddings else arch.vocab_size * arch.hidden_size  # rows of it, if it is no head
         return {
             "num_layers": arch.num_layers,
             "num_heads": arch.num_heads,
@@ -79,7 +77,7 @@ class Served:
             "head_dim": arch.head_dim,
             "hidden_size": arch.hidden_size,
             "vocab_size": arch.vocab_size,
-            "weights_read": sum(leaves) - embedding,
+            "weights_read": weights_read(arch, params),
             "weight_itemsize": jnp.dtype(self.dtype).itemsize,
             "kv_itemsize": self.page.dtype.itemsize,
             "page_size": self.page.page_size,
@@ -133,6 +131,7 @@ def engine_programs(model: Served, backend: str, mesh: Mesh) -> Iterator[Program
             else None,
             steps=tuple(names),
             facts=facts,
+            weight_bytes=facts["weights_read"] * facts["weight_itemsize"] if key.kind == "forward" else 0,
         )
 
 
