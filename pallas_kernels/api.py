@@ -97,6 +97,7 @@ def paged_decode_attention(
     q: jax.Array,
     kv: PagedKv,
     options: AttentionOptions = _DEFAULTS,
+    sinks: jax.Array | None = None,
     *,
     backend: str = "auto",
     interpret: bool = False,
@@ -108,18 +109,20 @@ def paged_decode_attention(
             n // (N // K).
         kv: the cache; a sequence of length 0 is a padding row, whose output is zeros.
         options: softmax scale, sliding window, soft cap.
+        sinks: `[N]` float32, a score per query head that joins the denominator of its softmax and has no value; None
+            is a plain softmax. It is compared with scaled and capped scores, and seen by every query.
         backend: one of `BACKENDS`. A named one runs or raises; "auto" takes the best that can run.
         interpret: run a Pallas backend in its interpreter, on any platform.
 
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    _check_attention(q, kv)
+    _check_attention(q, kv, sinks)
     if q.shape[0] != kv.num_seqs:
         raise ValueError(f"q {q.shape} must hold one token for each of the {kv.num_seqs} sequences in lengths")
     refusals = {name: functools.partial(each.refuse_decode, q, kv) for name, each in BACKEND_OF_NAME.items()}
     chosen = choose_backend("paged_decode_attention", backend, refusals, interpret=interpret)
-    return _scale_output(chosen.decode(_scale_queries(q, kv), kv.unscaled(), options, interpret), kv)
+    return _scale_output(chosen.decode(_scale_queries(q, kv), kv.unscaled(), sinks, options, interpret), kv)
 
 
 def paged_extend_attention(
@@ -127,6 +130,7 @@ def paged_extend_attention(
     query_offsets: jax.Array,
     kv: PagedKv,
     options: AttentionOptions = _DEFAULTS,
+    sinks: jax.Array | None = None,
     *,
     backend: str = "auto",
     interpret: bool = False,
@@ -139,12 +143,12 @@ def paged_extend_attention(
         query_offsets: `[S + 1]` int32, ascending from 0. Padding sequences own no query and have length 0; tokens from
             query_offsets[S] on are padding, and their output is zeros.
         kv: the cache, the new tokens already stored.
-        options, backend, interpret: as in `paged_decode_attention`.
+        options, sinks, backend, interpret: as in `paged_decode_attention`.
 
     Raises:
         ValueError: shapes that don't fit each other, or a backend that can't run here.
     """
-    _check_attention(q, kv)
+    _check_attention(q, kv, sinks)
     if query_offsets.shape != (kv.num_seqs + 1,) or query_offsets.dtype != jnp.int32:
         raise ValueError(
             f"query_offsets is {query_offsets.shape} {query_offsets.dtype}; it must be [S + 1] int32, "
@@ -152,7 +156,7 @@ def paged_extend_attention(
         )
     refusals = {name: functools.partial(each.refuse_extend, q, kv) for name, each in BACKEND_OF_NAME.items()}
     chosen = choose_backend("paged_extend_attention", backend, refusals, interpret=interpret)
-    out = chosen.extend(_scale_queries(q, kv), query_offsets, kv.unscaled(), options, interpret)
+    out = chosen.extend(_scale_queries(q, kv), query_offsets, kv.unscaled(), sinks, options, interpret)
     return _scale_output(out, kv)
 
 
@@ -195,8 +199,8 @@ def add_and_norm(
     return add_then_norm(x, update, scales, row, eps)
 
 
-def _check_attention(q: jax.Array, kv: PagedKv) -> None:
-    """Check q `[T, N, H]`, page table `[S, P]` and lengths `[S]` against the cache."""
+def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:
+    """Check q `[T, N, H]`, page table `[S, P]`, lengths `[S]` and sinks `[N]` against the cache."""
     check_pages(kv)
     if q.dtype not in QUERY_DTYPES:
         raise ValueError(f"q has dtype {q.dtype}; it must be float32, bfloat16 or float16")
@@ -209,6 +213,8 @@ def _check_attention(q: jax.Array, kv: PagedKv) -> None:
     for name, array in (("page_table", kv.page_table), ("lengths", kv.lengths)):
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} has dtype {array.dtype}; it must be int32")
+    if sinks is not None and (sinks.shape != (q.shape[1],) or sinks.dtype != jnp.float32):
+        raise ValueError(f"sinks is {sinks.shape} {sinks.dtype}; it must be [N] float32, and q has N = {q.shape[1]}")
 
 
 # The scales commute with both products: that of K is applied to the queries, that of V to the output.

@@ -34,8 +34,10 @@ class RotateAndStore(Protocol):
 class Decode(Protocol):
     """`paged_decode_attention` on one backend."""
 
-    def __call__(self, q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
-        """Queries `[S, N, H]`, one per sequence; returns `[S, N, H]` in q's dtype."""
+    def __call__(
+        self, q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
+    ) -> jax.Array:
+        """Queries `[S, N, H]`, one per sequence, and sinks `[N]`; returns `[S, N, H]` in q's dtype."""
         ...
 
 
@@ -43,9 +45,15 @@ class Extend(Protocol):
     """`paged_extend_attention` on one backend."""
 
     def __call__(
-        self, q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+        self,
+        q: jax.Array,
+        query_offsets: jax.Array,
+        kv: PagedKv,
+        sinks: jax.Array | None,
+        options: AttentionOptions,
+        interpret: bool,
     ) -> jax.Array:
-        """Ragged queries `[T, N, H]` at offsets `[S + 1]`; returns `[T, N, H]` in q's dtype."""
+        """Ragged queries `[T, N, H]` at offsets `[S + 1]`, and sinks `[N]`; returns `[T, N, H]` in q's dtype."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The options of attention besides its arrays: softmax scale, sliding window, soft cap.
+"""The options of attention besides its arrays: softmax scale, sliding window, soft cap; and the sum with a sink.
 
 Owns their ranges and what they mean for a position. Used by the callers of the public functions and by every backend.
 """
@@ -46,3 +46,12 @@ class AttentionOptions:
     def longest_view(self, max_len: int) -> int:
         """The most KV tokens that one query can see of a sequence of up to `max_len`."""
         return max_len if self.sliding_window is None else min(max_len, self.sliding_window)
+
+
+def with_sinks(total: jax.Array, top: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """The denominators of softmaxes that have sinks: `total`, the sums of exp(score - top), and exp(sink - top).
+
+    Exact whatever `top` is: where a sink exceeds all scores by so much that the sum overflows, the output is 0, as it
+    should be. A row that has seen nothing, whose top is a number far below any score, yields 0 too.
+    """
+    return total if sinks is None else total + jnp.exp(sinks - top)

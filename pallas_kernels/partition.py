@@ -12,6 +12,7 @@ batch's real lengths, on the device, so that the width of the page table decides
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -35,6 +36,9 @@ _MAX_WAVES = 8
 
 # `lse` of a row that has seen nothing. Finite, so that the difference of two of them is 0 and not NaN.
 EMPTY_LSE = -1e30
+
+# Scores times this are the exponents of 2 that kernels compute with.
+LOG2_E = math.log2(math.e)
 
 
 def query_tiles(lengths: jax.Array, query_offsets: jax.Array, num_tokens: int, tile_queries: int) -> jax.Array:
@@ -143,7 +147,7 @@ def split_sequences(plan: SplitPlan, lengths: jax.Array, options: AttentionOptio
     return Splits(items.astype(jnp.int32), count)
 
 
-def merge_splits(partials: jax.Array, lse: jax.Array, count: jax.Array) -> jax.Array:
+def merge_splits(partials: jax.Array, lse: jax.Array, count: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """The attention over all items of each sequence, float32 `[S, N, H]`.
 
     Args:
@@ -152,6 +156,7 @@ def merge_splits(partials: jax.Array, lse: jax.Array, count: jax.Array) -> jax.A
         lse: float32 `[max_splits, S, N]`, the base-2 logarithm of each item's sum of 2 ** score, where the scores are
             those of the softmax times log2(e); not used there either.
         count: `[S]` items of each sequence; one without any (a padding row) yields zeros.
+        sinks: `[N]`, or None.
     """
     # Written out over the splits, not as reductions: XLA then makes one elementwise kernel of it, or two.
     is_there = [(split < count)[:, None] for split in range(partials.shape[0])]
@@ -162,5 +167,7 @@ def merge_splits(partials: jax.Array, lse: jax.Array, count: jax.Array) -> jax.A
         weight = jnp.where(there, jnp.exp2(lses[split] - top), 0.0)
         total += weight
         merged += weight[..., None] * jnp.where(there[..., None], partials[split], 0.0)
+    if sinks is not None:
+        total += jnp.exp2(sinks * LOG2_E - top)
     # Where anything is seen the total is at least 1, the weight of the top split.
     return merged / jnp.maximum(total, 1.0)[..., None]

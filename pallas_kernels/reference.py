@@ -47,14 +47,21 @@ def rotate_and_store(qkv: FusedQkv, kv: PagedKv, slots: jax.Array, interpret: bo
     return q.astype(qkv.product.dtype), store_kv(kv, k.astype(kv.dtype), v.astype(kv.dtype), slots, interpret)
 
 
-def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
+def decode_attention(
+    q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
+) -> jax.Array:
     """An extend by one token for each sequence. A padding row, of length 0, sees nothing and yields zeros."""
     offsets = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    return extend_attention(q, offsets, kv, options, interpret)
+    return extend_attention(q, offsets, kv, sinks, options, interpret)
 
 
 def extend_attention(
-    q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+    q: jax.Array,
+    query_offsets: jax.Array,
+    kv: PagedKv,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    interpret: bool,
 ) -> jax.Array:
     """Each token attends to what it sees of its own sequence, in float32."""
     num_tokens, num_heads, head_dim = q.shape
@@ -81,8 +88,12 @@ def extend_attention(
         scores = options.logit_soft_cap * jnp.tanh(scores / options.logit_soft_cap)
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks.reshape(kv.num_kv_heads, -1, 1))
     weights = jnp.where(seen, jnp.exp(scores - top), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sinks.reshape(kv.num_kv_heads, -1, 1) - top)
     weights = weights / jnp.where(total > 0, total, 1)
     out = jnp.einsum("tkgl,tklh->tkgh", weights, v, precision="highest")
     return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)

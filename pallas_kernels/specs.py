@@ -42,6 +42,9 @@ class ArgSpec:
     """Whether the cache holds float8_e4m3fn, with one scale for K and one per head for V."""
     bits_cache: bool = False
     """Whether the cache holds the bits of bfloat16 or float8 numbers, as the engine's does on a CPU."""
+    sm_scale: float | None = None
+    has_sinks: bool = False
+    """Whether query heads have attention sinks."""
 
     @property
     def cache_dtype(self) -> Any:
@@ -65,7 +68,14 @@ class ArgSpec:
     @property
     def options(self) -> AttentionOptions:
         """The options of the attention ops."""
-        return AttentionOptions(sliding_window=self.sliding_window, logit_soft_cap=self.logit_soft_cap)
+        return AttentionOptions(self.sm_scale, self.sliding_window, self.logit_soft_cap)
+
+    @property
+    def attention(self) -> dict[str, Any]:
+        """Options and sinks of the attention ops; sinks from far below the scores of random queries to far above."""
+        num_heads = self.num_kv_heads * self.num_groups
+        sinks = 12 * jnp.sin(jnp.arange(1, num_heads + 1, dtype=jnp.float32)) if self.has_sinks else None
+        return {"options": self.options, "sinks": sinks}
 
     def paged_kv(self) -> PagedKv:
         """The cache, its page table and lengths as shapes."""
@@ -111,12 +121,11 @@ class ArgSpec:
 
     def calls(self) -> tuple[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], ...]:
         """Both stores, decode and extend with this spec: function, arguments as shapes, and keyword arguments."""
-        options = {"options": self.options}
         return (
             (store_kv, self.store_args(), {}),
             (store_rotated, self.rotate_and_store_args(), {}),
-            (paged_decode_attention, self.decode_args(), options),
-            (paged_extend_attention, self.extend_args(), options),
+            (paged_decode_attention, self.decode_args(), self.attention),
+            (paged_extend_attention, self.extend_args(), self.attention),
         )
 
 
@@ -145,12 +154,13 @@ SMALL_SPECS = (
     ArgSpec("float16", 3, 20, 5, 16, 2, 2, 16, dtype=jnp.float16),
     ArgSpec("head_dim_64", 2, 12, 4, 16, 1, 4, 64),
     ArgSpec("float8", 3, 20, 5, 16, 2, 2, 64, float8_cache=True),
+    ArgSpec("scale_window_cap_and_sinks", 3, 20, 5, 16, 2, 3, 16, jnp.float32, 33, 6.0, sm_scale=0.9, has_sinks=True),
     ArgSpec("float8_bfloat16", 3, 20, 5, 16, 2, 4, 64, dtype=jnp.bfloat16, float8_cache=True),
 )
 
 
 def _serving_spec(head_dim: int, num_groups: int, page_size: int, dtype: str, extras: str = "") -> ArgSpec:
-    """32 sequences of up to 4096 tokens, 1024 new ones in an extend. `extras` names float8, window and cap."""
+    """32 sequences of up to 4096 tokens, 1024 new ones in an extend. `extras` names float8, window, cap and sinks."""
     chosen = extras.split()
     return ArgSpec(
         name="_".join([f"h{head_dim}", f"g{num_groups}", f"p{page_size}", dtype, *chosen]),
@@ -165,6 +175,7 @@ def _serving_spec(head_dim: int, num_groups: int, page_size: int, dtype: str, ex
         sliding_window=1024 if "window" in chosen else None,
         logit_soft_cap=50.0 if "cap" in chosen else None,
         float8_cache="float8" in chosen,
+        has_sinks="sinks" in chosen,
     )
 
 
@@ -181,6 +192,7 @@ GRID_SPECS = (
     _serving_spec(64, 2, 64, "f16", "float8"),
     _serving_spec(64, 4, 64, "bf16", "window"),
     _serving_spec(64, 7, 128, "f32", "float8"),
+    _serving_spec(64, 8, 64, "bf16", "window sinks"),
     _serving_spec(64, 8, 128, "bf16", "float8 cap"),
     _serving_spec(64, 16, 1, "f16", "cap"),
     _serving_spec(64, 16, 64, "bf16", "cap"),

@@ -45,7 +45,9 @@ def refuse_decode(q: jax.Array, kv: PagedKv) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
+def decode_attention(
+    q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
+) -> jax.Array:
     """See `backend.Decode`."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.num_kv_heads
@@ -57,7 +59,9 @@ def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, inter
     if num_groups % COPY_ROWS and (interpret or num_groups > COPY_ROWS):  # else see _whole_tiles
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -num_groups % COPY_ROWS), (0, 0)))
     out_type: Any = jax.ShapeDtypeStruct(grouped.shape, q.dtype)
-    if plan.max_splits > 1:
+    # Sinks join where splits are merged; without splits, a merge of one.
+    is_merged = plan.max_splits > 1 or sinks is not None
+    if is_merged:
         out_type = (
             jax.ShapeDtypeStruct((2, plan.max_splits, *grouped.shape), q.dtype),
             jax.ShapeDtypeStruct((plan.max_splits, num_seqs, num_kv_heads, WGMMA_ROWS), jnp.float32),
@@ -73,12 +77,14 @@ def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, inter
         approx_math=True,
         reduction_scratch_bytes=0,  # rows are reduced within a warp
     )(grouped, kv.k, kv.v, kv.page_table, splits.items)
-    if plan.max_splits == 1:
+    if not is_merged:
         return out[:, :, :num_groups].reshape(q.shape)
     rounded, rest = out[0][..., :num_groups, :].astype(jnp.float32)
     parts = (rounded + rest).reshape(plan.max_splits, *q.shape)
     lse = out[1][..., :num_groups].reshape(parts.shape[:3])
-    return merge_splits(parts, lse, splits.counts).astype(q.dtype)
+    # The kernel writes no part of a padding row, which counts as one where no sequence is split.
+    counts = splits.counts if plan.max_splits > 1 else lax.min(kv.lengths, 1)
+    return merge_splits(parts, lse, counts, sinks).astype(q.dtype)
 
 
 def _scratch(dtype: Any, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:

@@ -47,7 +47,12 @@ def refuse_extend(q: jax.Array, kv: PagedKv) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def extend_attention(
-    q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+    q: jax.Array,
+    query_offsets: jax.Array,
+    kv: PagedKv,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    interpret: bool,
 ) -> jax.Array:
     """See `backend.Extend`."""
     num_tokens, num_heads, head_dim = q.shape
@@ -85,7 +90,7 @@ def extend_attention(
         interpret=interpret,
         approx_math=True,
         reduction_scratch_bytes=0,
-    )(padded, kv.k, kv.v, kv.page_table, tiles)
+    )(padded, kv.k, kv.v, kv.page_table, tiles, *([] if sinks is None else [sinks]))
     return out[:num_tokens]
 
 
@@ -117,9 +122,10 @@ def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 
 def _extend_kernel(
-    q: Any, k_pages: Any, v_pages: Any, page_table: Any, tiles: Any, out: Any, *, plan: Plan, **scratch: Any
+    q: Any, k_pages: Any, v_pages: Any, page_table: Any, tiles: Any, *sinks_and_out: Any, plan: Plan, **scratch: Any
 ) -> None:
-    refs = Refs(q, k_pages, v_pages, page_table, tiles, out, **scratch)
+    *sinks, out = sinks_and_out
+    refs = Refs(q, k_pages, v_pages, page_table, tiles, out, sinks=sinks[0] if sinks else None, **scratch)
     warpgroup = lax.axis_index("warpgroup")
     producers, consumers = _CONVERTING if plan.converts else _COPYING
 

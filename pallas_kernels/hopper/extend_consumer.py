@@ -102,7 +102,7 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
         first = (_full(plan, _LOWEST, None), _full(plan, 0.0, None))
         top, total, _, weights = weigh(jnp.int32(0), *first, scores)
         state = (top, total, weights.astype(refs.v_tiles.dtype), _full(plan, 0.0, plan.head_dim))
-        _, total, weights, acc = lax.fori_loop(1, item.num_steps, add_tile, state)
+        top, total, weights, acc = lax.fori_loop(1, item.num_steps, add_tile, state)
         plgpu.barrier_arrive(refs.free.at[2 * plan.num_stages])
         turn = done + item.num_steps - 1
         v_barrier = plan.barrier_of(turn, 1)
@@ -111,6 +111,8 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
         stage = lax.rem(turn, plan.num_stages)
         acc = matmul(weights, refs.v_tiles.at[stage], acc, interpret=plan.interpret)
         plgpu.barrier_arrive(refs.free.at[v_barrier])
+        if refs.sinks is not None:
+            total = total + jnp.exp2(_sinks_of_rows(plan, refs, warpgroup, item) - top)
         return total, acc
 
     def nothing() -> tuple[jax.Array, jax.Array]:
@@ -119,6 +121,16 @@ def _attend(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item, done: jax.
     total, acc = lax.cond(item.num_steps > 0, attend, nothing)
     # A row that sees anything has a total of at least 1, the weight of its top score; without steps acc is 0.
     return acc * _to_rows(1.0 / jnp.maximum(total, jnp.ones_like(total)), plan.head_dim)
+
+
+def _sinks_of_rows(plan: Plan, refs: Refs, warpgroup: jax.Array, item: Item) -> jax.Array:
+    """`[64]`: the sinks of the query heads of this warpgroup's rows, times log2(e)."""
+    row = iota((WGMMA_ROWS,), 0, _ROWS, interpret=plan.interpret) + warpgroup * WGMMA_ROWS
+    sinks = _full(plan, 0.0, None)
+    for group in range(plan.num_groups):  # the rows of a group follow those of the one before
+        sink = refs.sinks[item.kv_head * plan.num_groups + group] * _LOG2_E
+        sinks = jnp.where(row >= group * plan.tile_queries, _full(plan, sink, None), sinks)
+    return sinks
 
 
 def _shape_scores(plan: Plan, scores: jax.Array) -> tuple[jax.Array, float]:
@@ -195,7 +207,7 @@ def _write_group(
         size //= 2
 
 
-def _full(plan: Plan, value: float, width: int | None) -> jax.Array:
+def _full(plan: Plan, value: Any, width: int | None) -> jax.Array:
     """A constant: one per row, or `[64, width]`."""
     shape, layout = ((WGMMA_ROWS,), _ROWS) if width is None else ((WGMMA_ROWS, width), plgpu.Layout.WGMMA)
     return in_layout(jnp.full(shape, value, jnp.float32), layout, interpret=plan.interpret)

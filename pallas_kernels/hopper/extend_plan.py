@@ -117,6 +117,8 @@ class Refs:
     """`[NUM_CONSUMERS]`: consumer i may start products after turn[i], which the other one gives it."""
     raw_arrived: Any
     """`[2]`, the producer's own: K and V that it changes before it hands them over."""
+    sinks: Any = None
+    """`[N]`, global memory; None where query heads have none."""
     raw_tiles: Any = None
     """`[2, tile_tokens, H]`: float8 K and V before their conversion."""
 

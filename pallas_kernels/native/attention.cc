@@ -10,6 +10,7 @@
 // values, take the same small matrix kernel; its right side is packed in pairs of rows, as the instruction wants it.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <numeric>
@@ -35,6 +36,7 @@ struct Problem {
   const int32_t* table;    // [S, P]
   const int32_t* lengths;  // [S]
   const int32_t* offsets;  // [S + 1]: the queries of sequence s are offsets[s] .. offsets[s + 1] - 1
+  const float* sinks;      // [N], or null
   float* out;              // [T, N, H]
   int num_seqs, table_width, num_kv_heads, group, head_dim, page_size;
   float sm_scale, soft_cap;  // soft_cap 0: none
@@ -221,7 +223,9 @@ class Worker {
     for (int i = 0; i < span.count * p_.group; ++i, ++row) {
       float* to =
           p_.out + (int64_t(span.token + i / p_.group) * num_heads + head_ * p_.group + i % p_.group) * p_.head_dim;
-      const Floats factor = All(1.0f / s_->total[row]);
+      float total = s_->total[row];
+      if (p_.sinks) total += std::exp(p_.sinks[head_ * p_.group + i % p_.group] - s_->top[row]);
+      const Floats factor = All(1.0f / total);
       for (int h = 0; h < p_.head_dim; h += kLanes)
         Store(to + h, Times(Load(s_->acc + row * p_.head_dim + h), factor));
     }
@@ -323,12 +327,13 @@ void RunUnit(const Problem& p, const Unit& unit, int head, bool widened) {
 
 ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                           ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> offsets,
-                          float sm_scale, float soft_cap, int64_t window, bool widened,
+                          ffi::RemainingArgs sinks, float sm_scale, float soft_cap, int64_t window, bool widened,
                           ffi::ResultBuffer<ffi::F32> out) {
   if (!widened && !kHasPairs) return NoPairs();
   const auto pages = k.dimensions();
+  const float* const of_heads = sinks.size() > 0 ? sinks.get<ffi::Buffer<ffi::F32>>(0)->typed_data() : nullptr;
   const Problem p{q.typed_data(), k.untyped_data(), v.untyped_data(), table.typed_data(), lengths.typed_data(),
-                  offsets.typed_data(), out->typed_data(), int(lengths.element_count()), int(table.dimensions()[1]),
+                  offsets.typed_data(), of_heads, out->typed_data(), int(lengths.element_count()), int(table.dimensions()[1]),
                   int(pages[1]), int(q.dimensions()[1] / pages[1]), int(pages[3]), int(pages[2]),
                   sm_scale, soft_cap, window};
   const int64_t row = q.dimensions()[1] * q.dimensions()[2], num_tokens = q.dimensions()[0];
@@ -358,6 +363,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(paged_attention, jaxsgl::PagedAttention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()  // sinks, if there are any
                                   .Attr<float>("sm_scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")

@@ -35,15 +35,22 @@ def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
+def decode_attention(
+    q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
+) -> jax.Array:
     """See `backend.Decode`: an extend of one query per sequence."""
     query_offsets = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    return extend_attention(q, query_offsets, kv, options, interpret)
+    return extend_attention(q, query_offsets, kv, sinks, options, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def extend_attention(
-    q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+    q: jax.Array,
+    query_offsets: jax.Array,
+    kv: PagedKv,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    interpret: bool,
 ) -> jax.Array:
     """See `backend.Extend`. Pages that sequences share from their start are read once."""
     call = jax.ffi.ffi_call(library.PAGED_ATTENTION, jax.ShapeDtypeStruct(q.shape, q.dtype))
@@ -54,6 +61,7 @@ def extend_attention(
         kv.page_table,
         kv.lengths,
         query_offsets,
+        *([] if sinks is None else [sinks]),
         sm_scale=np.float32(options.scale(q.shape[2])),
         soft_cap=np.float32(options.logit_soft_cap or 0),
         window=np.int64(options.sliding_window or 0),

@@ -44,21 +44,28 @@ def refuse_attention(q: jax.Array, kv: PagedKv) -> str | None:
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
+def decode_attention(
+    q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
+) -> jax.Array:
     """See `backend.Decode`. A padding row stands at position -1 and yields zeros."""
     seq = jnp.arange(q.shape[0], dtype=jnp.int32)
     tiles = jnp.stack([seq, seq, seq + 1, kv.lengths - 1], axis=1)
-    return _attend_query_tiles(q, kv, tiles, _plan(_DECODE, q, kv), options, interpret=interpret, name=_DECODE)
+    return _attend_query_tiles(q, kv, sinks, tiles, _plan(_DECODE, q, kv), options, interpret=interpret, name=_DECODE)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def extend_attention(
-    q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+    q: jax.Array,
+    query_offsets: jax.Array,
+    kv: PagedKv,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    interpret: bool,
 ) -> jax.Array:
     """See `backend.Extend`."""
     chosen = _plan(_EXTEND, q, kv)
     tiles = query_tiles(kv.lengths, query_offsets, q.shape[0], chosen.tile_queries)
-    return _attend_query_tiles(q, kv, tiles, chosen, options, interpret=interpret, name=_EXTEND)
+    return _attend_query_tiles(q, kv, sinks, tiles, chosen, options, interpret=interpret, name=_EXTEND)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +101,7 @@ def _power_of_two_within(n: int) -> int:
 def _attend_query_tiles(
     q: jax.Array,
     kv: PagedKv,
+    sinks: jax.Array | None,
     tiles: jax.Array,
     chosen: Plan,
     options: AttentionOptions,
@@ -111,21 +119,29 @@ def _attend_query_tiles(
     tile_list = jnp.concatenate([tiles.reshape(-1), num_tiles[None]])
     k_view, v_view = (keep_in_hbm(view_pages(pages), interpret) for pages in (kv.k, kv.v))
     scratch = _scratch(q, k_view, kv.page_table.shape[1], chosen)
-    kernel = functools.partial(_kernel, chosen=chosen, page_size=kv.page_size, form=page_form(kv.k), options=options)
+    kernel = functools.partial(
+        _kernel if sinks is None else _kernel_with_sinks,
+        chosen=chosen,
+        page_size=kv.page_size,
+        form=page_form(kv.k),
+        options=options,
+    )
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    # In all lanes, as a row's maximum and sum are.
+    of_heads = [] if sinks is None else [jnp.broadcast_to(sinks[:, None], (len(sinks), LANES))]
     out: jax.Array = pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            in_specs=[in_hbm] * 4,
+            in_specs=[in_hbm] * 4 + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(of_heads),
             out_specs=in_hbm,
             scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit_bytes(scratch)),
         interpret=pltpu.InterpretParams() if interpret else False,
         name=name,
-    )(tile_list, kv.page_table[:, None], q, k_view, v_view)
+    )(tile_list, kv.page_table[:, None], q, k_view, v_view, *of_heads)
     return out
 
 
@@ -155,7 +171,7 @@ def _kernel(
     tiles_ref: Any, table: Any, q: Any, k: Any, v: Any, out: Any,
     q_buf: Any, out_buf: Any, k_buf: Any, v_buf: Any, queries: Any, top: Any, total: Any, acc: Any,
     row_buf: Any, row_sem: Any, q_sem: Any, out_sem: Any, kv_sem: Any,
-    *, chosen: Plan, page_size: int, form: PageForm, options: AttentionOptions,
+    *, chosen: Plan, page_size: int, form: PageForm, options: AttentionOptions, sinks: Any = None,
 ) -> None:  # fmt: skip
     tiles = QueryTiles(tiles_ref, _tile_tokens(chosen, page_size), options)
     pages = PageRing(tiles, table, row_buf, row_sem, (k, v), (k_buf, v_buf), kv_sem, page_size)
@@ -177,7 +193,7 @@ def _kernel(
             return ring
 
         ring = lax.fori_loop(*tiles.kv_tiles(tile), add, ring)
-        rows.end(out_buf.at[tile % 2, part])
+        rows.end(out_buf.at[tile % 2, part], sinks)
         return ring
 
     def one_tile(tile: jax.Array, ring: Ring) -> Ring:
@@ -192,6 +208,12 @@ def _kernel(
     lax.fori_loop(0, tiles.count, one_tile, pages.fill())
     results.wait_store(tiles.count - 2)
     results.wait_store(tiles.count - 1)
+
+
+def _kernel_with_sinks(
+    tiles_ref: Any, table: Any, q: Any, k: Any, v: Any, sinks: Any, *others: Any, **sizes: Any
+) -> None:
+    _kernel(tiles_ref, table, q, k, v, *others, sinks=sinks, **sizes)
 
 
 def _tile_tokens(chosen: Plan, page_size: int) -> int:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.options import AttentionOptions
+from pallas_kernels.options import AttentionOptions, with_sinks
 from pallas_kernels.tpu.common import LANES, PageForm
 
 # Below any real score; finite, so that subtracting it from itself gives 0 and not NaN.
@@ -81,14 +81,18 @@ class Rows:
         state.total[:, :rows] = jnp.zeros(shape, jnp.float32)
         state.acc[:, :rows] = jnp.zeros((*shape[:2], state.acc.shape[2]), jnp.float32)
 
-    def end(self, out_ref: Any) -> None:
-        """Leave the results in out_ref `[Q, N, H]`; rows that have seen no tile are zeros."""
+    def end(self, out_ref: Any, sinks_ref: Any) -> None:
+        """Leave the results in out_ref `[Q, N, H]`; rows that have seen no tile are zeros. Sinks: `[N, 128]` or None."""
         state = self.state
         for head in range(state.num_kv_heads):
             for part, heads in self._parts(head):
+                total = with_sinks(
+                    state.total[head, part], state.top[head, part], None if sinks_ref is None else sinks_ref[heads]
+                )
                 # A row that sees something has a total of at least 1, the weight of its top score.
-                total = _widen(jnp.maximum(state.total[head, part], 1.0), state.acc.shape[2])
-                result = (state.acc[head, part] / total).astype(out_ref.dtype)
+                result = (state.acc[head, part] / _widen(jnp.maximum(total, 1.0), state.acc.shape[2])).astype(
+                    out_ref.dtype
+                )
                 if self.num_queries == 1:
                     out_ref[0, heads] = result
                 else:

@@ -8,22 +8,21 @@ The loop's loads are what the Triton compiler turns into asynchronous copies, so
 
 import dataclasses
 import functools
-import math
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv
-from pallas_kernels.partition import EMPTY_LSE
+from pallas_kernels.partition import EMPTY_LSE, LOG2_E
 from pallas_kernels.triton.float8 import PLANES, UNPACKED_SCALE
 from pallas_kernels.triton.tiles import SequenceKv, holds_words, load_rows, store_rows
 
 # The smallest extent that Triton's dot takes on any axis.
 MIN_DOT = 16
-_LOG2_E = math.log2(math.e)
 
 # Arrays `[R, H / planes]`: one, or the planes of a float8 cache (see `float8`).
 Planes: TypeAlias = tuple[jax.Array, ...]
@@ -50,6 +49,8 @@ class Rows:
     """A factor on the products q . k beside the softmax's own scale: `[R]` or one number."""
     position: jax.Array
     """`[R]`."""
+    sinks: jax.Array | None = None
+    """`[R]`, those of the rows' heads, where they count; None where something else adds them to the softmax."""
 
     @property
     def head_dim(self) -> int:
@@ -58,21 +59,30 @@ class Rows:
 
 
 def load_queries(
-    q_ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, position: jax.Array, kv: SequenceKv
+    q_ref: Any,
+    index: tuple[jax.Array, ...],
+    is_real: jax.Array,
+    position: jax.Array,
+    kv: SequenceKv,
+    sinks_ref: Any = None,
 ) -> Rows:
-    """Row r is at `index` of q `[.., H]`, zeros unless is_real; in the order of planes for a cache of words."""
+    """Row r is at `index` of q `[.., H]`, zeros unless is_real; in the order of planes for a cache of words.
+
+    The last of the indices is the row's head, whose sink is read from sinks_ref `[N]`, if given.
+    """
+    sinks = None if sinks_ref is None else plgpu.load(sinks_ref.at[index[-1]], mask=is_real, other=0.0)
     if not holds_words(kv.k_pages):
-        return Rows((load_rows(q_ref, index, is_real),), 1.0, position)
+        return Rows((load_rows(q_ref, index, is_real),), 1.0, position, sinks)
     width = q_ref.shape[-1] // PLANES
     q = [load_rows(q_ref, index, is_real, (plane * width, width)) for plane in range(PLANES)]
     if q_ref.dtype == jnp.float32:
-        return Rows(tuple(q), UNPACKED_SCALE, position)
+        return Rows(tuple(q), UNPACKED_SCALE, position, sinks)
     # K unpacks to float16. Queries become that too, each row brought to a largest element of 1 so that all of them fit.
     wide = [plane.astype(jnp.float32) for plane in q]
     largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(plane), axis=1) for plane in wide])
     largest = jnp.where(largest > 0, largest, 1.0)
     narrow = tuple((plane / largest[:, None]).astype(jnp.float16) for plane in wide)
-    return Rows(narrow, largest * UNPACKED_SCALE, position)
+    return Rows(narrow, largest * UNPACKED_SCALE, position, sinks)
 
 
 def store_output(ref: Any, index: tuple[jax.Array, ...], is_real: jax.Array, out: Planes) -> None:
@@ -109,8 +119,11 @@ def attend_rows(
         state = lax.fori_loop(begin, middle, functools.partial(_add_tile, rows, kv, options, False), state)
         begin = middle
     _, top, total, acc = lax.fori_loop(begin, end, functools.partial(_add_tile, rows, kv, options, True), state)
-    factor = (UNPACKED_SCALE if num_planes > 1 else 1.0) / jnp.where(total > 0, total, 1.0)
-    lse = jnp.where(total > 0, top + jnp.log(total) * _LOG2_E, EMPTY_LSE)
+    seen = jnp.where(total > 0, total, 1.0)
+    if rows.sinks is not None:
+        seen = seen + jnp.where(total > 0, jnp.exp2(rows.sinks * LOG2_E - top), 0.0)
+    factor = (UNPACKED_SCALE if num_planes > 1 else 1.0) / seen
+    lse = jnp.where(total > 0, top + jnp.log(total) * LOG2_E, EMPTY_LSE)
     return tuple(plane * factor[:, None] for plane in acc), lse
 
 
@@ -148,8 +161,8 @@ def _scaled(
 ) -> tuple[jax.Array, jax.Array | float]:
     """Scores, and the positive factor that makes them the exponents of 2; it is left to the exponent's own product."""
     if soft_cap is not None:
-        return jnp.tanh(scores * _column(scale * (sm_scale / soft_cap))), soft_cap * _LOG2_E
-    return scores, scale * (sm_scale * _LOG2_E)
+        return jnp.tanh(scores * _column(scale * (sm_scale / soft_cap))), soft_cap * LOG2_E
+    return scores, scale * (sm_scale * LOG2_E)
 
 
 def _column(scale: jax.Array | float) -> jax.Array | float:

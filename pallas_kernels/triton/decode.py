@@ -32,7 +32,9 @@ from pallas_kernels.triton.tiles import SequenceKv
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
+def decode_attention(
+    q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
+) -> jax.Array:
     """See `backend.Decode`."""
     num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
     blocks = tuning.blocks("paged_decode_attention", "triton", tuning.shape_class(q, kv))
@@ -42,29 +44,32 @@ def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, inter
     if is_float8:
         q, k_pages, v_pages = float8.planes_first(q), *map(float8.as_words, (k_pages, v_pages))
     out_shape: Any = (jax.ShapeDtypeStruct(q.shape, q.dtype),)
-    if plan.max_splits > 1:
+    is_split = plan.max_splits > 1
+    if is_split:
         out_shape = (
             jax.ShapeDtypeStruct((plan.max_splits, *q.shape), jnp.float32),
             jax.ShapeDtypeStruct((plan.max_splits, *q.shape[:2]), jnp.float32),
         )
     out, *lse = pl.pallas_call(
-        functools.partial(_decode_kernel, tile_tokens=blocks["tile_tokens"], options=options),
+        functools.partial(_decode_kernel, tile_tokens=blocks["tile_tokens"], options=options, is_split=is_split),
         out_shape=out_shape,
         # Heads first: programs that run side by side read tiles that lie side by side.
         grid=(num_kv_heads, plan.num_items),
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
         name="paged_decode_attention",
-    )(q, k_pages, v_pages, kv.page_table, splits.items)
+    )(q, k_pages, v_pages, kv.page_table, splits.items, *([] if sinks is None or is_split else [sinks]))
     if lse:
-        out = merge_splits(out, lse[0], splits.counts).astype(q.dtype)
+        out = merge_splits(out, lse[0], splits.counts, sinks).astype(q.dtype)
     return float8.planes_last(out) if is_float8 else out
 
 
 def _decode_kernel(
-    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, items_ref: Any, out_ref: Any,
-    lse_ref: Any = None, *, tile_tokens: int, options: AttentionOptions
+    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, items_ref: Any, *more: Any,
+    tile_tokens: int, options: AttentionOptions, is_split: bool
 ) -> None:  # fmt: skip
+    # Sinks, if there are any, join where a sequence is whole: here, or where its splits are merged.
+    *sinks_ref, out_ref, lse_ref = more if is_split else (*more, None)
     kv_head, item = (pl.program_id(axis) for axis in range(2))
     num_groups = q_ref.shape[1] // k_pages_ref.shape[1]
     seq, begin, end, last = (items_ref[item, column] for column in (SEQUENCE, BEGIN, END, POSITION))
@@ -75,7 +80,7 @@ def _decode_kernel(
     kv = SequenceKv(
         k_pages_ref, v_pages_ref, page_table_ref, seq, kv_head, options.first_visible(last), last, tile_tokens
     )
-    rows = load_queries(q_ref, (seq, head), is_real, jnp.broadcast_to(last, row.shape), kv)
+    rows = load_queries(q_ref, (seq, head), is_real, jnp.broadcast_to(last, row.shape), kv, *sinks_ref)
     out, lse = attend_rows(rows, kv, (begin, end), options)
     place = (seq, head) if lse_ref is None else (items_ref[item, SPLIT], seq, head)
     store_output(out_ref, place, is_real, out)

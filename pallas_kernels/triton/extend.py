@@ -25,7 +25,12 @@ from pallas_kernels.triton.tiles import SequenceKv
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def extend_attention(
-    q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+    q: jax.Array,
+    query_offsets: jax.Array,
+    kv: PagedKv,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    interpret: bool,
 ) -> jax.Array:
     """See `backend.Extend`."""
     num_kv_heads, k_pages, v_pages = kv.num_kv_heads, kv.k, kv.v
@@ -51,14 +56,15 @@ def extend_attention(
         compiler_params=plgpu.CompilerParams(num_warps=blocks["num_warps"], num_stages=blocks["num_stages"]),
         interpret=interpret,
         name="paged_extend_attention",
-    )(q, k_pages, v_pages, kv.page_table, tiles)
+    )(q, k_pages, v_pages, kv.page_table, tiles, *([] if sinks is None else [sinks]))
     return float8.planes_last(out) if is_float8 else out
 
 
 def _extend_kernel(
-    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, tiles_ref: Any, out_ref: Any,
-    *, tile_queries: int, tile_tokens: int, one_loop: bool, options: AttentionOptions
+    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, tiles_ref: Any, *sinks_and_out_ref: Any,
+    tile_queries: int, tile_tokens: int, one_loop: bool, options: AttentionOptions
 ) -> None:  # fmt: skip
+    *sinks_ref, out_ref = sinks_and_out_ref
     kv_head = pl.program_id(0)
     # Begins with the last tile: later tiles of a sequence see more KV, and long tiles should not begin last.
     tile = tiles_ref.shape[0] - 1 - pl.program_id(1)
@@ -80,7 +86,7 @@ def _extend_kernel(
         first + end - begin - 1,
         tile_tokens,
     )
-    rows = load_queries(q_ref, (token, head), is_real, first + query, kv)
+    rows = load_queries(q_ref, (token, head), is_real, first + query, kv, *sinks_ref)
     # Without a window, all rows see what lies before the first query: most tiles of a long prompt.
     has_plain_tiles = options.sliding_window is None and not one_loop
     all_seen_until = (first + 1) // tile_tokens if has_plain_tiles else None

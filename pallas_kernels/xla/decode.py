@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
-from pallas_kernels.options import AttentionOptions
+from pallas_kernels.options import AttentionOptions, with_sinks
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.xla.common import UNSEEN, dot_precision, take
 from pallas_kernels.xla.decode_shared import attend_shared, find_groups
@@ -26,7 +26,9 @@ from pallas_kernels.xla.decode_tiles import State, merge, no_softmaxes, read_til
 
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
-def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool) -> jax.Array:
+def decode_attention(
+    q: jax.Array, kv: PagedKv, sinks: jax.Array | None, options: AttentionOptions, interpret: bool
+) -> jax.Array:
     """See `backend.Decode`. Time follows the sum of the lengths, not the width of the page table."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, page_size = kv.num_kv_heads, kv.page_size
@@ -34,7 +36,7 @@ def decode_attention(q: jax.Array, kv: PagedKv, options: AttentionOptions, inter
     tile_pages = max(1, blocks["tile_tokens"] // page_size)
     grouped = q.reshape(num_seqs, num_kv_heads, -1, head_dim).astype(jnp.float32) * options.scale(head_dim)
     batch = max(1, blocks["batch_tokens"] // (tile_pages * page_size))
-    sizes = (options, tile_pages, batch, dot_precision(q))
+    sizes = (sinks, options, tile_pages, batch, dot_precision(q))
     joined = math.gcd(num_kv_heads, blocks["joined_heads"])
     if page_size == 1:
         # A page of one token is a row of all heads. Reading several heads as one saves more time than it costs to
@@ -65,12 +67,13 @@ def _split_heads(out: jax.Array, joined: int) -> jax.Array:
 def _attend(
     q: jax.Array,
     kv: PagedKv,
+    sinks: jax.Array | None,
     options: AttentionOptions,
     tile_pages: int,
     batch: int,
     precision: lax.Precision | None,
 ) -> jax.Array:
-    """Scaled q `[S, K, G, H]`, `batch` tiles of `tile_pages` pages an iteration; returns float32 `[S, K, G, H]`."""
+    """Scaled q `[S, K, G, H]`, sinks `[K * G]`; `batch` tiles of `tile_pages` pages an iteration. `[S, K, G, H]`."""
     num_seqs, num_kv_heads, num_groups, head_dim = q.shape
     page_size, page_table, lengths = kv.page_size, kv.page_table, kv.lengths
     tile_tokens = tile_pages * page_size
@@ -109,8 +112,9 @@ def _attend(
         tiles = tile_softmax(scores, v, precision)
         return merge(state, place[0], batch, place, tiles, precision)
 
-    _, total, acc = lax.fori_loop(0, (ends[-1] + batch - 1) // batch, add_tiles, state)
+    top, total, acc = lax.fori_loop(0, (ends[-1] + batch - 1) // batch, add_tiles, state)
     place = jnp.maximum(place, 0)
-    out = take(acc, place) / jnp.maximum(take(total, place), 1)[..., None]
+    sinks = None if sinks is None else sinks.reshape(num_kv_heads, num_groups)
+    out = take(acc, place) / jnp.maximum(take(with_sinks(total, top, sinks), place), 1)[..., None]
     out = jnp.where((lengths > 0)[:, None, None, None], out, 0)
     return take(out, groups.place) if may_share else out

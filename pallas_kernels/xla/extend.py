@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tuning
-from pallas_kernels.options import AttentionOptions
+from pallas_kernels.options import AttentionOptions, with_sinks
 from pallas_kernels.paged_kv import BITS, PagedKv
 from pallas_kernels.xla.common import UNSEEN, as_bits, dot_precision, from_bits, gather_tiles, soft_cap, take
 
@@ -24,7 +24,12 @@ _MOST_SLICES = 8
 
 @functools.partial(jax.jit, static_argnames=("options", "interpret"))
 def extend_attention(
-    q: jax.Array, query_offsets: jax.Array, kv: PagedKv, options: AttentionOptions, interpret: bool
+    q: jax.Array,
+    query_offsets: jax.Array,
+    kv: PagedKv,
+    sinks: jax.Array | None,
+    options: AttentionOptions,
+    interpret: bool,
 ) -> jax.Array:
     """See `backend.Extend`. Tiles that length, causality or window exclude are not read."""
     num_tokens, num_heads, head_dim = q.shape
@@ -46,6 +51,9 @@ def extend_attention(
         axis=1,
     )
 
+    # The rows of a tile: its queries, each with the query heads of the kv head.
+    sink_of_row = None if sinks is None else jnp.tile(sinks.reshape(num_kv_heads, -1), (1, tile_queries))
+
     def one_tile(i: jax.Array, out: jax.Array) -> jax.Array:
         seq = jnp.sum(tiles_end <= i)
         shift, queries_end, to_position = take(of_seq, seq)
@@ -64,6 +72,7 @@ def extend_attention(
             (options.first_visible(begin + to_position), end - 1 + to_position),
             take(kv.page_table, seq),
             kv,
+            sink_of_row,
             tile_pages,
             options,
             dot_precision(q),
@@ -94,6 +103,7 @@ def _attend_rows(
     kv_range: tuple[jax.Array, jax.Array],
     page_ids: jax.Array,
     kv: PagedKv,
+    sinks: jax.Array | None,
     tile_pages: int,
     options: AttentionOptions,
     precision: lax.Precision | None,
@@ -101,7 +111,7 @@ def _attend_rows(
     """Scaled float32 rows q `[K, R, H]` at `position [R]` over the pages `page_ids [P]` of one sequence.
 
     `kv_range` is the first and the last KV position that any row sees; only tiles that touch it are read, `tile_pages`
-    pages each. A row at position -1 sees nothing and yields zeros. Returns float32 `[K, R, H]`.
+    pages each. `sinks` is `[K, R]`. A row at position -1 sees nothing and yields zeros. Returns float32 `[K, R, H]`.
     """
     page_size = kv.page_size
     first, last = kv_range
@@ -142,9 +152,10 @@ def _attend_rows(
         jnp.zeros(q.shape, jnp.float32),
     )
     end = (last + tile_tokens) // tile_tokens
-    _, total, acc = lax.fori_loop(first // tile_tokens, end, add_tile, start)
+    top, total, acc = lax.fori_loop(first // tile_tokens, end, add_tile, start)
     # A row that sees something has a total of at least 1, the weight of its top score.
-    return jnp.where((position >= 0)[:, None], acc / jnp.maximum(total, 1)[..., None], 0)
+    total = jnp.maximum(with_sinks(total, top, sinks), 1)
+    return jnp.where((position >= 0)[:, None], acc / total[..., None], 0)
 
 
 def _read_tile(pages: jax.Array, ids: jax.Array) -> jax.Array:

@@ -89,7 +89,7 @@ def build_case(spec: ArgSpec, lengths: list[int], num_queries: list[int], shared
     return Case(spec, q, k_pages, v_pages, page_table, np.array(lengths), offsets)
 
 
-def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions) -> np.ndarray:
+def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions, sinks=None) -> np.ndarray:
     """Attention in float64, one query and head at a time over a sequence laid out flat. Zeros for padding."""
     q, k_pages, v_pages = (np.asarray(a, np.float64) for a in (q, kv.k, kv.v))
     k_pages, v_pages = (
@@ -110,12 +110,14 @@ def dense_attention(q, query_offsets, kv: PagedKv, options: AttentionOptions) ->
             first = int(max(0, position - window + 1))
             for head in range(q.shape[1]):
                 keys = k[head // num_groups, first : position + 1]
-                scores = keys @ q[token, head] / np.sqrt(q.shape[2])
+                scores = keys @ q[token, head] * options.scale(q.shape[2])
                 if cap is not None:
                     scores = cap * np.tanh(scores / cap)
-                weights = np.exp(scores - scores.max())
+                sink = -np.inf if sinks is None else float(sinks[head])
+                top = max(scores.max(), sink)
+                weights = np.exp(scores - top)
                 values = v[head // num_groups, first : position + 1]
-                out[token, head] = weights / weights.sum() @ values
+                out[token, head] = weights / (weights.sum() + np.exp(sink - top)) @ values
     return out
 
 

@@ -304,7 +304,7 @@ Call Attention(Random& random, XLA_FFI_Handler* handler, const std::string& way)
     return is_float8 ? MakeArray(XLA_FFI_DataType_U8, shape, Codes(random, cache * head_dim))
                      : MakeArray(XLA_FFI_DataType_U16, shape, Bfloats(random, cache * head_dim));
   };
-  return {handler,
+  Call call{handler,
           {MakeArray(XLA_FFI_DataType_F32, {tokens, num_kv_heads * group, head_dim}, Floats(random, queries * head_dim)),
            pages_of_k_or_v(), pages_of_k_or_v(),
            MakeArray(XLA_FFI_DataType_S32, {num_seqs, width}, table),
@@ -314,6 +314,9 @@ Call Attention(Random& random, XLA_FFI_Handler* handler, const std::string& way)
            {"widened", XLA_FFI_DataType_PRED, way != "paired"},
            {"window", XLA_FFI_DataType_S64, OneOf(random, {0, 0, 0, 1, 9, 64, 70})}},
           {XLA_FFI_DataType_F32, {tokens, num_kv_heads * group, head_dim}, std::vector<char>(4 * queries * head_dim)}};
+  if (Below(random, 2))  // sinks
+    call.arguments.push_back(MakeArray(XLA_FFI_DataType_F32, {num_kv_heads * group}, Floats(random, num_kv_heads * group)));
+  return call;
 }
 
 XLA_FFI_Handler* Load(void* library, const char* name) {

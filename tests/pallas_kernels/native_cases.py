@@ -83,7 +83,13 @@ def attend(case: Case, is_decode: bool = False, **options: Any) -> np.ndarray:
     k, v = (to_bits(jnp.asarray(pages), case.bits) for pages in (case.k_pages, case.v_pages))
     kv = PagedKv(k, v, table, lengths, options.pop("k_scale", None), options.pop("v_scale", None))
     queries: Any = (case.q,) if is_decode else (case.q, offsets)
-    return np.asarray(compiled(is_decode, AttentionOptions(**options))(*queries, kv))
+    sinks = sinks_of(case, options.pop("has_sinks", False))
+    return np.asarray(compiled(is_decode, AttentionOptions(**options))(*queries, kv, sinks=sinks))
+
+
+def sinks_of(case: Case, has_sinks: bool) -> np.ndarray | None:
+    """Sinks of the query heads, below the scores and above them."""
+    return 8 * np.sin(np.arange(1, case.q.shape[1] + 1, dtype=np.float32)) if has_sinks else None
 
 
 def dense(case: Case, **options: Any) -> np.ndarray:
@@ -98,7 +104,8 @@ def dense(case: Case, **options: Any) -> np.ndarray:
     out = np.zeros(q.shape)
     cache: Any = (case.k_pages, case.v_pages, case.table, case.lengths, None, options.pop("v_scale", None))
     kv = PagedKv(*cache)
-    out[rows] = dense_attention(q[rows], offsets, kv, AttentionOptions(**options))
+    sinks = sinks_of(case, options.pop("has_sinks", False))
+    out[rows] = dense_attention(q[rows], offsets, kv, AttentionOptions(**options), sinks)
     return out
 
 

@@ -28,7 +28,7 @@ each_backend = pytest.mark.parametrize(("backend", "num_examples"), [XLA, PALLAS
 def compiled(op, spec: ArgSpec, backend: str):
     """One compilation for all the examples of a spec."""
     interpret = backend not in ("reference", "xla")
-    return jax.jit(functools.partial(op, backend=backend, interpret=interpret, options=spec.options))
+    return jax.jit(functools.partial(op, backend=backend, interpret=interpret, **spec.attention))
 
 
 def check(op, case: Case, backend: str) -> None:
@@ -61,8 +61,8 @@ def test_reference_equals_a_dense_softmax(name: str) -> None:
     def prop(case: Case) -> None:
         args = case.extend_args()
         actual = compiled(paged_extend_attention, case.spec, "reference")(*args)
-        with_options: Any = (*args, case.spec.options)
-        assert_close(actual, dense_attention(*with_options), case.spec.dtype)
+        expected: Any = dense_attention(*args, **case.spec.attention)
+        assert_close(actual, expected, case.spec.dtype)
 
     run_examples(prop, cases(BY_NAME[name]), 4)
 
@@ -98,7 +98,7 @@ def test_a_batch_of_nothing_but_padding_yields_zeros(backend: str) -> None:
         assert (np.asarray(compiled(op, case.spec, backend)(*args)) == 0).all()
 
 
-@pytest.mark.parametrize("name", ["plain", "page_size_64", "window_and_cap", "float8"])
+@pytest.mark.parametrize("name", ["plain", "page_size_64", "window_and_cap", "float8", "scale_window_cap_and_sinks"])
 def test_a_decode_in_several_splits_equals_the_reference(name: str) -> None:
     spec = BY_NAME[name]
     longest = spec.pages_per_seq * spec.page_size
@@ -106,7 +106,7 @@ def test_a_decode_in_several_splits_equals_the_reference(name: str) -> None:
     case = build_case(spec, lengths, [min(n, 1) for n in lengths], 0, seed=5)
     many_programs = {"programs_per_core": 1000, "min_split_tokens": 16, "tile_tokens": 16}
     with tuning.override("paged_decode_attention", "triton", many_programs):
-        decode = functools.partial(paged_decode_attention, backend="triton", interpret=True, options=spec.options)
+        decode = functools.partial(paged_decode_attention, backend="triton", interpret=True, **spec.attention)
         lse = re.search(
             rf"f32\[(\d+),{spec.num_seqs},{case.q.shape[1]}\]", str(jax.make_jaxpr(decode)(*case.decode_args()))
         )

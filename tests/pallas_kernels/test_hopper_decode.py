@@ -27,6 +27,7 @@ SPECS = {
         ArgSpec("head_dim_128_cap", 2, 2, 9, 16, 1, 4, 128, dtype=jnp.bfloat16, logit_soft_cap=3.0),
         ArgSpec("head_dim_256", 2, 2, 2, 64, 1, 2, 256, dtype=jnp.float16),
         ArgSpec("window", 3, 3, 20, 16, 1, 2, 64, dtype=jnp.bfloat16, sliding_window=70),
+        ArgSpec("sinks", 3, 3, 20, 16, 1, 3, 64, jnp.bfloat16, 70, 9.0, sm_scale=0.2, has_sinks=True),
         ArgSpec("float8", 2, 2, 9, 16, 2, 2, 64, dtype=jnp.bfloat16, float8_cache=True),
         ArgSpec("float8_head_dim_128", 2, 2, 4, 64, 1, 2, 128, dtype=jnp.float16, float8_cache=True, sliding_window=70),
     )
@@ -70,16 +71,14 @@ def test_tokens_before_the_window_are_not_read() -> None:
     assert_close(actual, expected, spec.dtype)
 
 
-@pytest.mark.parametrize(("window", "most"), [(None, 4), (200, 3)])
-def test_splits_equal_the_reference(window: int | None, most: int) -> None:
+@pytest.mark.parametrize(("window", "most", "has_sinks"), [(None, 4, False), (200, 3, True)])
+def test_splits_equal_the_reference(window: int | None, most: int, has_sinks: bool) -> None:
     """Splits of several tiles, of one tile and of none; and a sequence without tokens."""
-    spec = ArgSpec("splits", 4, 4, 20, 16, 1, 2, 64, dtype=jnp.float16, sliding_window=window)
+    spec = ArgSpec("splits", 4, 4, 20, 16, 1, 2, 64, dtype=jnp.float16, sliding_window=window, has_sinks=has_sinks)
     q, kv = args = build_case(spec, [320, 0, 1, 129], [1, 0, 1, 1], 1, seed=5).decode_args()
-    expected = paged_decode_attention(q, kv, spec.options, backend="reference")
+    expected = paged_decode_attention(q, kv, **spec.attention, backend="reference")
     with splitting(4):
-        run = jax.jit(
-            functools.partial(paged_decode_attention, backend="mosaic_gpu", interpret=True, options=spec.options)
-        )
+        run = jax.jit(functools.partial(paged_decode_attention, backend="mosaic_gpu", interpret=True, **spec.attention))
         assert f"f16[2,{most},4,1,8,64]" in str(run.trace(*args).jaxpr)  # a value and a remainder of each split
         actual = run(*args)
     assert_close(actual, expected, spec.dtype)

@@ -43,6 +43,7 @@ SPECS = {
         ArgSpec("page_128_groups_16", 2, 12, 2, 128, 1, 16, 64, dtype=BF16),
         ArgSpec("page_24_groups_1", 2, 140, 7, 24, 1, 1, 64, dtype=BF16),
         ArgSpec("groups_3_window", 3, 90, 20, 16, 1, 3, 64, dtype=BF16, sliding_window=70),
+        ArgSpec("sinks", 3, 90, 20, 16, 2, 3, 64, BF16, 70, 9.0, sm_scale=0.2, has_sinks=True),
         ArgSpec("head_dim_128_cap", 2, 40, 9, 16, 1, 2, 128, dtype=F16, logit_soft_cap=3.0),
         ArgSpec("head_dim_256", 2, 40, 3, 64, 1, 2, 256, dtype=BF16),
         ArgSpec("float8", 2, 40, 10, 16, 2, 2, 64, dtype=BF16, sliding_window=70, float8_cache=True),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("native_runs_here")
     "options",
     [*({"sliding_window": n} for n in (1, 2, 9, 63, 64, 65, 100, 256, 1000)), {"logit_soft_cap": 0.5},
      {"logit_soft_cap": 30.0}, {"sm_scale": 1.0}, {"sm_scale": 0.01}, {"k_scale": 0.5, "v_scale": 3.0},
-     {"sliding_window": 33, "logit_soft_cap": 2.0, "sm_scale": 0.3, "k_scale": 2.0}],
+     {"sliding_window": 33, "logit_soft_cap": 2.0, "sm_scale": 0.3, "k_scale": 2.0, "has_sinks": True}],
     ids=str,
 )  # fmt: skip
 def test_window_and_soft_cap_hold(is_decode: bool, page_size: int, options: dict[str, float]) -> None:
@@ -45,7 +45,7 @@ def test_new_tokens_may_lie_inside_shared_pages(name: str, page_size: int) -> No
 
 
 @each_op
-@pytest.mark.parametrize("options", [{"logit_soft_cap": 1.5}, {"sliding_window": 70}], ids=str)
+@pytest.mark.parametrize("options", [{"logit_soft_cap": 1.5, "has_sinks": True}, {"sliding_window": 70}], ids=str)
 def test_window_and_soft_cap_hold_over_shared_pages(is_decode: bool, options: dict[str, float]) -> None:
     for name in ("groups of 1 to 9", "nested", "equal to the end"):
         check(build(TEXTS[name], 16, seed=3, most_new=4), is_decode, **options)

@@ -25,7 +25,7 @@ SPECS = {
         ArgSpec("rows", 4, 24, 5, 16, 2, 2, 128),
         ArgSpec("rows_float8_groups_3_window", 3, 20, 5, 16, 1, 3, 128, jnp.bfloat16, 33, None, True),
         ArgSpec("single_tokens_cap", 3, 20, 40, 1, 2, 2, 128, jnp.bfloat16, None, 3.0),
-        ArgSpec("columns_window_and_cap", 3, 20, 2, 128, 1, 2, 64, jnp.float32, 90, 2.0),
+        ArgSpec("columns_window_and_cap", 3, 20, 2, 128, 1, 2, 64, jnp.float32, 90, 2.0, sm_scale=0.2, has_sinks=True),
     )
 }
 DECODE, EXTEND = "paged_decode_attention", "paged_extend_attention"
@@ -42,7 +42,7 @@ def check(op, case: Case, run=None) -> None:
 
 def interpreted(op, spec: ArgSpec):
     """A fresh compilation of `op`, for tests that trace inside a context."""
-    return jax.jit(functools.partial(op, backend="mosaic_tpu", interpret=True, options=spec.options))
+    return jax.jit(functools.partial(op, backend="mosaic_tpu", interpret=True, **spec.attention))
 
 
 def small_tiles(op: str, **sizes: int):

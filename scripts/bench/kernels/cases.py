@@ -92,7 +92,7 @@ class KernelCase:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of the op."""
-        return {} if self.op == STORE else {"options": self.spec.options}
+        return {} if self.op == STORE else self.spec.attention
 
 
 def decode(name: str, lengths: list[int], **fields: Any) -> KernelCase:
