@@ -82,7 +82,7 @@ class Rows:
         state.acc[:, :rows] = jnp.zeros((*shape[:2], state.acc.shape[2]), jnp.float32)
 
     def end(self, out_ref: Any, sinks_ref: Any) -> None:
-        """Leave the results in out_ref `[Q, N, H]`; rows that have seen no tile are zeros. Sinks: `[N, 128]` or None."""
+        """Leave the results in out_ref `[Q, N, H]`; rows that saw no tile are zeros. Sinks: `[N, 128]` or None."""
         state = self.state
         for head in range(state.num_kv_heads):
             for part, heads in self._parts(head):
