@@ -86,9 +86,9 @@ class Rows:
         state = self.state
         for head in range(state.num_kv_heads):
             for part, heads in self._parts(head):
-                total = with_sinks(
-                    state.total[head, part], state.top[head, part], None if sinks_ref is None else sinks_ref[heads]
-                )
+                total = state.total[head, part]
+                if sinks_ref is not None:
+                    total = with_sinks(total, state.top[head, part], sinks_ref[heads])
                 # A row that sees something has a total of at least 1, the weight of its top score.
                 result = (state.acc[head, part] / _widen(jnp.maximum(total, 1.0), state.acc.shape[2])).astype(
                     out_ref.dtype

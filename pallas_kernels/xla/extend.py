@@ -154,8 +154,8 @@ def _attend_rows(
     end = (last + tile_tokens) // tile_tokens
     top, total, acc = lax.fori_loop(first // tile_tokens, end, add_tile, start)
     # A row that sees something has a total of at least 1, the weight of its top score.
-    total = jnp.maximum(with_sinks(total, top, sinks), 1)
-    return jnp.where((position >= 0)[:, None], acc / total[..., None], 0)
+    total = with_sinks(total, top, sinks)
+    return jnp.where((position >= 0)[:, None], acc / jnp.maximum(total, 1)[..., None], 0)
 
 
 def _read_tile(pages: jax.Array, ids: jax.Array) -> jax.Array:
