@@ -91,9 +91,7 @@ class Rows:
                     total = with_sinks(total, state.top[head, part], sinks_ref[heads])
                 # A row that sees something has a total of at least 1, the weight of its top score.
                 total = _widen(jnp.maximum(total, 1.0), state.acc.shape[2])
-                result = (state.acc[head, part] / total).astype(
-                    out_ref.dtype
-                )
+                result = (state.acc[head, part] / total).astype(out_ref.dtype)
                 if self.num_queries == 1:
                     out_ref[0, heads] = result
                 else:
