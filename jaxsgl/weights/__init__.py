@@ -4,7 +4,8 @@
 `load_kv_scales` reads what a float8 KV cache is scaled by.
 """
 
+from jaxsgl.weights.hub import resolve_model_folder
 from jaxsgl.weights.kv_scales import KvScales, load_kv_scales
-from jaxsgl.weights.loading import load_params, random_params, resolve_model_folder
+from jaxsgl.weights.loading import load_params, random_params
 
 __all__ = ["KvScales", "load_kv_scales", "load_params", "random_params", "resolve_model_folder"]

@@ -7,7 +7,6 @@ the engine, which calls it, hands each layer's scales to the kernels together wi
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -16,8 +15,8 @@ import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights.loading import TensorFiles
 from jaxsgl.weights.names import kv_scale_of
+from jaxsgl.weights.tensor_files import TensorFiles
 
 # One number, one for each kv head `[K]`, or None for 1; float32.
 Scale: TypeAlias = npt.NDArray[np.float32] | None
@@ -43,12 +42,11 @@ def load_kv_scales(folder: Path, arch: ModelArch) -> KvScales:
     Raises `CheckpointError` for scales that are not positive, and for a layer with neither one of them nor K.
     """
     found: dict[tuple[int, str], npt.NDArray[np.float32]] = {}
-    with ExitStack() as open_files:
-        tensors = TensorFiles(folder, open_files)
-        for name in tensors.names():
-            place = kv_scale_of(name)
-            if place is not None and place[0] < arch.num_layers:
-                found[place] = _checked(tensors.scale(name), name, folder, arch)
+    tensors = TensorFiles(folder)
+    for name in tensors.names():
+        place = kv_scale_of(name)
+        if place is not None and place[0] < arch.num_layers:
+            found[place] = _checked(tensors.scale(name), name, folder, arch)
     num_scaled = len({layer for layer, _ in found})
     if num_scaled < arch.num_layers:
         logger.warning(

@@ -1,187 +1,114 @@
-"""Finds a model's folder and makes its sharded parameters, read from safetensors files or drawn at random.
+"""Makes a model's sharded parameters, read from safetensors files or drawn at random.
 
-Files are mapped; each tensor is read once, moved to the devices as it is stored, and fused and cast there. Peak memory
-is the parameters plus the tensors of one of them. Knows no tensor names: `names.py` says what each parameter is made
-of. The engine calls it at start-up.
+Parameters are made one after another, a few small ones at a time: the host never holds more than `IN_FLIGHT_BYTES` or
+one parameter beside what the devices hold, on a CPU nothing beside the parameters. Knows no tensor names (`names.py`),
+no file formats (`tensor_files.py`) and no threads (`assembly.py`). The engine calls it at start-up.
 """
 
 from __future__ import annotations
 
-import json
-import re
+import logging
+import math
 import zlib
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Hashable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from safetensors import SafetensorError, safe_open
+from jax.sharding import Mesh, NamedSharding
 
-from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
-from jaxsgl.weights.names import Fuse, Recipe, Source, is_harmless, sizes
+from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
+from jaxsgl.weights.names import Computed, Piece, Tensor
 from jaxsgl.weights.quantized import recipe_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
+from jaxsgl.weights.tensor_files import TensorFiles
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-FLOAT_DTYPES = ("F32", "BF16", "F16")
+IN_FLIGHT_BYTES = 512 << 20  # of parameters that are read at the same time, unless one alone is larger
 
-# Configuration, weights, tokenizer, chat template; no other weight formats, no code.
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+logger = logging.getLogger(__name__)
 
 
-def resolve_model_folder(name_or_path: str, revision: str | None = None) -> Path:
-    """The local folder of that name, else the hub's snapshot of that id, downloaded or from the hub's cache.
+class _Made(NamedTuple):
+    """A parameter, and what it is made of."""
 
-    `revision` is a branch, tag or commit of a hub id (None: its main branch). Raises `CheckpointError`, which says why
-    neither was found.
-    """
-    folder = Path(name_or_path).expanduser()
-    if name_or_path and folder.is_dir():
-        if revision is not None:
-            raise CheckpointError(
-                f"--revision is {revision}, but {name_or_path} is a local folder: leave it out, or name a hub id"
-            )
-        return folder
-    tried = f"model {name_or_path}: {folder.absolute()} is not a folder"
-    if HUB_ID.fullmatch(name_or_path) is None:
-        raise CheckpointError(f"{tried}, and it is not a hub id (owner/name) either")
+    path: tuple[Hashable, ...]
+    param: nnx.Param[jax.Array]  # abstract
+    tensors: tuple[Tensor, ...]
+    pieces: tuple[Piece, ...]
+    computed: Computed | None
 
-    from huggingface_hub import snapshot_download  # seconds to import, and a local folder doesn't need it
-    from huggingface_hub.errors import HfHubHTTPError
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is read, before anything is computed of it."""
+        return shape_of(self.pieces)
 
-    try:
-        return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(HUB_FILES)))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        what = name_or_path if revision is None else f"{name_or_path} at revision {revision}"
-        raise CheckpointError(f"{tried}, and fetching hub id {what} failed: {reason}") from error
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of what is read: the parameter's, or the first tensor's if something is computed of it."""
+        return self.param.dtype if self.computed is None else self.tensors[0].dtype
 
 
 def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
     """The parameters of `folder` in `dtype`, sharded over `mesh`; a tree like `abstract_model`'s.
 
-    Raises `CheckpointError` for files or tensors that are missing, truncated, or of another shape than `arch` asks for.
+    Finds every tensor before it reads the first one. Raises `CheckpointError` for files or tensors that are missing,
+    truncated, or of another shape than `arch` asks for.
     """
     check_divisible(arch, mesh)
+    tensors = TensorFiles(folder)
     _, abstract = abstract_model(arch, dtype)
+    plan = [_find(path, param, tensors, arch) for path, param in nnx.to_flat_state(abstract)]
+    for name in tensors.unread(arch):
+        logger.warning("%s: tensor %s is not part of %s and was left out", folder, name, arch.name)
+
+    progress = Progress(sum(piece.numbers.nbytes for made in plan for piece in made.pieces))
     params = []
-    with ExitStack() as open_files:
-        tensors = TensorFiles(folder, open_files)
-        for path, param in nnx.to_flat_state(abstract):
-            recipe = recipe_of(path, param, arch)
-            pieces = tuple(tensors.read(source, arch) for source in recipe.sources)
-            params.append((path, param.replace(_place(pieces, recipe, arch, param.dtype, param_sharding(param, mesh)))))
-        tensors.refuse_unread(arch)
+    in_flight: deque[tuple[_Made, Unfinished]] = deque()
+
+    def finish_first() -> None:
+        made, unfinished = in_flight.popleft()
+        array = unfinished.finish()
+        for tensor in made.tensors:
+            tensors.release(tensor)
+        if made.computed is not None:
+            array = _compute(array, arch, made.computed, made.param.dtype, param_sharding(made.param, mesh))
+        params.append((made.path, made.param.replace(array)))
+
+    with Assembler(progress, tensors.release) as assembler:
+        for made in plan:
+            num_bytes = math.prod(made.shape) * made.dtype.itemsize
+            while in_flight and num_bytes + sum(each.num_bytes for _, each in in_flight) > IN_FLIGHT_BYTES:
+                finish_first()
+            sharding = param_sharding(made.param, mesh)
+            in_flight.append((made, assembler.start(made.pieces, made.shape, made.dtype, sharding)))
+        while in_flight:
+            finish_first()
+    progress.finish()
     return nnx.from_flat_state(params)
 
 
-class TensorFiles:
-    """The tensors of a folder's safetensors files by name; reads one at a time and remembers which were read."""
-
-    def __init__(self, folder: Path, open_files: ExitStack) -> None:
-        self.folder = folder
-        self._file_of: dict[str, Path] = {}
-        self._opened: dict[Path, Any] = {}
-        for path in _listed_files(folder):
-            try:
-                self._opened[path] = open_files.enter_context(safe_open(path, framework="numpy"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path} is truncated or not a safetensors file ({error}); fetch it again"
-                ) from error
-            self._file_of.update(dict.fromkeys(self._opened[path].keys(), path))
-        self._unread = set(self._file_of)
-
-    def read(self, source: Source, arch: ModelArch) -> npt.NDArray[Any]:
-        """The tensor of `source` as it is stored. Raises `CheckpointError` if it is missing or misshapen."""
-        if source.name not in self._file_of:
-            raise CheckpointError(f"{self.folder}: tensor {source.name} is missing, but {arch.name} needs it")
-        path = self._file_of[source.name]
-        stored = self._opened[path].get_slice(source.name)
-        shape, expected = tuple(stored.get_shape()), tuple(sizes(arch)[axis] for axis in source.axes)
-        if shape != expected:
-            raise CheckpointError(
-                f"{path}: tensor {source.name} has shape {shape}, but config.json asks for {expected}"
-            )
-        if stored.get_dtype() not in FLOAT_DTYPES:
-            raise CheckpointError(
-                f"{path}: tensor {source.name} is {stored.get_dtype()}; supported are {', '.join(FLOAT_DTYPES)}"
-            )
-        self._unread.discard(source.name)
-        tensor: npt.NDArray[Any] = self._opened[path].get_tensor(source.name)
-        return tensor
-
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self._file_of)
-
-    def scale(self, name: str) -> npt.NDArray[np.float32]:
-        """A small tensor of any float dtype and shape, in float32."""
-        tensor: npt.NDArray[Any] = self._opened[self._file_of[name]].get_tensor(name)
-        return tensor.astype(np.float32)
-
-    def refuse_unread(self, arch: ModelArch) -> None:
-        """Raises `CheckpointError` for tensors that no parameter was made of, except harmless ones."""
-        unread = sorted(name for name in self._unread if not is_harmless(name, arch))
-        if unread:
-            more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-            raise CheckpointError(
-                f"{self.folder}: tensors that are not part of {arch.name} as config.json describes it: "
-                f"{', '.join(unread[:3])}{more}; remove them from the files if the model does without"
-            )
+def _find(path: tuple[Hashable, ...], param: nnx.Param[jax.Array], tensors: TensorFiles, arch: ModelArch) -> _Made:
+    """Says what the (abstract) parameter at `path` is made of; reads nothing."""
+    recipe = recipe_of(path, param, arch)
+    found = tuple(tensors.tensor(source, arch) for source in recipe.sources)
+    made = _Made(path, param, found, tuple(recipe.pieces(arch, found)), recipe.computed)
+    assert made.computed is not None or made.shape == param.shape, f"{path}: {made.shape} is not {param.shape}"
+    return made
 
 
-def _listed_files(folder: Path) -> list[Path]:
-    """The single file, else the files of the index, else every safetensors file of the folder."""
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        found = sorted(folder.glob("*.safetensors"))
-        if not found:
-            raise CheckpointError(f"{folder} has no *.safetensors files; other weight formats are not supported")
-        return found
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} can't be read as an index of safetensors files: {error!r}") from error
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing)}"
-        )
-    return [folder / name for name in names]
-
-
-def _place(
-    pieces: tuple[npt.NDArray[np.generic], ...],
-    recipe: Recipe,
-    arch: ModelArch,
-    dtype: jnp.dtype,
-    sharding: NamedSharding,
+@partial(jax.jit, static_argnames=("arch", "computed", "dtype", "sharding"))
+def _compute(
+    stored: jax.Array, arch: ModelArch, computed: Computed, dtype: jnp.dtype, sharding: NamedSharding
 ) -> jax.Array:
-    """Moves the stored tensors to the devices and makes the parameter there."""
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    placed: jax.Array = _fuse(jax.device_put(pieces, everywhere), arch, recipe.fuse, dtype, sharding)
-    return placed
-
-
-@partial(jax.jit, static_argnames=("arch", "fuse", "dtype", "sharding"))
-def _fuse(
-    pieces: tuple[jax.Array, ...], arch: ModelArch, fuse: Fuse, dtype: jnp.dtype, sharding: NamedSharding
-) -> jax.Array:
-    """Makes a parameter; one program per kind of parameter, the same for all layers."""
-    fused: jax.Array = jax.lax.with_sharding_constraint(fuse(arch, pieces).astype(dtype), sharding)
-    return fused
+    """Makes a parameter of what was read; one program per kind of parameter, the same for all layers."""
+    made: jax.Array = jax.lax.with_sharding_constraint(computed(arch, stored).astype(dtype), sharding)
+    return made
 
 
 def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> Params:

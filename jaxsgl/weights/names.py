@@ -1,26 +1,55 @@
-"""Maps Hugging Face tensor names to our parameters, as data: which tensors make a parameter, and how they are fused.
+"""Maps Hugging Face tensor names to our parameters, as data: which tensors make a parameter, and where each one lies.
 
-A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. The fusing functions run inside a jitted program
-on the target devices. Knows no files; `loading.py` reads this table.
+A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. A recipe says for each part of a parameter which
+numbers of which tensor fill it. It only makes views of the tensors (cuts, reshapes, transposes), so that the loader can
+read what one device needs and leave the rest. Knows no files; `loading.py` reads this table.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from jaxsgl.models import ModelArch
 from jaxsgl.models.rope import split_half_order
 
 Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
-Fuse = Callable[[ModelArch, tuple[jax.Array, ...]], jax.Array]
+Place = tuple[int | slice, ...]  # a part of a parameter, by its leading axes; slices have step 1, () is all of it
+
+
+class Numbers(Protocol):
+    """What a piece is cut from: a NumPy array, or something that computes the part that is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+
+    def __getitem__(self, box: tuple[slice, ...], /) -> npt.NDArray[Any]:
+        """The numbers of a part."""
+
+
+class Piece(NamedTuple):
+    """A part of a parameter and what fills it: `parameter[place] = numbers`, in the parameter's dtype."""
+
+    place: Place
+    numbers: Numbers
+
+
+Tensor = npt.NDArray[Any]  # a checkpoint's, mapped: a view of it costs nothing, a copy reads all of it
+Pieces = Callable[[ModelArch, tuple[Tensor, ...]], Iterator[Piece]]
+Computed = Callable[[ModelArch, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -38,10 +67,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a parameter is made: `fuse(arch, tensors of the sources)`."""
+    """How a parameter is made: `pieces(arch, tensors of the sources)`, which fill it without gaps or overlaps.
+
+    The pieces are views of the tensors. A small tensor may be computed with, as `tensors[0].astype(np.float32) + 1`; of
+    a large one, each device would then read all.
+
+    `computed(arch, filled array)`, if it is given, makes the parameter of what the pieces fill, in the dtype in which
+    they are stored; it is traced, and must be hashable. The devices then hold both for a moment.
+    """
 
     sources: tuple[Source, ...]
-    fuse: Fuse
+    pieces: Pieces
+    computed: Computed | None = None
 
 
 def sizes(arch: ModelArch) -> dict[str, int]:
@@ -56,41 +93,64 @@ def sizes(arch: ModelArch) -> dict[str, int]:
     }
 
 
-def _as_is(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
-    return tensors[0]
+def _as_is(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    yield Piece((), tensors[0])
 
 
-def _norm(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+def _norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """A norm's scales, with the model's offset."""
-    return tensors[0] if arch.norm_offset == 0 else tensors[0].astype(jnp.float32) + arch.norm_offset
+    yield Piece((), _with_offset(arch, tensors[0]))
 
 
-def _head_norm(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+def _head_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """The scales `[H]` of a norm of queries or keys, in the order of their dimensions."""
-    return _turned(arch, _norm(arch, tensors), axis=0)
+    yield from _turned(arch, (), _with_offset(arch, tensors[0]), axis=0)
 
 
-def _all_heads_norm(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+def _all_heads_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """The scales of a norm over all heads of queries `[N * H]` or keys `[K * H]`, to `[K, heads per kv head, H]`."""
-    return _turned(arch, _norm(arch, tensors).reshape(arch.num_kv_heads, -1, arch.head_dim), axis=2)
+    scales = _with_offset(arch, tensors[0]).reshape(arch.num_kv_heads, -1, arch.head_dim)
+    yield from _turned(arch, (), scales, axis=2)
 
 
-def _fuse_heads(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+def _with_offset(arch: ModelArch, scales: Tensor) -> Tensor:
+    return scales if arch.norm_offset == 0 else scales.astype(np.float32) + np.float32(arch.norm_offset)
+
+
+def _fuse_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Fuses q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; a trailing axis D stays."""
-    rest = tensors[0].shape[1:]
-    q, k, v = (tensor.reshape(arch.num_kv_heads, -1, arch.head_dim, *rest) for tensor in tensors)
-    return jnp.concatenate([_turned(arch, q, axis=2), _turned(arch, k, axis=2), v], axis=1)
+    q, k, v = (tensor.reshape(arch.num_kv_heads, -1, arch.head_dim, *tensor.shape[1:]) for tensor in tensors)
+    group = q.shape[1]
+    yield from _turned(arch, (slice(None), slice(0, group)), q, axis=2)
+    yield from _turned(arch, (slice(None), slice(group, group + 1)), k, axis=2)
+    yield Piece((slice(None), slice(group + 1, group + 2)), v)
 
 
-def _turned(arch: ModelArch, x: jax.Array, axis: int) -> jax.Array:
-    """The dimensions of heads, from the checkpoint's order to that of `rope_tables`; all ropes of a model share one."""
+def _turned(arch: ModelArch, place: Place, heads: Tensor, axis: int) -> Iterator[Piece]:
+    """The dimensions of heads, from the checkpoint's order to that of `rope_tables`; all ropes of a model share one.
+
+    A piece for each run of dimensions that are equally far apart, since such a run is a view.
+    """
     order = split_half_order(arch.ropes[0], arch.head_dim) if arch.ropes else None
-    return x if order is None else jnp.take(x, np.array(order), axis=axis)
+    if order is None:
+        yield Piece(place, heads)
+        return
+    first = 0
+    while first < len(order):
+        step = order[first + 1] - order[first] if first + 1 < len(order) and order[first + 1] > order[first] else 1
+        count = 1
+        while first + count < len(order) and order[first + count] == order[first] + count * step:
+            count += 1
+        run = slice(order[first], order[first] + count * step, step)
+        places = (*place, *(slice(None) for _ in range(axis - len(place))), slice(first, first + count))
+        yield Piece(places, heads[(*(slice(None) for _ in range(axis)), run)])
+        first += count
 
 
-def _fuse_gate_up(arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
+def _fuse_gate_up(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Stacks gate and up `[F, D]` to `[2, F, D]`; biases `[F]` to `[2, F]`."""
-    return jnp.stack(tensors)
+    for row, tensor in enumerate(tensors):
+        yield Piece((row,), tensor)
 
 
 _ATTENTION = "model.layers.{}.self_attn."
@@ -166,21 +226,23 @@ def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     if path[0] == "vectors":
         recipe = own.get(path) or OF_ALL_LAYERS[path]
         rows = [_of_layer(recipe.sources, layer) for layer in range(arch.num_layers)]
-        return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.fuse))
+        return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.pieces))
     if path[0] != "layers":
         return own.get(path) or OF_MODEL[path]
     recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
-    return Recipe(_of_layer(recipe.sources, path[1]), recipe.fuse)
+    return Recipe(_of_layer(recipe.sources, path[1]), recipe.pieces, recipe.computed)
 
 
 def _of_layer(sources: tuple[Source, ...], layer: Hashable) -> tuple[Source, ...]:
     return tuple(Source(source.name.format(layer), source.axes) for source in sources)
 
 
-def _stack_layers(fuse: Fuse, arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
-    """Row l is what `fuse` makes of the tensors of layer l; all layers have equally many."""
+def _stack_layers(of_layer: Pieces, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Row l is what `of_layer` makes of the tensors of layer l; all layers have equally many."""
     per_layer = len(tensors) // arch.num_layers
-    return jnp.stack([fuse(arch, tensors[first : first + per_layer]) for first in range(0, len(tensors), per_layer)])
+    for layer in range(arch.num_layers):
+        for place, numbers in of_layer(arch, tensors[layer * per_layer : (layer + 1) * per_layer]):
+            yield Piece((layer, *place), numbers)
 
 
 def is_harmless(name: str, arch: ModelArch) -> bool:

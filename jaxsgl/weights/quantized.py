@@ -1,7 +1,6 @@
 """Makes the parts of quantized matrices: which tensors they are made of, and how.
 
-A part (`models/matrix.py`) is made of the tensors of its whole matrix by the fusing function of `names.py`, which works
-on numbers and scales alike since both have a row for each output. The loader calls `recipe_of` for every parameter.
+A part (`models/matrix.py`) is computed on the devices from its whole matrix, which is read as `names.py` says. The loader calls `recipe_of` for every parameter.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.weights import names
-from jaxsgl.weights.names import Fuse, Path, Recipe
+from jaxsgl.weights.names import Path, Recipe
 
 
 def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch) -> Recipe:
@@ -27,20 +26,19 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch) -> Recip
     fmt: WeightFormat = param.get_metadata("format")
     whole = str(path[-1]).removesuffix(part_name("", part))
     recipe = names.recipe_of((*path[:-1], whole), arch)
-    return Recipe(recipe.sources, QuantizedAtLoad(recipe.fuse, fmt.numbers, part))
+    return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part))
 
 
 @dataclass(frozen=True)
 class QuantizedAtLoad:
-    """Fuses, then quantizes with one scale per output. Equal ones are one program."""
+    """Quantizes with one scale per output. Equal ones are one program."""
 
-    fuse: Fuse
     numbers: str
     part: str
 
-    def __call__(self, arch: ModelArch, tensors: tuple[jax.Array, ...]) -> jax.Array:
-        """The numbers `[..., in]` or their scales `[..., 1]` float32."""
-        numbers, scale = quantize(self.fuse(arch, tensors), self.numbers)
+    def __call__(self, arch: ModelArch, weights: jax.Array) -> jax.Array:
+        """Of `weights [..., in]`, the numbers `[..., in]` or their scales `[..., 1]` float32."""
+        numbers, scale = quantize(weights, self.numbers)
         return numbers if self.part == "numbers" else scale
 
 

@@ -1,0 +1,169 @@
+"""The tensors of a folder's safetensors files, mapped into memory and read by slices.
+
+Owns the files, their headers and the mapped pages. A tensor is a NumPy array over the mapped file: cutting, reshaping
+and transposing it reads nothing, and copying a part of it reads that part alone. Mapped pages count as the process's
+memory once they were read, until `release` gives them back. Never knows what parameters are made of: the loaders, which
+call it, bring the names.
+
+The format is 8 bytes of length, a JSON header, then the numbers of all tensors
+(https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch
+from jaxsgl.weights.names import Source, is_harmless, sizes
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOAT_DTYPES = ("F32", "BF16", "F16")
+MAX_HEADER_BYTES = 100_000_000  # as safetensors itself
+DTYPES: dict[str, npt.DTypeLike] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "BOOL": np.bool_,
+    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
+}  # fmt: skip
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies: its dtype as the header calls it, and the bytes of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+class MappedFile:
+    """One safetensors file. Raises `CheckpointError` if it is truncated or something else."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.tensors = _read_header(self._map)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); fetch it again") from error
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self.address: int = self._bytes.ctypes.data
+        self.num_bytes = len(self._map)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """A tensor's numbers; reads nothing."""
+        stored = self.tensors[name]
+        flat = self._bytes[stored.start : stored.start + stored.num_bytes]
+        return flat.view(DTYPES[stored.dtype]).reshape(stored.shape)
+
+    def release(self, first: int, end: int) -> None:
+        """Gives back the memory of the pages that hold the bytes `first` to `end`; the numbers stay readable."""
+        first -= first % mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):  # not everywhere
+            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+
+
+class TensorFiles:
+    """The tensors of a folder by name; remembers which were asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of: dict[str, MappedFile] = {}
+        files = [MappedFile(path) for path in _listed_files(folder)]
+        for file in files:
+            self._file_of.update(dict.fromkeys(file.tensors, file))
+        self._by_address = sorted(files, key=lambda file: file.address)
+        self._addresses = [file.address for file in self._by_address]
+        self._unread = set(self._file_of)
+
+    def tensor(self, source: Source, arch: ModelArch) -> npt.NDArray[Any]:
+        """The tensor of `source` as it is stored, mapped. Raises `CheckpointError` if it is missing or misshapen."""
+        if source.name not in self._file_of:
+            raise CheckpointError(f"{self.folder}: tensor {source.name} is missing, but {arch.name} needs it")
+        file = self._file_of[source.name]
+        stored, expected = file.tensors[source.name], tuple(sizes(arch)[axis] for axis in source.axes)
+        if stored.shape != expected:
+            raise CheckpointError(
+                f"{file.path}: tensor {source.name} has shape {stored.shape}, but config.json asks for {expected}"
+            )
+        if stored.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{file.path}: tensor {source.name} is {stored.dtype}; supported are {', '.join(FLOAT_DTYPES)}"
+            )
+        self._unread.discard(source.name)
+        return file.array(source.name)
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._file_of)
+
+    def scale(self, name: str) -> npt.NDArray[np.float32]:
+        """A small tensor of any float dtype and shape, in float32."""
+        return self._file_of[name].array(name).astype(np.float32)
+
+    def release(self, numbers: npt.NDArray[Any]) -> None:
+        """Gives back the memory of mapped pages that hold `numbers`; does nothing for an array that isn't mapped."""
+        first, end = np.lib.array_utils.byte_bounds(numbers)
+        index = bisect_right(self._addresses, first) - 1
+        if index >= 0:
+            file = self._by_address[index]
+            if end <= file.address + file.num_bytes:
+                file.release(first - file.address, end - file.address)
+
+    def unread(self, arch: ModelArch) -> list[str]:
+        """Names of the tensors that no parameter was made of, except harmless ones."""
+        return sorted(name for name in self._unread if not is_harmless(name, arch))
+
+
+def _read_header(data: mmap.mmap) -> dict[str, StoredTensor]:
+    """Where each tensor lies. Raises ValueError, KeyError, TypeError or AttributeError for anything but a header."""
+    header_bytes = int.from_bytes(data[:8], "little")
+    start = 8 + header_bytes
+    if header_bytes > MAX_HEADER_BYTES or start > len(data):
+        raise ValueError(f"a header of {header_bytes} bytes in a file of {len(data)}")
+    tensors = {}
+    for name, entry in json.loads(data[8:start]).items():
+        if name == "__metadata__":
+            continue
+        (first, end), shape = entry["data_offsets"], tuple(entry["shape"])
+        if not 0 <= first <= end <= len(data) - start:
+            raise ValueError(f"tensor {name} ends at byte {start + end} of {len(data)}")
+        dtype = entry["dtype"]
+        if dtype in DTYPES and math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize != end - first:
+            raise ValueError(f"tensor {name} has {end - first} bytes for shape {shape} of {dtype}")
+        tensors[name] = StoredTensor(dtype, shape, start + first, end - first)
+    return tensors
+
+
+def _listed_files(folder: Path) -> list[Path]:
+    """The single file, else the files of the index, else every safetensors file of the folder."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        found = sorted(folder.glob("*.safetensors"))
+        if not found:
+            raise CheckpointError(f"{folder} has no *.safetensors files; other weight formats are not supported")
+        return found
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} can't be read as an index of safetensors files: {error!r}") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} weight files are missing: {', '.join(missing)}"
+        )
+    return [folder / name for name in names]
