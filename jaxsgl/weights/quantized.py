@@ -1,6 +1,7 @@
 """Makes the parts of quantized matrices: which tensors they are made of, and how.
 
-A part (`models/matrix.py`) is computed on the devices from its whole matrix, which is read as `names.py` says. The loader calls `recipe_of` for every parameter.
+A part (`models/matrix.py`) is computed on the devices from its whole matrix, which is read as `names.py` says. The
+loader calls `recipe_of` for every parameter.
 """
 
 from __future__ import annotations

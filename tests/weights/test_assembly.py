@@ -95,7 +95,10 @@ def test_a_part_may_be_computed_as_it_is_read() -> None:
 @pytest.mark.parametrize(
     ("pieces", "words"),
     [
-        ([Piece((slice(0, 3),), counted(2, 3))], r"numbers of shape \(2, 3\) for a part of shape \(3, 3\)"),
+        (
+            [Piece((0,), counted(3)), Piece((1, slice(0, 2)), counted(3))],
+            r"numbers of shape \(3,\) for a part of shape \(2,\)",
+        ),
         ([Piece((0,), counted(2)), Piece((2,), counted(2))], r"4 numbers for shape \(3, 2\)"),
     ],
 )
