@@ -7,7 +7,6 @@ no file formats (`tensor_files.py`) and no threads (`assembly.py`). The engine c
 
 from __future__ import annotations
 
-import logging
 import math
 import zlib
 from collections import deque
@@ -31,41 +30,30 @@ from jaxsgl.weights.tensor_files import TensorFiles
 
 IN_FLIGHT_BYTES = 512 << 20  # of parameters that are read at the same time, unless one alone is larger
 
-logger = logging.getLogger(__name__)
-
 
 class _Made(NamedTuple):
-    """A parameter, and what it is made of."""
+    """A parameter, and what it is made of; shape and dtype are those of what is read, before anything is computed."""
 
     path: tuple[Hashable, ...]
     param: nnx.Param[jax.Array]  # abstract
     tensors: tuple[Tensor, ...]
     pieces: tuple[Piece, ...]
     computed: Computed | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of what is read, before anything is computed of it."""
-        return shape_of(self.pieces)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of what is read: the parameter's, or the first tensor's if something is computed of it."""
-        return self.param.dtype if self.computed is None else self.tensors[0].dtype
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
 
 def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
     """The parameters of `folder` in `dtype`, sharded over `mesh`; a tree like `abstract_model`'s.
 
     Finds every tensor before it reads the first one. Raises `CheckpointError` for files or tensors that are missing,
-    truncated, or of another shape than `arch` asks for.
+    truncated, of another shape than `arch` asks for, or not part of it.
     """
     check_divisible(arch, mesh)
     tensors = TensorFiles(folder)
     _, abstract = abstract_model(arch, dtype)
     plan = [_find(path, param, tensors, arch) for path, param in nnx.to_flat_state(abstract)]
-    for name in tensors.unread(arch):
-        logger.warning("%s: tensor %s is not part of %s and was left out", folder, name, arch.name)
+    tensors.refuse_unread(arch)
 
     progress = Progress(sum(piece.numbers.nbytes for made in plan for piece in made.pieces))
     params = []
@@ -97,9 +85,12 @@ def _find(path: tuple[Hashable, ...], param: nnx.Param[jax.Array], tensors: Tens
     """Says what the (abstract) parameter at `path` is made of; reads nothing."""
     recipe = recipe_of(path, param, arch)
     found = tuple(tensors.tensor(source, arch) for source in recipe.sources)
-    made = _Made(path, param, found, tuple(recipe.pieces(arch, found)), recipe.computed)
-    assert made.computed is not None or made.shape == param.shape, f"{path}: {made.shape} is not {param.shape}"
-    return made
+    pieces = tuple(recipe.pieces(arch, found))
+    shape = shape_of(pieces)
+    if recipe.computed is not None:
+        return _Made(path, param, found, pieces, recipe.computed, shape, found[0].dtype)
+    assert shape == param.shape, f"parameter {path} is filled with shape {shape}, but has {param.shape}"
+    return _Made(path, param, found, pieces, None, shape, param.dtype)
 
 
 @partial(jax.jit, static_argnames=("arch", "computed", "dtype", "sharding"))

@@ -122,9 +122,15 @@ class TensorFiles:
             if end <= file.address + file.num_bytes:
                 file.release(first - file.address, end - file.address)
 
-    def unread(self, arch: ModelArch) -> list[str]:
-        """Names of the tensors that no parameter was made of, except harmless ones."""
-        return sorted(name for name in self._unread if not is_harmless(name, arch))
+    def refuse_unread(self, arch: ModelArch) -> None:
+        """Raises `CheckpointError` for tensors that no parameter was made of, except harmless ones."""
+        unread = sorted(name for name in self._unread if not is_harmless(name, arch))
+        if unread:
+            more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+            raise CheckpointError(
+                f"{self.folder}: tensors that are not part of {arch.name} as config.json describes it: "
+                f"{', '.join(unread[:3])}{more}; remove them from the files if the model does without"
+            )
 
 
 def _read_header(data: mmap.mmap) -> dict[str, StoredTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models.rope import RopeParams, split_half_order
 from jaxsgl.weights import assembly
 from jaxsgl.weights.assembly import Assembler, Progress, blocks, overlap, shape_of
 from jaxsgl.weights.names import Piece, recipe_of
@@ -139,6 +141,21 @@ def test_no_recipe_reads_or_copies_a_tensor(tmp_path: Path) -> None:
             assert shape_of(pieces) == param.shape, path
             for piece in pieces:
                 assert any(np.shares_memory(piece.numbers, source) for source in sources), path
+
+
+@pytest.mark.parametrize(
+    "rope", [RopeParams(interleaved=True), RopeParams(rotary_dim=8), RopeParams(rotary_dim=8, interleaved=True)]
+)
+def test_dimensions_of_heads_are_reordered_by_views(rope: RopeParams, tmp_path: Path) -> None:
+    arch = replace(ModelArch.from_folder(make_checkpoint("llama_tied", tmp_path)), ropes=(rope,))
+    order = split_half_order(rope, arch.head_dim)
+    q, k, v = counted(4 * 16, 3), -counted(2 * 16, 3), counted(2 * 16, 3) / 2
+    pieces = list(recipe_of(("layers", 0, "attention", "qkv"), arch).pieces(arch, (q, k, v)))
+    assert all(any(np.shares_memory(piece.numbers, tensor) for tensor in (q, k, v)) for piece in pieces)
+    fused = assemble(pieces, shape_of(pieces))
+    np.testing.assert_array_equal(fused[:, :2], q.reshape(2, 2, 16, 3)[:, :, order])
+    np.testing.assert_array_equal(fused[:, 2], k.reshape(2, 16, 3)[:, order])
+    np.testing.assert_array_equal(fused[:, 3], v.reshape(2, 16, 3))
 
 
 def test_progress_is_logged_every_few_seconds_in_bytes(caplog: pytest.LogCaptureFixture) -> None:
