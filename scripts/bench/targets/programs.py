@@ -22,13 +22,15 @@ from jaxsgl.engine.programs import ProgramSpec
 from jaxsgl.engine.sizing import choose_page_size
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.weights.sharding import kv_sharding, make_mesh, param_sharding, replicated
 from pallas_kernels import STORE_BACKENDS, store_kv
 from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS
 from pallas_kernels.specs import ArgSpec, store_rotated
 
 BUNDLED_MODEL = ROOT / "jaxsgl/bundled_model"
-POOL_TOKENS = 131_072  # of the small model; more than a v6e could move into its VMEM
+NUM_LAYERS = 4  # of the small model
+POOL_TOKENS = 131_072  # more than a v6e could move into its VMEM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +107,18 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
 
     `platform` is "gpu" or "tpu", as the engine names it.
     """
+    bundled = ModelArch.from_folder(BUNDLED_MODEL)
+    layers = (dataclasses.replace(bundled.layers[0], mlp=DenseMlp(ffn_size=3072)),) * NUM_LAYERS
     arch = dataclasses.replace(
-        ModelArch.from_folder(BUNDLED_MODEL),
-        vocab_size=32_000, hidden_size=1024, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=128, ffn_size=3072,
-    )  # fmt: skip
+        bundled, vocab_size=32_000, hidden_size=1024, layers=layers, num_heads=16, num_kv_heads=8, head_dim=128
+    )
     graphdef, params = abstract_model(arch, jnp.dtype(jnp.bfloat16))
     leaves = nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
     page_size = choose_page_size(EngineConfig(model=str(BUNDLED_MODEL)), arch.head_dim, platform)
     shape = (pages_for(POOL_TOKENS, page_size), arch.num_kv_heads, page_size, arch.head_dim)
     pages = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=kv_sharding(mesh))
-    layers: Any = (pages,) * arch.num_layers  # descriptions in the place of arrays
-    kv = KvBuffers(layers, layers)
+    of_layers: Any = (pages,) * arch.num_layers  # descriptions in the place of arrays
+    kv = KvBuffers(of_layers, of_layers)
     tables = jax.tree.map(
         lambda array: _shape(array, mesh),
         (np.zeros((65, 128), np.int32), np.zeros(65, np.int32), neutral_tables(64, arch.vocab_size)),

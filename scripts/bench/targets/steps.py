@@ -105,7 +105,7 @@ def served(name: str, target: Target, folder: Path, kv_cache_dtype: str = "auto"
 
 def engine_programs(model: Served, backend: str, mesh: Mesh) -> Iterator[Program]:
     """Yields each program of the table once, with few layers."""
-    arch = dataclasses.replace(model.arch, num_layers=COMPILED_LAYERS)
+    arch = dataclasses.replace(model.arch, layers=model.arch.layers[:COMPILED_LAYERS])
     page = dataclasses.replace(model.page, num_layers=COMPILED_LAYERS)
     graphdef, params = abstract_model(arch, model.dtype)
     leaves = nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
