@@ -62,8 +62,11 @@ class _Model:
         q, k, v = self._rotate(q), self._rotate(k).repeat(group, axis=0), v.repeat(group, axis=0)
         scores = np.einsum("nth,nsh->nts", q, k) / np.sqrt(self._head_dim)
         scores[:, ~np.tri(num_tokens, dtype=bool)] = -np.inf
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        out = np.einsum("nts,nsh->tnh", weights / weights.sum(axis=-1, keepdims=True), v)
+        sinks = self._tensors.get(f"{name}.sinks", np.full(len(q), -np.inf))[:, None, None]
+        top = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
+        out = np.einsum("nts,nsh->tnh", weights / total, v)
         return self._linear(f"{name}.o_proj", out.reshape(num_tokens, -1))
 
     def _rotate(self, x: np.ndarray) -> np.ndarray:

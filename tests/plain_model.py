@@ -17,11 +17,15 @@ from pallas_kernels import AttentionOptions
 
 
 def causal_attend(arch: ModelArch) -> Attend:
-    return lambda layer, qkv: causal_attention(*qkv.split(), arch.attention_options(layer))
+    return lambda layer, qkv, sinks: causal_attention(*qkv.split(), arch.attention_options(layer), sinks)
 
 
 def causal_attention(
-    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, options: AttentionOptions = AttentionOptions()
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    options: AttentionOptions = AttentionOptions(),
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     num_tokens, num_heads, head_dim = q_TNH.shape
     group_size = num_heads // k_TKH.shape[1]
@@ -32,7 +36,11 @@ def causal_attention(
     mask = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
     if options.sliding_window is not None:
         mask &= ~jnp.tril(mask, -options.sliding_window)
-    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    if sinks is not None:  # as a last token without a value
+        column = jnp.broadcast_to(sinks[:, None, None], (num_heads, num_tokens, 1))
+        scores = jnp.concatenate([scores, column], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :num_tokens].astype(v.dtype)
     return jnp.einsum("nts,snh->tnh", weights, v)
 
 

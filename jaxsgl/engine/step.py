@@ -277,7 +277,7 @@ class Pages:
         self._arrays, self._kind, self._options, self._backend = arrays, kind, options, backend
         self._scales = scales or KvScales.of_one(len(kv.k))
 
-    def attend(self, layer_index: int, qkv: FusedQkv) -> jax.Array:
+    def attend(self, layer_index: int, qkv: FusedQkv, sinks: jax.Array | None = None) -> jax.Array:
         """Stores this step's K and V of the layer, then attends to all K and V of each sequence; `[T, N, H]`."""
         a, options, backend = self._arrays, self._options[layer_index], self._backend
         old = self._k[layer_index], self._v[layer_index]
@@ -287,8 +287,8 @@ class Pages:
         q_TNH, kv = rotate_and_store(qkv, paged, a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
         if self._kind == "decode":
-            return paged_decode_attention(q_TNH, kv, options, backend=backend)
-        return paged_extend_attention(q_TNH, a.query_offsets, kv, options, backend=backend)
+            return paged_decode_attention(q_TNH, kv, options, sinks, backend=backend)
+        return paged_extend_attention(q_TNH, a.query_offsets, kv, options, sinks, backend=backend)
 
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""

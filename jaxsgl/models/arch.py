@@ -53,6 +53,7 @@ class ModelArch:
       embedding_scale: factor on embeddings; None: 1.
       attention_scale: factor on q . k before the softmax; None: 1 / sqrt(H).
       attention_cap, logits_cap: soft caps of scores and of logits: x becomes cap * tanh(x / cap).
+      sinks: query heads have attention sinks.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
     """
@@ -81,6 +82,7 @@ class ModelArch:
     attention_scale: float | None = None
     attention_cap: float | None = None
     logits_cap: float | None = None
+    sinks: bool = False
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None
 
@@ -161,6 +163,7 @@ def _read_arch(config: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_scale=config.number("query_pre_attn_scalar") ** -0.5 if family.caps else None,
         attention_cap=_read_cap(config, family, "attn_logit_softcapping"),
         logits_cap=_read_cap(config, family, "final_logit_softcapping"),
+        sinks=family.sinks,
     )
 
 

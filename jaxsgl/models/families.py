@@ -37,6 +37,7 @@ class Family:
         `rope_parameters` by kind of layer; None: one rope for all.
       no_rope_layers: some layers are not turned, as `no_rope_layers` says.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
+      sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       defaults: values of keys that config.json may leave out.
       ignored: keys that the family's reference code ignores, too.
     """
@@ -56,6 +57,7 @@ class Family:
     sliding_theta_key: str | None = None
     no_rope_layers: bool = False
     caps: bool = False
+    sinks: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
 

@@ -33,10 +33,11 @@ ACTIVATION_OF: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 class Attend(Protocol):
     """Stores this step's keys and values, and attends to all of each sequence; the caller of the model provides it."""
 
-    def __call__(self, layer_index: int, qkv: FusedQkv, /) -> jax.Array:
+    def __call__(self, layer_index: int, qkv: FusedQkv, sinks: jax.Array | None, /) -> jax.Array:
         """Returns the attention output `[T, N, H]`; `qkv.split()` says what is attended.
 
-        The softmax scale, the window and the soft cap are those of `ModelArch.attention_options(layer_index)`.
+        The softmax scale, the window and the soft cap are those of `ModelArch.attention_options(layer_index)`. `sinks`
+        `[N]` float32 join the denominators of the softmaxes; None: there are none.
         """
         ...
 
@@ -69,6 +70,8 @@ class LayerVectors(nnx.Module):
             if arch.attention_bias
             else None
         )
+        sinks = (arch.num_layers, arch.num_heads)
+        self.sinks = vector(sinks, (None, "kv_heads"), jnp.dtype(jnp.float32), mean=0.0) if arch.sinks else None
 
     def _norms(self, arch: ModelArch, exists: bool) -> nnx.Param[jax.Array] | None:
         """`[L, D]`."""
@@ -129,7 +132,8 @@ class Attention(Matrices):
             fused = _normalize_all_heads(fused, bias, q_norm, k_norm, layer_index, self.eps)
             bias = q_norm = k_norm = None
         qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, layer_index, self.eps)
-        out_TNH = attend(layer_index, qkv)
+        sinks = None if vectors.sinks is None else vectors.sinks[layer_index]
+        out_TNH = attend(layer_index, qkv, sinks)
         return _last_product(out_TNH.reshape(len(x_TD), -1), self.matrix("o"), self.o_bias)
 
 

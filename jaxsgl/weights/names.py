@@ -88,6 +88,7 @@ def sizes(arch: ModelArch) -> dict[str, int]:
         "D": arch.hidden_size,
         "F": arch.ffn_size,
         "H": arch.head_dim,
+        "N": arch.num_heads,
         "NH": arch.num_heads * arch.head_dim,
         "KH": arch.num_kv_heads * arch.head_dim,
     }
@@ -176,6 +177,7 @@ OF_ALL_LAYERS: dict[Path, Recipe] = {
         ),
         _fuse_heads,
     ),
+    ("vectors", "sinks"): Recipe((Source(_ATTENTION + "sinks", ("N",)),), _as_is),
 }
 
 OF_LAYER: dict[Path, Recipe] = {
