@@ -5,18 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB_SIZE = 256
@@ -45,8 +61,10 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 
+Kind: TypeAlias = tuple[Callable[..., PretrainedConfig], Callable[[PretrainedConfig], PreTrainedModel], dict[str, Any]]
+
 # Kind -> (configuration class, model class, what differs from COMMON).
-_KINDS: dict[str, tuple[Callable[..., PretrainedConfig], Callable[[PretrainedConfig], PreTrainedModel], dict]] = {
+_KINDS: dict[str, Kind] = {
     "llama_tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
     "llama_untied_llama3_rope": (
         LlamaConfig,
@@ -69,6 +87,91 @@ _KINDS: dict[str, tuple[Callable[..., PretrainedConfig], Callable[[PretrainedCon
 }
 CHECKPOINT_KINDS = tuple(_KINDS)
 
+WINDOW = 12
+ORIGINAL_CONTEXT = 64  # of "phi3", before its rope was stretched
+OF_FAMILIES: dict[str, Any] = {  # all sizes differ, and no two axes of a tensor can be mistaken for each other
+    "vocab_size": 200,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": EOS_TOKEN_ID,
+    "pad_token_id": None,
+}
+_MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_GEMMA = {"head_dim": 20, "sliding_window": WINDOW, "query_pre_attn_scalar": 30, "layer_types": _MIXED_TYPES}
+
+# The same, as differences from OF_FAMILIES.
+_FAMILIES: dict[str, Kind] = {
+    "mistral": (MistralConfig, MistralForCausalLM, {"head_dim": 20, "sliding_window": WINDOW}),
+    "phi3": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {
+            "original_max_position_embeddings": ORIGINAL_CONTEXT,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.5, 2.0, 3.0, 4.0, 6.0, 8.0],
+            },
+        },
+    ),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"attention_bias": True}),
+    "olmo3": (
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_TYPES,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                    "beta_fast": 8.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    "glm4": (Glm4Config, Glm4ForCausalLM, {"head_dim": 20, "partial_rotary_factor": 0.6}),
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            **_GEMMA,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 30000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+}
+FAMILY_KINDS = tuple(_FAMILIES)
+
 
 def make_checkpoint(
     kind: str,
@@ -85,10 +188,11 @@ def make_checkpoint(
       max_shard_size: such as "50KB", for several files and an index; None: one file.
       config_changes: configuration values that differ from the kind's.
     """
-    config_class, model_class, differences = _KINDS[kind]
+    config_class, model_class, differences = {**_KINDS, **_FAMILIES}[kind]
+    common = OF_FAMILIES if kind in _FAMILIES else COMMON
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**COMMON, **differences, **config_changes})).to(dtype)
+    model = model_class(config_class(**{**common, **differences, **config_changes})).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # away from the initial ones, zeros and near-uniform logits, so that each one matters
@@ -112,5 +216,6 @@ def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
 def load_reference(folder: Path) -> PreTrainedModel:
     """The checkpoint in `folder` as a transformers model in float32."""
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    classes: dict[str, Any] = {model_class.__name__: model_class for _, model_class, _ in _KINDS.values()}
+    kinds = (*_KINDS.values(), *_FAMILIES.values())
+    classes: dict[str, Any] = {model_class.__name__: model_class for _, model_class, _ in kinds}
     return classes[architecture].from_pretrained(folder, dtype=torch.float32).eval()

@@ -168,7 +168,7 @@ def _read_arch(config: ConfigFile, generation: ConfigFile | None) -> ModelArch:
 
 
 def _read_activation(config: ConfigFile, family: Family) -> Activation:
-    word = config.get(family.activation_key, "silu")
+    word = config.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
     if word not in ACTIVATIONS:
         raise CheckpointError(
             f"{config.path}: {family.activation_key} is {word}, but supported are {', '.join(ACTIVATIONS)}"

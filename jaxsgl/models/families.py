@@ -7,7 +7,7 @@ computed. `arch` and `layer_config` read it. docs/models.md says how to add one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 # Which norms a layer has: before attention and MLP; after them, before the sum; or both.
@@ -62,8 +62,81 @@ class Family:
     ignored: frozenset[str] = frozenset()
 
 
+# What Gemma 2 and 3 have in common.
+_GEMMA = Family(
+    norms="sandwich",
+    norm_offset=1,
+    scales_embedding=True,
+    activation_key="hidden_activation",
+    windows="always",
+    caps=True,
+    ignored=frozenset({"hidden_act", "sliding_window_size"}),
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+    },
+)
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=None),
     "Qwen2ForCausalLM": Family(qkv_bias=True, attention_out_bias=False, windows="flag"),
     "Qwen3ForCausalLM": Family(qk_norm="head", windows="flag", defaults={"head_dim": 128}),
+    "MistralForCausalLM": Family(
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    ),
+    "Phi3ForCausalLM": Family(
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        partial_rope=True,
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        ignored=frozenset({"full_attn_mod", "interpolate_factor"}),
+    ),
+    "Olmo2ForCausalLM": Family(norms="post", qk_norm="all", defaults={"rms_norm_eps": 1e-5}),
+    "Olmo3ForCausalLM": Family(
+        norms="post",
+        qk_norm="all",
+        windows="always",
+        full_every=4,
+        sliding_theta_key="rope_theta",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0},
+    ),
+    "Glm4ForCausalLM": Family(
+        norms="sandwich",
+        attention_out_bias=False,
+        partial_rope=True,
+        interleaved_rope=True,
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-07,
+        },
+    ),
+    "SmolLM3ForCausalLM": Family(
+        mlp_bias=None,
+        windows="flag",
+        no_rope_layers=True,
+        defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    ),
+    "Gemma2ForCausalLM": replace(
+        _GEMMA,
+        full_every=2,
+        defaults={**_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": replace(
+        _GEMMA,
+        qk_norm="head",
+        full_every=6,
+        sliding_theta_key="rope_local_base_freq",
+        defaults={**_GEMMA.defaults, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+    ),
 }

@@ -38,16 +38,17 @@ def read_layers(config: ConfigFile, family: Family, head_dim: int) -> Layers:
     num_layers = config.count("num_hidden_layers")
     is_turned = _read_turned(config, family, num_layers)
     types = _read_types(config, family, is_turned)
-    window = _read_window(config, family)
     rope_of_type = _read_ropes(config, family, head_dim)
     ropes = tuple(dict.fromkeys(rope_of_type.values()))
+    stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
+    max_context = max(config.count("max_position_embeddings"), *stretched, 0)
+    window = _read_window(config, family, max_context)
     mlp = DenseMlp(config.count("intermediate_size"))
     specs = tuple(
         LayerSpec(mlp, window if each == SLIDING else None, ropes.index(rope_of_type[each]) if turned else None)
         for each, turned in zip(types, is_turned, strict=True)
     )
-    stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
-    return Layers(specs, ropes, max(config.count("max_position_embeddings"), *stretched, 0))
+    return Layers(specs, ropes, max_context)
 
 
 def _read_turned(config: ConfigFile, family: Family, num_layers: int) -> list[bool]:
@@ -89,13 +90,15 @@ def _of_each_layer(config: ConfigFile, key: str, values: Any, num_layers: int) -
     return values
 
 
-def _read_window(config: ConfigFile, family: Family) -> int | None:
-    """Tokens that a layer with a window attends to; None: all."""
+def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | None:
+    """Tokens that a layer with a window attends to; None: all, as where no sequence is longer than the window."""
     if family.windows == "none":
         return None
     is_on = config.get("use_sliding_window", False) if family.windows == "flag" else True
-    window = config.get("sliding_window")
-    return config.count("sliding_window") if is_on and window is not None else None
+    if not is_on or config.get("sliding_window") is None:
+        return None
+    window = config.count("sliding_window")
+    return window if window < max_context else None
 
 
 def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, RopeParams]:

@@ -38,7 +38,8 @@ class _Stretch:
     def __init__(self, section: ConfigFile, word: str, original: int | None, max_context: int) -> None:
         self._section, self._word = section, word
         self.max_context = max_context
-        self.original = int(original or self.number("original_max_position_embeddings", max_context))
+        in_section = self.number("original_max_position_embeddings", max_context)
+        self.original = int(original or in_section)
 
     def number(self, key: str, default: float | None = None) -> float:
         try:

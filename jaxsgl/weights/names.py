@@ -91,6 +91,8 @@ def sizes(arch: ModelArch) -> dict[str, int]:
         "N": arch.num_heads,
         "NH": arch.num_heads * arch.head_dim,
         "KH": arch.num_kv_heads * arch.head_dim,
+        "QKV": (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim,
+        "2F": 2 * arch.ffn_size,
     }
 
 
@@ -148,6 +150,18 @@ def _turned(arch: ModelArch, place: Place, heads: Tensor, axis: int) -> Iterator
         first += count
 
 
+def _fuse_split_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """`_fuse_heads` of q, k and v that come as one tensor `[(N + 2 K) * H]`, one behind the other."""
+    (fused,) = tensors
+    queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    yield from _fuse_heads(arch, (fused[:queries], fused[queries : queries + keys], fused[queries + keys :]))
+
+
+def _split_gate_up(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Gate and up that come as one tensor `[2 * F, D]`, gate first, to `[2, F, D]`."""
+    yield Piece((), tensors[0].reshape(2, -1, *tensors[0].shape[1:]))
+
+
 def _fuse_gate_up(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Stacks gate and up `[F, D]` to `[2, F, D]`; biases `[F]` to `[2, F]`."""
     for row, tensor in enumerate(tensors):
@@ -202,8 +216,41 @@ OF_LAYER: dict[Path, Recipe] = {
 }
 
 
+def _layer_norms(**names: str) -> dict[Path, Recipe]:
+    """Norms of a layer by our names, with the checkpoint's."""
+    return {
+        ("vectors", ours): Recipe((Source(f"model.layers.{{}}.{theirs}.weight", ("D",)),), _norm)
+        for ours, theirs in names.items()
+    }
+
+
+_FUSED_GATE_UP = {("mlp", "gate_up"): Recipe((Source(_MLP + "gate_up_proj.weight", ("2F", "D")),), _split_gate_up)}
+_OLMO = {
+    **_layer_norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+    ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("NH",)),), _all_heads_norm),
+    ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("KH",)),), _all_heads_norm),
+}
+_GEMMA = _layer_norms(
+    attention_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+
 # Recipes that differ from those above, or are missing there, by architecture.
-OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {}
+OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
+    "Phi3ForCausalLM": {
+        ("attention", "qkv"): Recipe((Source(_ATTENTION + "qkv_proj.weight", ("QKV", "D")),), _fuse_split_heads),
+        **_FUSED_GATE_UP,
+    },
+    "Olmo2ForCausalLM": _OLMO,
+    "Olmo3ForCausalLM": _OLMO,
+    "Glm4ForCausalLM": {
+        **_layer_norms(attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),
+        **_FUSED_GATE_UP,
+    },
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": _GEMMA,
+}
 
 # What scales K, V or both of a layer's KV cache in float8, by the end of the tensor's name: compressed-tensors and its
 # older form, ModelOpt, Quark. Scales of queries and probabilities belong to attention in float8, which ours is not.

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Reply, ToEngine
-from jaxsgl.request import Request
+from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
@@ -84,3 +86,14 @@ def outputs(mailbox: ScriptedMailbox, requests: Sequence[Request]) -> list[list[
 def ends(mailbox: ScriptedMailbox) -> dict[str, Reply]:
     """The last reply of every request that ended."""
     return {reply.request_id: reply for reply in mailbox.replies if reply.finish_reason or reply.refusal}
+
+
+def first_logits(engine: Engine, prompt: list[int]) -> np.ndarray:
+    """Logits `[V]` of the first new token, through scheduler, buckets and paged KV, chunk by chunk."""
+    scheduler = new_scheduler(engine, radix=True)
+    scheduler.receive([Request("r", prompt, SamplingParams(temperature=0.0, max_tokens=1))])
+    while (inputs := scheduler.launch()) is not None:
+        (forward,) = engine.programs.of(inputs.bucket)
+        out = forward(engine._params, engine._state, inputs.packed)
+        engine._state = out.state
+    return np.asarray(out.logits)[0]

@@ -18,7 +18,7 @@ from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.request import Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_logits
-from tests.end_to_end.offline import new_scheduler, outputs, serve
+from tests.end_to_end.offline import first_logits, outputs, serve
 from tests.grids import pairwise
 
 pytestmark = pytest.mark.device
@@ -103,14 +103,3 @@ def test_greedy_tokens_equal_those_of_transformers(
         difference = np.abs(first_logits(engine, prompt) - reference_logits(checkpoint, prompt)[-1].numpy())
         assert difference.max() < 1e-3
     assert engine.recompiles == 0
-
-
-def first_logits(engine: Engine, prompt: list[int]) -> np.ndarray:
-    """Logits `[V]` of the first new token, through scheduler, buckets and paged KV, chunk by chunk."""
-    scheduler = new_scheduler(engine, radix=True)
-    scheduler.receive([Request("r", prompt, SamplingParams(temperature=0.0, max_tokens=1))])
-    while (inputs := scheduler.launch()) is not None:
-        (forward,) = engine.programs.of(inputs.bucket)
-        out = forward(engine._params, engine._state, inputs.packed)
-        engine._state = out.state
-    return np.asarray(out.logits)[0]

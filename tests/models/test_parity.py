@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.agreement import check_agreement
-from tests.checkpoints import CHECKPOINT_KINDS, VOCAB_SIZE, make_checkpoint, reference_logits
+from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, OF_FAMILIES, VOCAB_SIZE, make_checkpoint, reference_logits
 from tests.exact_model import exact_logits
 from tests.plain_model import checkpoint_logits
 
@@ -27,6 +27,15 @@ def test_logits_equal_those_of_transformers_in_float32(kind: str, tmp_path: Path
         "transformers": lambda: reference_logits(folder, PROMPT).numpy(),
     }
     check_agreement(sides, exact, ATOL, f"torch {torch.__version__} with {torch.get_num_threads()} threads")
+
+
+@pytest.mark.parametrize("kind", FAMILY_KINDS)
+def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path, seed=1)
+    prompt = [token % OF_FAMILIES["vocab_size"] for token in PROMPT[:80]]
+    expected = reference_logits(folder, prompt).numpy()
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(checkpoint_logits(folder, prompt), expected, atol=ATOL)
 
 
 def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Path) -> None:

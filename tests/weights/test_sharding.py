@@ -45,8 +45,8 @@ np.save(folder / "random.npy", plain_logits(arch, random, list(range(3, 60))))
 """
 
 
-# Together these two kinds have every parameter that there is.
-@pytest.mark.parametrize("kind", ["llama_linear_rope_bias", "qwen3"])
+# Together these kinds have every parameter that there is, but norms of other names; "olmo2" sums over all heads.
+@pytest.mark.parametrize("kind", ["llama_linear_rope_bias", "qwen3", "olmo2"])
 def test_four_devices_give_the_logits_of_one(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path, num_attention_heads=8, num_key_value_heads=4)
     done = subprocess.run(

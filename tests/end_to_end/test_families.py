@@ -1,0 +1,115 @@
+"""Every family of `models/families.py` answers as transformers does: ragged prompts at once, in chunks, from the cache.
+
+One forward pass of transformers over prompts and answers judges them: an answer is greedy if each of its tokens is the
+most likely one after those before it. The passes hold many prompts, padded on the right, which changes nothing before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from jaxsgl.config import EngineConfig
+from jaxsgl.engine.engine import Engine
+from jaxsgl.models import ModelArch
+from jaxsgl.request import Request, SamplingParams
+from jaxsgl.weights import load_params
+from tests.checkpoints import (
+    FAMILY_KINDS,
+    OF_FAMILIES,
+    ORIGINAL_CONTEXT,
+    WINDOW,
+    load_reference,
+    make_checkpoint,
+    reference_logits,
+)
+from tests.end_to_end.offline import first_logits, outputs, serve
+from tests.grids import daily
+from tests.plain_model import mesh_of, plain_logits
+
+pytestmark = pytest.mark.device
+
+# By day every second one. The logits of all are compared in tests/models/test_parity.py.
+KINDS = ("phi3", "mistral", "olmo3", "olmo2", "smollm3", "glm4", "gemma2", "gemma3")
+assert set(KINDS) == set(FAMILY_KINDS)
+NEW_TOKENS = 8
+CONTEXT = 144
+CHUNK = 32
+ATOL = 2e-3
+AT_WINDOW = (WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW)
+AT_CONTEXT = (ORIGINAL_CONTEXT - 1, ORIGINAL_CONTEXT, ORIGINAL_CONTEXT + 1)
+LENGTHS = (1, 2, 7, 8, 9, *AT_WINDOW, 17, 24, 50, *AT_CONTEXT, 120)
+
+
+def prompts() -> list[list[int]]:
+    """Two texts, cut at the same places: each shares its beginning with the longer ones of its text."""
+    rng = random.Random(5)
+    texts = [[rng.randrange(3, OF_FAMILIES["vocab_size"]) for _ in range(max(LENGTHS))] for _ in range(2)]
+    return [text[:length] for length in LENGTHS for text in texts]
+
+
+def logits_of(folder: Path, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    """transformers' logits `[sequence, T, V]` in float32; those behind a sequence's end mean nothing."""
+    longest = max(map(len, sequences))
+    padded = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
+    with torch.no_grad():
+        logits: np.ndarray = load_reference(folder)(torch.tensor(padded)).logits.float().numpy()
+    return logits
+
+
+@pytest.mark.parametrize("kind", daily(KINDS, every=2))
+def test_greedy_tokens_and_logits_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path, seed=3)
+    engine = Engine(
+        EngineConfig(
+            model=str(folder),
+            page_size=8,
+            chunked_prefill_size=CHUNK,
+            context_length=CONTEXT,
+            max_running_requests=32,
+            max_total_tokens=5000,
+            decode_buckets=(32,),
+            extend_buckets=(CHUNK,),
+            compilation_cache_dir="",
+        ),
+        progress=False,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts())]
+    assert len(requests) == 32
+    mailbox = serve(engine, [requests])
+    answers = outputs(mailbox, requests)
+    again = serve(engine, [[requests[-1]], *[[]] * 20, requests])
+    assert outputs(again, requests[:-1]) == answers[:-1]
+    assert sum(reply.cached_tokens for reply in again.replies) > 100
+    logits = logits_of(
+        folder, [[*request.prompt_ids, *answer] for request, answer in zip(requests, answers, strict=True)]
+    )
+    for request, answer, of_one in zip(requests, answers, logits, strict=True):
+        first = len(request.prompt_ids) - 1
+        assert of_one[first : first + NEW_TOKENS].argmax(axis=-1).tolist() == answer, first + 1
+    assert len(set(map(tuple, answers))) > 20  # else any model would agree
+    for i, request in enumerate(requests[::2]):
+        length = len(request.prompt_ids)
+        if length in (*AT_WINDOW, *AT_CONTEXT[1:], max(LENGTHS)):
+            np.testing.assert_allclose(first_logits(engine, request.prompt_ids), logits[2 * i][length - 1], atol=ATOL)
+    assert engine.recompiles == 0
+    engine.close()
+
+
+def test_longropes_factors_follow_from_the_servers_context_limit(tmp_path: Path) -> None:
+    """Up to the original context the short ones, for every prompt; beyond it the long ones, for short prompts too."""
+    folder = make_checkpoint("phi3", tmp_path, seed=3)
+    arch = ModelArch.from_folder(folder)
+    params = load_params(folder, arch, np.dtype("float32"), mesh_of())
+    prompt = prompts()[-1][:ORIGINAL_CONTEXT]
+    short = reference_logits(folder, prompt).numpy()
+    np.testing.assert_allclose(plain_logits(arch.for_context(ORIGINAL_CONTEXT), params, prompt), short, atol=ATOL)
+    assert arch == arch.for_context(ORIGINAL_CONTEXT + 1)
+    long = plain_logits(arch, params, prompt)
+    assert np.abs(long - short).max() > 0.1

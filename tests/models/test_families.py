@@ -1,0 +1,105 @@
+"""What the architectures' names and keys mean for layers, ropes and scales, in the words of old and new folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch, RopeParams
+from jaxsgl.models.rope import inverse_frequencies, split_half_order
+from tests.models.test_arch import read
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
+
+def windows(arch: ModelArch) -> list[int | None]:
+    return [arch.attention_options(layer).sliding_window for layer in range(arch.num_layers)]
+
+
+@pytest.mark.parametrize(
+    ("name", "every"), [("Gemma2ForCausalLM", 2), ("Olmo3ForCausalLM", 4), ("Gemma3ForCausalLM", 6)]
+)
+def test_without_layer_types_every_so_many_layers_one_is_full(name: str, every: int, tmp_path: Path) -> None:
+    arch = read(tmp_path, architectures=[name], num_hidden_layers=13, sliding_window=8, num_key_value_heads=2)
+    assert windows(arch) == [None if (i + 1) % every == 0 else 8 for i in range(13)]
+
+
+def test_the_pattern_of_a_gemma_3_folder_is_a_number_in_older_ones(tmp_path: Path) -> None:
+    arch = read(tmp_path, architectures=["Gemma3ForCausalLM"], sliding_window=8, sliding_window_pattern=2)
+    assert windows(arch) == [8, None]
+
+
+def test_a_missing_window_is_the_familys_and_null_is_none(tmp_path: Path) -> None:
+    mistral: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+    assert windows(read(tmp_path, **mistral, max_position_embeddings=8192)) == [4096] * 2
+    assert windows(read(tmp_path, **mistral, max_position_embeddings=4096)) == [None] * 2  # it holds every sequence
+    none = read(tmp_path, **mistral, max_position_embeddings=8192, sliding_window=None)
+    full = read(tmp_path, **mistral, max_position_embeddings=8192, layer_types=["full_attention"] * 2)
+    assert windows(none) == windows(full) == [None] * 2
+
+
+def test_layers_with_windows_have_a_rope_of_their_own_in_old_and_new_words(tmp_path: Path) -> None:
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": 2}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = read(tmp_path, **gemma, rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=scaling)
+    of_types = {
+        "full_attention": {**scaling, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    new = read(tmp_path, **gemma, rope_parameters=of_types)
+    assert old == new == read(tmp_path, **gemma, rope_scaling=scaling)
+    assert [new.ropes[layer.rope or 0] for layer in new.layers] == [RopeParams(1e4), RopeParams(1e6, "linear", 8.0)]
+
+
+def test_gemmas_scales_and_caps_may_be_missing_or_null(tmp_path: Path) -> None:
+    gemma: dict[str, Any] = {"architectures": ["Gemma2ForCausalLM"]}
+    arch = read(tmp_path, **gemma)
+    assert (arch.attention_cap, arch.logits_cap, arch.attention_scale) == (50.0, 30.0, 1 / 16)
+    assert (arch.embedding_scale, arch.norm_offset, arch.activation, arch.tie_embeddings) == (8.0, 1, "gelu_tanh", True)
+    null = read(tmp_path, **gemma, attn_logit_softcapping=None, final_logit_softcapping=None, hidden_activation=None)
+    assert (null.attention_cap, null.logits_cap, null.activation) == (None, None, "gelu_tanh")
+    with pytest.raises(CheckpointError, match="use_bidirectional_attention is true"):
+        read(tmp_path, **gemma, use_bidirectional_attention=True)
+
+
+def test_layers_without_rope_are_those_that_a_list_or_an_interval_names(tmp_path: Path) -> None:
+    smol: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 4}
+    assert [layer.rope for layer in read(tmp_path, **smol).layers] == [0, 0, 0, None]
+    assert [layer.rope for layer in read(tmp_path, **smol, no_rope_layers=[0, 1, 1, 0]).layers] == [None, 0, 0, None]
+
+
+def test_longrope_takes_its_factors_by_the_context_limit(tmp_path: Path) -> None:
+    phi = read(tmp_path, architectures=["Phi3ForCausalLM"], rope_scaling=LONGROPE, original_max_position_embeddings=512)
+    (rope,) = phi.ropes
+    assert rope.is_long and rope.amplitude == pytest.approx((1 + np.log(4) / np.log(512)) ** 0.5)  # 2,048 of 512 tokens
+    (short,) = phi.for_context(512).ropes
+    assert not short.is_long
+    np.testing.assert_allclose(inverse_frequencies(short, 16), 2 * inverse_frequencies(rope, 16))
+    with pytest.raises(CheckpointError, match="long_factor of rope type longrope must be a list"):
+        read(tmp_path, architectures=["Phi3ForCausalLM"], rope_scaling={**LONGROPE, "long_factor": None})
+
+
+def test_yarn_stretches_the_context(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    arch = read(tmp_path, rope_scaling=yarn)
+    assert arch.max_context == 4096
+    (rope,) = arch.ropes
+    plain, stretched = inverse_frequencies(RopeParams(), 64), inverse_frequencies(rope, 64)
+    assert rope.amplitude == pytest.approx(1 + 0.1 * np.log(4))
+    assert stretched[0] == plain[0] and stretched[-1] == pytest.approx(plain[-1] / 4)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_part_of_a_head_that_turns_comes_to_split_halves(interleaved: bool) -> None:
+    """Each pair of a checkpoint stands half a head apart, and the dimensions that don't turn have angle 0."""
+    rope = RopeParams(rotary_dim=6, interleaved=interleaved)
+    order = split_half_order(rope, 10) or []
+    assert sorted(order) == list(range(10))
+    pairs = [(order[i], order[i + 5]) for i in range(5)]
+    assert pairs[:3] == ([(0, 1), (2, 3), (4, 5)] if interleaved else [(0, 3), (1, 4), (2, 5)])
+    assert np.all(inverse_frequencies(rope, 10)[3:] == 0)
+    assert split_half_order(RopeParams(), 10) is None
