@@ -201,6 +201,8 @@ def make_checkpoint(
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(1.5 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+                if kind.startswith("olmo") and "embed" in name:
+                    parameter.mul_(8)  # else the normalized updates hide which token it is
     torch.random.set_rng_state(generator_state)
     model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     return folder
