@@ -9,6 +9,7 @@ steps moved them, and compares them with the sequence that it rebuilt.
 
 from __future__ import annotations
 
+import threading
 import time
 import zlib
 from collections import deque
@@ -23,21 +24,30 @@ from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray, page_of, slots_of, tokens_in
-from jaxsgl.messages import Load, News, Replies, Reply, Shutdown, ToEngine
+from jaxsgl.errors import CheckpointError
+from jaxsgl.messages import DEFAULT_WEIGHT_VERSION, Load, MemoryTag, News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import MAX_TOP_LOGPROBS
 from jaxsgl.scheduler.plan import SchedulerState
 from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
 
 
-def next_token(sequence: Sequence[int] | IntArray, vocab_size: int) -> int:
-    """The token that `FakeEngine` yields after `sequence`."""
-    return zlib.crc32(np.asarray(sequence, dtype=np.int32).tobytes()) % vocab_size
+def next_token(sequence: Sequence[int] | IntArray, vocab_size: int, seed: int = 0) -> int:
+    """The token that `FakeEngine` yields after `sequence`; `seed` is that of the weights which computed its KV."""
+    return zlib.crc32(np.asarray(sequence, dtype=np.int32).tobytes(), seed) % vocab_size
 
 
-def next_allowed(sequence: Sequence[int] | IntArray, banned: Collection[int], vocab_size: int) -> int:
+def seed_of(weights: Sequence[int] | IntArray) -> int:
+    """The seed of KV that was computed by `weights`, token by token; 0 if all is of the first weights."""
+    of_tokens = np.asarray(weights, dtype=np.int32)
+    return zlib.crc32(of_tokens.tobytes()) if of_tokens.any() else 0
+
+
+def next_allowed(
+    sequence: Sequence[int] | IntArray, banned: Collection[int], vocab_size: int, seed: int = 0
+) -> int:
     """`next_token`, or the first token behind it that isn't banned."""
-    token = next_token(sequence, vocab_size)
+    token = next_token(sequence, vocab_size, seed)
     while token in banned:
         token = (token + 1) % vocab_size
     return token
@@ -49,13 +59,18 @@ def logprob(sequence: Sequence[int] | IntArray, token: int) -> float:
 
 
 def generate(
-    prompt: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int], vocab_size: int, min_tokens: int = 0
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: frozenset[int],
+    vocab_size: int,
+    min_tokens: int = 0,
+    weights: int = 0,
 ) -> list[int]:
-    """What a request must yield, whatever runs beside it."""
+    """What a request must yield that `weights` serve, whatever runs beside it."""
     sequence = list(prompt)
     while len(sequence) < len(prompt) + max_new_tokens:
         banned = stop_ids if len(sequence) < len(prompt) + min_tokens else ()
-        sequence.append(next_allowed(sequence, banned, vocab_size))
+        sequence.append(next_allowed(sequence, banned, vocab_size, seed_of([weights] * len(sequence))))
         if sequence[-1] in stop_ids:
             break
     return sequence[len(prompt) :]
@@ -117,6 +132,9 @@ class FakePageTable:
 class FakeEngine:
     """A `StepEngine` without a model. Steps run as late as possible, so that inputs changed meanwhile would show.
 
+    Its weights are a number, 0 at first, which the KV of each token remembers: tokens of KV that is not all of the same
+    weights differ from those of any weights.
+
     Args:
       capacity: sizes of the pool and rows.
       step_s: how long the fake device takes for a step, in seconds.
@@ -133,7 +151,7 @@ class FakeEngine:
         self._step_s = step_s
         self._free_at = 0.0
         num_slots = tokens_in(capacity.num_pages, capacity.page_size)
-        self._kv: npt.NDArray[np.int32] = np.full((num_slots, 2), -1, dtype=np.int32)  # token id, position
+        self._kv: npt.NDArray[np.int32] = np.full((num_slots, 3), -1, dtype=np.int32)  # token id, position, weights
         self._table = FakePageTable(capacity)
         self._last_tokens: IntArray = np.zeros(capacity.num_rows + 1, dtype=np.int32)
         self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
@@ -141,9 +159,15 @@ class FakeEngine:
         self._pending: deque[FakeHandle] = deque()
         self.profiles: list[tuple[str, int]] = []
         self.recording = False
+        self.weight_version = DEFAULT_WEIGHT_VERSION
+        self.released: frozenset[MemoryTag] = frozenset()
+        self.may_load = threading.Event()
+        self.may_load.set()
+        self._weights = self._num_updates = 0
 
     def submit(self, inputs: StepInputs) -> FakeHandle:
         """Queues a step behind the ones before."""
+        assert not self.released, "a step needs memory that is released"
         self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
         handle = FakeHandle(self, inputs, self._free_at)
         self._pending.append(handle)
@@ -165,6 +189,37 @@ class FakeEngine:
         assert self.recording
         self.recording = False
 
+    def stage_weights(self, folder: str | None) -> object:
+        """The weights that the last character of `folder` names, once they may be loaded.
+
+        Raises `CheckpointError` if it is no digit.
+        """
+        self.may_load.wait()
+        if folder is None:
+            return self._weights
+        if not folder[-1].isdigit():
+            raise CheckpointError(f"{folder} holds no weights")
+        return int(folder[-1])
+
+    def swap_weights(self, staged: object, version: str | None) -> None:
+        """Serves `staged` weights."""
+        assert isinstance(staged, int) and not self._pending
+        self._weights = staged
+        self._num_updates += 1
+        self.weight_version = str(self._num_updates) if version is None else version
+        self.released -= {MemoryTag.WEIGHTS}
+
+    def release_memory(self, tag: MemoryTag) -> None:
+        """Refuses steps."""
+        assert not self._pending
+        self.released |= {tag}
+        if tag is MemoryTag.KV_CACHE:
+            self._kv[:] = -1
+
+    def resume_memory(self, tag: MemoryTag, staged: object) -> None:
+        """Takes steps again, if all is back."""
+        self.released -= {tag}
+
     def run_oldest(self) -> None:
         """Runs the oldest step that has not run yet."""
         handle = self._pending.popleft()
@@ -176,12 +231,14 @@ class FakeEngine:
         if arrays.steps is not None:
             return self._several_steps(inputs, arrays.steps), StepScores()
         ids = np.where(arrays.token_ids < 0, self._last_tokens[~np.minimum(arrays.token_ids, -1)], arrays.token_ids)
-        self._kv[arrays.slots] = np.stack((ids, arrays.positions), axis=1)
-        sequences = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
+        self._kv[arrays.slots] = np.stack((ids, arrays.positions, np.full_like(ids, self._weights)), axis=1)
+        stored = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
+        sequences = [np.ascontiguousarray(of_seq[:, 0]) for of_seq in stored]
         rows = self._edit_rows(inputs, sequences)
         tokens = np.zeros(inputs.bucket.num_seqs, dtype=np.int32)
         for s, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
-            tokens[s] = next_allowed(sequence, self._banned(row, len(sequence)), self._capacity.vocab_size)
+            banned, seed = self._banned(row, len(sequence)), seed_of(stored[s][:, 2])
+            tokens[s] = next_allowed(sequence, banned, self._capacity.vocab_size, seed)
             self._counts[row, tokens[s]] += 2
         self._last_tokens[arrays.sample_rows] = tokens
         return tokens[: inputs.num_seqs], self._scores(inputs, arrays, sequences, tokens)
@@ -199,21 +256,21 @@ class FakeEngine:
         assert row == arrays.sample_rows[s] == ~arrays.token_ids[s] != self._capacity.num_rows
         self._table.note(row, position, arrays.slots[i, s])
         slots = self._table.slots(row, position + 1)
-        self._kv[slots[-1]] = self._last_tokens[row], position
+        self._kv[slots[-1]] = self._last_tokens[row], position, self._weights
         stored = self._kv[slots]
         assert (stored[:, 1] == np.arange(position + 1)).all(), f"sequence {s} reads a foreign page"
-        self._last_tokens[row] = next_token(stored[:, 0], self._capacity.vocab_size)
+        self._last_tokens[row] = next_token(stored[:, 0], self._capacity.vocab_size, seed_of(stored[:, 2]))
         return int(self._last_tokens[row])
 
     def _rebuilt(self, inputs: StepInputs, arrays: StepArrays[npt.NDArray[Any]], s: int) -> IntArray:
-        """Token ids of sequence s, as the page table says."""
+        """Token ids, positions and weights of sequence s, as the page table says."""
         length = int(arrays.lengths[s])
         first, end = arrays.query_offsets[s : s + 2]
         assert end > first, f"sequence {s} of {inputs.bucket} has no token to compute, so no logits"
         assert arrays.positions[first:end].tolist() == list(range(length - (end - first), length))
         stored = self._kv[self._table.slots(arrays.rows[s], length)]
         assert (stored[:, 1] == np.arange(length)).all(), f"sequence {s} of {inputs.bucket} reads a foreign page"
-        return np.ascontiguousarray(stored[:, 0])
+        return stored
 
     def _banned(self, row: int, position: int) -> list[int]:
         """Tokens that may not stand at `position`."""

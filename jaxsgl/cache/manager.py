@@ -27,6 +27,8 @@ from jaxsgl.cache.pages import (
 )
 from jaxsgl.cache.prefix import Insertion, Match, Peek, PrefixCache
 
+_RETIRED = b"\xff"  # begins the salts of what was retired; a request's salt is UTF-8, where this byte can't stand
+
 
 class CacheManager:
     """Pages, rows and prefixes of one KV pool.
@@ -40,6 +42,7 @@ class CacheManager:
         self.table = table
         self.prefixes = prefixes
         self.num_evicted = 0
+        self._num_retired = 0
         self._allocator = PageAllocator(num_pages)
         self._observer: CacheObserver | None = None
         self._last_owners = LastOwners(num_pages, len(table.pages))
@@ -143,6 +146,20 @@ class CacheManager:
                 self._observer.removed(pages)
             else:
                 self._observer.cleared()
+
+    def retire(self, leases: Iterable[Lease]) -> None:
+        """Lets no later request find what is cached now, under any salt: the weights that computed it are gone.
+
+        Pages that `leases` hold stay theirs. What these leases share from now on is found by none either.
+        """
+        self._allocator.free(self.prefixes.flush())
+        self._num_retired += 1
+        prefix = _RETIRED + self._num_retired.to_bytes(8, "big")
+        self.prefixes.rename(prefix)
+        for lease in leases:
+            lease.salt = prefix + lease.salt
+        if self._observer is not None:
+            self._observer.cleared()
 
     def leaks(self, leases: Iterable[Lease]) -> list[str]:
         """What is wrong with pages, rows and locks, given all leases; see `audit`."""

@@ -160,6 +160,10 @@ class PrefixCache(Protocol):
         """Drops everything that no lock holds; returns its pages."""
         ...
 
+    def rename(self, prefix: bytes) -> None:
+        """Puts `prefix`, in which no request's salt begins, before every salt: nothing that is cached now is found."""
+        ...
+
     def edges(self) -> Iterator[Edge]:
         """All that is cached, parents before children."""
         ...
@@ -213,6 +217,9 @@ class NaiveCache:
     def flush(self) -> IntArray:
         """Nothing to drop."""
         return _NO_PAGES
+
+    def rename(self, prefix: bytes) -> None:
+        """Nothing to rename."""
 
     def edges(self) -> Iterator[Edge]:
         """Nothing is cached."""

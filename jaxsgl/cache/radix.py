@@ -171,6 +171,14 @@ class RadixCache:
         """Drops all that no lock holds."""
         return self.evict(self.num_evictable)
 
+    def rename(self, prefix: bytes) -> None:
+        """Puts `prefix` before every salt, so that no request finds what is cached now."""
+        self._root.children, nodes = {}, list(self._descendants())
+        for node in nodes:
+            node.salt = prefix + node.salt
+            if node.parent is self._root:
+                self._root.children[node.key] = node
+
     def edges(self) -> Iterator[Edge]:
         """One for each edge of the tree, parents before children."""
         for node in self._descendants():

@@ -1,4 +1,4 @@
-"""`Control`: what operators order besides requests: ping, pause, flush, profile, watch the cache, dump the state.
+"""`Control`: what operators order besides requests: ping, pause, flush, profile, watch the cache, change the weights.
 
 `handle(command)` does at once what can be done at once, and files the rest in one list of orders, normally empty.
 `after_turn` advances those orders and returns the news of this turn: one answer for each command that is done. loop.py
@@ -37,14 +37,19 @@ from jaxsgl.messages import (
     PauseGeneration,
     PauseMode,
     Ping,
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
     StartProfile,
     StopProfile,
+    UpdateWeights,
     WatchCache,
     Withdraw,
 )
 from jaxsgl.scheduler.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.profiling import Profiling
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.weight_orders import Residents, WeightOrders
 
 
 class Order(Protocol):
@@ -61,6 +66,7 @@ class Control:
     Args:
       scheduler, engine: what the commands are about.
       leak_check: looks for leaks.
+      residents: the weights and the pool, if the engine has them.
       clock: gives seconds.
 
     Attributes:
@@ -73,6 +79,7 @@ class Control:
         scheduler: Scheduler,
         engine: StepEngine,
         leak_check: LeakCheck,
+        residents: Residents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_active = False
@@ -84,6 +91,7 @@ class Control:
         self._news: list[News] = []
         self._journal: CacheJournal | None = None  # once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle, clock)
+        self._weights = WeightOrders(scheduler, residents, self._answer)
 
     def handle(self, command: Command | Withdraw) -> None:
         """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""
@@ -107,7 +115,12 @@ class Control:
                 self._profiling.stop(number)
             case WatchCache(number):
                 self._watch(number)
+            case UpdateWeights() | SetWeightVersion() | ReleaseMemory() | ResumeMemory():
+                self._weights.handle(command)
+                if self._weights not in self._orders:
+                    self._orders.append(self._weights)
             case Withdraw(number):
+                self._weights.withdraw(number)
                 self._orders = [
                     order for order in self._orders if not (isinstance(order, _Flush) and order.number == number)
                 ]
@@ -122,7 +135,7 @@ class Control:
         self._orders = [order for order in self._orders if order.after_turn(collected)]
         self._tell_cache_events()
         self.is_active = bool(self._orders or self._journal)
-        self.is_polling = self._profiling.is_writing
+        self.is_polling = self._profiling.is_writing or self._weights.is_active
         news, self._news = self._news, []
         return news
 
@@ -143,13 +156,13 @@ class Control:
         self._orders.insert(0, _Pause(command, self._scheduler, self._answer))  # before flushes that wait for it
 
     def _resume(self, number: int) -> None:
-        """Launches steps again, whether they were paused or not. A pause of the same turn has failed."""
+        """Ends operators' pauses, if there are any. A pause of the same turn has failed."""
         for order in [order for order in self._orders if isinstance(order, _Pause)]:
             self._orders.remove(order)
             text = "generation was continued before the step in flight was read"
             self._answer(Answer(order.command.number, False, text))
         self._scheduler.resume()
-        self._answer(Answer(number, True))
+        self._answer(Answer(number, True, self._weights.why_paused))
 
     def _dump(self, check: bool) -> str:
         scheduler = self._scheduler

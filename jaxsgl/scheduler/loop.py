@@ -10,11 +10,12 @@ from collections import deque
 from typing import Protocol
 
 from jaxsgl.batch.engine_api import StepEngine, StepHandle
-from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
+from jaxsgl.messages import DEFAULT_WEIGHT_VERSION, Abort, News, Replies, Shutdown, ToEngine
 from jaxsgl.request import Request
 from jaxsgl.scheduler.control import Control
 from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.weight_orders import Residents
 
 
 class Mailbox(Protocol):
@@ -30,13 +31,22 @@ class Mailbox(Protocol):
 
 
 def run_loop(
-    scheduler: Scheduler, engine: StepEngine, mailbox: Mailbox, overlap: bool, check_every_step: bool = False
+    scheduler: Scheduler,
+    engine: StepEngine,
+    mailbox: Mailbox,
+    overlap: bool,
+    check_every_step: bool = False,
+    residents: Residents | None = None,
 ) -> None:
-    """Serves until a `Shutdown` message comes. With `check_every_step` a leak raises AssertionError; for tests."""
+    """Serves until a `Shutdown` message comes.
+
+    With `check_every_step` a leak raises AssertionError, for tests. `residents` are the engine's weights and KV pool, if
+    operators may exchange them.
+    """
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
     leak_check = LeakCheck(scheduler)
-    control = Control(scheduler, engine, leak_check)
+    control = Control(scheduler, engine, leak_check, residents)
     while True:
         for message in mailbox.receive(block=scheduler.is_idle and not control.is_polling):
             if isinstance(message, Shutdown):
@@ -55,7 +65,9 @@ def run_loop(
             step = in_flight.popleft()
             scheduler.collect(step.tokens(), step.scores())
         news = control.after_turn(collects) if control.is_active else []
-        mailbox.send(Replies(scheduler.take_replies(), scheduler.load(engine.recompiles, leak_check.num_leaks)))
+        version = residents.weight_version if residents is not None else DEFAULT_WEIGHT_VERSION
+        load = scheduler.load(engine.recompiles, leak_check.num_leaks, version)
+        mailbox.send(Replies(scheduler.take_replies(), load))
         for answer in news:  # after the load, so that an answer never comes before the load that it changed
             mailbox.send(answer)
         if check_every_step:

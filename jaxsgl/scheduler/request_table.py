@@ -29,6 +29,7 @@ class RequestTable:
       extending: of those, the EXTENDING ones: some of their known tokens are not launched yet.
       decoding: of those, the RUNNING ones that may decode another token.
       num_waiting_tokens: prompt tokens of the waiting requests.
+      holds_new: whether requests of which no sample has been admitted must wait, while the others end.
     """
 
     def __init__(self, config: SchedulingConfig, clock: Callable[[], float]) -> None:
@@ -37,6 +38,7 @@ class RequestTable:
         self.extending: dict[Key, Req] = {}
         self.decoding: dict[Key, Req] = {}
         self.num_waiting_tokens = 0
+        self.holds_new = False
         self._retracted: set[Key] = set()
         self._samples: dict[str, list[Req]] = {}
         self._queue_timeout_s = config.queue_timeout_s
@@ -49,6 +51,11 @@ class RequestTable:
     def num_retracted(self) -> int:
         """Waiting requests that have run before."""
         return len(self._retracted)
+
+    @property
+    def num_begun(self) -> int:
+        """Requests that have not ended, and of which a sample was admitted."""
+        return len(self._running_since)
 
     def add(self, samples: list[Req]) -> None:
         """Adds all samples of a request that has arrived, at the end of the queue."""
@@ -83,7 +90,8 @@ class RequestTable:
 
     def in_turn(self) -> Iterator[Req]:
         """Waiting requests that may be admitted, in their order; a sample may not until its leader is launched."""
-        return (req for req in self.waiting.values() if req.may_start)
+        reqs = (req for req in self.waiting.values() if req.may_start)
+        return (req for req in reqs if req.request_id in self._running_since) if self.holds_new else reqs
 
     def samples_of(self, request_id: str) -> list[Req]:
         """Samples of the request that have not ended; [] if the request is unknown."""

@@ -10,6 +10,7 @@ that are freed while a step is in flight may be handed out at once, since steps 
 
 from __future__ import annotations
 
+import enum
 import logging
 import random
 import time
@@ -29,7 +30,7 @@ from jaxsgl.cache.prefix import NaiveCache
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply, Totals
+from jaxsgl.messages import DEFAULT_WEIGHT_VERSION, Abort, Load, Refusal, RefusalKind, Reply, Totals
 from jaxsgl.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier, MakeBuilder
 from jaxsgl.scheduler.budget import NewTokenRatio
@@ -44,6 +45,14 @@ from jaxsgl.scheduler.retraction_warning import RetractionWarning
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
 NO_SCORES = StepScores()
+
+
+class PauseReason(enum.Enum):
+    """Why nothing is launched; each reason ends by itself."""
+
+    OPERATOR = "an operator paused generation"
+    UPDATE = "the weights are being exchanged"
+    RELEASED = "memory is released"
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +130,7 @@ class Scheduler:
         builder = make_builder(buckets, table, sampling, capacity.page_size)
         self._applier = Applier(self.state, builder, sampling, self._stopwatch)
         self._replies: list[Reply] = []
-        self._paused = False
+        self._pauses: set[PauseReason] = set()
 
     @property
     def cache(self) -> CacheManager:
@@ -131,13 +140,18 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether nothing can happen before the next message."""
-        has_work = (self._requests.waiting or self._requests.admitted) and not self._paused
+        has_work = (self._requests.waiting or self._requests.admitted) and not self._pauses
         return not (has_work or self.state.steps_in_flight or self._replies)
 
     @property
     def is_paused(self) -> bool:
         """Whether nothing is launched until `resume`."""
-        return self._paused
+        return bool(self._pauses)
+
+    @property
+    def num_begun(self) -> int:
+        """Requests that have not ended, and of which a sample was admitted."""
+        return self._requests.num_begun
 
     @property
     def num_waiting(self) -> int:
@@ -171,7 +185,7 @@ class Scheduler:
         A request for which that fails is ended, and the step decided again without it.
         """
         self._end_overdue()
-        while not self._paused:
+        while not self._pauses:
             try:
                 return self.apply(plan_step(self.state))
             except RequestFailure as failure:
@@ -203,8 +217,8 @@ class Scheduler:
         replies, self._replies = self._replies, []
         return replies
 
-    def load(self, recompiles: int, leaks: int = 0) -> Load:
-        """How busy the scheduler is; the caller counts `recompiles` and `leaks`. Cost is independent of the queue."""
+    def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
+        """How busy the scheduler is, and what the caller knows. Cost is independent of the queue."""
         cache, requests = self.state.cache, self._requests
         return Load(
             num_running=len(requests.admitted),
@@ -213,22 +227,28 @@ class Scheduler:
             used_tokens=cache.used_tokens,
             cached_tokens=cache.cached_tokens,
             num_retracted=requests.num_retracted,
-            paused=self._paused,
+            paused=self.is_paused,
             totals=msgspec.structs.replace(self.state.totals, recompiles=recompiles, leaks=leaks),
             step_times=self._stopwatch.step_times(self.is_idle),
+            weight_version=weight_version,
         )
 
-    def pause(self) -> None:
+    def pause(self, reason: PauseReason = PauseReason.OPERATOR) -> None:
         """Launches nothing until `resume`. Requests queue up, aborts work; steps in flight are still to collect."""
-        self._paused = True
+        self._pauses.add(reason)
 
-    def resume(self) -> None:
-        """Launches again."""
-        self._paused = False
+    def resume(self, reason: PauseReason = PauseReason.OPERATOR) -> None:
+        """Launches again, unless there is another reason to pause."""
+        self._pauses.discard(reason)
+
+    def hold_new(self, holds: bool) -> None:
+        """Admits no sample of a request that has not begun, from now on; or admits them again."""
+        self._requests.holds_new = holds
+        self.state.failed_admission = None
 
     def retract_all(self) -> None:
         """Takes all running requests back to the queue, in their order; while paused, with no step in flight."""
-        assert self._paused and not self.state.steps_in_flight
+        assert self._pauses and not self.state.steps_in_flight
         for req in reversed(list(self._requests.admitted.values())):
             self._applier.take_back(req)
         self.state.admission_closed, self.state.failed_admission = False, None
@@ -238,6 +258,11 @@ class Scheduler:
         """Ends every request."""
         for req in self._requests.all():
             self._end(req, FinishReason.ABORT)
+
+    def retire_cache(self) -> None:
+        """Lets no later request find KV that is cached now; running requests keep theirs. For new weights."""
+        self.cache.retire(req.lease for req in self._requests.admitted.values() if req.lease)
+        self.state.failed_admission = None
 
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""

@@ -1,0 +1,255 @@
+"""`WeightOrders`: operators' orders about weights and memory, one after the other: update, release, resume.
+
+    update   load beside the steps -> come to rest -> swap, retract, retire the cache -> go on
+    release  come to rest -> give memory back; generation stays paused
+    resume   load -> swap; take the pool again; generation goes on once all is back
+
+"At rest" means that no step is in flight and none was collected in this turn, so each `Load` names the version of the
+weights that made the tokens beside it. An order that fails before the swap has changed nothing, apart from requests that
+it was told to abort. Knows no files and no arrays: `Residents` does that work. Called by control.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from jaxsgl.errors import StartupError
+from jaxsgl.messages import (
+    Answer,
+    MemoryTag,
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
+    UpdateMode,
+    UpdateReport,
+    UpdateWeights,
+    WeightOrder,
+)
+from jaxsgl.scheduler.scheduler import PauseReason, Scheduler
+
+IDLE_POLL_S = 0.05
+
+Turns: TypeAlias = Generator[None, None, str]  # yields once a turn; returns the text of the answer
+
+logger = logging.getLogger(__name__)
+
+
+class Residents(Protocol):
+    """What an engine keeps in the device's memory and operators may exchange or release: weights and the KV pool.
+
+    All methods but `stage_weights` are called between steps, when none is in flight.
+
+    Attributes:
+      weight_version: what the weights are called.
+      released: parts that are not in memory now; no step may be submitted unless it is empty.
+    """
+
+    weight_version: str
+    released: frozenset[MemoryTag]
+
+    def stage_weights(self, folder: str | None) -> object:
+        """Reads weights of the same model, ready for `swap_weights`; may be called from a thread beside `submit`.
+
+        None: the weights that were released. Raises `StartupError` if these weights can't be served; nothing has
+        changed then.
+        """
+        ...
+
+    def swap_weights(self, staged: object, version: str | None) -> None:
+        """Serves what `stage_weights` returned from now on, as `version`; None: as the number of updates so far."""
+        ...
+
+    def release_memory(self, tag: MemoryTag) -> None:
+        """Gives a part of the device's memory back. What is released already stays so."""
+        ...
+
+    def resume_memory(self, tag: MemoryTag, staged: object) -> None:
+        """Takes a released part again, the weights as `staged`. Of the KV pool nothing is left that was cached."""
+        ...
+
+
+class Refused(Exception):
+    """The order can't be carried out; the text says why."""
+
+
+class WeightOrders:
+    """The orders that are not done yet; an `Order` while there are any.
+
+    Args:
+      scheduler: is brought to rest.
+      residents: does the work; None: there is nothing to exchange.
+      answer: takes the answers.
+    """
+
+    def __init__(self, scheduler: Scheduler, residents: Residents | None, answer: Callable[[Answer], None]) -> None:
+        self._scheduler = scheduler
+        self._residents = residents
+        self._answer = answer
+        self._waiting: deque[WeightOrder] = deque()
+        self._number: int | None = None  # of the order in progress
+        self._turns: Turns | None = None
+        self._collected = False
+        self._thread = ThreadPoolExecutor(1, "load-weights")  # starts its thread with the first order
+
+    @property
+    def is_active(self) -> bool:
+        """Whether an order is in progress or waits, so that `after_turn` will have news."""
+        return self._turns is not None or bool(self._waiting)
+
+    @property
+    def why_paused(self) -> str:
+        """What memory is still released, so that generation stays paused; empty if it doesn't."""
+        released = self._residents.released if self._residents is not None else None
+        return f"generation stays paused until these are back: {_names(released)}" if released else ""
+
+    def handle(self, order: WeightOrder) -> None:
+        """Carries `order` out after those that came before."""
+        if self._residents is None:
+            self._answer(Answer(order.number, False, "this engine has neither weights nor a KV pool in memory"))
+        else:
+            self._waiting.append(order)
+
+    def withdraw(self, number: int) -> None:
+        """Drops the order `number`; what it has held up goes on. Weights that are being read are thrown away."""
+        self._waiting = deque(order for order in self._waiting if order.number != number)
+        if self._turns is not None and self._number == number:
+            self._turns.close()
+            self._turns = None
+
+    def after_turn(self, collected: bool) -> bool:
+        """Advances the order in progress, and answers it once it is done; False if none is left."""
+        self._collected = collected
+        if self._turns is None and self._waiting and self._residents is not None:
+            order = self._waiting.popleft()
+            self._number, self._turns = order.number, self._begin(order, self._residents)
+        if self._turns is not None and self._number is not None:
+            try:
+                next(self._turns)
+            except StopIteration as done:
+                self._turns = None
+                self._answer(Answer(self._number, True, done.value))
+            except Refused as refused:
+                self._turns = None
+                self._answer(Answer(self._number, False, str(refused)))
+        return self.is_active
+
+    def _begin(self, order: WeightOrder, residents: Residents) -> Turns:
+        match order:
+            case UpdateWeights():
+                return self._update(order, residents)
+            case SetWeightVersion():
+                return self._rename(order, residents)
+            case ReleaseMemory():
+                return self._release(order, residents)
+            case ResumeMemory():
+                return self._resume(order, residents)
+
+    def _update(self, order: UpdateWeights, residents: Residents) -> Turns:
+        """All reading comes first, while requests run; from the swap on nothing can fail."""
+        staged = yield from self._staged(order.folder, residents)
+        try:
+            yield from self._come_to_rest(order.mode)
+            num_continued = self._scheduler.num_begun
+            residents.swap_weights(staged, order.version)
+            if order.mode is UpdateMode.RETRACT:
+                self._scheduler.retract_all()
+            self._scheduler.retire_cache()
+        finally:
+            self._go_on(residents)
+        logger.info("weights %r of %s are served", residents.weight_version, order.folder)
+        return msgspec.json.encode(UpdateReport(residents.weight_version, num_continued)).decode()
+
+    def _rename(self, order: SetWeightVersion, residents: Residents) -> Turns:
+        while self._collected:
+            yield
+        residents.weight_version = order.version
+        return ""
+
+    def _release(self, order: ReleaseMemory, residents: Residents) -> Turns:
+        try:
+            yield from self._come_to_rest(UpdateMode.WAIT)
+            if MemoryTag.KV_CACHE in order.tags:
+                self._scheduler.retire_cache()
+            for tag in order.tags:
+                residents.release_memory(tag)
+            if residents.released:
+                self._scheduler.pause(PauseReason.RELEASED)
+        finally:
+            self._go_on(residents)
+        logger.info("released: %s", _names(residents.released))
+        return ""
+
+    def _resume(self, order: ResumeMemory, residents: Residents) -> Turns:
+        """Nothing runs while anything is released, so the scheduler is at rest."""
+        for tag in order.tags:
+            if tag not in residents.released:
+                continue
+            staged = None
+            if tag is MemoryTag.WEIGHTS:
+                staged = yield from self._staged(None, residents)
+            try:
+                residents.resume_memory(tag, staged)
+            except Exception as error:
+                logger.exception("%s can't be taken into memory again", tag.value)
+                raise Refused(_words(error)) from error
+        self._go_on(residents)
+        return self.why_paused
+
+    def _staged(self, folder: str | None, residents: Residents) -> Generator[None, None, object]:
+        """Loads weights in a thread, and waits for them turn by turn."""
+        loading = self._thread.submit(residents.stage_weights, folder)
+        while not wait([loading], IDLE_POLL_S if self._scheduler.is_idle else 0).done:
+            yield
+        try:
+            return loading.result()
+        except StartupError as error:
+            raise Refused(str(error)) from error
+        except Exception as error:
+            logger.exception("weights can't be loaded")
+            raise Refused(_words(error)) from error
+
+    def _come_to_rest(self, mode: UpdateMode) -> Generator[None, None, None]:
+        """Waits until no step is in flight, and in the mode "wait" until the requests that have begun have ended.
+
+        Requests that were retracted by a pause hold no KV, and don't count while that pause lasts.
+        """
+        scheduler = self._scheduler
+        if mode is UpdateMode.ABORT:
+            scheduler.abort_all()
+        if mode is UpdateMode.WAIT:
+            scheduler.hold_new(True)
+        else:
+            scheduler.pause(PauseReason.UPDATE)
+        while self._collected or scheduler.state.steps_in_flight or (mode is UpdateMode.WAIT and self._must_wait()):
+            yield
+
+    def _must_wait(self) -> bool:
+        scheduler = self._scheduler
+        if not scheduler.is_paused:
+            return scheduler.num_begun > 0
+        if scheduler.num_running:
+            raise Refused(
+                f"generation is paused, and {scheduler.num_running} requests that hold KV can't end: pause in the mode "
+                "retract or abort, or update in the mode retract, abort or in_place"
+            )
+        return False
+
+    def _go_on(self, residents: Residents) -> None:
+        self._scheduler.hold_new(False)
+        self._scheduler.resume(PauseReason.UPDATE)
+        if not residents.released:
+            self._scheduler.resume(PauseReason.RELEASED)
+
+
+def _names(tags: frozenset[MemoryTag]) -> str:
+    return ", ".join(tag.value for tag in MemoryTag if tag in tags) or "nothing"
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
