@@ -21,6 +21,7 @@ AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
 QUANTIZATIONS = ("int8", "fp8")
+DEFAULT_WEIGHT_VERSION = "default"  # SGLang's
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
@@ -117,6 +118,14 @@ class EngineConfig:
         "int8 also the embedding and the output head, fp8 (e4m3) the layers only (docs/quantization.md)",
         choices=QUANTIZATIONS,
         alias="-q",
+    )
+    weight_version: str = flag(
+        DEFAULT_WEIGHT_VERSION, "what the weights are called in answers until they are updated (docs/weight-updates.md)"
+    )
+    enable_weights_cpu_backup: bool = flag(
+        False,
+        "copy weights to host memory when /release_memory_occupation releases them, instead of reading them from their "
+        "folder again",
     )
     load_format: str = flag("auto", "dummy: random weights, for benchmarks", choices=LOAD_FORMATS)
     context_length: int | None = flag(None, "tokens of prompt and output together (default: the model's)")

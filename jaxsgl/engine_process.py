@@ -50,7 +50,7 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     mailbox.announce(engine.info)
     try:
         overlap = not launch.config.disable_overlap_schedule
-        run_loop(scheduler, engine, mailbox, overlap, launch.config.check_every_step)
+        run_loop(scheduler, engine, mailbox, overlap, launch.config.check_every_step, engine.residents)
     except Exception as error:
         logger.exception("the engine failed")
         mailbox.fail(f"the engine failed ({type(error).__name__}); the server's log says more")  # clients read this

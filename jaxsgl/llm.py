@@ -11,13 +11,16 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from tqdm import tqdm
 
-from jaxsgl.config import BUNDLED_MODEL, EngineConfig
-from jaxsgl.errors import InvalidRequest, RequestFailed
-from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine, TokenLogprob
+from jaxsgl.config import BUNDLED_MODEL, DEFAULT_WEIGHT_VERSION, EngineConfig
+from jaxsgl.engine.residents import Tree
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed
+from jaxsgl.messages import Abort, MemoryTag, News, Replies, Shutdown, ToEngine, TokenLogprob
+from jaxsgl.models import Params
 from jaxsgl.request import Request, SamplingParams, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.text.sample import Piece, Sample, join
@@ -26,6 +29,8 @@ from jaxsgl.wiring import build, build_scheduler
 
 Prompt: TypeAlias = str | Sequence[int]
 Conversation: TypeAlias = Sequence[Mapping[str, str]]
+
+MEMORY_TAGS = tuple(tag.value for tag in MemoryTag)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Completion:
       matched_stop: the EOS or stop token, or the stop string, that ended it.
       logprobs: of each of `token_ids`, if asked for.
       prompt_logprobs: of the prompt's tokens except the first, if asked for; with sample 0.
+      weight_version: of the weights that computed it.
     """
 
     text: str
@@ -52,6 +58,7 @@ class Completion:
     matched_stop: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
 class LLM:
@@ -110,6 +117,53 @@ class LLM:
         """Drops all cached prefixes: later prompts are computed in full."""
         self._scheduler.flush_cache()
 
+    @property
+    def params(self) -> Params:
+        """The model's parameters, a tree as `update_weights` takes it. An update doesn't change what was returned.
+
+        Don't donate these arrays to a jitted function, nor delete them: the model is served from them.
+        """
+        return self.engine.residents.params
+
+    @property
+    def weight_version(self) -> str:
+        """What the weights are called: `EngineConfig.weight_version` until the first update."""
+        return self.engine.residents.weight_version
+
+    def update_weights(self, weights: str | Path | Tree, weight_version: str | None = None) -> None:
+        """Serves other weights of the same model from now on; nothing that was cached is used again.
+
+        Needs memory for a second copy of the weights, unless they were released before (docs/weight-updates.md).
+
+        Args:
+          weights: a model folder, a hub id, or a tree like `params`, of any float dtype. A tree is copied.
+          weight_version: what to call them; None: the number of updates so far.
+
+        Raises:
+          CheckpointError: they can't be read, or are those of another model. The old weights are served still.
+        """
+        residents = self.engine.residents
+        residents.swap_weights(residents.stage_weights(weights), weight_version)
+        self._scheduler.retire_cache()
+
+    def release_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Gives the memory of the weights ("weights") and of the KV cache ("kv_cache") back, until it is resumed."""
+        for tag in map(MemoryTag, tags):
+            if tag is MemoryTag.KV_CACHE:
+                self._scheduler.retire_cache()
+            self.engine.residents.release_memory(tag)
+
+    def resume_memory_occupation(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Takes memory that was released again; weights are read from their folder, or their copy on the host.
+
+        Raises `CheckpointError` if the weights can't be read: update them then.
+        """
+        residents = self.engine.residents
+        for tag in map(MemoryTag, tags):
+            if tag in residents.released:
+                staged = residents.stage_weights(None) if tag is MemoryTag.WEIGHTS else None
+                residents.resume_memory(tag, staged)
+
     def close(self) -> None:
         """Gives the model's and the cache's memory back; the object can't be used afterwards."""
         self.engine.close()
@@ -131,6 +185,10 @@ class LLM:
         progress: bool,
     ) -> list[Completion]:
         params = sampling_params if sampling_params is not None else SamplingParams()
+        released = self.engine.residents.released
+        if released:
+            names = ", ".join(sorted(tag.value for tag in released))
+            raise EngineUnavailable(f"the memory of {names} is released: call resume_memory_occupation first")
         per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(per_prompt) != len(prompts):
             raise InvalidRequest(
@@ -154,10 +212,10 @@ class LLM:
             except BaseException:  # Ctrl-C too: unfinished requests are dropped, and the next call starts clean
                 self._scheduler = build_scheduler(self.config, self.engine, limited=False)
                 raise
-        return [_completion(join(pieces)) for pieces in mailbox.pieces.values()]
+        return [_completion(join(pieces), self.weight_version) for pieces in mailbox.pieces.values()]
 
 
-def _completion(answer: Piece) -> Completion:
+def _completion(answer: Piece, weight_version: str) -> Completion:
     assert answer.end is not None
     return Completion(
         text=answer.text,
@@ -169,6 +227,7 @@ def _completion(answer: Piece) -> Completion:
         matched_stop=answer.end.matched_stop,
         logprobs=answer.logprobs,
         prompt_logprobs=answer.prompt_logprobs,
+        weight_version=weight_version,
     )
 
 

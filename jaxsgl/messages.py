@@ -14,12 +14,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from jaxsgl.config import Limits
+from jaxsgl.config import DEFAULT_WEIGHT_VERSION, Limits
 from jaxsgl.request import FinishReason, Request
 
 PARENT_LINE = 0  # of the process that started the engine; other front-end processes have the lines 1, 2, ...
 _LINE_SHIFT = 32
-DEFAULT_WEIGHT_VERSION = "default"  # SGLang's, of the weights that a server starts with
 
 
 def first_number(line: int) -> int:

@@ -24,8 +24,9 @@ from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray, page_of, slots_of, tokens_in
+from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
-from jaxsgl.messages import DEFAULT_WEIGHT_VERSION, Load, MemoryTag, News, Replies, Reply, Shutdown, ToEngine
+from jaxsgl.messages import Load, MemoryTag, News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import MAX_TOP_LOGPROBS
 from jaxsgl.scheduler.plan import SchedulerState
 from jaxsgl.scheduler.preemption import in_order_of_loss
@@ -43,9 +44,7 @@ def seed_of(weights: Sequence[int] | IntArray) -> int:
     return zlib.crc32(of_tokens.tobytes()) if of_tokens.any() else 0
 
 
-def next_allowed(
-    sequence: Sequence[int] | IntArray, banned: Collection[int], vocab_size: int, seed: int = 0
-) -> int:
+def next_allowed(sequence: Sequence[int] | IntArray, banned: Collection[int], vocab_size: int, seed: int = 0) -> int:
     """`next_token`, or the first token behind it that isn't banned."""
     token = next_token(sequence, vocab_size, seed)
     while token in banned:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import logging
 import tempfile
 import time
@@ -27,16 +26,17 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.dry_run import run_all, step_failure
 from jaxsgl.engine.memory import Memory, free_memory, loading_weights, start_jax
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
+from jaxsgl.engine.residents import EngineResidents, abstract_params, read_arch, read_params
 from jaxsgl.engine.sampler import Logprobs
-from jaxsgl.engine.sizing import KvShape, choose_context_length, choose_page_size, kv_shape, plan_capacity
-from jaxsgl.engine.state import abstract_state, allocate
+from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
+from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
-from jaxsgl.models.quantization import FP8_E4M3, weight_format
-from jaxsgl.weights import load_kv_scales, load_params, random_params, resolve_model_folder
+from jaxsgl.models.quantization import FP8_E4M3
+from jaxsgl.weights import load_kv_scales, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels.gpu_compiler import log_compiler
 
@@ -81,6 +81,7 @@ class Engine:
       buckets: the shapes that are compiled.
       programs: the compiled programs.
       info: what the front end gets to know.
+      residents: parameters and KV pool, to be exchanged or released between steps.
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
@@ -96,9 +97,7 @@ class Engine:
         start_s = time.monotonic()
         use_compilation_cache(config.compilation_cache_dir)
         folder = resolve_model_folder(config.model, config.revision)
-        arch = ModelArch.from_folder(folder)
-        arch = arch.for_context(choose_context_length(config, arch))
-        self.arch = dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))
+        self.arch = read_arch(config, folder)
         jax_share = start_jax()
         mesh = make_mesh()
         device = mesh.devices.flat[0]  # the devices of a mesh are alike
@@ -110,19 +109,18 @@ class Engine:
         )
         kv_scales = None
         with loading_weights(device, jax_share):
-            if config.load_format == "dummy":
-                params = random_params(self.arch, dtype, mesh, config.random_seed)
-            else:
-                params = load_params(folder, self.arch, dtype, mesh)
-                kv_scales = load_kv_scales(folder, self.arch) if kv_cache_flag(kv_dtype) == FP8_E4M3 else None
+            params = read_params(config, folder, self.arch, dtype, mesh)
+            if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
+                kv_scales = load_kv_scales(folder, self.arch)
             jax.block_until_ready(params)  # so that memory in use is what will stay in use
 
         page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype)
         graphdef, _ = abstract_model(self.arch, dtype, activations)
+        abstract = abstract_params(params)
 
         def spec_of(capacity: Capacity) -> ProgramSpec:
             state = abstract_state(page_shape, capacity, mesh)
-            return ProgramSpec(graphdef, params, state, config.attention_backend, mesh, kv_scales)
+            return ProgramSpec(graphdef, abstract, state, config.attention_backend, mesh, kv_scales)
 
         memory = free_memory(device, config.mem_fraction_static, jax_share)
         with step_failure("the programs can't be compiled", memory.account):
@@ -130,8 +128,12 @@ class Engine:
         self.buckets = self.programs.buckets
         with step_failure("the KV pool can't be allocated", memory.account):
             self._state = jax.block_until_ready(allocate(page_shape, self.capacity, mesh))
-        self._params = jax.tree.leaves(params)
+        self._page_shape, self._mesh = page_shape, mesh
         self._compiles = CompileCounter()
+        self.residents = EngineResidents(
+            config, self.arch, dtype, mesh, kv_scales, params, folder, self._compiles, self._set_pool
+        )
+        self._params = self.residents.leaves
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         self.info = EngineInfo(
             model_path=str(folder),
@@ -181,6 +183,15 @@ class Engine:
             self._state = self._state._replace(last_tokens=last_tokens)
         return DeviceHandle(inputs, tokens, prompt=out.prompt_scores)
 
+    def _set_pool(self, present: bool) -> None:
+        """Takes the memory of the KV pool, or gives it back; between steps."""
+        if present:
+            kv = allocate_kv(self._page_shape, self.capacity.num_pages, self._mesh)
+            self._state = self._state._replace(kv=jax.block_until_ready(kv))
+        else:
+            for array in jax.tree.leaves(self._state.kv):
+                array.delete()
+
     def _submit_featured(
         self, program: jax.stages.Compiled, forwarded: Forwarded, inputs: StepInputs, features: StepFeatures
     ) -> DeviceHandle:
@@ -227,7 +238,8 @@ class Engine:
         """Stops counting compilations and frees the device's memory."""
         self._compiles.close()
         for array in jax.tree.leaves((self._state, self._params)):
-            array.delete()
+            if not array.is_deleted():
+                array.delete()
 
 
 def _return_free_memory() -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -105,12 +107,22 @@ class CompileCounter:
 
     def __init__(self) -> None:
         self.count = 0
+        self._paused = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def close(self) -> None:
         """Stops counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Leaves out what this thread compiles inside: programs that load weights, not those that serve."""
+        self._paused.now = True
+        try:
+            yield
+        finally:
+            self._paused.now = False
+
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        if event == COMPILE_EVENT:
+        if event == COMPILE_EVENT and not getattr(self._paused, "now", False):
             self.count += 1

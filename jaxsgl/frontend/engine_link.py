@@ -50,6 +50,7 @@ ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")
 FINAL_MESSAGE_S = 0.2  # the final message of a process that has ended may still be on its way
 ANSWER_LIMIT_S = 60.0  # for a command, which the engine answers between two steps; the longest step may have to end
 MAX_FLUSH_WAIT_S = 3600.0
+UPDATE_LIMIT_S = 7200.0  # reading weights, and then the longest request
 STARTING = "the engine is still starting: try again later"
 STOP_S = 5.0  # for the engine to leave its loop; then it is killed
 
@@ -316,7 +317,7 @@ class EngineLink:
             for reply in message.replies:
                 stream = self._streams.get(reply.request_id)
                 if stream is not None:
-                    stream.put(reply)
+                    stream.put(reply, message.load.weight_version)
         elif isinstance(message, EngineReady):
             self._info = message.info
             self._ready_or_dead.set()

@@ -130,7 +130,7 @@ class Generation:
         for index, news in of_sample.items():
             sample = self._samples[index]
             if not sample.ended:
-                piece = sample.take(news)
+                piece = sample.take(news, self._stream.weight_version)
                 self._pieces.append(piece)
                 if piece.token_ids:
                     self._timing.tokens(index, len(piece.token_ids))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import JaxsglError, Overloaded
 from jaxsgl.messages import Abort, Reply
 
@@ -22,11 +23,13 @@ class ReplyStream:
     Attributes:
       engine_id: the request's id in the engine.
       ended: whether all samples of the request have ended.
+      weight_version: of the weights that made the reply that came last.
     """
 
     def __init__(self, engine_id: str, num_samples: int, abort: Callable[[Abort], None], max_unread: int) -> None:
         self.engine_id = engine_id
         self.ended = False
+        self.weight_version = DEFAULT_WEIGHT_VERSION
         self._running = set(range(num_samples))
         self._abort = abort
         self._max_unread = max_unread
@@ -44,13 +47,14 @@ class ReplyStream:
         replies, self._replies = self._replies, []
         return replies
 
-    def put(self, reply: Reply) -> None:
-        """Adds a reply; one that comes after the end of its sample is dropped."""
+    def put(self, reply: Reply, weight_version: str = DEFAULT_WEIGHT_VERSION) -> None:
+        """Adds a reply that weights of that version made; one that comes after the end of its sample is dropped."""
         if self.ended or (reply.refusal is None and reply.index not in self._running):
             return
         if reply.finish_reason is not None:
             self._running.remove(reply.index)
         self.ended = not self._running or reply.refusal is not None
+        self.weight_version = weight_version
         self._replies.append(reply)
         self._wake()
         if len(self._replies) > self._max_unread:

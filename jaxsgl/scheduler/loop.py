@@ -10,7 +10,8 @@ from collections import deque
 from typing import Protocol
 
 from jaxsgl.batch.engine_api import StepEngine, StepHandle
-from jaxsgl.messages import DEFAULT_WEIGHT_VERSION, Abort, News, Replies, Shutdown, ToEngine
+from jaxsgl.config import DEFAULT_WEIGHT_VERSION
+from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
 from jaxsgl.request import Request
 from jaxsgl.scheduler.control import Control
 from jaxsgl.scheduler.inspection import LeakCheck
@@ -40,8 +41,8 @@ def run_loop(
 ) -> None:
     """Serves until a `Shutdown` message comes.
 
-    With `check_every_step` a leak raises AssertionError, for tests. `residents` are the engine's weights and KV pool, if
-    operators may exchange them.
+    With `check_every_step` a leak raises AssertionError, for tests. `residents` are the engine's weights and KV pool,
+    if operators may exchange them.
     """
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0

@@ -28,9 +28,9 @@ from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import PageTable
 from jaxsgl.cache.prefix import NaiveCache
 from jaxsgl.cache.radix import RadixCache
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.messages import DEFAULT_WEIGHT_VERSION, Abort, Load, Refusal, RefusalKind, Reply, Totals
+from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply, Totals
 from jaxsgl.request import FinishReason, Request, check_request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier, MakeBuilder
 from jaxsgl.scheduler.budget import NewTokenRatio
@@ -53,6 +53,7 @@ class PauseReason(enum.Enum):
     OPERATOR = "an operator paused generation"
     UPDATE = "the weights are being exchanged"
     RELEASED = "memory is released"
+
 
 logger = logging.getLogger(__name__)
 

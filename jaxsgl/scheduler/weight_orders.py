@@ -5,8 +5,8 @@
     resume   load -> swap; take the pool again; generation goes on once all is back
 
 "At rest" means that no step is in flight and none was collected in this turn, so each `Load` names the version of the
-weights that made the tokens beside it. An order that fails before the swap has changed nothing, apart from requests that
-it was told to abort. Knows no files and no arrays: `Residents` does that work. Called by control.py.
+weights that made the tokens beside it. An order that fails changes nothing, except that one which was told to abort
+requests may have done so. Knows no files and no arrays: `Residents` does that work. Called by control.py.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
+from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages import Reply, TokenLogprob
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.text.detokenizer import Detokenizer
@@ -34,6 +35,7 @@ class Piece(msgspec.Struct, frozen=True):
       logprobs: of each of `token_ids`, if asked for.
       prompt_logprobs: of the prompt's tokens except the first, if asked for; in the first piece of sample 0.
       cached_tokens: prompt tokens that were found in the prefix cache.
+      weight_version: of the weights that computed the last of `token_ids`.
     """
 
     text: str
@@ -43,6 +45,7 @@ class Piece(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = 0
+    weight_version: str = DEFAULT_WEIGHT_VERSION
 
     @property
     def num_scores(self) -> int:
@@ -107,7 +110,7 @@ class Sample:
         self.num_tokens = 0
         self.ended = False
 
-    def take(self, replies: Sequence[Reply]) -> Piece:
+    def take(self, replies: Sequence[Reply], weight_version: str = DEFAULT_WEIGHT_VERSION) -> Piece:
         """Returns the piece that `replies` (at least one) make. A stop string may end it before the last of them."""
         texts: list[str] = []
         ids: list[int] = []
@@ -128,7 +131,7 @@ class Sample:
                 break
         self.ended = end is not None
         cached_tokens = replies[-1].cached_tokens
-        return Piece("".join(texts), ids, end, self._index, tuple(logprobs), scored, cached_tokens)
+        return Piece("".join(texts), ids, end, self._index, tuple(logprobs), scored, cached_tokens, weight_version)
 
     def _text_of(self, reply: Reply) -> str:
         """Returns the text that comes out with `reply`. A stop token gives none, unless the stop is to be left in."""
@@ -174,4 +177,5 @@ def join(pieces: Sequence[Piece]) -> Piece:
         logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
         cached_tokens=pieces[-1].cached_tokens,
+        weight_version=pieces[-1].weight_version,
     )

@@ -15,6 +15,8 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from jaxsgl import logs
 from jaxsgl.config import Limits
 from jaxsgl.engine_process import follow_parent, read_launch, set_signals
@@ -35,8 +37,11 @@ from jaxsgl.messages import (
     Ping,
     Refusal,
     RefusalKind,
+    ReleaseMemory,
     Replies,
     Reply,
+    ResumeMemory,
+    SetWeightVersion,
     Shutdown,
     StageTimes,
     StartProfile,
@@ -44,6 +49,9 @@ from jaxsgl.messages import (
     ToEngine,
     TokenLogprob,
     Totals,
+    UpdateMode,
+    UpdateReport,
+    UpdateWeights,
     WatchCache,
     Withdraw,
 )
@@ -99,6 +107,7 @@ class FakeEngine:
         self.num_steps = 0
         self.paused = self.retracted = False
         self.drains: list[int] = []
+        self.version = "default"
 
     def run(self) -> None:
         while True:
@@ -125,6 +134,7 @@ class FakeEngine:
             used_tokens=used,
             paused=self.paused,
             num_retracted=len(self.running) if self.retracted else 0,
+            weight_version=self.version,
             totals=Totals(
                 prompt_tokens=self.num_prompt_tokens,
                 cached_prompt_tokens=self.num_cached_tokens,
@@ -208,6 +218,24 @@ class FakeEngine:
                 self.drains.remove(number)
             case StartProfile(number, folder):
                 self.mailbox.send(Answer(number, True, folder))
+            case UpdateWeights(number, folder) if not folder.startswith("/weights"):
+                self.mailbox.send(Answer(number, False, f"no weights in {folder}"))
+            case UpdateWeights(number, _, mode, version):
+                if mode is UpdateMode.ABORT:
+                    for key in list(self.running):
+                        self.abort(*key)
+                self.version = version or "1"
+                self.send([])
+                text = msgspec.json.encode(UpdateReport(self.version, len(self.running))).decode()
+                self.mailbox.send(Answer(number, True, text))
+            case SetWeightVersion(number, version):
+                self.version = version
+                self.send([])
+                self.mailbox.send(Answer(number, True))
+            case ReleaseMemory(number) | ResumeMemory(number):
+                self.paused = isinstance(command, ReleaseMemory)
+                self.send([])
+                self.mailbox.send(Answer(number, True))
             case StopProfile(number):
                 self.mailbox.send(Answer(number, False, "no profile is being recorded"))
             case WatchCache(number):

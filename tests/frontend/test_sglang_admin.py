@@ -149,7 +149,7 @@ def served(tmp_path: Path) -> ServedModel:
 
 def test_infos_hold_no_secret(served: ServedModel) -> None:
     config = ServerConfig(api_key="hush", ssl_certfile="cert-file", ssl_keyfile="key-file")
-    told = str(server_info(served, config, 0.0, 0, 0.0)) + str(model_info(served, config))
+    told = str(server_info(served, config, 0.0, 0, 0.0)) + str(model_info(served, config, "default"))
     for secret in ("hush", "cert-file", "key-file"):
         assert secret not in told
 
@@ -165,7 +165,8 @@ def test_model_info_reads_the_model_folder(served: ServedModel, tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps(of_model))
     defaults = {"temperature": 0.5, "top_k": 20, "max_new_tokens": 5, "do_sample": True}
     (tmp_path / "generation_config.json").write_text(json.dumps(defaults))
-    info = model_info(served, ServerConfig(served_model_name="mine"))
+    info = model_info(served, ServerConfig(served_model_name="mine"), "third")
+    assert info.weight_version == "third"
     assert (info.served_model_name, info.model_type, list(info.architectures)) == ("mine", "qwen3", ["A"])
     assert (info.pad_token_id, info.bos_token_id) == (7, 0)
     assert json.loads(info.default_sampling_params_json) == {"temperature": 0.5, "top_k": 20}

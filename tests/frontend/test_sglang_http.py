@@ -36,6 +36,7 @@ def test_generate_continues_a_text(http: httpx.Client, tokenizer: Tokenizer) -> 
         "prompt_tokens": len(ids),
         "completion_tokens": len(ids),
         "cached_tokens": len(ids) // 2,
+        "weight_version": "default",
     }
 
 

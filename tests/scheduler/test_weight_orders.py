@@ -1,6 +1,6 @@
-"""Updates of the weights, and release of memory, behind the real loop: which weights make which token, and from what KV.
+"""Updates of the weights and release of memory, behind the real loop.
 
-The fake engine's tokens tell by which weights all KV behind them was computed.
+The fake engine's tokens tell by which weights they, and all KV behind them, were computed.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class JaxsglService(pb_grpc.JaxsglServicer):
     @answers_errors
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext) -> pb.ModelInfo:
         """Returns what is served."""
-        return _model_info(self._generator.model)
+        return _model_info(self._generator.model, self._engine.load.weight_version)
 
 
 def _prompt(request: pb.GenerateRequest) -> Prompt:
@@ -105,6 +105,7 @@ def _reply(request_id: str, piece: Piece) -> pb.GenerateReply:
         reply.prompt_logprobs.extend(map(_logprob, piece.prompt_logprobs))
     if piece.end is not None:
         reply.finish_reason = _FINISH_REASONS[piece.end.reason]
+        reply.weight_version = piece.weight_version
         if isinstance(piece.end.matched_stop, str):
             reply.matched_stop_string = piece.end.matched_stop
         elif piece.end.matched_stop is not None:
@@ -120,7 +121,7 @@ def _logprob(of_token: TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(logprob=of_token.logprob, top=top)
 
 
-def _model_info(model: ServedModel) -> pb.ModelInfo:
+def _model_info(model: ServedModel, weight_version: str) -> pb.ModelInfo:
     info = model.info
     return pb.ModelInfo(
         model_path=info.model_path,
@@ -139,6 +140,7 @@ def _model_info(model: ServedModel) -> pb.ModelInfo:
         has_tokenizer=model.tokenizer.exists,
         has_chat_template=model.tokenizer.has_chat_template,
         versions=_versions(),
+        weight_version=weight_version,
     )
 
 

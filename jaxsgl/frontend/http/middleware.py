@@ -27,7 +27,8 @@ OPEN_PATHS = ("/", "/health", "/health_generate", "/metrics")  # probes, scraper
 # They operate the server or show what all its clients do: for the administrator, if there is one.
 ORDER_PATHS = frozenset({
     "/abort_request", "/continue_generation", "/flush_cache", "/get_server_info", "/internal_state",
-    "/pause_generation", "/server_info", "/start_profile", "/stop_profile",
+    "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation", "/server_info", "/start_profile",
+    "/stop_profile", "/update_weight_version", "/update_weights_from_disk",
 })  # fmt: skip
 
 _REQUEST_ID = re.compile(r"[ -~]{1,256}")

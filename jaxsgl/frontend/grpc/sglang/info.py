@@ -38,7 +38,7 @@ _TOKENIZER_FILES = (
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first date that a zip knows
 
 
-def model_info(model: ServedModel, config: ServerConfig) -> pb.GetModelInfoResponse:
+def model_info(model: ServedModel, config: ServerConfig, weight_version: str) -> pb.GetModelInfoResponse:
     """Returns what is served."""
     info, limits = model.info, model.info.limits
     folder = Path(info.model_path)
@@ -49,6 +49,7 @@ def model_info(model: ServedModel, config: ServerConfig) -> pb.GetModelInfoRespo
         model_path=info.model_path,
         tokenizer_path=info.model_path if model.tokenizer.exists else "",
         is_generation=True,
+        weight_version=weight_version,
         served_model_name=config.model_name,
         max_context_length=limits.context_length,
         max_req_input_len=_max_prompt_len(info),

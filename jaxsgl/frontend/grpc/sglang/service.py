@@ -93,7 +93,8 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self, request: pb.GetModelInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelInfoResponse:
         """Returns what is served."""
-        return await asyncio.to_thread(model_info, self._generator.model, self._config)
+        version = self._engine.load.weight_version
+        return await asyncio.to_thread(model_info, self._generator.model, self._config, version)
 
     @answers_errors
     async def GetServerInfo(

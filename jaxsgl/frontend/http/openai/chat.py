@@ -146,7 +146,7 @@ async def _whole(front_end: FrontEnd, request: Request, head: Head) -> bytes:
             usage.add(end, index)
             scores, message = _scores(request, tokenizer, sample), Message("assistant", sample.text)
             choices.append(ChatChoice(index, message, scores, end.reason.value, end.matched_stop))
-        return head.answer(choices, usage)
+        return head.answer(choices, usage, samples[-1].weight_version)
 
     return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
@@ -168,7 +168,8 @@ async def _stream(
             write = partial(_delta, request, tokenizer, index, piece)
             delta = await front_end.generator.off_loop(piece.num_scores, write) if scored else write()
             if delta is not None:
-                yield role + event(head.answer([delta], usage.in_chunk(index)))
+                version = None if piece.end is None else piece.weight_version
+                yield role + event(head.answer([delta], usage.in_chunk(index), version))
             elif role:
                 yield role
     yield usage.last_chunk(head) + DONE

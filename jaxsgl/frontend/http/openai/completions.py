@@ -102,7 +102,8 @@ async def _whole(
         samples = await whole(generations)
 
     def write() -> bytes:
-        return head.answer([choices.whole(number, piece) for number, piece in enumerate(samples)], usage.total)
+        all_choices = [choices.whole(number, piece) for number, piece in enumerate(samples)]
+        return head.answer(all_choices, usage.total, samples[-1].weight_version)
 
     return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
@@ -111,8 +112,11 @@ async def _stream(
     front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head, usage: UsageCounter
 ) -> AsyncGenerator[bytes, None]:
     def events(number: int, piece: Piece) -> bytes:
-        updates = choices.updates(number, piece)
-        return b"".join([event(head.answer([choice], usage.in_chunk(choice.index))) for choice in updates])
+        def chunk(choice: TextChoice) -> bytes:
+            version = None if choice.finish_reason is None else piece.weight_version
+            return event(head.answer([choice], usage.in_chunk(choice.index), version))
+
+        return b"".join(map(chunk, choices.updates(number, piece)))
 
     off_loop, scored = front_end.generator.off_loop, requests[0].sampling.logprobs is not None
     async with (

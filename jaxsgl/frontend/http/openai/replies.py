@@ -129,7 +129,10 @@ class TextChoice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """A whole answer, or a chunk of a streamed one. If usage is asked for, chunks without it hold null."""
+    """A whole answer, or a chunk of a streamed one. If usage is asked for, chunks without it hold null.
+
+    `metadata` is SGLang's: a whole answer, and the chunk that ends a choice, name the version of the weights.
+    """
 
     id: str
     object: str
@@ -137,6 +140,7 @@ class Answer(msgspec.Struct):
     model: str
     choices: list[ChatChoice] | list[ChatDelta] | list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -151,9 +155,11 @@ class Head(msgspec.Struct, frozen=True):
         self,
         choices: list[ChatChoice] | list[ChatDelta] | list[TextChoice],
         usage: Usage | UnsetType | None = UNSET,
+        weight_version: str | None = None,
     ) -> bytes:
-        """Returns the JSON text of an answer or chunk."""
-        return encode(Answer(self.id, self.object, self.created, self.model, choices, usage))
+        """Returns the JSON text of an answer or chunk, with the version of the weights that made it, if it is given."""
+        metadata = UNSET if weight_version is None else {"weight_version": weight_version}
+        return encode(Answer(self.id, self.object, self.created, self.model, choices, usage, metadata))
 
 
 def new_head(prefix: str, kind: str, model: str) -> Head:

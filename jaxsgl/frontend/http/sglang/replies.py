@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, name_of
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason, Request
@@ -27,6 +28,7 @@ class MetaInfo(msgspec.Struct):
 
     id: str
     prompt_tokens: int
+    weight_version: str = DEFAULT_WEIGHT_VERSION
     finish_reason: dict[str, Any] | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -81,6 +83,7 @@ class Writer:
         choice.text += piece.text
         choice.output_ids += piece.token_ids
         meta.completion_tokens = len(choice.output_ids)
+        meta.weight_version = piece.weight_version
         if meta.output_token_logprobs is not UNSET:
             meta.output_token_logprobs += self._own(piece.token_ids, piece.logprobs)
         if meta.output_top_logprobs is not UNSET:

@@ -203,8 +203,8 @@ def _add_control(router: APIRouter, front_end: FrontEnd) -> None:
     @router.post("/continue_generation")
     async def continue_generation() -> dict[str, Any]:
         """Ends a pause."""
-        await front_end.engine.ask(ContinueGeneration, ANSWER_LIMIT_S)
-        return {"status": "ok", "message": "generation goes on"}
+        answer = await front_end.engine.ask(ContinueGeneration, ANSWER_LIMIT_S)
+        return {"status": "ok", "message": answer.text or "generation goes on"}
 
 
 def _add_profiles(router: APIRouter, front_end: FrontEnd) -> None:
@@ -254,7 +254,7 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
             "served_model_name": front_end.config.model_name,
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": "default",
+            "weight_version": front_end.engine.load.weight_version,
             "architectures": [info.architecture],
             "dtype": info.dtype,
             "vocab_size": info.limits.vocab_size,

@@ -25,6 +25,7 @@ from jaxsgl.frontend.http.bodies import (
     TopLogprobs,
     within,
 )
+from jaxsgl.messages import MemoryTag
 from jaxsgl.request import BOUNDS
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -107,3 +108,35 @@ class PauseBody(Body):
         Literal["abort", "retract", "in_place"],
         Field(description="running requests end, go back to the queue without their KV, or stay as they are"),
     ] = "abort"
+
+
+WeightVersion = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class UpdateWeightsBody(Body):
+    """Body of /update_weights_from_disk. SGLang's other fields don't change what is served, and are ignored."""
+
+    model_path: Annotated[str, Field(min_length=1, max_length=4096, description="a model folder or hub id")]
+    load_format: Annotated[Literal["auto", "safetensors"], Field(description="no other is supported")] | None = None
+    weight_version: Annotated[WeightVersion, Field(description="default: the number of updates so far")] | None = None
+    abort_all_requests: Annotated[Flag, Field(description="as mode abort")] = None
+    mode: Annotated[
+        Literal["wait", "retract", "abort", "in_place"] | None,
+        Field(
+            description="requests that have begun end first, go on after their KV is computed again, end at once, or "
+            "go on with the KV of the old weights"
+        ),
+    ] = None
+
+
+class WeightVersionBody(Body):
+    """Body of /update_weight_version."""
+
+    new_version: WeightVersion
+    abort_all_requests: Annotated[Flag, Field(description="as in SGLang, true unless it is false")] = None
+
+
+class MemoryBody(Body):
+    """Body of /release_memory_occupation and /resume_memory_occupation."""
+
+    tags: Annotated[list[MemoryTag], Field(max_length=16, description="default: all")] | None = None

@@ -1,0 +1,287 @@
+"""`EngineResidents`: the parameters that an engine serves, which may be exchanged or released; release of its KV pool.
+
+    stage    reads and checks: a checkpoint into the host's memory (where the device is another one), a tree into copies
+    swap     puts the staged leaves where the old ones were, one after the other
+
+Programs take the parameters as a list of leaves of fixed shapes, dtypes and places, so a swap compiles nothing. Owns
+that list and the version of the weights. Never knows steps or requests: the scheduler's loop has none in flight when it
+calls anything but `stage_weights`. Implements `scheduler.weight_orders.Residents`; made by `engine`, called by the loop
+and by the offline `LLM`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxsgl.config import EngineConfig
+from jaxsgl.engine.sizing import choose_context_length
+from jaxsgl.engine.warmup import CompileCounter
+from jaxsgl.errors import CheckpointError
+from jaxsgl.messages import MemoryTag
+from jaxsgl.models import ModelArch, Params
+from jaxsgl.models.quantization import weight_format
+from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params, resolve_model_folder
+from jaxsgl.weights.sharding import make_mesh
+
+# What may differ between checkpoints that are served one after the other: the server keeps what it began with.
+_FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context")
+
+Tree: TypeAlias = Params | Mapping[Any, Any] | Sequence[Any]
+
+logger = logging.getLogger(__name__)
+
+
+def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
+    """The model of `folder`, as flags have it served. Raises `StartupError`."""
+    arch = ModelArch.from_folder(folder)
+    arch = arch.for_context(choose_context_length(config, arch))
+    return dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))
+
+
+def read_params(config: EngineConfig, folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
+    """The parameters of `folder`, or with --load-format dummy random ones. Raises `CheckpointError`."""
+    if config.load_format == "dummy":
+        return random_params(arch, dtype, mesh, config.random_seed)
+    return load_params(folder, arch, dtype, mesh)
+
+
+def abstract_params(params: Params) -> Params:
+    """Shapes, dtypes and places of `params`, in the place of arrays."""
+    abstract: Params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    return abstract
+
+
+@dataclasses.dataclass
+class Staged:
+    """Checked leaves in the order of the parameters, and where they can be read again (None: nowhere)."""
+
+    leaves: list[Any]
+    folder: Path | None
+
+
+class EngineResidents:
+    """See the module.
+
+    Args:
+      config: flags.
+      arch, dtype, mesh: of the model that is served.
+      kv_scales: of a float8 KV cache, constants of the programs.
+      params, folder: the first parameters and where they come from.
+      compiles: leaves out what loading compiles.
+      set_pool: gives the KV pool's memory back (False) or takes it again (True).
+
+    Attributes:
+      leaves: the parameters as programs take them; empty while they are released.
+      weight_version, released: see `Residents`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        arch: ModelArch,
+        dtype: jnp.dtype,
+        mesh: Mesh,
+        kv_scales: KvScales | None,
+        params: Params,
+        folder: Path,
+        compiles: CompileCounter,
+        set_pool: Callable[[bool], None],
+    ) -> None:
+        self.leaves: list[jax.Array] = jax.tree.leaves(params)
+        self.weight_version = config.weight_version
+        self.released: frozenset[MemoryTag] = frozenset()
+        self._abstract = abstract_params(params)
+        self._places: list[jax.ShapeDtypeStruct] = jax.tree.leaves(self._abstract)
+        assert all(map(operator.is_, _by_path(self._abstract).values(), self._places)), "paths are in another order"
+        self._config, self._arch, self._dtype, self._mesh = config, arch, dtype, mesh
+        self._kv_scales = kv_scales
+        self._folder: Path | None = folder
+        self._backup: list[Any] | None = None
+        self._compiles = compiles
+        self._set_pool = set_pool
+        self._num_updates = 0
+
+    @property
+    def params(self) -> Params:
+        """The parameters as a tree, for a trainer to begin with; a tree like this one can be staged."""
+        self._check_present()
+        params: Params = jax.tree.unflatten(jax.tree.structure(self._abstract), self.leaves)
+        return params
+
+    def stage_weights(self, source: str | Path | Tree | None) -> Staged:
+        """Reads parameters of the same model, ready for `swap_weights`; may run in a thread beside steps.
+
+        Args:
+          source: a model folder, a hub id, a tree like `params` in any float dtype, or None for the weights that were
+            released.
+
+        Raises:
+          CheckpointError: they can't be read or are those of another model; nothing has changed.
+        """
+        with self._compiles.not_counting():
+            if source is None:
+                return self._restaged()
+            if isinstance(source, str | Path):
+                return self._read(resolve_model_folder(str(source)))
+            return Staged(self._copied(source), None)
+
+    def swap_weights(self, staged: object, version: str | None = None) -> None:
+        """Serves what `stage_weights` returned from now on; see `Residents`."""
+        assert isinstance(staged, Staged)
+        self._fill(staged)
+        self._num_updates += 1
+        self.weight_version = str(self._num_updates) if version is None else version
+
+    def release_memory(self, tag: MemoryTag) -> None:
+        """Gives the memory of the weights or of the KV pool back. See --enable-weights-cpu-backup for the weights."""
+        if tag in self.released:
+            return
+        if tag is MemoryTag.WEIGHTS:
+            if self._config.enable_weights_cpu_backup:
+                self._backup = [np.array(leaf) for leaf in self.leaves]
+            self.leaves.clear()
+        else:
+            self._set_pool(False)
+        self.released |= {tag}
+
+    def resume_memory(self, tag: MemoryTag, staged: object = None) -> None:
+        """Takes the memory of the weights again, filled with `staged`, or that of the KV pool."""
+        if tag not in self.released:
+            return
+        if tag is MemoryTag.WEIGHTS:
+            assert isinstance(staged, Staged)
+            self._fill(staged)
+        else:
+            with self._compiles.not_counting():
+                self._set_pool(True)
+            self.released -= {tag}
+
+    def _fill(self, staged: Staged) -> None:
+        """Puts each staged leaf into the place of the old one, whose memory comes free before."""
+        old, new = self.leaves, staged.leaves
+        for index, place in enumerate(self._places):
+            leaf, new[index] = new[index], None
+            if index < len(old):
+                old[index] = None  # type: ignore[call-overload]
+                old[index] = jax.device_put(leaf, place.sharding)
+            else:
+                old.append(jax.device_put(leaf, place.sharding))
+        jax.block_until_ready(old)
+        self._folder, self._backup = staged.folder, None
+        self.released -= {MemoryTag.WEIGHTS}
+
+    def _check_present(self) -> None:
+        if MemoryTag.WEIGHTS in self.released:
+            raise CheckpointError("the weights are released: resume or update them first")
+
+    def _restaged(self) -> Staged:
+        if self._backup is not None:
+            return Staged(list(self._backup), self._folder)
+        if self._folder is None:
+            raise CheckpointError(
+                "the weights that were released came from memory, and there is no copy of them: update them, or start "
+                "with --enable-weights-cpu-backup"
+            )
+        return self._read(self._folder)
+
+    def _read(self, folder: Path) -> Staged:
+        """Reads a folder, into host memory if there are weights on another device that must serve on if this fails."""
+        arch = read_arch(self._config, folder)
+        _check_same_model(arch, self._arch, folder)
+        if self._kv_scales is not None and not _equal_scales(load_kv_scales(folder, self._arch), self._kv_scales):
+            raise CheckpointError(
+                f"{folder}: the scales of its KV cache differ from those that the programs were compiled for: start a "
+                "server with it"
+            )
+        mesh = self._mesh if MemoryTag.WEIGHTS in self.released else _staging_mesh(self._mesh)
+        params = read_params(self._config, folder, self._arch, self._dtype, mesh)
+        leaves = jax.block_until_ready(jax.tree.leaves(params))
+        self._check_leaves(_by_path(params), str(folder))
+        return Staged(leaves, folder)
+
+    def _copied(self, tree: Tree) -> list[Any]:
+        """Copies of a tree's leaves in our dtypes: the trainer goes on to change or donate its own."""
+        given = _by_path(tree)
+        self._check_leaves(given, "the tree", cast=True)
+        paths = _by_path(self._abstract)
+        staged = []
+        for path, place in paths.items():
+            leaf = given[path]
+            if not isinstance(leaf, jax.Array):
+                leaf = np.array(leaf, place.dtype)  # a CPU's device may take NumPy's memory as it is
+            elif leaf.dtype != place.dtype:
+                leaf = leaf.astype(place.dtype)
+            staged.append(jax.device_put(leaf, place.sharding, may_alias=False))
+        return list(jax.block_until_ready(staged))
+
+    def _check_leaves(self, given: Mapping[tuple[str, ...], Any], what: str, cast: bool = False) -> None:
+        """Raises `CheckpointError` unless there is one leaf for each parameter, of its shape and a dtype that fits."""
+        wanted = _by_path(self._abstract)
+        for name, paths in (("misses", wanted.keys() - given.keys()), ("has", given.keys() - wanted.keys())):
+            if paths:
+                few = ", ".join(sorted(map(".".join, paths))[:3])
+                rest = "" if name == "misses" else ", which the model has not"
+                raise CheckpointError(f"{what} {name} {len(paths)} parameters, as {few}{rest}")
+        for path, place in wanted.items():
+            leaf = given[path]
+            if getattr(leaf, "is_deleted", bool)():
+                raise CheckpointError(f"{what}: {'.'.join(path)} is deleted; was it donated to a jitted function?")
+            if leaf.shape != place.shape:
+                raise CheckpointError(f"{what}: {'.'.join(path)} has shape {leaf.shape}, but must have {place.shape}")
+            both_float = jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.issubdtype(place.dtype, jnp.floating)
+            if leaf.dtype != place.dtype and not (cast and both_float):
+                raise CheckpointError(f"{what}: {'.'.join(path)} is {leaf.dtype}, but must be {place.dtype}")
+
+
+def _staging_mesh(mesh: Mesh) -> Mesh:
+    """The host, if the weights are on other devices and JAX has a backend for it; otherwise where the weights are."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return mesh
+    try:
+        return make_mesh(jax.devices("cpu")[:1])
+    except RuntimeError:
+        logger.warning("JAX has no CPU backend here (JAX_PLATFORMS), so new weights are loaded beside the old ones")
+        return mesh
+
+
+def _check_same_model(arch: ModelArch, served: ModelArch, folder: Path) -> None:
+    for field in dataclasses.fields(ModelArch):
+        theirs, ours = getattr(arch, field.name), getattr(served, field.name)
+        if theirs != ours and field.name not in _FREE_FIELDS:
+            raise CheckpointError(
+                f"{folder} is another model: its {field.name} is {theirs}, but {ours} is served: start a server with it"
+            )
+
+
+def _equal_scales(a: KvScales, b: KvScales) -> bool:
+    def equal(x: Any, y: Any) -> bool:
+        return bool(np.array_equal(1 if x is None else x, 1 if y is None else y))
+
+    return all(map(equal, a.k, b.k)) and all(map(equal, a.v, b.v))
+
+
+def _by_path(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """The arrays of nested mappings, sequences and NNX states, by path, in the order of `jax.tree.leaves`."""
+    if isinstance(tree, nnx.Variable):
+        return {path: tree.get_value()}
+    if isinstance(tree, Mapping | nnx.State):
+        try:
+            items = sorted(tree.items())
+        except TypeError:
+            items = list(tree.items())
+    elif isinstance(tree, list | tuple):
+        items = list(enumerate(tree))
+    else:
+        return {path: tree}
+    return {key: leaf for name, part in items for key, leaf in _by_path(part, (*path, str(name))).items()}

@@ -1,0 +1,245 @@
+"""Weights of a running model: exchanged for those of a folder or a tree, released, taken back; without a compile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jaxsgl.engine import residents
+from jaxsgl.errors import CheckpointError, EngineUnavailable
+from jaxsgl.llm import LLM
+from jaxsgl.request import SamplingParams
+from jaxsgl.weights.sharding import make_mesh
+from tests.checkpoints import make_checkpoint
+from tests.grids import count
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [list(range(3, 40)), list(range(90, 100))]
+
+
+def new_llm(folder: Path, **flags: Any) -> LLM:
+    return LLM(
+        str(folder), page_size=4, max_running_requests=2, max_total_tokens=256, context_length=128,
+        chunked_prefill_size=48, decode_buckets=(2,), extend_buckets=(48,), **flags,
+    )  # fmt: skip
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY, progress=False)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    made = [tmp_path_factory.mktemp(f"weights{seed}") for seed in range(2)]
+    for seed, folder in enumerate(made):
+        make_checkpoint("qwen3", folder, seed=seed)
+    return made
+
+
+@pytest.fixture(scope="module")
+def llms(folders: list[Path]) -> Iterator[tuple[LLM, LLM]]:
+    """One to change, and one that serves the other weights."""
+    both = new_llm(folders[0]), new_llm(folders[1], enable_weights_cpu_backup=True, weight_version="second")
+    yield both
+    for llm in both:
+        llm.close()
+
+
+@pytest.fixture(scope="module")
+def expected(llms: tuple[LLM, LLM]) -> list[list[list[int]]]:
+    both = [answers(llm) for llm in llms]
+    assert both[0] != both[1]
+    return both
+
+
+@pytest.fixture
+def llm(llms: tuple[LLM, LLM], folders: list[Path], expected: list[list[list[int]]]) -> LLM:
+    llms[0].resume_memory_occupation()
+    llms[0].update_weights(folders[0], "first")
+    return llms[0]
+
+
+def test_weights_of_a_folder_are_served_without_a_compile(
+    llm: LLM, folders: list[Path], expected: list[list[list[int]]]
+) -> None:
+    num_compiled = llm.engine.recompiles  # those of the other engine's start
+    assert answers(llm) == expected[0]
+    llm.update_weights(folders[1], "new")
+    (first, _) = llm.generate(PROMPTS, GREEDY, progress=False)
+    assert first.cached_tokens == 0 and first.weight_version == llm.weight_version == "new"
+    assert answers(llm) == expected[1]
+    assert llm.engine.recompiles == num_compiled
+
+
+def test_weights_staged_on_another_device_come_to_lie_where_the_old_ones_did(
+    llm: LLM, folders: list[Path], expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    num_compiled = llm.engine.recompiles
+    places = [leaf.sharding for leaf in llm.engine.residents.leaves]
+    monkeypatch.setattr(residents, "_staging_mesh", lambda mesh: make_mesh(jax.devices()[1:2]))
+    llm.update_weights(folders[1])
+    assert [leaf.sharding for leaf in llm.engine.residents.leaves] == places
+    assert answers(llm) == expected[1]
+    assert llm.engine.recompiles == num_compiled
+
+
+def as_numpy(tree: nnx.State[Any, Any]) -> Any:
+    return jax.tree.map(lambda leaf: np.array(leaf, np.float32), nnx.to_pure_dict(tree))
+
+
+@pytest.mark.parametrize("form", [lambda tree: tree, nnx.to_pure_dict, as_numpy])
+def test_a_tree_is_copied(
+    llm: LLM, llms: tuple[LLM, LLM], expected: list[list[list[int]]], form: Callable[[Any], Any]
+) -> None:
+    tree = form(jax.tree.map(jnp.copy, llms[1].params))
+    num_compiled = llm.engine.recompiles
+    llm.update_weights(tree)
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, np.ndarray):
+            leaf[...] = 0
+        else:
+            leaf.delete()
+    assert answers(llm) == expected[1]
+    assert llm.engine.recompiles == num_compiled
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+NORM = "model.norm.weight"
+BREAK: dict[str, tuple[Callable[[Path], object], str]] = {
+    "gone": (shutil.rmtree, "is not a"),
+    "truncated": (truncate, "truncated"),
+    "a tensor is missing": (lambda folder: change_tensors(folder, lambda tensors: tensors.pop(NORM)), NORM),
+    "a tensor is misshapen": (
+        lambda folder: change_tensors(folder, lambda tensors: tensors.update({NORM: np.ones(63, np.float32)})),
+        NORM,
+    ),
+    "another size": (lambda folder: change_config(folder, intermediate_size=128), "another model: its"),
+    "another architecture": (lambda folder: change_config(folder, architectures=["Foo"]), "Foo"),
+}
+
+
+@pytest.mark.parametrize("how", BREAK)
+def test_a_broken_folder_changes_nothing(
+    llm: LLM, folders: list[Path], expected: list[list[list[int]]], tmp_path: Path, how: str
+) -> None:
+    broken = shutil.copytree(folders[1], tmp_path / "broken")
+    change, words = BREAK[how]
+    change(broken)
+    before = list(llm.engine.residents.leaves)
+    with pytest.raises(CheckpointError, match=words):
+        llm.update_weights(broken)
+    assert all(map(lambda a, b: a is b, llm.engine.residents.leaves, before))
+    assert llm.weight_version == "first"
+    assert answers(llm) == expected[0]
+
+
+def deleted(tree: dict[str, Any]) -> None:
+    tree["embedding"] = jnp.ones_like(tree["embedding"])
+    tree["embedding"].delete()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tree: tree.pop("final_norm"), "misses 1 parameters, as final_norm"),
+        (lambda tree: tree.update(extra=jnp.ones(3)), "has 1 parameters, as extra"),
+        (lambda tree: tree.update(final_norm=jnp.ones(3)), r"final_norm has shape \(3,\)"),
+        (lambda tree: tree.update(final_norm=jnp.ones(64, jnp.int32)), "final_norm is int32"),
+        (deleted, "embedding is deleted"),
+    ],
+)
+def test_a_tree_of_another_form_changes_nothing(
+    llm: LLM, expected: list[list[list[int]]], change: Callable[[Any], object], words: str
+) -> None:
+    tree = dict(nnx.to_pure_dict(llm.params))
+    change(tree)
+    with pytest.raises(CheckpointError, match=words):
+        llm.update_weights(tree)
+    assert llm.weight_version == "first"
+    assert answers(llm) == expected[0]
+
+
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_many_updates_keep_memory_flat(llm: LLM, folders: list[Path]) -> None:
+    def update(step: int) -> int:
+        llm.update_weights(folders[step % 2])
+        return live_bytes()
+
+    first = update(0)
+    assert [update(step) for step in range(1, count(4, 20))] == [first] * (count(4, 20) - 1)
+
+
+def test_released_memory_is_given_back_and_taken_again(llm: LLM, expected: list[list[list[int]]]) -> None:
+    answers(llm)
+    num_compiled, info, full = llm.engine.recompiles, llm.engine.info, live_bytes()
+    llm.release_memory_occupation(["weights"])
+    llm.release_memory_occupation(["weights"])
+    assert full - live_bytes() == info.weight_bytes
+    llm.release_memory_occupation(["kv_cache"])
+    assert full - live_bytes() == info.weight_bytes + info.kv_bytes
+    with pytest.raises(EngineUnavailable, match="kv_cache, weights is released"):
+        answers(llm)
+    with pytest.raises(CheckpointError, match="released"):
+        _ = llm.params
+    llm.resume_memory_occupation(["kv_cache"])
+    llm.resume_memory_occupation()
+    assert live_bytes() == full
+    assert answers(llm) == expected[0] and llm.weight_version == "first"
+    assert llm.engine.recompiles == num_compiled
+
+
+def test_an_update_takes_the_place_of_released_weights(
+    llm: LLM, folders: list[Path], expected: list[list[list[int]]], tmp_path: Path
+) -> None:
+    llm.release_memory_occupation()
+    with pytest.raises(CheckpointError):
+        llm.update_weights(tmp_path / "nothing")
+    llm.update_weights(folders[1])
+    llm.resume_memory_occupation()
+    assert answers(llm) == expected[1]
+
+
+def test_weights_that_came_from_memory_are_kept_on_the_host_or_not_at_all(
+    llm: LLM, llms: tuple[LLM, LLM], expected: list[list[list[int]]]
+) -> None:
+    first = jax.tree.map(jnp.copy, llm.params)
+    llm.update_weights(first)
+    llm.release_memory_occupation(["weights"])
+    with pytest.raises(CheckpointError, match="no copy of them: update them"):
+        llm.resume_memory_occupation()
+    llm.update_weights(first)
+    with_copy = llms[1]
+    with_copy.update_weights(first)
+    with_copy.release_memory_occupation()
+    with_copy.resume_memory_occupation()
+    assert answers(with_copy) == answers(llm) == expected[0]
