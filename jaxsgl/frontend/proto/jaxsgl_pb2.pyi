@@ -105,7 +105,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class GenerateReply(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "matched_stop_token", "usage", "index", "matched_stop_string", "logprobs", "prompt_logprobs")
+    __slots__ = ("request_id", "text", "token_ids", "finish_reason", "matched_stop_token", "usage", "index", "matched_stop_string", "logprobs", "prompt_logprobs", "weight_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class GenerateReply(_message.Message):
     MATCHED_STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -126,7 +127,8 @@ class GenerateReply(_message.Message):
     matched_stop_string: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop_token: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., index: _Optional[int] = ..., matched_stop_string: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop_token: _Optional[int] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., index: _Optional[int] = ..., matched_stop_string: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("logprob", "top")
@@ -171,7 +173,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model_path", "architecture", "dtype", "vocab_size", "context_length", "pool_tokens", "eos_token_ids", "page_size", "max_running_requests", "attention_backend", "platform", "kv_bytes", "warmup_s", "has_tokenizer", "has_chat_template", "versions")
+    __slots__ = ("model_path", "architecture", "dtype", "vocab_size", "context_length", "pool_tokens", "eos_token_ids", "page_size", "max_running_requests", "attention_backend", "platform", "kv_bytes", "warmup_s", "has_tokenizer", "has_chat_template", "versions", "weight_version")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +197,7 @@ class ModelInfo(_message.Message):
     HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     model_path: str
     architecture: str
     dtype: str
@@ -211,4 +214,5 @@ class ModelInfo(_message.Message):
     has_tokenizer: bool
     has_chat_template: bool
     versions: _containers.ScalarMap[str, str]
-    def __init__(self, model_path: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., page_size: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., attention_backend: _Optional[str] = ..., platform: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., warmup_s: _Optional[float] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, model_path: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., vocab_size: _Optional[int] = ..., context_length: _Optional[int] = ..., pool_tokens: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., page_size: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., attention_backend: _Optional[str] = ..., platform: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., warmup_s: _Optional[float] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., versions: _Optional[_Mapping[str, str]] = ..., weight_version: _Optional[str] = ...) -> None: ...
