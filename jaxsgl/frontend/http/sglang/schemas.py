@@ -25,7 +25,6 @@ from jaxsgl.frontend.http.bodies import (
     TopLogprobs,
     within,
 )
-from jaxsgl.messages import MemoryTag
 from jaxsgl.request import BOUNDS
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -139,4 +138,6 @@ class WeightVersionBody(Body):
 class MemoryBody(Body):
     """Body of /release_memory_occupation and /resume_memory_occupation."""
 
-    tags: Annotated[list[MemoryTag], Field(max_length=16, description="default: all")] | None = None
+    tags: Annotated[list[Literal["weights", "kv_cache"]], Field(max_length=16, description="default: all")] | None = (
+        None
+    )

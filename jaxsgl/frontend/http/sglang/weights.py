@@ -87,7 +87,7 @@ def _mode(body: UpdateWeightsBody) -> UpdateMode:
 
 
 def _tags(body: MemoryBody | None) -> tuple[MemoryTag, ...]:
-    return tuple(MemoryTag) if body is None or body.tags is None else tuple(body.tags)
+    return tuple(MemoryTag) if body is None or body.tags is None else tuple(map(MemoryTag, body.tags))
 
 
 def _told(answer: Answer, message: str, **more: Any) -> Response:
