@@ -19,12 +19,13 @@ from tqdm import tqdm
 from jaxsgl.config import BUNDLED_MODEL, DEFAULT_WEIGHT_VERSION, EngineConfig
 from jaxsgl.engine.residents import Tree
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed
-from jaxsgl.messages import Abort, MemoryTag, News, Replies, Shutdown, ToEngine, TokenLogprob
+from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine, TokenLogprob
 from jaxsgl.models import Params
 from jaxsgl.request import Request, SamplingParams, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.text.sample import Piece, Sample, join
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
+from jaxsgl.weight_messages import MemoryTag
 from jaxsgl.wiring import build, build_scheduler
 
 Prompt: TypeAlias = str | Sequence[int]

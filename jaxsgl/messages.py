@@ -1,7 +1,7 @@
 """What the two processes say to each other, as msgspec structs (MessagePack on ZeroMQ; never pickle).
 
-Front end to engine: `Request` (from request.py), `Abort`, `Shutdown`, and commands, each answered once unless a
-`Withdraw` comes first: by an `Answer`, or in the case of `WatchCache` by `CacheEvents`.
+Front end to engine: `Request` (request.py), `Abort`, `Shutdown`, and commands (those on weights: weight_messages.py),
+each answered once unless a `Withdraw` comes first: by an `Answer`, or in the case of `WatchCache` by `CacheEvents`.
 Several front-end processes that share an engine send `LineOrder`s too, which shared_mailbox.py carries out.
 Engine to front end: `EngineReady` once, then one `Replies` per turn of the loop (hence per step), `CacheEvents` after a
 `WatchCache`, and `EngineFailed` as the final message.
@@ -16,6 +16,7 @@ import msgspec
 
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION, Limits
 from jaxsgl.request import FinishReason, Request
+from jaxsgl.weight_messages import WeightOrder
 
 PARENT_LINE = 0  # of the process that started the engine; other front-end processes have the lines 1, 2, ...
 _LINE_SHIFT = 32
@@ -71,10 +72,7 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """The command `number` needs no answer any more: its client has left.
-
-    A flush that still waits is dropped, and so is an update of the weights that has not swapped them yet.
-    """
+    """The command `number` needs no answer: its client has left. A flush or a weight order that waits is dropped."""
 
     number: int
 
@@ -98,69 +96,6 @@ class ContinueGeneration(msgspec.Struct, frozen=True, tag="continue_generation")
     """Go on, if generation is paused."""
 
     number: int
-
-
-class UpdateMode(enum.Enum):
-    """What becomes of the requests that have begun when the weights change. Those that wait get the new ones."""
-
-    WAIT = "wait"  # they end with the old weights first; requests that have not begun wait
-    RETRACT = "retract"  # they go on with the new weights, which compute their KV again
-    ABORT = "abort"  # they end, and so do those that wait
-    IN_PLACE = "in_place"  # they go on with the new weights over the KV of the old ones
-
-
-class UpdateWeights(msgspec.Struct, frozen=True, tag="update_weights"):
-    """Serve the weights of another checkpoint of the same model; if that fails, the old ones serve on.
-
-    The `Answer.text` is JSON if it succeeds: an `UpdateReport`.
-
-    Attributes:
-      folder: a model folder or hub id.
-      version: the new `weight_version`; None: the number of updates since the start.
-    """
-
-    number: int
-    folder: str
-    mode: UpdateMode = UpdateMode.WAIT
-    version: str | None = None
-
-
-class UpdateReport(msgspec.Struct, frozen=True):
-    """What an update has done: the version served now, and how many samples went on with it after the old one."""
-
-    weight_version: str
-    num_continued: int = 0
-
-
-class SetWeightVersion(msgspec.Struct, frozen=True, tag="set_weight_version"):
-    """Call the weights that are served `version`."""
-
-    number: int
-    version: str
-
-
-class MemoryTag(enum.Enum):
-    """A part of the device's memory that the engine can do without for a while."""
-
-    WEIGHTS = "weights"
-    KV_CACHE = "kv_cache"
-
-
-class ReleaseMemory(msgspec.Struct, frozen=True, tag="release_memory"):
-    """Give parts of the device's memory back once no request runs; generation is paused until all are back."""
-
-    number: int
-    tags: tuple[MemoryTag, ...]
-
-
-class ResumeMemory(msgspec.Struct, frozen=True, tag="resume_memory"):
-    """Take parts of the device's memory that were released again, and fill the weights; generation goes on after all.
-
-    The `Answer.text` is empty, or says what is still released.
-    """
-
-    number: int
-    tags: tuple[MemoryTag, ...]
 
 
 class DumpState(msgspec.Struct, frozen=True, tag="dump_state"):
@@ -451,17 +386,9 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
-WeightOrder: TypeAlias = UpdateWeights | SetWeightVersion | ReleaseMemory | ResumeMemory
+ProfileOrder: TypeAlias = StartProfile | StopProfile
 Command: TypeAlias = (
-    Ping
-    | FlushCache
-    | PauseGeneration
-    | ContinueGeneration
-    | DumpState
-    | StartProfile
-    | StopProfile
-    | WatchCache
-    | WeightOrder
+    Ping | FlushCache | PauseGeneration | ContinueGeneration | DumpState | ProfileOrder | WatchCache | WeightOrder
 )
 ToEngine: TypeAlias = Request | Abort | Command | Withdraw | Shutdown
 LineOrder: TypeAlias = OpenLine | CloseLine | AbortMatching

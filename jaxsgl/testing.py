@@ -26,11 +26,12 @@ from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray, page_of, slots_of, tokens_in
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
-from jaxsgl.messages import Load, MemoryTag, News, Replies, Reply, Shutdown, ToEngine
+from jaxsgl.messages import Load, News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import MAX_TOP_LOGPROBS
 from jaxsgl.scheduler.plan import SchedulerState
 from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
+from jaxsgl.weight_messages import MemoryTag
 
 
 def next_token(sequence: Sequence[int] | IntArray, vocab_size: int, seed: int = 0) -> int:

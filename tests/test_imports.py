@@ -13,11 +13,11 @@ ROOT = Path(__file__).parent.parent
 COMMON = {"config", "flags", "request", "errors", "logs", "stacks"}
 ALLOWED = {
     "text": {"messages"},
-    "frontend": {"messages", "ipc", "step_times", "text"},
-    "scheduler": {"cache", "batch", "messages", "step_times"},
+    "frontend": {"messages", "weight_messages", "ipc", "step_times", "text"},
+    "scheduler": {"cache", "batch", "messages", "weight_messages", "step_times"},
     "cache": set(),
     "batch": {"cache.pages"},
-    "engine": {"batch", "models", "weights", "messages", "cache.pages", "pallas_kernels"},
+    "engine": {"batch", "models", "weights", "messages", "weight_messages", "cache.pages", "pallas_kernels"},
     "models": {"pallas_kernels"},
     "weights": {"models", "pallas_kernels"},
 }

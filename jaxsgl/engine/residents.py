@@ -28,9 +28,9 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.sizing import choose_context_length
 from jaxsgl.engine.warmup import CompileCounter
 from jaxsgl.errors import CheckpointError
-from jaxsgl.messages import MemoryTag
 from jaxsgl.models import ModelArch, Params
 from jaxsgl.models.quantization import weight_format
+from jaxsgl.weight_messages import MemoryTag
 from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh
 

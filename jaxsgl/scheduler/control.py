@@ -37,12 +37,8 @@ from jaxsgl.messages import (
     PauseGeneration,
     PauseMode,
     Ping,
-    ReleaseMemory,
-    ResumeMemory,
-    SetWeightVersion,
     StartProfile,
     StopProfile,
-    UpdateWeights,
     WatchCache,
     Withdraw,
 )
@@ -50,6 +46,7 @@ from jaxsgl.scheduler.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.profiling import Profiling
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.weight_orders import Residents, WeightOrders
+from jaxsgl.weight_messages import ReleaseMemory, ResumeMemory, SetWeightVersion, UpdateWeights
 
 
 class Order(Protocol):

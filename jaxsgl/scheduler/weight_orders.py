@@ -20,8 +20,9 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from jaxsgl.errors import StartupError
-from jaxsgl.messages import (
-    Answer,
+from jaxsgl.messages import Answer
+from jaxsgl.scheduler.scheduler import PauseReason, Scheduler
+from jaxsgl.weight_messages import (
     MemoryTag,
     ReleaseMemory,
     ResumeMemory,
@@ -31,7 +32,6 @@ from jaxsgl.messages import (
     UpdateWeights,
     WeightOrder,
 )
-from jaxsgl.scheduler.scheduler import PauseReason, Scheduler
 
 IDLE_POLL_S = 0.05
 

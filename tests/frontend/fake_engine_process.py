@@ -37,11 +37,8 @@ from jaxsgl.messages import (
     Ping,
     Refusal,
     RefusalKind,
-    ReleaseMemory,
     Replies,
     Reply,
-    ResumeMemory,
-    SetWeightVersion,
     Shutdown,
     StageTimes,
     StartProfile,
@@ -49,14 +46,19 @@ from jaxsgl.messages import (
     ToEngine,
     TokenLogprob,
     Totals,
-    UpdateMode,
-    UpdateReport,
-    UpdateWeights,
     WatchCache,
     Withdraw,
 )
 from jaxsgl.request import FinishReason, Request, max_new_tokens
 from jaxsgl.shared_mailbox import SharedMailbox
+from jaxsgl.weight_messages import (
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
+    UpdateMode,
+    UpdateReport,
+    UpdateWeights,
+)
 
 VOCAB_SIZE = 1000
 LIMITS = Limits(vocab_size=VOCAB_SIZE, context_length=200, pool_tokens=160)

@@ -17,23 +17,25 @@ from jaxsgl.messages import (
     CacheEvents,
     ContinueGeneration,
     FlushCache,
-    MemoryTag,
     PauseGeneration,
     PauseMode,
     Ping,
-    ReleaseMemory,
-    ResumeMemory,
-    SetWeightVersion,
     ToEngine,
-    UpdateMode,
-    UpdateReport,
-    UpdateWeights,
     WatchCache,
     Withdraw,
 )
 from jaxsgl.request import FinishReason
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import FakeEngine, ScriptedMailbox, generate, next_token, seed_of
+from jaxsgl.weight_messages import (
+    MemoryTag,
+    ReleaseMemory,
+    ResumeMemory,
+    SetWeightVersion,
+    UpdateMode,
+    UpdateReport,
+    UpdateWeights,
+)
 from tests.cache_mirror import CacheMirror
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import VOCAB, Script, capacity, finish_reason, last_reply, request
