@@ -8,8 +8,16 @@ There is one package per platform, each with all the kernels for it: `xla`, `nat
 (Mosaic GPU) and `tpu`. `reference` defines what is right, `specs` names shapes for tests and benchmarks.
 """
 
-from pallas_kernels.api import add_and_norm, paged_decode_attention, paged_extend_attention, rotate_and_store, store_kv
+from pallas_kernels.api import (
+    add_and_norm,
+    grouped_product,
+    paged_decode_attention,
+    paged_extend_attention,
+    rotate_and_store,
+    store_kv,
+)
 from pallas_kernels.dispatch import BACKENDS, STORE_BACKENDS
+from pallas_kernels.experts import Groups, add_choices, group_by_expert
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
@@ -19,8 +27,12 @@ __all__ = [
     "STORE_BACKENDS",
     "AttentionOptions",
     "FusedQkv",
+    "Groups",
     "PagedKv",
     "add_and_norm",
+    "add_choices",
+    "group_by_expert",
+    "grouped_product",
     "paged_decode_attention",
     "paged_extend_attention",
     "rotate_and_store",

@@ -1,4 +1,4 @@
-"""The public functions: attention on a paged cache, the stores into it, and `add_and_norm` between them.
+"""The public functions: attention on a paged cache, the stores into it, `add_and_norm` and `grouped_product`.
 
 Owns the checks of their arguments and the cache's scales. Never knows how a backend computes: it asks `dispatch` for
 one and calls it.
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import BACKEND_OF_NAME, choose_backend
+from pallas_kernels.experts import Groups
 from pallas_kernels.norm import add_then_norm
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import QUERY_DTYPES, PagedKv, check_pages, per_head_scale, to_format
@@ -197,6 +198,45 @@ def add_and_norm(
     if chosen in ops:
         return ops[chosen](x, update, scales, row, eps, interpret)
     return add_then_norm(x, update, scales, row, eps)
+
+
+def grouped_product(
+    x: jax.Array,
+    groups: Groups,
+    weights: jax.Array,
+    *,
+    of_tokens: bool = False,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> jax.Array:
+    """Each row times the weights of its expert; returns `[M, out]` in x's dtype, added up in float32.
+
+    Only the weights of experts that have rows are read, where they lie. A row's result depends on no other row.
+
+    Args:
+        x: `[M, in]`, a row for each place; with `of_tokens` `[T, in]`, a row for each token, which stands at the places
+            of all its choices. Rounded to the weights' dtype.
+        groups: which places are whose, from `group_by_expert`. Places without an expert yield zeros.
+        weights: `[E, out, in]`, as checkpoints store each expert's.
+        of_tokens: whether x's rows are tokens' or places'.
+        backend: a backend that has the op, or "auto".
+        interpret: run a Pallas backend in its interpreter, on any platform.
+
+    Raises:
+        ValueError: shapes that don't fit each other, or a backend that can't run here.
+    """
+    num_rows = groups.num_tokens if of_tokens else groups.num_places
+    if weights.ndim != 3 or weights.shape[0] != groups.num_experts or x.shape != (num_rows, weights.shape[-1]):
+        raise ValueError(
+            f"x is {x.shape} and weights are {weights.shape}; they must be [{num_rows}, in] and "
+            f"[{groups.num_experts}, out, in]"
+        )
+    ops = {name: each.grouped_product for name, each in BACKEND_OF_NAME.items() if each.grouped_product is not None}
+    refusals = {
+        name: functools.partial(BACKEND_OF_NAME[name].refuse_grouped_product, x, groups, weights) for name in ops
+    }
+    chosen = choose_backend("grouped_product", backend, refusals, interpret=interpret)
+    return ops[chosen.name](x, groups, weights, of_tokens, interpret)
 
 
 def _check_attention(q: jax.Array, kv: PagedKv, sinks: jax.Array | None) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import jax
 
+from pallas_kernels.experts import Groups
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv
 from pallas_kernels.qkv import FusedQkv
@@ -67,6 +68,14 @@ class AddAndNorm(Protocol):
         ...
 
 
+class GroupedProduct(Protocol):
+    """`grouped_product` on one backend."""
+
+    def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
+        """x `[T, in]` with `of_tokens`, else `[M, in]`, times weights `[E, out, in]`; `[M, out]` in x's dtype."""
+        ...
+
+
 class RefuseStore(Protocol):
     """Says why a backend can't store."""
 
@@ -87,6 +96,14 @@ class RefuseAddAndNorm(Protocol):
     """Says why a backend can't add and normalize."""
 
     def __call__(self, x: jax.Array, update: jax.Array, /) -> str | None:
+        """The reason in words, or None when it can."""
+        ...
+
+
+class RefuseGroupedProduct(Protocol):
+    """Says why a backend can't multiply groups of rows."""
+
+    def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, /) -> str | None:
         """The reason in words, or None when it can."""
         ...
 
@@ -118,11 +135,14 @@ class Backend:
     """None where XLA splits, normalizes and rotates before a store."""
     add_and_norm: AddAndNorm | None = None
     """None where XLA does it."""
+    grouped_product: GroupedProduct | None = None
+    """None where XLA multiplies tile by tile."""
     refuse_decode: RefuseAttention = refuse_nothing
     refuse_extend: RefuseAttention = refuse_nothing
     refuse_store: RefuseStore = refuse_nothing
     refuse_rotate_and_store: RefuseRotateAndStore = refuse_nothing
     refuse_add_and_norm: RefuseAddAndNorm = refuse_nothing
+    refuse_grouped_product: RefuseGroupedProduct = refuse_nothing
     platform: str | None = None
     """The only platform it runs on, "cpu", "gpu" or "tpu"; None is any."""
     has_interpreter: bool = False

@@ -23,7 +23,7 @@ from pallas_kernels.own_folder import own_folder
 from pallas_kernels.target import processor_flags, processor_maker
 
 PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
-INT8_PRODUCT = "jaxsgl_int8_product"
+INT8_PRODUCT, GROUPED_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_product"
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
 _FOLDER = Path(__file__).parent
@@ -67,7 +67,7 @@ def _kernels() -> ctypes.CDLL | str:
         return f"{command} made no library: {reason.strip()[:500]}"
     if has_pairs() and not library.has_pairs():
         return f"{command} knows no {_BFLOAT16}, which the processor has"
-    _register(library, PAGED_ATTENTION, ROWS_PRODUCT, INT8_PRODUCT)
+    _register(library)
     return library
 
 
@@ -124,10 +124,11 @@ def tile_refusal(kernels: ctypes.CDLL) -> str | None:
     return None if reason is None else reason.decode()
 
 
-def _register(library: ctypes.CDLL, paged_attention: str, rows_product: str, int8_product: str) -> None:
-    functions = library.paged_attention, library.rows_product, library.int8_product
-    for target, function in zip((paged_attention, rows_product, int8_product), functions, strict=True):
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+def _register(library: ctypes.CDLL, suffix: str = "") -> None:
+    """Give XLA the library's functions, under their names and a suffix."""
+    for target in (PAGED_ATTENTION, ROWS_PRODUCT, INT8_PRODUCT, GROUPED_PRODUCT):
+        function = jax.ffi.pycapsule(getattr(library, target.removeprefix("jaxsgl_")))
+        jax.ffi.register_ffi_target(f"{target}{suffix}", function, platform="cpu")
 
 
 def _library(compiler: str, flags: frozenset[str]) -> ctypes.CDLL:

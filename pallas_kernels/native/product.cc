@@ -1,4 +1,4 @@
-// Rows of activations times a matrix of bfloat16 weights stored [out, in].
+// Rows of activations times a matrix of bfloat16 weights stored [out, in], or each times one of several matrices.
 //
 // The rows, rounded and packed, stay in the cache while the weights pass by, each read once for 64 rows and in order, at
 // the speed of memory. What libraries do instead, packing the weights or treating them as the side to be blocked, costs
@@ -11,6 +11,8 @@
 #include <string>
 #include <string_view>
 
+#include "grouped_product.h"
+#include "product_float32.h"
 #include "tiles.h"
 
 #ifdef __AVX512BF16__
@@ -51,6 +53,40 @@ ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffe
   return ffi::Error::Success();
 }
 
+// y [M, out]: places sorted by expert times the weights [E, out, in] of their experts, the first sizes[0] of them times
+// those of expert 0; zeros past the last expert's. Place i is row tokens[i] of x [T, in] with `of_tokens`, else row i.
+ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> tokens,
+                          ffi::Buffer<ffi::S32> sizes, ffi::AnyBuffer weights, bool of_tokens, std::string_view way,
+                          ffi::ResultBuffer<ffi::F32> y) {
+  const Grouped g{x.typed_data(), of_tokens ? tokens.typed_data() : nullptr, sizes.typed_data(), y->typed_data(),
+                  sizes.dimensions()[0], y->dimensions()[0], weights.dimensions()[2], weights.dimensions()[1]};
+  if (!SizesFit(g)) return {ffi::ErrorCode::kInvalidArgument, "the experts' sizes exceed the places"};
+  if (weights.element_type() == ffi::F32) {
+    MultiplyGroups<FloatPieces>(pool, g, static_cast<const float*>(weights.untyped_data()));
+    return ffi::Error::Success();
+  }
+  const auto bits = static_cast<const uint16_t*>(weights.untyped_data());
+  if (way == "widened") {
+    MultiplyGroups<Pieces<float>>(pool, g, bits);
+  } else if (way == "paired") {
+#ifdef __AVX512BF16__
+    MultiplyGroups<Pieces<uint16_t>>(pool, g, bits);
+#else
+    return NoPairs();
+#endif
+  } else if (way == "tiles") {
+#ifdef JAXSGL_TILES
+    if (!tiles_are_granted) return {ffi::ErrorCode::kFailedPrecondition, "this process was not granted tiles"};
+    MultiplyGroups<TilePieces>(pool, g, bits);
+#else
+    return {ffi::ErrorCode::kUnimplemented, "these kernels were compiled without tiles"};
+#endif
+  } else {
+    return {ffi::ErrorCode::kInvalidArgument, "there is no such way to multiply: " + std::string(way)};
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace jaxsgl
 
@@ -62,5 +98,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rows_product, jaxsgl::RowsProduct,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Attr<std::string_view>("way")
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_product, jaxsgl::GroupedProduct,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Attr<bool>("of_tokens")
                                   .Attr<std::string_view>("way")
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -9,12 +9,18 @@
 namespace jaxsgl {
 
 // y = x weights^T.
-struct Product {
-  const float* x;           // [T, in]
-  const uint16_t* weights;  // [out, in], bits of bfloat16
+template <typename Weight>
+struct ProductOf {
+  const float* x;           // rows of `in` numbers
+  const Weight* weights;    // [out, in]
   float* y;                 // [T, out]
-  int64_t tokens, in, out;  // `in` is a multiple of 32, `out` of 16
+  int64_t tokens, in, out;
+  const int32_t* rows = nullptr;  // [T], the rows of x that are multiplied; null: the first T
+
+  const float* Row(int64_t token) const { return x + (rows ? rows[token] : token) * in; }
 };
+
+using Product = ProductOf<uint16_t>;  // weights are bits of bfloat16; `in` is a multiple of 32, `out` of 16
 
 // Memory for `count` numbers at a multiple of 64 bytes, the calling thread's until its next call. It is kept, since
 // fresh memory costs system time at each call.

@@ -89,7 +89,7 @@ void PackStrips(const Product& p, int64_t first, int tokens, float* packed) {
         Bits block[kLanes];
         for (int j = 0; j < kLanes; ++j) {
           const bool is_token = t + v + j < tokens;
-          block[j] = _mm256_castps_si256(is_token ? Rounded(Load(p.x + (first + t + v + j) * p.in + i)) : Zero());
+          block[j] = _mm256_castps_si256(is_token ? Rounded(Load(p.Row(first + t + v + j) + i)) : Zero());
         }
         Transpose(block);
         for (int j = 0; j < kLanes; ++j) StoreBits(packed + j * kStrip + v, block[j]);
@@ -132,25 +132,36 @@ void MultiplyFew(const Product& p, int64_t begin, const float* packed) {
 }
 
 template <int T>
-void MultiplyFewTokens(xla::ffi::ThreadPool pool, const Product& p) {
-  float* const packed = Packed<float>(p.in * T);
+void PackFew(const Product& p, float* packed) {
   for (int t = 0; t < T; ++t) {
     for (int64_t i = 0; i < p.in; i += kLanes) {
       alignas(32) float rounded[kLanes];
-      Store(rounded, t < p.tokens ? Rounded(Load(p.x + t * p.in + i)) : Zero());
+      Store(rounded, t < p.tokens ? Rounded(Load(p.Row(t) + i)) : Zero());
       for (int j = 0; j < kLanes; ++j) packed[(i + j) * T + t] = rounded[j];
     }
   }
-  ForBlocks(pool, p.out, kLanes, [&](int64_t begin) { MultiplyFew<T>(p, begin, packed); });
+}
+
+// Calls `work` with the number of tokens that are multiplied one by one: a power of two.
+template <typename Work>
+void WithFew(const Product& p, const Work& work) {
+  if (p.tokens <= 1) return work(std::integral_constant<int, 1>());
+  if (p.tokens <= 2) return work(std::integral_constant<int, 2>());
+  if (p.tokens <= 4) return work(std::integral_constant<int, 4>());
+  work(std::integral_constant<int, kFew>());
 }
 
 template <typename Number>
 void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
   static_assert(std::is_same_v<Number, float>, "there is no other way with these registers");
-  if (p.tokens <= 1) return MultiplyFewTokens<1>(pool, p);
-  if (p.tokens <= 2) return MultiplyFewTokens<2>(pool, p);
-  if (p.tokens <= 4) return MultiplyFewTokens<4>(pool, p);
-  if (p.tokens <= kFew) return MultiplyFewTokens<kFew>(pool, p);
+  if (p.tokens <= kFew) {
+    return WithFew(p, [&](auto tokens) {
+      constexpr int T = decltype(tokens)::value;
+      float* const packed = Packed<float>(p.in * T);
+      PackFew<T>(p, packed);
+      ForBlocks(pool, p.out, kLanes, [&](int64_t begin) { MultiplyFew<T>(p, begin, packed); });
+    });
+  }
   for (int64_t first = 0; first < p.tokens; first += kMaxTokens) {
     const int tokens = int(std::min<int64_t>(kMaxTokens, p.tokens - first));
     float* const packed = Packed<float>((tokens + kStrip - 1) / kStrip * kStrip * p.in);
@@ -160,6 +171,37 @@ void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
     });
   }
 }
+
+// The same as pieces of a grouped product (grouped_product.h).
+template <typename Number>
+struct Pieces {
+  using Weight = uint16_t;
+  static constexpr int64_t kMost = kMaxTokens, kRows = 4 * kShare;
+
+  static int64_t PackedBytes(const Product& p, int64_t first) {
+    const int64_t tokens = std::min(kMost, p.tokens - first);
+    return p.in * (p.tokens <= kFew ? kFew : (tokens + kStrip - 1) / kStrip * kStrip) * int64_t(sizeof(float));
+  }
+
+  static void PackRows(const Product& p, int64_t first, void* packed) {
+    float* const to = static_cast<float*>(packed);
+    if (p.tokens <= kFew) return WithFew(p, [&](auto tokens) { PackFew<decltype(tokens)::value>(p, to); });
+    PackStrips(p, first, int(std::min(kMost, p.tokens - first)), to);
+  }
+
+  static void Multiply(const Product& p, int64_t first, int64_t begin, int64_t rows, const void* packed) {
+    const float* const from = static_cast<const float*>(packed);
+    const int64_t end = begin + rows;
+    if (p.tokens <= kFew) {
+      return WithFew(p, [&](auto tokens) {
+        for (int64_t b = begin; b < end; b += kLanes) MultiplyFew<decltype(tokens)::value>(p, b, from);
+      });
+    }
+    for (; begin < end; begin += kShare)
+      MultiplyShare(p, first, int(std::min(kMost, p.tokens - first)), begin, int(std::min<int64_t>(kShare, end - begin)),
+                    from);
+  }
+};
 
 }  // namespace
 }  // namespace jaxsgl

@@ -123,6 +123,39 @@ void MultiplyByTiles(xla::ffi::ThreadPool pool, const Product& p) {
   }
 }
 
+// The same as pieces of a grouped product (grouped_product.h).
+struct TilePieces {
+  using Weight = uint16_t;
+  static constexpr int64_t kMost = kMostTokens, kRows = kPair;
+
+  static int64_t Strips(const Product& p, int64_t first) {
+    return (std::min(kMost, p.tokens - first) + kTile - 1) / kTile;
+  }
+
+  static int64_t PackedBytes(const Product& p, int64_t first) {
+    return p.tokens <= kFew ? p.in * 16 * int64_t(sizeof(float)) : Strips(p, first) * kTile * p.in * 2;
+  }
+
+  static void PackRows(const Product& p, int64_t first, void* packed) {
+    if (p.tokens <= kFew) return Pack<float, 0>(p, first, static_cast<float*>(packed));
+    for (int64_t s = 0; s < Strips(p, first); ++s)
+      Pack<uint16_t, 1>(p, first + s * kTile, static_cast<uint16_t*>(packed) + s * kTile * p.in);
+  }
+
+  static void Multiply(const Product& p, int64_t first, int64_t begin, int64_t rows, const void* packed) {
+    const int64_t end = begin + rows;
+    if (p.tokens <= kFew) {
+      for (; begin < end; begin += kBlock)
+        AddBlock<float, 0, true>(p, first, begin, static_cast<const float*>(packed));
+      return;
+    }
+    const int count = int(std::min(kMost, p.tokens - first));
+    const int64_t most = kPair * std::min(kMostPairs, kMostSums / (Strips(p, first) * kTile * kPair));
+    for (; begin < end; begin += most)
+      MultiplyTask(p, first, count, begin, int(std::min(most, end - begin)), static_cast<const uint16_t*>(packed));
+  }
+};
+
 }  // namespace
 }  // namespace jaxsgl
 

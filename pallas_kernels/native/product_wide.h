@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "blocks.h"
 #include "product.h"
 
@@ -181,7 +183,7 @@ void Pack(const Product& p, int64_t first, Number* packed) {
       __m512i block[16];
       for (int t = 0; t < 16; ++t) {
         const int64_t token = first + 16 * v + t;
-        block[t] = token < p.tokens ? Rounded(p.x + token * p.in + i, Number()) : _mm512_setzero_si512();
+        block[t] = token < p.tokens ? Rounded(p.Row(token) + i, Number()) : _mm512_setzero_si512();
       }
       Transpose(block);
       for (int j = 0; j < 16; ++j) {
@@ -239,18 +241,47 @@ void MultiplyColumns(xla::ffi::ThreadPool pool, const Product& p, int64_t first)
   });
 }
 
-template <typename Number>
-void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
-  if (p.tokens <= kFew) return MultiplyColumns<Number, 0>(pool, p, 0);
-  for (int64_t first = 0; first < p.tokens; first += kMaxColumns) {
-    switch ((std::min<int64_t>(p.tokens - first, kMaxColumns) + 15) / 16) {
-      case 1: MultiplyColumns<Number, 1>(pool, p, first); break;
-      case 2: MultiplyColumns<Number, 2>(pool, p, first); break;
-      case 3: MultiplyColumns<Number, 3>(pool, p, first); break;
-      case 4: MultiplyColumns<Number, 4>(pool, p, first); break;
-    }
+// Calls `work` with the registers of columns that the rows from `first` on fill, kMaxColumns at most; 0 is half a one.
+template <typename Work>
+void WithColumns(const Product& p, int64_t first, const Work& work) {
+  if (p.tokens <= kFew) return work(std::integral_constant<int, 0>());
+  switch ((std::min<int64_t>(p.tokens - first, kMaxColumns) + 15) / 16) {
+    case 1: return work(std::integral_constant<int, 1>());
+    case 2: return work(std::integral_constant<int, 2>());
+    case 3: return work(std::integral_constant<int, 3>());
+    case 4: return work(std::integral_constant<int, 4>());
   }
 }
+
+template <typename Number>
+void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
+  for (int64_t first = 0; first < p.tokens; first += kMaxColumns)
+    WithColumns(p, first, [&](auto v) { MultiplyColumns<Number, decltype(v)::value>(pool, p, first); });
+}
+
+// The same as pieces of a grouped product (grouped_product.h).
+template <typename Number>
+struct Pieces {
+  using Weight = uint16_t;
+  static constexpr int64_t kMost = kMaxColumns, kRows = kBlock;
+
+  static int64_t PackedBytes(const Product& p, int64_t first) {
+    int64_t columns = 0;
+    WithColumns(p, first, [&](auto v) { columns = 16 * std::max(decltype(v)::value, 1); });
+    return p.in * columns * int64_t(sizeof(Number));
+  }
+
+  static void PackRows(const Product& p, int64_t first, void* packed) {
+    WithColumns(p, first, [&](auto v) { Pack<Number, decltype(v)::value>(p, first, static_cast<Number*>(packed)); });
+  }
+
+  static void Multiply(const Product& p, int64_t first, int64_t begin, int64_t rows, const void* packed) {
+    WithColumns(p, first, [&](auto v) {
+      for (int64_t b = begin; b < begin + rows; b += kBlock)
+        AddBlock<Number, decltype(v)::value, false>(p, first, b, static_cast<const Number*>(packed));
+    });
+  }
+};
 
 }  // namespace
 }  // namespace jaxsgl

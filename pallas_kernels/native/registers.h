@@ -23,6 +23,7 @@ using Bits = __m512i;
 
 inline Bits LoadBits(const void* p) { return _mm512_loadu_si512(p); }
 inline void StoreBits(void* p, Bits x) { _mm512_store_si512(p, x); }  // at a multiple of a register
+inline Floats AsFloats(Bits x) { return _mm512_castsi512_ps(x); }
 inline Floats Load(const float* p) { return _mm512_loadu_ps(p); }
 inline void Store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 inline Floats All(float x) { return _mm512_set1_ps(x); }
@@ -107,6 +108,7 @@ using Bits = __m256i;
 
 inline Bits LoadBits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void StoreBits(void* p, Bits x) { _mm256_store_si256(static_cast<__m256i*>(p), x); }
+inline Floats AsFloats(Bits x) { return _mm256_castsi256_ps(x); }
 inline Floats Load(const float* p) { return _mm256_loadu_ps(p); }
 inline void Store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 inline Floats All(float x) { return _mm256_set1_ps(x); }

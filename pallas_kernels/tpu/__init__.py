@@ -2,6 +2,7 @@
 
 from pallas_kernels.backend import Backend
 from pallas_kernels.tpu.attention import decode_attention, extend_attention, refuse_attention
+from pallas_kernels.tpu.grouped_product import grouped_product, refuse_grouped_product
 from pallas_kernels.tpu.store import refuse_store, store_kv
 
 BACKEND = Backend(
@@ -9,9 +10,11 @@ BACKEND = Backend(
     decode_attention,
     extend_attention,
     store_kv,
+    grouped_product=grouped_product,
     refuse_decode=refuse_attention,
     refuse_extend=refuse_attention,
     refuse_store=refuse_store,
+    refuse_grouped_product=refuse_grouped_product,
     platform="tpu",
     has_interpreter=True,
 )

@@ -16,8 +16,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.triton.float8 import unpack
 
-# First column and number of columns, and the step from one to the next where it isn't 1.
-Columns: TypeAlias = tuple[int, int] | tuple[int, int, int]
+# First column (a number, or one that the kernel computes) and number of columns, and the step from one to the next
+# where it is not 1.
+Columns: TypeAlias = tuple[Any, int] | tuple[Any, int, int]
 
 
 def holds_words(pages_ref: Any) -> bool:

@@ -23,13 +23,11 @@ def native_runs_here() -> None:
 
 
 @pytest.fixture(scope="session")
-def narrow_kernels(native_runs_here: None) -> tuple[str, str, str]:
-    """XLA's names of attention, products and int8 products, compiled for a processor that has AVX2 only."""
+def narrow_kernels(native_runs_here: None) -> str:
+    """What ends XLA's names of the kernels compiled for a processor that has AVX2 only."""
     path = compile_library("-mno-avx512f")
-    kernels = library.PAGED_ATTENTION, library.ROWS_PRODUCT, library.INT8_PRODUCT
-    names = f"{kernels[0]}_narrow", f"{kernels[1]}_narrow", f"{kernels[2]}_narrow"
-    library._register(ctypes.CDLL(str(path)), *names)
-    return names
+    library._register(ctypes.CDLL(str(path)), "_narrow")
+    return "_narrow"
 
 
 @pytest.fixture(scope="session")
@@ -41,13 +39,20 @@ def imitated_kernels(native_runs_here: None) -> Path:
 
 
 @pytest.fixture(scope="session")
-def imitated_product(imitated_kernels: Path) -> str:
-    """XLA's name of these products."""
+def imitated_products(imitated_kernels: Path) -> tuple[str, str]:
+    """XLA's names of these products and grouped products."""
     kernels = ctypes.CDLL(str(imitated_kernels))
     assert library.tile_refusal(kernels) is None
-    name = f"{library.ROWS_PRODUCT}_imitated"
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(kernels.rows_product), platform="cpu")
-    return name
+    product, grouped = f"{library.ROWS_PRODUCT}_imitated", f"{library.GROUPED_PRODUCT}_imitated"
+    jax.ffi.register_ffi_target(product, jax.ffi.pycapsule(kernels.rows_product), platform="cpu")
+    jax.ffi.register_ffi_target(grouped, jax.ffi.pycapsule(kernels.grouped_product), platform="cpu")
+    return product, grouped
+
+
+@pytest.fixture(scope="session")
+def imitated_product(imitated_products: tuple[str, str]) -> str:
+    """XLA's name of the products alone."""
+    return imitated_products[0]
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -59,13 +64,14 @@ def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator
         patch.setattr(library, "widens", lambda: request.param != "paired")
         patch.setattr(library, "product_way", lambda: {"narrow": "widened"}.get(request.param, request.param))
         if request.param == "tiles":
-            patch.setattr(library, "ROWS_PRODUCT", request.getfixturevalue("imitated_product"))
-        if request.param == "narrow":
-            attention, product, int8_product = request.getfixturevalue("narrow_kernels")
-            patch.setattr(library, "has_pairs", lambda: False)
-            patch.setattr(library, "PAGED_ATTENTION", attention)
+            product, grouped = request.getfixturevalue("imitated_products")
             patch.setattr(library, "ROWS_PRODUCT", product)
-            patch.setattr(library, "INT8_PRODUCT", int8_product)
+            patch.setattr(library, "GROUPED_PRODUCT", grouped)
+        if request.param == "narrow":
+            suffix = request.getfixturevalue("narrow_kernels")
+            patch.setattr(library, "has_pairs", lambda: False)
+            for constant in ("PAGED_ATTENTION", "ROWS_PRODUCT", "INT8_PRODUCT", "GROUPED_PRODUCT"):
+                patch.setattr(library, constant, f"{getattr(library, constant)}{suffix}")
         jax.clear_caches()  # the way is chosen while tracing
         yield
     jax.clear_caches()

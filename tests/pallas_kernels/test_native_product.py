@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import group_by_expert, grouped_product
 from pallas_kernels.native import library
 from pallas_kernels.native.product import refuse, rows_product
 from tests.grids import pairwise
@@ -88,6 +89,18 @@ def test_threads_that_call_at_once_get_their_own_results() -> None:
 
     with ThreadPoolExecutor(len(inputs)) as pool:
         assert max(pool.map(repeatedly, range(len(inputs)))) < 1e-3
+
+
+@in_each_way
+def test_rows_of_an_expert_are_multiplied_as_if_its_weights_stood_alone() -> None:
+    x, weights = rows_and_weights(200, 3 * 128, 512)
+    stacked = weights.reshape(3, 128, 512)
+    experts = jnp.asarray(np.repeat([0, 2, 1, 7], [3, 150, 30, 17])[:, None], jnp.int32)  # 7 is none
+    out = np.asarray(grouped_product(x, group_by_expert(experts, 3), stacked, of_tokens=True, backend="native"))
+    for first, last, place, expert in ((0, 3, 0, 0), (153, 183, 3, 1), (3, 153, 33, 2)):
+        alone = np.asarray(rows_product(x[first:last], stacked[expert]))
+        np.testing.assert_array_equal(out[place : place + last - first], alone)
+    assert not out[183:].any()
 
 
 @pytest.mark.parametrize(

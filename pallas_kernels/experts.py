@@ -1,0 +1,109 @@
+"""Rows sorted by the expert that each is sent to, and the sum of a token's results: what lies around `grouped_product`.
+
+Owns the order of places and the arithmetic of the sum. Never knows how experts are chosen, nor what a backend does with
+the rows of one. Called by models, by `api` and by backends.
+
+A place is one (token, expert) pair. A mixture of experts sorts once, multiplies twice, and adds up:
+
+    groups = group_by_expert(experts, num_experts)
+    hidden = activation(grouped_product(x, groups, gate_up, of_tokens=True))
+    out = add_choices(grouped_product(hidden, groups, down), groups, shares)
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Where the rows of each expert are: M = T * k places, by expert, those of one expert in the order of tokens.
+
+    Places of choices that are no expert come last, and have results of zero.
+    """
+
+    tokens: jax.Array
+    """`[M]` int32, the token of each place."""
+    experts: jax.Array
+    """`[M]` int32, ascending; E where the choice was no expert."""
+    sizes: jax.Array
+    """`[E]` int32, the places of each expert."""
+    place_of: jax.Array
+    """`[T, k]` int32, the place of each choice."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.place_of.shape[0]
+
+    @property
+    def num_places(self) -> int:
+        """M."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.sizes.shape[0]
+
+
+def group_by_expert(experts: jax.Array, num_experts: int) -> Groups:
+    """Groups for `experts [T, k]` int32, the experts of each token; others than 0 .. E - 1 are no expert."""
+    num_tokens, num_choices = experts.shape
+    flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1).astype(jnp.int32)
+    places = jnp.arange(num_tokens * num_choices, dtype=jnp.int32)
+    by_expert, choice_at = jax.lax.sort((flat, places), num_keys=1, is_stable=True)
+    place_of = jnp.zeros_like(places).at[choice_at].set(places, unique_indices=True)
+    sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
+    return Groups(choice_at // num_choices, by_expert, sizes, place_of.reshape(num_tokens, num_choices))
+
+
+def add_choices(y: jax.Array, groups: Groups, shares: jax.Array) -> jax.Array:
+    """The sum over each token's k choices of its share times the row of its place: `[T, D]` in y's dtype.
+
+    Added up in float32 in the order of choices, one after another, so that it depends on no other token.
+
+    Args:
+        y: `[M, D]` by place.
+        groups: where places are.
+        shares: `[T, k]`; 0 where the choice was no expert.
+    """
+    total = jnp.zeros((groups.num_tokens, y.shape[1]), jnp.float32)
+    for choice in range(groups.place_of.shape[1]):
+        row = y.at[groups.place_of[:, choice]].get(mode="promise_in_bounds")
+        total = total + shares[:, choice, None].astype(jnp.float32) * row.astype(jnp.float32)
+    return total.astype(y.dtype)
+
+
+class RowTiles(NamedTuple):
+    """Places cut into tiles of at most R of one expert, for backends that multiply tile by tile.
+
+    Attributes:
+        experts: `[n]` int32; E for tiles of choices that are no expert.
+        begins, ends: `[n]` int32, places; equal where the tile doesn't exist, which the last ones may not.
+        num_tiles: `[]` int32, how many are an expert's; these come first.
+    """
+
+    experts: jax.Array
+    begins: jax.Array
+    ends: jax.Array
+    num_tiles: jax.Array
+
+
+def row_tiles(groups: Groups, num_rows: int) -> RowTiles:
+    """Tiles of `num_rows` places, as many as any choice of experts may need."""
+    rest = groups.num_places - jnp.sum(groups.sizes)
+    sizes = jnp.append(groups.sizes, rest).astype(jnp.int32)
+    tiles = -(-sizes // num_rows)
+    tile_ends, place_ends = jnp.cumsum(tiles), jnp.cumsum(sizes)
+    most = min(groups.num_places, groups.num_places // num_rows + len(sizes))
+    index = jnp.arange(most, dtype=jnp.int32)
+    experts = jnp.sum(index[:, None] >= tile_ends[None, :], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(experts, groups.num_experts)
+    nth = index - (tile_ends - tiles)[expert]
+    begins = jnp.minimum((place_ends - sizes)[expert] + nth * num_rows, place_ends[expert])
+    ends = jnp.minimum(begins + num_rows, place_ends[expert])
+    return RowTiles(expert, begins, ends, tile_ends[-2])

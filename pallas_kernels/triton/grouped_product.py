@@ -1,0 +1,91 @@
+"""`grouped_product` as a Pallas kernel for the Triton backend. Called through `triton.BACKEND`.
+
+A program multiplies a tile of rows of one expert with some of its weight rows. Which tiles there are is computed on the
+device, and the grid has as many programs as any choice of experts may need; those without a tile end at once.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_kernels.experts import Groups, row_tiles
+from pallas_kernels.triton.common import MIN_DOT
+from pallas_kernels.triton.tiles import load_rows, store_rows
+
+_MOST_ROWS = 128
+# Chosen by hand: two stages and more of both sides fit 99 KiB of shared memory. Not measured.
+_NUM_COLUMNS, _BYTES_DEEP = 128, 128
+
+
+def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> str | None:
+    """Why this backend can't take x and weights `[E, out, in]`, or None when it can."""
+    if any(size % MIN_DOT for size in weights.shape[1:]):
+        return f"the weights are {weights.shape}; it takes multiples of {(MIN_DOT, MIN_DOT)}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("of_tokens", "interpret"))
+def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
+    """See `backend.GroupedProduct`. A tile has at most twice the rows that an expert has on average."""
+    num_experts, num_out, num_in = weights.shape
+    average = -(-groups.num_places // num_experts)
+    num_rows = min(max(pl.next_power_of_2(average), MIN_DOT), _MOST_ROWS)
+    num_columns = _largest_factor(num_out, _NUM_COLUMNS)
+    depth = _largest_factor(num_in, _BYTES_DEEP // weights.dtype.itemsize)
+    tiles = row_tiles(groups, num_rows)
+    y: jax.Array = pl.pallas_call(
+        functools.partial(_kernel, num_rows=num_rows, num_columns=num_columns, depth=depth, of_tokens=of_tokens),
+        out_shape=jax.ShapeDtypeStruct((groups.num_places, num_out), x.dtype),
+        grid=(len(tiles.experts), num_out // num_columns),
+        compiler_params=plgpu.CompilerParams(num_warps=8 if num_rows >= 64 else 4, num_stages=3),
+        interpret=interpret,
+        name="grouped_product",
+    )(x.astype(weights.dtype), groups.tokens, tiles.experts, tiles.begins, tiles.ends, weights)
+    return y
+
+
+def _largest_factor(size: int, most: int) -> int:
+    """The largest power of two up to `most` that divides `size`."""
+    return min(size & -size, most)
+
+
+def _kernel(
+    x_ref: Any,
+    tokens_ref: Any,
+    experts_ref: Any,
+    begins_ref: Any,
+    ends_ref: Any,
+    weights_ref: Any,
+    y_ref: Any,
+    *,
+    num_rows: int,
+    num_columns: int,
+    depth: int,
+    of_tokens: bool,
+) -> None:
+    tile = pl.program_id(0)
+    expert, begin, end = experts_ref[tile], begins_ref[tile], ends_ref[tile]
+    num_experts, _, num_in = weights_ref.shape
+    place = begin + jnp.arange(num_rows, dtype=jnp.int32)
+    is_row = place < end
+    row = plgpu.load(tokens_ref.at[place], mask=is_row, other=0) if of_tokens else place
+    first_column = pl.program_id(1) * num_columns
+    column = first_column + jnp.arange(num_columns, dtype=jnp.int32)
+    # Places without an expert get zeros, and tiles that don't exist store nothing.
+    steps = jnp.where((expert < num_experts) & (begin < end), jnp.int32(num_in // depth), jnp.int32(0))
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        inputs = (step * depth, depth)
+        left = load_rows(x_ref, (row,), is_row, inputs)
+        right = load_rows(weights_ref, (expert, column), None, inputs)
+        # float32 stays float32: the default would round it to TF32.
+        precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+        return total + lax.dot(left, right.T, precision=precision, preferred_element_type=jnp.float32)
+
+    total = lax.fori_loop(jnp.int32(0), steps, add, jnp.zeros((num_rows, num_columns), jnp.float32))
+    store_rows(y_ref, (place,), is_row, total, (first_column, num_columns))
