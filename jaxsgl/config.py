@@ -20,7 +20,7 @@ BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
-QUANTIZATIONS = ("int8", "fp8")
+QUANTIZATIONS = ("int8", "fp8", "awq", "gptq", "compressed-tensors")
 DEFAULT_WEIGHT_VERSION = "default"  # SGLang's
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
@@ -115,7 +115,8 @@ class EngineConfig:
     quantization: str | None = flag(
         None,
         "quantize the weights of an unquantized checkpoint as they are loaded, with a scale for each output channel: "
-        "int8 also the embedding and the output head, fp8 (e4m3) the layers only (docs/quantization.md)",
+        "int8 also the embedding and the output head, fp8 (e4m3) the layers only; quantized checkpoints need no flag, "
+        "and any other value must be their method (docs/quantization.md)",
         choices=QUANTIZATIONS,
         alias="-q",
     )

@@ -26,7 +26,7 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.dry_run import run_all, step_failure
 from jaxsgl.engine.memory import Memory, free_memory, loading_weights, start_jax
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
-from jaxsgl.engine.residents import EngineResidents, abstract_params, read_arch, read_params
+from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.engine.sampler import Logprobs
 from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
@@ -97,7 +97,7 @@ class Engine:
         start_s = time.monotonic()
         use_compilation_cache(config.compilation_cache_dir)
         folder = resolve_model_folder(config.model, config.revision)
-        self.arch = read_arch(config, folder)
+        arch = read_arch(config, folder)
         jax_share = start_jax()
         mesh = make_mesh()
         device = mesh.devices.flat[0]  # the devices of a mesh are alike
@@ -105,8 +105,9 @@ class Engine:
         if platform == "gpu":
             log_compiler(device.device_kind)
         dtype, activations, kv_dtype = resolve_precision(
-            config.dtype, config.kv_cache_dtype, self.arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
+            config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
         )
+        self.arch = as_kept(arch, dtype, platform)
         kv_scales = None
         with loading_weights(device, jax_share):
             params = read_params(config, folder, self.arch, dtype, mesh)

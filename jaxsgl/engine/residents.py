@@ -49,6 +49,12 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
     return dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))
 
 
+def as_kept(arch: ModelArch, dtype: jnp.dtype, platform: str) -> ModelArch:
+    """The model with its weights in the format in which the platform keeps them, beside others in `dtype`."""
+    fmt = arch.weight_format
+    return arch if fmt is None or platform != "cpu" else dataclasses.replace(arch, weight_format=fmt.on_cpu(dtype.name))
+
+
 def read_params(config: EngineConfig, folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
     """The parameters of `folder`, or with --load-format dummy random ones. Raises `CheckpointError`."""
     if config.load_format == "dummy":
@@ -197,7 +203,8 @@ class EngineResidents:
 
     def _read(self, folder: Path) -> Staged:
         """Reads a folder, into host memory if there are weights on another device that must serve on if this fails."""
-        arch = read_arch(self._config, folder)
+        platform = self._mesh.devices.flat[0].platform
+        arch = as_kept(read_arch(self._config, folder), self._dtype, platform)
         _check_same_model(arch, self._arch, folder)
         if self._kv_scales is not None and not _equal_scales(load_kv_scales(folder, self._arch), self._kv_scales):
             raise CheckpointError(

@@ -21,6 +21,7 @@ from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
 from jaxsgl.models.layer_config import read_layers
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.quantization import WeightFormat
+from jaxsgl.models.quantized_checkpoints import read_format
 from jaxsgl.models.rope import RopeParams
 from pallas_kernels.options import AttentionOptions
 
@@ -115,7 +116,8 @@ class ModelArch:
         generation_path = folder / "generation_config.json"
         generation = ConfigFile(generation_path) if generation_path.is_file() else None
         arch = _read_arch(config, generation)
-        arch = replace(arch, kv_cache_dtype=_read_quantization(config, folder / MODELOPT_FILE))
+        kv_cache_dtype, weight_format = _read_quantization(config, folder / MODELOPT_FILE)
+        arch = replace(arch, kv_cache_dtype=kv_cache_dtype, weight_format=weight_format)
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
         return arch.for_context(arch.max_context)
 
@@ -180,16 +182,18 @@ def _read_cap(config: ConfigFile, family: Family, key: str) -> float | None:
     return config.number(key) if family.caps and config.get(key) is not None else None
 
 
-def _read_quantization(config: ConfigFile, modelopt_path: Path) -> str | None:
-    """The KV cache that the checkpoint was calibrated for. Raises `CheckpointError` if its weights are quantized."""
+def _read_quantization(config: ConfigFile, modelopt_path: Path) -> tuple[str | None, WeightFormat | None]:
+    """The KV cache that the checkpoint was calibrated for, and how its weights are quantized."""
     sources = [(config.path, config.get("quantization_config"))]
     if modelopt_path.is_file():
         sources.append((modelopt_path, ConfigFile(modelopt_path).values))
     told = [(path, values) for path, values in sources if values]
     for path, values in told:
-        if not isinstance(values, dict) or quantization.weights_are_quantized(values):
-            raise CheckpointError(f"{path}: the checkpoint is quantized; only {', '.join(DTYPES)} are supported")
-    return next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path}: quantization_config holds {values}, but must be an object")
+    kv_cache = next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
+    formats = [read_format(path, values) for path, values in told if quantization.weights_are_quantized(values)]
+    return kv_cache, formats[0] if formats else None
 
 
 def _read_dtype(config: ConfigFile) -> str:

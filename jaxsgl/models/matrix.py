@@ -27,7 +27,7 @@ from pallas_kernels.target import target_device
 Axes: TypeAlias = tuple[str | None, ...]
 PARTS = ("numbers", "scale", "zero", "order")
 # Standard deviation of random numbers (drawn evenly) that use the whole range of a format.
-_SPREAD = {"int8": 73.0, "int4": 4.0, "float8_e4m3fn": 1.0, "float4_e2m1fn": 1.5}
+_SPREAD = {"int8": 73.0, "int4": 4.0, "float8_e4m3fn": 1.0, "bfloat16": 1.0}
 
 
 @dataclass(frozen=True)
@@ -126,19 +126,17 @@ def dequantized(weights: Weights, dtype: DTypeLike) -> jax.Array:
 def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike) -> jax.Array:
     """`x [T, D]` times `weights [..., D]`, as `precision.product` returns it: `[T, ...]` in `dtype`.
 
-    On a CPU, int8 without zeros has a kernel. Otherwise this multiplies in x's format with sums in float32. One scale
+    On a CPU, int8 without zeros and bfloat16 have kernels. Otherwise this multiplies in the format of x, with sums in
+    float32. One scale
     per output is multiplied into the sums; those of groups make weights in x's format first, which XLA fuses with the
     product where it can.
     """
     rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
     if weights.order is not None:
         rows = rows[:, weights.order]
-    if weights.zero is None:
-        numbers = weights.numbers.reshape(-1, weights.shape[-1])
-        scales = weights.scale.reshape(len(numbers), -1)
-        if native_product.refuse_int8(rows, numbers, scales, weights.group) is None:
-            out = native_product.int8_product(rows, numbers, scales, weights.group)
-            return out.astype(dtype).reshape(len(x_TD), *weights.shape[:-1])
+    out = _native_product(rows, weights) if weights.zero is None else None
+    if out is not None:
+        return out.astype(dtype).reshape(len(x_TD), *weights.shape[:-1])
     if weights.scale.shape[-1] > 1 or weights.zero is not None:
         matrix, scale = _in_column_order(weights, rows.dtype), None
     else:
@@ -148,6 +146,17 @@ def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike) -> jax
     if scale is not None:
         out = out * scale
     return out.astype(dtype).reshape(len(x_TD), *weights.shape[:-1])
+
+
+def _native_product(rows_TD: jax.Array, weights: Matrix) -> jax.Array | None:
+    """`[T, N]` float32 by a kernel in C++; None where there is none for the format."""
+    numbers = weights.numbers.reshape(-1, weights.shape[-1])
+    scale = weights.scale.reshape(len(numbers), -1)
+    if native_product.refuse_int8(rows_TD, numbers, scale, weights.group) is None:
+        return native_product.int8_product(rows_TD, numbers, scale, weights.group)
+    if scale.shape[1] == 1 and native_product.refuse(rows_TD, numbers) is None:
+        return native_product.rows_product(rows_TD, numbers) * scale[:, 0]
+    return None
 
 
 def _in_column_order(weights: Matrix, dtype: DTypeLike) -> jax.Array:

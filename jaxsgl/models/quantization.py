@@ -95,6 +95,11 @@ def weight_format(flag: str | None, stored: WeightFormat | None) -> WeightFormat
     Raises `ConfigError` if the checkpoint is quantized in another way than the flag says.
     """
     if stored is None:
+        if flag not in (None, *FORMATS_AT_LOAD):
+            raise ConfigError(
+                f"--quantization is {flag}, but the checkpoint's weights are not quantized: leave the flag out, or "
+                f"quantize them at load with {' or '.join(FORMATS_AT_LOAD)}"
+            )
         return None if flag is None else FORMATS_AT_LOAD[flag]
     if flag not in (None, stored.method):
         raise ConfigError(

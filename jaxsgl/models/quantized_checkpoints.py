@@ -24,7 +24,7 @@ def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:
 
     Raises `CheckpointError` for a format that is not supported, by its name.
     """
-    method = config.get("quant_method")
+    method = config.get("quant_method", "modelopt")
     readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}
     if method not in readers:
         raise CheckpointError(f"{path}: weights quantized by {method} are not supported; supported are {SUPPORTED}")

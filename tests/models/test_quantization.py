@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized for their KV cache alone are served; quantized weights are refused."""
+"""What a checkpoint says of its KV cache and of its weights, together and alone."""
 
 from __future__ import annotations
 
@@ -43,23 +43,36 @@ def test_modelopts_own_file_counts_as_the_configuration_does(tmp_path: Path) -> 
     path.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert read(tmp_path).kv_cache_dtype == "fp8_e4m3"
     path.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: the checkpoint is quantized"):
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: weights quantized by modelopt are not"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "words"),
     [
-        {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": FLOAT8}}, "kv_cache_scheme": FLOAT8},
-        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FLOAT8},
-        {**QUARK, "layer_quant_config": {"*mlp*": {"weight": {"dtype": "fp8_e4m3"}}}},
-        {"quant_method": "awq", "kv_cache_scheme": FLOAT8},
-        ["fp8"],
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": FLOAT8}, "weights quantized by modelopt"),
+        ({**QUARK, "layer_quant_config": {"*mlp*": {"weight": {"dtype": "fp8_e4m3"}}}}, "weights quantized by quark"),
+        ({"quant_method": "bitsandbytes", "kv_cache_scheme": FLOAT8}, "weights quantized by bitsandbytes"),
+        (["fp8"], "must be an object"),
     ],
 )
-def test_quantized_weights_are_refused_whatever_the_kv_cache_is(config: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the checkpoint is quantized"):
+def test_quantized_weights_are_refused_by_name_whatever_the_kv_cache_is(
+    config: Any, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
         read(tmp_path, quantization_config=config)
+
+
+def test_weights_and_kv_cache_may_both_be_float8(tmp_path: Path) -> None:
+    weights = {**FLOAT8, "strategy": "channel"}
+    config = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "kv_cache_scheme": FLOAT8,
+        "config_groups": {"g": {"weights": weights}}, "ignore": ["lm_head"],
+    }  # fmt: skip
+    arch = read(tmp_path, quantization_config=config)
+    assert arch.kv_cache_dtype == "fp8_e4m3"
+    assert arch.weight_format is not None
+    assert (arch.weight_format.numbers, arch.weight_format.group) == ("float8_e4m3fn", None)
 
 
 @pytest.mark.parametrize("changes", [{"num_bits": 4}, {"type": "int"}, {"dynamic": True}])

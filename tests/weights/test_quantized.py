@@ -77,8 +77,11 @@ def test_the_flag_goes_with_unquantized_checkpoints() -> None:
     stored = WeightFormat("awq", "int4", group=128, has_zeros=True)
     assert weight_format(None, None) is None
     assert weight_format(None, stored) == stored
+    assert weight_format("awq", stored) == stored
     assert weight_format("int8", None) == FORMATS_AT_LOAD["int8"]
+    with pytest.raises(ConfigError, match="--quantization is gptq, but the checkpoint's weights are not quantized"):
+        weight_format("gptq", None)
     with pytest.raises(ConfigError, match="--quantization is int8, but the checkpoint's weights are quantized already"):
         weight_format("int8", stored)
-    with pytest.raises(ConfigError, match="--quantization is int2, but must be one of int8, fp8"):
+    with pytest.raises(ConfigError, match="--quantization is int2, but must be one of int8, fp8, awq"):
         EngineConfig(quantization="int2")
