@@ -1,7 +1,7 @@
 """Compare the perplexity of quantized weights with that of unquantized ones, on the bundled model or any other.
 
     python scripts/check_quantization.py
-    python scripts/check_quantization.py --model path/or/hub-id --text essays.txt --formats int8 --json quantization.json
+    python scripts/check_quantization.py --model path/or/hub-id --text essays.txt --formats int8
 
 Scores the tokens of documents that the bundled model is made for but has not seen: conversations, code words, plain
 text. Of a document, the tokens count that the model would write: its answers. With --text, all tokens of a file's

@@ -127,9 +127,8 @@ def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike) -> jax
     """`x [T, D]` times `weights [..., D]`, as `precision.product` returns it: `[T, ...]` in `dtype`.
 
     On a CPU, int8 without zeros and bfloat16 have kernels. Otherwise this multiplies in the format of x, with sums in
-    float32. One scale
-    per output is multiplied into the sums; those of groups make weights in x's format first, which XLA fuses with the
-    product where it can.
+    float32. One scale per output is multiplied into the sums; those of groups make weights in the format of x first,
+    which XLA fuses with the product where it can.
     """
     rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
     if weights.order is not None:

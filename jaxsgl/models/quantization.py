@@ -15,6 +15,7 @@ from typing import Any
 from jaxsgl.errors import ConfigError
 
 FP8_E4M3 = "fp8_e4m3"
+FLOAT8 = "float8_e4m3fn"
 # Producers whose folders may leave the weights as they are and quantize the KV cache alone.
 _MAY_KEEP_WEIGHTS = ("compressed-tensors", "modelopt", "quark")
 
@@ -76,7 +77,7 @@ class WeightFormat:
         """
         if self.numbers == "int4":
             return replace(self, numbers="int8", has_zeros=False)
-        if self.numbers == "float8_e4m3fn" and dtype == "bfloat16":
+        if self.numbers == FLOAT8 and dtype == "bfloat16":
             return replace(self, numbers="bfloat16")
         return self
 
@@ -85,7 +86,7 @@ AT_LOAD = "load"  # quantized while a checkpoint of other numbers is loaded
 # What --quantization makes of weights. A vocabulary's rows bear int8 well, and float8's rounding less so.
 FORMATS_AT_LOAD = {
     "int8": WeightFormat(AT_LOAD, "int8", vocabulary=True),
-    "fp8": WeightFormat(AT_LOAD, "float8_e4m3fn"),
+    "fp8": WeightFormat(AT_LOAD, FLOAT8),
 }
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from jaxsgl.models import ModelArch
 from jaxsgl.models.rope import split_half_order
+from jaxsgl.weights import stored_matrix
 
 Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
 Place = tuple[int | slice, ...]  # a part of a parameter, by its leading axes; slices have step 1, () is all of it
@@ -58,11 +59,11 @@ class Source:
 
     Attributes:
       name: the tensor's name; `{}` stands for the layer's index.
-      axes: the tensor's shape, as names of `sizes`.
+      axes: the tensor's shape, as names of `sizes`; None: the reader checks shape and dtype.
     """
 
     name: str
-    axes: tuple[str, ...]
+    axes: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -303,5 +304,8 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
     if of_attention is not None and (of_attention[2] in KV_SCALES or of_attention[2].endswith(_UNUSED_SCALES)):
         return True
     if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
+        return True
+    fmt = arch.weight_format
+    if fmt is not None and fmt.storage is not None and stored_matrix.is_unused(name, fmt):
         return True
     return arch.tie_embeddings and name == "lm_head.weight"

@@ -1,22 +1,31 @@
 """Makes the parts of quantized matrices: which tensors they are made of, and how.
 
-A part (`models/matrix.py`) is computed on the devices from its whole matrix, which is read as `names.py` says. The
-loader calls `recipe_of` for every parameter.
+Weights that are quantized at load are read as `names.py` says, and a part (`models/matrix.py`) is computed on the
+devices from its whole matrix. Of a quantized checkpoint, each row of a part is computed by the host where it is copied
+(`stored_matrix.py`); `names.py` only says which row of which tensor goes where. The loader calls `recipe_of` for every
+parameter.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from flax import nnx
 
+from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.matrix import part_name
-from jaxsgl.models.quantization import WeightFormat
+from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
-from jaxsgl.weights.names import Path, Recipe
+from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, sizes
+from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
 
 
 def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch) -> Recipe:
@@ -27,7 +36,11 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch) -> Recip
     fmt: WeightFormat = param.get_metadata("format")
     whole = str(path[-1]).removesuffix(part_name("", part))
     recipe = names.recipe_of((*path[:-1], whole), arch)
-    return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part))
+    if fmt.storage is None:
+        return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part))
+    parts = tensor_names(fmt.storage, fmt.reorders)
+    sources = [Source(source.name.removesuffix("weight") + name, None) for source in recipe.sources for name in parts]
+    return Recipe(tuple(sources), StoredPieces(recipe, fmt, part))
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ class QuantizedAtLoad:
 
     def __call__(self, arch: ModelArch, weights: jax.Array) -> jax.Array:
         """Of `weights [..., in]`, the numbers `[..., in]` or their scales `[..., 1]` float32."""
-        numbers, scale = quantize(weights, self.numbers)
+        numbers, scale = quantize(weights, FLOAT8 if self.numbers == "bfloat16" else self.numbers)
         return numbers if self.part == "numbers" else scale
 
 
@@ -52,3 +65,79 @@ def quantize(weights: jax.Array, numbers: str) -> tuple[jax.Array, jax.Array]:
     scale = jnp.where(scale > 0, scale, 1.0)
     scaled = jnp.clip(weights / scale, -largest, largest)
     return (scaled if is_float else jnp.round(scaled)).astype(numbers), scale
+
+
+@dataclass(frozen=True)
+class StoredPieces:
+    """The pieces of a part of matrices that are stored quantized.
+
+    `whole` arranges the rows of a matrix. It is asked to arrange their indices, and the rows are computed by these.
+    """
+
+    whole: Recipe
+    fmt: WeightFormat
+    part: str
+
+    def __call__(self, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+        """The pieces, which compute rows when they are read."""
+        assert self.fmt.storage is not None
+        parts = tensor_names(self.fmt.storage, self.fmt.reorders)
+        matrices, indices, first = [], [], 0
+        for number, source in enumerate(self.whole.sources):
+            assert source.axes is not None
+            out, num_in = (sizes(arch)[axis] for axis in source.axes)
+            named = dict(zip(parts, tensors[number * len(parts) :], strict=False))
+            matrices.append(StoredMatrix(self.fmt, named, (out, num_in), source.name))
+            indices.append(np.arange(first, first + out)[:, None])
+            first += out
+        if self.part == "order":
+            yield Piece((), _common_order(matrices, self.whole))
+            return
+        ends = np.cumsum([len(each) for each in indices])
+        for place, rows in self.whole.pieces(arch, tuple(indices)):
+            assert isinstance(rows, np.ndarray)
+            which = int(np.searchsorted(ends, rows.flat[0], side="right"))
+            yield Piece(place, self._rows(matrices[which], rows[..., 0] - (ends[which] - len(indices[which]))))
+
+    def _rows(self, matrix: StoredMatrix, rows: npt.NDArray[np.intp]) -> Rows:
+        if self.part == "numbers":
+            return Rows(rows, matrix.numbers, matrix.shape[1], jnp.dtype(self.fmt.numbers).itemsize)
+        compute, itemsize = (matrix.scale, 4) if self.part == "scale" else (matrix.zero, 1)
+        return Rows(rows, compute, matrix.num_groups, itemsize)
+
+
+class Rows:
+    """Rows of a matrix, computed as they are read. Implements `names.Numbers`.
+
+    Args:
+      rows: `[...]`, the indices of the rows.
+      compute: returns the rows `[R, C]` of a slice or of indices `[R]`.
+      num_columns, itemsize: C, and the bytes of a number.
+    """
+
+    def __init__(
+        self, rows: npt.NDArray[np.intp], compute: Callable[[Any], npt.NDArray[Any]], num_columns: int, itemsize: int
+    ) -> None:
+        self._rows, self._compute = rows, compute
+        self.shape = (*rows.shape, num_columns)
+        self.nbytes = math.prod(self.shape) * itemsize
+
+    def __getitem__(self, box: tuple[slice, ...], /) -> npt.NDArray[Any]:
+        """Rows of a part, cut."""
+        num_axes = self._rows.ndim
+        wanted = self._rows[box[:num_axes]]
+        flat = wanted.reshape(-1)
+        in_order = len(flat) > 0 and bool((np.diff(flat) == 1).all())
+        values = self._compute(slice(int(flat[0]), int(flat[-1]) + 1) if in_order else flat)
+        return values.reshape(*wanted.shape, -1)[(..., *box[num_axes:])]
+
+
+def _common_order(matrices: list[StoredMatrix], whole: Recipe) -> npt.NDArray[np.int32]:
+    """The order of columns that all matrices of a parameter have. Raises `CheckpointError` if they have several."""
+    first, *others = (matrix.order() for matrix in matrices)
+    if any((other != first).any() for other in others):
+        raise CheckpointError(
+            f"{', '.join(source.name for source in whole.sources)} are multiplied at once, but their g_idx differ: "
+            "quantize them with one order of inputs, or without desc_act"
+        )
+    return first

@@ -35,13 +35,16 @@ def tensor_names(storage: Storage, reorders: bool) -> tuple[str, ...]:
     return tuple(names)
 
 
-def is_unused(name: str) -> bool:
-    """Whether a tensor of a quantized checkpoint is rightly left unread.
+def is_unused(name: str, fmt: WeightFormat) -> bool:
+    """Whether a tensor of a checkpoint of that format is rightly left unread.
 
     Activations are not quantized here, so their scales mean nothing; shapes and orders follow from the configuration.
+    Some GPTQ software writes biases of zeros for models that have none.
     """
+    if fmt.method == "gptq" and name.endswith("_proj.bias"):
+        return True
     return name.endswith(
-        (".input_scale", ".input_zero_point", ".weight_shape", ".g_idx", ".weight_g_idx", ".output_scale")
+        (".input_scale", ".input_zero_point", ".output_scale", ".weight_shape", ".g_idx", ".weight_g_idx")
     )
 
 
@@ -54,6 +57,10 @@ class StoredMatrix:
       shape: `(out, in)`.
       name: of the matrix, for errors.
 
+    Attributes:
+      shape: `(out, in)`.
+      num_groups: G.
+
     Raises:
       CheckpointError: a tensor has another shape or dtype than the configuration says.
     """
@@ -64,7 +71,7 @@ class StoredMatrix:
         self.shape = shape
         self._per_word = WORD_BITS // self._storage.bits
         self._group = fmt.group_of(shape[1])
-        self._num_groups = -(-shape[1] // self._group)
+        self.num_groups = -(-shape[1] // self._group)
         self._numbers, *others = (tensors[each] for each in tensor_names(self._storage, fmt.reorders))
         self._scale = others[0]
         has_zeros = self._storage.has_zeros or self._storage.kind in ("awq", "gptq")
@@ -88,13 +95,13 @@ class StoredMatrix:
         """`[R, G]` float32."""
         out = self.shape[0]
         if self._scale.size == 1:
-            scale = np.broadcast_to(self._scale.reshape(1, 1), (out, self._num_groups))[rows]
+            scale = np.broadcast_to(self._scale.reshape(1, 1), (out, self.num_groups))[rows]
         elif self._storage.kind in ("awq", "gptq"):
             scale = self._scale[:, rows].T
         elif self._storage.block_rows > 1:
             scale = self._scale[np.arange(out)[rows] // self._storage.block_rows]
         else:
-            scale = self._scale.reshape(out, self._num_groups)[rows]
+            scale = self._scale.reshape(out, self.num_groups)[rows]
         return np.ascontiguousarray(scale, np.float32)
 
     def zero(self, rows: Rows) -> npt.NDArray[np.int8]:
@@ -102,7 +109,7 @@ class StoredMatrix:
         assert self._zeros is not None
         bits, middle = self._storage.bits, 1 << (self._storage.bits - 1)
         if self._storage.kind == "plain":
-            zeros: Array = self._zeros.reshape(self.shape[0], self._num_groups)[rows]
+            zeros: Array = self._zeros.reshape(self.shape[0], self.num_groups)[rows]
             return zeros.astype(np.int8)
         if self._storage.kind == "packed":  # eight rows in a word
             words = np.arange(self.shape[0])[rows]
@@ -120,8 +127,8 @@ class StoredMatrix:
     def order(self) -> npt.NDArray[np.int32]:
         """`[in]`: the input of each column. Raises `CheckpointError` unless every group has equally many inputs."""
         index = self._tensors[tensor_names(self._storage, True)[-1]].reshape(-1)
-        sizes = np.bincount(index, minlength=self._num_groups)
-        if len(sizes) != self._num_groups or (sizes[:-1] != self._group).any():
+        sizes = np.bincount(index, minlength=self.num_groups)
+        if len(sizes) != self.num_groups or (sizes[:-1] != self._group).any():
             raise CheckpointError(
                 f"{self._name}: groups of g_idx have {sizes.min()} to {sizes.max()} inputs, but group_size is "
                 f"{self._group}"
@@ -151,7 +158,7 @@ class StoredMatrix:
         return (spread & _mask(bits)).astype(np.int16) - (1 << (bits - 1))
 
     def _check(self) -> None:
-        (out, num_in), groups, per_word = self.shape, self._num_groups, self._per_word
+        (out, num_in), groups, per_word = self.shape, self.num_groups, self._per_word
         kind = self._storage.kind
         words = -(-num_in // per_word)
         expected = {

@@ -93,6 +93,9 @@ class TensorFiles:
         if source.name not in self._file_of:
             raise CheckpointError(f"{self.folder}: tensor {source.name} is missing, but {arch.name} needs it")
         file = self._file_of[source.name]
+        if source.axes is None:
+            self._unread.discard(source.name)
+            return file.array(source.name)
         stored, expected = file.tensors[source.name], tuple(sizes(arch)[axis] for axis in source.axes)
         if stored.shape != expected:
             raise CheckpointError(

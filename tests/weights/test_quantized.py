@@ -1,4 +1,4 @@
-"""Weights that are quantized as they are loaded."""
+"""Weights that are quantized as they are loaded, and those of quantized checkpoints."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.torch import load_file, save_file
 
 from jaxsgl.config import EngineConfig
-from jaxsgl.errors import ConfigError
+from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models.matrix import dequantized
 from jaxsgl.models.quantization import FORMATS_AT_LOAD, WeightFormat, weight_format
 from jaxsgl.weights import load_params, random_params
 from tests.checkpoints import make_checkpoint
+from tests.grids import daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
+from tests.weights.stored_weights import FORMATS, quantize_folder
 
 TOKENS = list(range(3, 60))
 # Half a step of 127; half a unit of a mantissa of 3 bits, or half a unit of the smallest numbers.
@@ -85,3 +89,54 @@ def test_the_flag_goes_with_unquantized_checkpoints() -> None:
         weight_format("int8", stored)
     with pytest.raises(ConfigError, match="--quantization is int2, but must be one of int8, fp8, awq"):
         EngineConfig(quantization="int2")
+
+
+def matrices(arch: ModelArch, params: nnx.State) -> list[np.ndarray]:
+    """The weights of all layers' matrices."""
+    graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
+    model = nnx.merge(graphdef, params)
+    names = (("attention", "qkv"), ("attention", "o"), ("mlp", "gate_up"), ("mlp", "down"))
+    return [
+        np.asarray(dequantized(getattr(layer, part).matrix(name), jnp.float32))
+        for layer in model.layers
+        for part, name in names
+    ]
+
+
+def stored_arch(folder: Path, on_cpu: str | None) -> ModelArch:
+    arch = ModelArch.from_folder(folder)
+    assert arch.weight_format is not None
+    return arch if on_cpu is None else replace(arch, weight_format=arch.weight_format.on_cpu(on_cpu))
+
+
+# As accelerators keep it, and as a CPU does.
+@pytest.mark.parametrize("on_cpu", [None, "bfloat16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantized_checkpoint_is_its_dequantized_weights(name: str, on_cpu: str | None, tmp_path: Path) -> None:
+    folder = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "stored", name)
+    arch, plain = stored_arch(folder, on_cpu), ModelArch.from_folder(folder / "meant")
+    dtype = jnp.dtype("float32")
+    stored, meant = load_params(folder, arch, dtype, mesh_of()), load_params(folder / "meant", plain, dtype, mesh_of())
+    for found, expected in zip(matrices(arch, stored), matrices(plain, meant), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("on_cpu", [None, "float32"])
+@pytest.mark.parametrize("name", daily(list(FORMATS), every=4))
+def test_logits_of_a_quantized_checkpoint_are_those_of_its_dequantized_weights(
+    name: str, on_cpu: str | None, tmp_path: Path
+) -> None:
+    folder = quantize_folder(make_checkpoint("qwen3", tmp_path / "plain"), tmp_path / "stored", name)
+    arch = stored_arch(folder, on_cpu)
+    logits = plain_logits(arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of()), TOKENS)
+    expected = checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
+def test_matrices_that_are_multiplied_at_once_need_one_order_of_inputs(tmp_path: Path) -> None:
+    folder = quantize_folder(make_checkpoint("qwen3", tmp_path / "plain"), tmp_path / "stored", "gptq desc_act")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.g_idx"] = tensors["model.layers.1.self_attn.k_proj.g_idx"].flip(0)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"k_proj.*are multiplied at once, but their g_idx differ"):
+        load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
