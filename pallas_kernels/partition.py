@@ -1,13 +1,17 @@
 """How attention is cut for a chip: an extend into query tiles, a decode into items of KV tiles that are merged again.
 
-Owns the table of query tiles, the list of a decode's items, and the merge of their partial outputs. Never knows how a
-tile or an item is computed or how a page is read. Called by the Pallas backends.
+Owns the table of query tiles, the list of a decode's items and the chains that programs take them in, and the merge of
+their partial outputs. Never knows how a tile or an item is computed or how a page is read. Called by the Pallas
+backends.
 
 Items follow Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023). A program per (sequence, kv head) leaves most of a chip
 idle while the batch is small, and waits for its longest sequence while it isn't, so long sequences are cut into splits:
 parts of the KV. Every split yields a softmax of its own, and a second pass weighs them by their log-sum-exp. How many
 items there may be follows from shapes, since it is the grid of a compiled program; how long they are follows from the
 batch's real lengths, on the device, so that the width of the page table decides nothing.
+
+Chains follow guided self-scheduling (Polychronopoulos, Kuck, 1987): a program that begins takes as many items as make
+up its share of the work that is left. So few programs begin while much is left, and the last ones are short.
 """
 
 import dataclasses
@@ -33,6 +37,11 @@ SEQUENCE, BEGIN, END, POSITION, SPLIT = range(5)
 _MAX_SPLITS = 8
 # ... and by this many times as many programs as run at once, beyond which merging costs more than it saves.
 _MAX_WAVES = 8
+
+# A chain in fixed point: an item takes a part of it.
+_CHAIN = 1 << 16
+# The last chains need not become shorter than this part of an even share of the work.
+_SHORTEST_CHAIN = 4
 
 # `lse` of a row that has seen nothing. Finite, so that the difference of two of them is 0 and not NaN.
 EMPTY_LSE = -1e30
@@ -79,6 +88,19 @@ class SplitPlan:
     """The fewest KV tiles that a split should hold."""
     tile_tokens: int
     """Tokens of a KV tile."""
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether a program may take several items; with no more than two rounds of them each would take one."""
+        return self.num_items > 2 * self.items_at_once
+
+    @property
+    def num_chains(self) -> int:
+        """C, the chains that there may be, which `chain_items` explains."""
+        # A chain holds at least half of the share that is due to it, which begins as an even one and shrinks
+        # exponentially, down to the shortest.
+        most = 2 * self.items_at_once * (1 + math.log(_SHORTEST_CHAIN))
+        return min(self.num_items, math.floor(most) + 2)
 
 
 def plan_splits(kv: PagedKv, options: AttentionOptions, blocks: Mapping[str, int]) -> SplitPlan:
@@ -145,6 +167,31 @@ def split_sequences(plan: SplitPlan, lengths: jax.Array, options: AttentionOptio
     columns = [jnp.broadcast_to(column, is_mine.shape) for column in (seq, begin, end, last, number)]
     items = jnp.sum(jnp.where(is_mine[..., None], jnp.stack(columns, axis=-1), 0), axis=1)
     return Splits(items.astype(jnp.int32), count)
+
+
+def chain_items(plan: SplitPlan, splits: Splits) -> jax.Array:
+    """Give the items to chains, each of which one program computes: chain c has items [c] to [c + 1] of the `[C + 1]`.
+
+    Items are in their order, the largest first. A chain gets the share of one of `items_at_once` programs in what the
+    items before have left over, and never more than its last item beyond that; a tile is added to each item for its
+    beginning and end. Chains that aren't needed come last and are empty. XLA computes this once for all layers of a
+    step.
+    """
+    exists = jnp.arange(plan.num_items) < jnp.sum(splits.counts)
+    cost = jnp.where(exists, splits.items[:, END] - splits.items[:, BEGIN] + 1, 0)
+    work = jnp.sum(cost)
+    left = jnp.maximum((work - _sums_before(cost)) * _SHORTEST_CHAIN, work)
+    share = -(-left // (plan.items_at_once * _SHORTEST_CHAIN))
+    fit = jnp.maximum(share // jnp.maximum(cost, 1), 1)  # items like this one that the chain would hold
+    begins = _sums_before(jnp.where(exists, -(-_CHAIN // fit), 0))
+    chain = jnp.arange(plan.num_chains + 1, dtype=jnp.int32)[:, None]
+    return jnp.sum((begins < chain * _CHAIN) & exists, axis=1, dtype=jnp.int32)
+
+
+def _sums_before(values: jax.Array) -> jax.Array:
+    """For each value of `[I]` the sum of those before it; by comparisons, which a GPU runs as one kernel."""
+    place = jnp.arange(values.shape[0])
+    return jnp.sum(jnp.where(place < place[:, None], values, 0), axis=1)
 
 
 def merge_splits(partials: jax.Array, lse: jax.Array, count: jax.Array, sinks: jax.Array | None) -> jax.Array:

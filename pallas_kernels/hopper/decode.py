@@ -1,8 +1,8 @@
-"""`paged_decode_attention` as a Pallas kernel for Hopper (Mosaic GPU): a program per (item, kv head).
+"""`paged_decode_attention` as a Pallas kernel for Hopper (Mosaic GPU): a program per (chain of items, kv head).
 
 Owns sizes, the call, and how results leave a program; `decode_program` computes them. An item is a range of KV tiles of
-one sequence (`partition`). K and V are read once for all query heads of a kv head, which are the first of 64 rows.
-Called through `hopper.BACKEND`.
+one sequence, a chain the items that a program computes one after the other (`partition`). K and V are read once for all
+query heads of a kv head, which are the first of 64 rows. Called through `hopper.BACKEND`.
 """
 
 import functools
@@ -17,15 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import tuning
 from pallas_kernels.hopper.common import COPY_ROWS, SWIZZLE_BYTES, WGMMA_ROWS, gpu_kernel, operand, refuse_operands
-from pallas_kernels.hopper.decode_program import Program, Ring, float8_columns
+from pallas_kernels.hopper.decode_program import Cursor, Program, Ring, float8_columns
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import FLOAT8, PagedKv
 from pallas_kernels.partition import (
     BEGIN,
     END,
-    POSITION,
     SEQUENCE,
     SPLIT,
+    chain_items,
     merge_splits,
     plan_splits,
     split_sequences,
@@ -55,6 +55,9 @@ def decode_attention(
     blocks = tuning.blocks("paged_decode_attention", "mosaic_gpu", tuning.shape_class(q, kv))
     plan = plan_splits(kv, options, blocks)
     splits = split_sequences(plan, kv.lengths, options)
+    # A float8 cache with heads of 256 leaves no registers for running ahead: 80 to 316 bytes would be spilled.
+    is_chained = plan.is_chained and not (kv.dtype == FLOAT8 and head_dim == 256)
+    chains = [chain_items(plan, splits)] if is_chained else []
     grouped = q.reshape(num_seqs, num_kv_heads, num_groups, head_dim)
     if num_groups % COPY_ROWS and (interpret or num_groups > COPY_ROWS):  # else see _whole_tiles
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, -num_groups % COPY_ROWS), (0, 0)))
@@ -67,16 +70,17 @@ def decode_attention(
             jax.ShapeDtypeStruct((plan.max_splits, num_seqs, num_kv_heads, WGMMA_ROWS), jnp.float32),
         )
     out = gpu_kernel(
-        functools.partial(_decode_kernel, options=options, interpret=interpret),
+        functools.partial(_decode_kernel, is_chained=is_chained, options=options, interpret=interpret),
         name="paged_decode_attention",
         out_type=out_type,
         scratch_types=_scratch(q.dtype, kv, blocks),
-        grid=(plan.num_items, num_kv_heads),  # the last is the fastest: the heads of a page lie side by side
-        grid_names=("item", "kv_head"),
+        # The last axis is the fastest: the heads of a page lie side by side.
+        grid=(plan.num_chains if is_chained else plan.num_items, num_kv_heads),
+        grid_names=("chain", "kv_head"),
         interpret=interpret,
         approx_math=True,
         reduction_scratch_bytes=0,  # rows are reduced within a warp
-    )(grouped, kv.k, kv.v, kv.page_table, splits.items)
+    )(grouped, kv.k, kv.v, kv.page_table, splits.items, *chains)
     if not is_merged:
         return out[:, :, :num_groups].reshape(q.shape)
     rounded, rest = out[0][..., :num_groups, :].astype(jnp.float32)
@@ -90,6 +94,11 @@ def decode_attention(
 def _scratch(dtype: Any, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:
     """The shared memory of a program for queries of a dtype."""
     num_stages, tile_tokens = blocks["num_stages"], blocks["tile_tokens"]
+    if tile_tokens % WGMMA_ROWS:
+        raise ValueError(
+            f"tile_tokens is {tile_tokens}; results of {WGMMA_ROWS} rows leave through the place of a tile, so the "
+            "block-size table has to give a multiple of that"
+        )
     is_float8 = kv.dtype == FLOAT8
     row_bytes = float8_columns(kv.head_dim) if is_float8 else SWIZZLE_BYTES
     tiles = operand((num_stages, tile_tokens, kv.head_dim), kv.dtype, row_bytes)
@@ -109,39 +118,68 @@ def _scratch(dtype: Any, kv: PagedKv, blocks: dict[str, int]) -> dict[str, Any]:
 
 
 def _decode_kernel(
-    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, items_ref: Any, out_ref: Any,
-    lse_ref: Any = None, *, q_tile: Any, q_arrived: Any, k_tiles: Any, k_arrived: Any, v_tiles: Any, v_arrived: Any,
-    wide_k: Any = None, wide_v: Any = None, options: AttentionOptions, interpret: bool,
+    q_ref: Any, k_pages_ref: Any, v_pages_ref: Any, page_table_ref: Any, items_ref: Any, *refs: Any,
+    q_tile: Any, q_arrived: Any, k_tiles: Any, k_arrived: Any, v_tiles: Any, v_arrived: Any,
+    wide_k: Any = None, wide_v: Any = None, is_chained: bool, options: AttentionOptions, interpret: bool,
 ) -> None:  # fmt: skip
-    item, kv_head = (lax.axis_index(name) for name in ("item", "kv_head"))
-    seq, begin, end, last = (items_ref[item, column] for column in (SEQUENCE, BEGIN, END, POSITION))
-    first: Any = 0 if options.sliding_window is None else lax.max(last - options.sliding_window + 1, 0)
+    chains_ref, out_ref, lse_ref = (*([] if is_chained else [None]), *refs, None)[:3]
+    first_item, kv_head = (lax.axis_index(name) for name in ("chain", "kv_head"))
+    end_item = None
+    if chains_ref is not None:
+        first_item, end_item = chains_ref[first_item], chains_ref[first_item + 1]
+
+    def has_tiles(item: jax.Array) -> jax.Array:
+        return items_ref[item, BEGIN] < items_ref[item, END]
+
     program = Program(
         Ring(k_pages_ref, k_tiles, k_arrived, wide_k, kv_head), Ring(v_pages_ref, v_tiles, v_arrived, wide_v, kv_head),
-        page_table_ref, seq, first, last, options, interpret,
+        page_table_ref, items_ref, end_item, options, interpret,
     )  # fmt: skip
 
-    def attend() -> tuple[jax.Array, jax.Array]:
-        queries = q_ref.at[seq, kv_head]
-        plgpu.copy_gmem_to_smem(_whole_tiles(queries, seq), q_tile.at[pl.ds(0, _num_rows(queries))], q_arrived)
-        program.start_first_tiles(begin, end)
-        plgpu.barrier_wait(q_arrived)
-        return program.attend(q_tile, begin, end)
+    def start_queries(item: jax.Array) -> None:
+        def start() -> None:
+            seq = items_ref[item, SEQUENCE]
+            queries = _whole_tiles(q_ref.at[seq, kv_head], seq)
+            plgpu.copy_gmem_to_smem(queries, q_tile.at[pl.ds(0, queries.shape[0])], q_arrived)
 
-    def write_part() -> None:
-        out, lse = attend()
-        split, seq = items_ref[item, SPLIT], items_ref[item, SEQUENCE]  # read again: few scalars should live until here
-        lse_ref[split, seq, kv_head] = lse
-        # A float32 leaves in two rounds through the queries' shared memory: its value in q's dtype, then the remainder,
-        # which the barrier keeps from being computed, and held in registers, before the first round.
-        _write(out.astype(q_tile.dtype), q_tile, out_ref.at[0, split, seq, kv_head])
-        out = lax.optimization_barrier(out)
-        _write(out - out.astype(q_tile.dtype).astype(jnp.float32), q_tile, out_ref.at[1, split, seq, kv_head])
+        pl.when(has_tiles(item))(start)
 
-    if lse_ref is None:
-        _write(attend()[0], q_tile, out_ref.at[seq, kv_head])
+    def start_next_queries(item: jax.Array) -> None:
+        pl.when(item < end_item)(lambda: start_queries(item))
+
+    def compute(item: jax.Array, state: tuple[jax.Array, Cursor]) -> tuple[jax.Array, Cursor]:
+        pl.when(has_tiles(item))(lambda: plgpu.barrier_wait(q_arrived))
+        out, lse, stage, cursor = program.attend(q_tile, item, *state, lambda: start_next_queries(item + 1))
+        seq, staging = items_ref[item, SEQUENCE], program.free_tile(stage)
+        if lse_ref is None:
+            _write(out.astype(q_tile.dtype), staging, out_ref.at[seq, kv_head])
+        else:
+            split = items_ref[item, SPLIT]
+            lse_ref[split, seq, kv_head] = lse
+            # A float32 leaves in two rounds through shared memory: its value in q's dtype, then the remainder, which
+            # the barrier keeps from being computed, and held in registers, before the first round.
+            _write(out.astype(q_tile.dtype), staging, out_ref.at[0, split, seq, kv_head])
+            out = lax.optimization_barrier(out)
+            rest = out - out.astype(q_tile.dtype).astype(jnp.float32)
+            _write(rest.astype(q_tile.dtype), staging, out_ref.at[1, split, seq, kv_head])
+        program.refill_last(stage, cursor)
+        return stage, cursor
+
+    def compute_all() -> None:
+        start_queries(first_item)
+        state = (jnp.int32(0), program.start_first_tiles(first_item))
+        if end_item is None:
+            compute(first_item, state)
+        else:
+            lax.fori_loop(first_item, end_item, compute, state)
+        plgpu.wait_smem_to_gmem(0)
+
+    if end_item is not None:
+        pl.when(first_item < end_item)(compute_all)
+    elif lse_ref is not None:
+        pl.when(has_tiles(first_item))(compute_all)  # an item that doesn't exist writes nothing
     else:
-        pl.when(begin < end)(write_part)  # an item that doesn't exist holds nothing
+        compute_all()
 
 
 def _num_rows(ref: Any) -> int:
@@ -162,9 +200,12 @@ def _whole_tiles(ref: Any, scalar: jax.Array) -> Any:
 
 
 def _write(rows: jax.Array, staging: Any, out_ref: Any) -> None:
-    """Write the first rows of `[64, H]` to global memory, through shared memory that is free again on return."""
-    staging[...] = rows.astype(staging.dtype)
+    """Write the first rows of `[64, H]` to global memory, through shared memory that is free again on return.
+
+    The rows need not have arrived by then.
+    """
+    staging[...] = rows
     plgpu.commit_smem()
     target = _whole_tiles(out_ref, lax.axis_index("kv_head"))
     plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, _num_rows(out_ref))], target)
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

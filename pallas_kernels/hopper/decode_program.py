@@ -1,16 +1,18 @@
-"""One program of the Hopper decode: the queries of a kv head over a range of KV tiles of one sequence.
+"""One program of the Hopper decode: the queries of a kv head over the KV tiles of the items of a chain.
 
-Owns the copies from pages to shared memory, their waits, and the running softmax. Never knows the grid, or where the
+Owns the copies from pages to shared memory, their waits, and the running softmax. Never knows the grid, or where a
 result goes. Called by `decode`; docs/kernels/hopper.md says why every wait is enough.
 
 One warpgroup does everything. K and V each have a ring of tiles in shared memory, and a barrier per tile of a ring:
 a copy into the tile announces its bytes there, one wait per round of the ring consumes them. The copy of a later tile
-into the same place starts when the product that read it is done, so that no second barrier is needed.
+into the same place starts when the product that read it is done, so that no second barrier is needed. Copies go through
+the chain's tiles as if they were one item's: while an item ends, the first tiles of the next one are on their way.
 """
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.common import SWIZZLE_BYTES, WGMMA_ROWS, in_layout, iota, matmul
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.partition import BEGIN, END, POSITION, SEQUENCE
 
 _LOG2_E = math.log2(math.e)
 # Where a row's top score starts: below any real score, finite, so that hidden scores of -inf weigh 0 and not NaN.
@@ -77,16 +80,41 @@ def float8_columns(head_dim: int) -> int:
     return SWIZZLE_BYTES if head_dim == SWIZZLE_BYTES else SWIZZLE_BYTES // 2
 
 
+class Cursor(NamedTuple):
+    """The tile whose copies start next, or started last: always a ring's length ahead of the one that is computed."""
+
+    item: jax.Array
+    tile: jax.Array
+    end: jax.Array
+    """The tile after the item's last. Behind a chain's last item it is 0, as `tile` is; behind a single item's end
+    `tile` goes on."""
+    seq: jax.Array
+    last: jax.Array
+    """The position of the item's query."""
+
+    @property
+    def has_tile(self) -> jax.Array:
+        """Whether there is a tile to copy."""
+        return self.tile < self.end
+
+
+class View(NamedTuple):
+    """The positions first..last that an item's query sees."""
+
+    first: Any
+    last: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One sequence, one kv head, and the positions first..last that its query sees."""
+    """One kv head of the items of a chain. Items without tiles come behind all others."""
 
     k: Ring
     v: Ring
     page_table_ref: Any
-    seq: jax.Array
-    first: Any
-    last: jax.Array
+    items_ref: Any
+    end_item: jax.Array | None
+    """The item after the chain's last; None for a single item, which takes fewer registers."""
     options: AttentionOptions
     interpret: bool
 
@@ -105,82 +133,152 @@ class Program:
         """H."""
         return int(self.k.tiles.shape[2])
 
-    def start_first_tiles(self, begin: jax.Array, end: jax.Array) -> None:
-        """Fill the rings from the tiles begin..end - 1, as far as both reach. Comes before `attend`."""
-        for tile in range(self.num_stages):
+    @property
+    def is_chained(self) -> bool:
+        """Whether other items may follow."""
+        return self.end_item is not None
 
-            def start(tile: Any = begin + tile) -> None:
-                pages, stage = self._pages(tile), self._stage(tile)
+    @property
+    def is_widened(self) -> bool:
+        """Whether products read wide tiles, so that places in the rings are free before them."""
+        return self.k.wide is not None
+
+    def start_first_tiles(self, item: jax.Array) -> Cursor:
+        """Fill the rings from a chain's first item on. Comes before the first `attend`, which takes the result."""
+        cursor = self._first_tile(item)
+        for stage in range(self.num_stages):
+            cursor = self._next_tile(cursor) if stage else cursor
+
+            def start(stage: int = stage, cursor: Cursor = cursor) -> None:
+                pages = self._pages(cursor)
                 self.k.start(stage, pages)
                 self.v.start(stage, pages)
 
-            pl.when(begin + tile < end)(start)
+            pl.when(cursor.has_tile)(start)
+        return cursor
 
-    def _stage(self, tile: jax.Array) -> jax.Array:
-        """The place of a tile in the rings; not counted from the first tile, which then needs no register."""
-        return lax.rem(tile, self.num_stages)
+    def _first_tile(self, item: jax.Array) -> Cursor:
+        """The first tile of an item, if the chain has it."""
 
-    def attend(self, q_tile: Any, begin: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Float32 `[64, H]`, the softmax-weighted V of the tiles, and `[64]`, its base-2 log-sum-exp.
+        def found() -> Cursor:
+            begin, end, seq, last = (self.items_ref[item, column] for column in (BEGIN, END, SEQUENCE, POSITION))
+            return Cursor(item, begin, end, seq, last)
 
-        q_tile: `[64, H]`, already in shared memory. Its rows are independent: the contents of rows without a query have
-        no effect. Without tiles the output is zeros and the log-sum-exp has no meaning.
+        if self.end_item is None:
+            return found()
+        none = jnp.int32(0)
+        return lax.cond(item < self.end_item, found, lambda: Cursor(item, none, none, none, none))
+
+    def _next_tile(self, cursor: Cursor) -> Cursor:
+        next_tile = cursor._replace(tile=cursor.tile + 1)
+        if self.end_item is None:
+            return next_tile
+        return lax.cond(next_tile.has_tile, lambda: next_tile, lambda: self._first_tile(cursor.item + 1))
+
+    def _after(self, stage: jax.Array) -> jax.Array:
+        """The next place in the rings."""
+        return lax.select(stage == self.num_stages - 1, jnp.int32(0), stage + 1)
+
+    def _before(self, stage: jax.Array) -> jax.Array:
+        return lax.select(stage == 0, jnp.int32(self.num_stages - 1), stage - 1)
+
+    def attend(
+        self, q_tile: Any, item: jax.Array, stage: jax.Array, cursor: Cursor, queries_read: Callable[[], None]
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Cursor]:
+        """Float32 `[64, H]`, the softmax-weighted V of an item, and `[64]`, its base-2 log-sum-exp; and what is next.
+
+        Without tiles the output is zeros and the log-sum-exp has no meaning. V's place of the item's last tile isn't
+        refilled yet; `refill_last` does it.
+
+        Args:
+            q_tile: `[64, H]`, already in shared memory. Its rows are independent: the contents of rows without a query
+                have no effect.
+            item: its number.
+            stage: the place of its first tile in the rings.
+            cursor: what `start_first_tiles`, or the call for the item before, returned.
+            queries_read: called as soon as q_tile may be overwritten; not without tiles.
         """
-        is_widened = self.k.wide is not None
+        begin, end, last = (self.items_ref[item, column] for column in (BEGIN, END, POSITION))
+        view = self._view(last)
 
-        def add_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            top, total, acc = state
-            stage = self._stage(tile)
-            later = tile + self.num_stages
-            later_pages = self._pages(later)  # read early, so that they are there when the copies start
+        def add_tile(tile: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+            top, total, acc, stage, cursor = state
+            cursor = self._next_tile(cursor)
+            pages = self._pages(cursor)  # read early, so that they are there when the copies start
+            is_last = tile + 1 == end
 
-            def refill(ring: Ring) -> None:
-                pl.when(later < end)(lambda: ring.start(stage, later_pages))
+            def refill(ring: Ring, condition: jax.Array = cursor.has_tile) -> None:
+                pl.when(condition)(lambda: ring.start(stage, pages))
 
             keys = self.k.wait(stage, interpret=self.interpret)
-            if is_widened:
+            if self.is_widened:
                 values = self.v.wait(stage, interpret=self.interpret)
                 refill(self.k)
                 refill(self.v)
             products = matmul(q_tile, keys, transpose_b=True, interpret=self.interpret)
-            if not is_widened:
+            if self.is_chained:
+                pl.when(is_last)(queries_read)
+            if not self.is_widened:
                 refill(self.k)
             scores, factor = self._scores(products)
-            scores = self._mask(scores, tile)
+            scores = self._mask(scores, tile, view)
             new_top = lax.max(top, jnp.max(scores, axis=1) * factor)
             weights = jnp.exp2(scores * factor - to_matrix(new_top, self.tile_tokens))
             shrink = jnp.exp2(top - new_top)
             total = total * shrink + jnp.sum(weights, axis=1)
             acc = acc * to_matrix(shrink, self.head_dim)
-            if not is_widened:
+            if not self.is_widened:
                 values = self.v.wait(stage, interpret=self.interpret)
-            self._clear_unseen(values, tile)
+            self._clear_unseen(values, tile, view)
             acc = matmul(weights.astype(values.dtype), values, acc, interpret=self.interpret)
-            if not is_widened:
-                refill(self.v)
-            return new_top, total, acc
+            if not self.is_widened:
+                refill(self.v, cursor.has_tile & jnp.logical_not(is_last) if self.is_chained else cursor.has_tile)
+            return new_top, total, acc, self._after(stage), cursor
 
-        start = (self.column(_LOWEST), self.column(0.0), self._zero_rows())
-        top, total, acc = lax.fori_loop(begin, end, add_tile, start)
+        start = (self.column(_LOWEST), self.column(0.0), self._zero_rows(), stage, cursor)
+        top, total, acc, stage, cursor = lax.fori_loop(begin, end, add_tile, start)
         # A row that has seen anything has a total of at least 1, the weight of its top score; else acc is 0.
         out = acc / to_matrix(lax.max(total, self.column(1.0)), self.head_dim)
-        return out, top + jnp.log2(total)
+        return out, top + jnp.log2(total), stage, cursor
 
-    def _pages(self, tile: jax.Array) -> Pages:
+    def free_tile(self, stage: jax.Array) -> Any:
+        """`[64, H]` of shared memory, of the queries' dtype, for the result of an item; stage is the one after it.
+
+        That is the place of the values of its last tile, read by the last product. It is free until `refill_last`.
+        """
+        if self.is_widened:
+            return self.v.wide.at[pl.ds(0, WGMMA_ROWS)]
+        return self.v.tiles.at[self._before(stage), pl.ds(0, WGMMA_ROWS)]
+
+    def refill_last(self, stage: jax.Array, cursor: Cursor) -> None:
+        """Start the copy that waited for `free_tile`; stage and cursor are those after the item."""
+        if self.is_chained and not self.is_widened:
+            pl.when(cursor.has_tile)(lambda: self.v.start(self._before(stage), self._pages(cursor)))
+
+    def _pages(self, cursor: Cursor) -> Pages:
         """What the copies of a tile read: a page each, or the part of a page that falls into the tile.
 
-        A tile is always copied whole, so that its barrier always expects the same. For what lies outside of
-        first..last the nearest tokens inside are read once more (from the L2 cache); the table's unused entries never
-        are.
+        A tile is always copied whole, so that its barrier always expects the same. For what lies outside of the view
+        the nearest tokens inside are read once more (from the L2 cache); the table's unused entries never are.
         """
         page_size = self.k.pages_ref.shape[2]
+        if page_size % self.tile_tokens == 0:  # a tile in view has its page in view
+            tiles = page_size // self.tile_tokens
+            tile = cursor.tile if self.is_chained else lax.min(cursor.tile, cursor.end - 1)
+            page, place = (lax.div(tile, tiles), lax.rem(tile, tiles)) if tiles > 1 else (tile, 0)
+            return ((self.page_table_ref[cursor.seq, page], place * self.tile_tokens),)
         num_tokens = math.gcd(page_size, self.tile_tokens)
+        view = self._view(cursor.last)
         pages = []
         for copy in range(self.tile_tokens // num_tokens):
-            position = lax.max(lax.min(tile * self.tile_tokens + copy * num_tokens, self.last), self.first)
+            position = lax.max(lax.min(cursor.tile * self.tile_tokens + copy * num_tokens, view.last), view.first)
             offset = lax.div(lax.rem(position, page_size), num_tokens) * num_tokens
-            pages.append((self.page_table_ref[self.seq, lax.div(position, page_size)], offset))
+            pages.append((self.page_table_ref[cursor.seq, lax.div(position, page_size)], offset))
         return tuple(pages)
+
+    def _view(self, last: jax.Array) -> View:
+        window = self.options.sliding_window
+        return View(0 if window is None else lax.max(last - window + 1, 0), last)
 
     def _scores(self, products: jax.Array) -> tuple[jax.Array, float]:
         """Turn products q . k into values, and the factor by which they become softmax scores times log2(e).
@@ -194,35 +292,35 @@ class Program:
         growth = jnp.exp2(products * (2 * _LOG2_E * scale / cap))
         return 1.0 - 2.0 / (1.0 + growth), cap * _LOG2_E
 
-    def _is_seen(self, tile: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
+    def _is_seen(self, tile: jax.Array, view: View, shape: tuple[int, int], axis: int) -> jax.Array:
         """Which places of a tile the query sees, the tile's tokens lying along an axis of the shape."""
         position = tile * self.tile_tokens + iota(shape, axis, plgpu.Layout.WGMMA, interpret=self.interpret)
-        seen = position <= self.last
-        return seen if self.options.sliding_window is None else seen & (position >= self.first)
+        seen = position <= view.last
+        return seen if self.options.sliding_window is None else seen & (position >= view.first)
 
-    def _is_cut(self, tile: jax.Array) -> jax.Array:
+    def _is_cut(self, tile: jax.Array, view: View) -> jax.Array:
         """Whether the query doesn't see all of a tile."""
-        is_cut = (tile + 1) * self.tile_tokens > self.last + 1
-        return is_cut if self.options.sliding_window is None else is_cut | (tile * self.tile_tokens < self.first)
+        is_cut = (tile + 1) * self.tile_tokens > view.last + 1
+        return is_cut if self.options.sliding_window is None else is_cut | (tile * self.tile_tokens < view.first)
 
-    def _mask(self, scores: jax.Array, tile: jax.Array) -> jax.Array:
+    def _mask(self, scores: jax.Array, tile: jax.Array, view: View) -> jax.Array:
         def mask(scores: jax.Array) -> jax.Array:
-            return jnp.where(self._is_seen(tile, (WGMMA_ROWS, self.tile_tokens), 1), scores, -jnp.inf)
+            return jnp.where(self._is_seen(tile, view, (WGMMA_ROWS, self.tile_tokens), 1), scores, -jnp.inf)
 
-        return lax.cond(self._is_cut(tile), mask, lambda scores: scores, scores)
+        return lax.cond(self._is_cut(tile, view), mask, lambda scores: scores, scores)
 
-    def _clear_unseen(self, values: Any, tile: jax.Array) -> None:
+    def _clear_unseen(self, values: Any, tile: jax.Array, view: View) -> None:
         """Zero the places that the query doesn't see: they may hold NaN, which a weight of zero would not silence."""
 
         def clear() -> None:
-            seen = self._is_seen(tile, (self.tile_tokens, _SWIZZLED_COLUMNS), 0)
+            seen = self._is_seen(tile, view, (self.tile_tokens, _SWIZZLED_COLUMNS), 0)
             for column in range(0, self.head_dim, _SWIZZLED_COLUMNS):  # few registers at a time
                 part = values.at[:, pl.ds(column, _SWIZZLED_COLUMNS)]
                 found = in_layout(part[...], plgpu.Layout.WGMMA, interpret=self.interpret)
                 part[...] = jnp.where(seen, found, jnp.zeros_like(found))
             plgpu.commit_smem()
 
-        pl.when(self._is_cut(tile))(clear)
+        pl.when(self._is_cut(tile, view))(clear)
 
     def column(self, value: float) -> jax.Array:
         """One float32 for each of the 64 rows."""

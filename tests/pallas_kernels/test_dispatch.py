@@ -39,21 +39,26 @@ def test_auto_follows_the_platform_and_its_table() -> None:
 
     assert chosen() == "xla"
     with on_an_h100():
-        assert chosen() == tuning.preferred_backends("paged_decode_attention")[0] == "triton"
-        assert chosen({"xla": refuse_nothing, "mosaic_gpu": refuse_nothing}) == "mosaic_gpu"
+        assert tuning.preferred_backends("paged_decode_attention") == ["mosaic_gpu", "triton"]
+        assert chosen() == "triton"
+        assert chosen({**EVERYTHING, "mosaic_gpu": refuse_nothing}) == "mosaic_gpu"
+    with on_a_device("cuda", "NVIDIA A100-SXM4-80GB"):
+        assert chosen({**EVERYTHING, "mosaic_gpu": refuse_nothing}) == "triton"
     with on_a_device("tpu", "TPU v5 lite"):
         assert chosen() == "xla"
         assert chosen({**EVERYTHING, "mosaic_tpu": refuse_nothing}) == "mosaic_tpu"
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_prompts_on_hopper_run_on_the_hopper_kernel_where_it_can(page_size: int) -> None:
+@pytest.mark.parametrize("op", [paged_decode_attention, paged_extend_attention])
+def test_attention_on_hopper_runs_on_the_hopper_kernel_where_it_can(op: Any, page_size: int) -> None:
     spec = ArgSpec("serving", 4, 64, 4, page_size, 2, 4, 128, dtype=jnp.bfloat16)
     exact = dataclasses.replace(spec, dtype=jnp.float32)  # `wgmma` has no exact float32
 
     def kernels(kind: str, of: ArgSpec) -> str:
         with on_a_device("cuda", kind):
-            traced = jax.jit(lambda *a: paged_extend_attention(*a)).trace(*of.extend_args())
+            args = of.decode_args() if op is paged_decode_attention else of.extend_args()
+            traced = jax.jit(lambda *a: op(*a)).trace(*args)
             return traced.lower(lowering_platforms=("cuda",)).as_text()
 
     assert "mosaic_gpu" in kernels("NVIDIA H200", spec)

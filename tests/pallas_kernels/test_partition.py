@@ -1,6 +1,8 @@
 """A decode's items: enough of them to fill a chip, even by the real lengths, and merged without a trace."""
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.partition import (
     SplitPlan,
+    chain_items,
     merge_splits,
     most_splits,
     plan_splits,
@@ -106,6 +109,45 @@ def test_items_hold_every_tile_in_view_once(lengths: list[int], shape: tuple[int
         sizes = [end - begin for _, begin, end, *_ in mine]
         assert len(sizes) < 2 or (min(sizes[:-1]) == max(sizes) and len(sizes) <= -(-len(tiles) // min_tiles))
     assert [item[2] - item[1] for item in items[:1]] == sorted(item[2] - item[1] for item in items)[-1:]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def chains_and_items(plan: SplitPlan, lengths: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    splits = split_sequences(plan, lengths, EVERYTHING)
+    return jnp.asarray(chain_items(plan, splits)), splits.items, splits.counts
+
+
+@given(st.lists(st.integers(0, 9), min_size=40, max_size=40), st.sampled_from([1, 5, 12]), st.sampled_from([1, 2]))
+@quick
+def test_chains_hold_every_item_once_and_not_more_than_their_share(
+    lengths: list[int], at_once: int, max_splits: int
+) -> None:
+    """Lengths are powers of two, so that some sequences are as long as all others together."""
+    plan = SplitPlan(min(40 * max_splits, 40 + at_once), max_splits, at_once, 1, 4)
+    assert plan.is_chained
+    plan_lengths = jnp.array([2**length if length else 0 for length in lengths], jnp.int32)
+    first, items, counts = map(np.asarray, chains_and_items(plan, plan_lengths))
+    assert first.shape == (plan.num_chains + 1,)
+    assert first[0] == 0 and first[-1] == counts.sum() and (np.diff(first) >= 0).all()
+    costs = items[: counts.sum(), 2] - items[: counts.sum(), 1] + 1
+    for begin, end in itertools.pairwise(first):
+        left, shortest = costs[begin:].sum(), costs.sum() / 4
+        assert costs[begin : end - 1].sum() <= max(left, shortest) / at_once + 1
+    assert not np.diff(np.diff(first) == 0, prepend=False).cumsum().max(initial=0) > 1  # empty ones come last
+
+
+def test_chains_of_a_large_batch_are_few_and_the_last_ones_short() -> None:
+    """256 rows of 1k tokens on an H200: 8 rounds of programs would become 4, a row each in the last of them."""
+    plan = plan_for(256)
+    first = np.asarray(chains_and_items(plan, jnp.full(256, 1024))[0])
+    sizes = np.diff(first)[np.diff(first) > 0]
+    assert len(sizes) <= 120 and plan.num_chains <= 160
+    assert sizes[0] == 7 and (sizes[-60:] == 1).all() and (np.diff(sizes) <= 0).all()
+
+
+@pytest.mark.parametrize(("num_seqs", "is_chained"), [(1, False), (8, False), (32, False), (128, True)])
+def test_batches_of_few_items_have_no_chains(num_seqs: int, is_chained: bool) -> None:
+    assert plan_for(num_seqs).is_chained is is_chained
 
 
 @pytest.mark.parametrize("most", [1, 2, 7])

@@ -5,9 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from bench.targets.prediction import ASSUMED, SOURCES, Predicted, batch_of, floor_us, predict
+from bench.targets.prediction import ASSUMED, SOURCES, Predicted, batch_of, decode_programs, floor_us, predict
 
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.partition import SplitPlan, chain_items, split_sequences
 from tests.scripts.running import ROOT, run_script
 
 KEPT = ROOT / "benchmarks/h200/compiled_steps.json"
@@ -63,6 +67,15 @@ def test_attention_of_a_decode_reads_all_keys_and_values_once() -> None:
 
     kv_us = 2 * 2 * 256 * 1024 * 8 * 128 * 2 / ASSUMED.bytes_per_s * 1e6
     assert attention_us(2048) - attention_us(1024) == pytest.approx(kv_us)
+
+
+@pytest.mark.parametrize("rows", [66, 133, 256, 512])
+def test_programs_of_attention_are_counted_as_the_kernel_chains_rows(rows: int) -> None:
+    plan = SplitPlan(rows, max_splits=1, items_at_once=33, min_tiles=2, tile_tokens=64)
+    chains = chain_items(plan, split_sequences(plan, jnp.full(rows, 1024), AttentionOptions()))
+    started = int((np.diff(np.asarray(chains)) > 0).sum())
+    assert decode_programs(rows, 8, "mosaic_gpu") == pytest.approx(8 * started, rel=0.03)
+    assert decode_programs(rows, 8, "triton") == 8 * rows
 
 
 def test_the_floor_is_the_reviewed_one_for_a_large_decode() -> None:

@@ -38,7 +38,8 @@ SOURCES = {
     "loose_launch_us": "a launch outside of command buffers, in place of kernel_us; estimated, not measured",
     "num_slots": "programs of decode attention at once: 2 on each of 132 multiprocessors, by shared memory",
     "slot_bytes_per_us": "the most that one program reads: 2 tiles of 16 KB in flight over 0.8 us of latency",
-    "slot_start_us": "until a program's first tile has arrived; programs that follow each other pay it each time",
+    "slot_start_us": "until a program's first tile has arrived; programs that follow each other pay it each time, and "
+    "not the rows that one program takes in turn, whose first tiles are copied while the row before ends",
     "decode_share": "of the bandwidth that a kernel's loop sustains; Triton's copies take more instructions; estimated",
     "extend_share": "of flops_per_s that attention over prompts reaches; from the instructions of a tile; estimated",
 }
@@ -170,10 +171,26 @@ def _attention_us(batch: Batch, backend: str, facts: dict[str, int], kernel: dic
         rate = assumed.flops_per_s * assumed.extend_share[backend]
         return assumed.kernel_us + max(_attention_flops(batch, facts) / rate, 0) * 1e6
     kv_bytes = _kv_bytes(batch, facts) + kernel["bytes_read"] + kernel["bytes_written"]
-    items = batch.num_seqs * facts["num_kv_heads"]  # fewer than slots are split until they fill them
+    programs = decode_programs(batch.num_seqs, facts["num_kv_heads"], backend, assumed)
     rate = min(assumed.bytes_per_s / 1e6, assumed.num_slots * assumed.slot_bytes_per_us) * assumed.decode_share[backend]
-    waves = max(1, math.ceil(items / assumed.num_slots))
+    waves = max(1, math.ceil(programs / assumed.num_slots))
     return assumed.kernel_us + kv_bytes / rate + waves * assumed.slot_start_us
+
+
+def decode_programs(rows: int, heads: int, backend: str, assumed: Assumed = ASSUMED) -> int:
+    """Programs of a decode's attention for rows of one length; fewer than the slots are split until they fill them.
+
+    Mosaic's take several rows each where there are more than two rounds of them (`pallas_kernels.partition`): the share
+    of one slot in the rows that are left, and from the last fourth of the rows on in that fourth.
+    """
+    at_once = max(1, assumed.num_slots // heads)
+    if backend != "mosaic_gpu" or rows <= 2 * at_once:
+        return rows * heads
+    chains, left = 0, rows
+    while left > 0:
+        left -= max(1, max(left, rows // 4) // at_once)
+        chains += 1
+    return chains * heads
 
 
 def _kv_bytes(batch: Batch, facts: dict[str, int]) -> int:
