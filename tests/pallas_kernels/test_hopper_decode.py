@@ -89,7 +89,7 @@ def test_splits_equal_the_reference(window: int | None, most: int, has_sinks: bo
 
 
 @pytest.mark.parametrize(
-    ("page_size", "extras"), [(64, {}), (64, {"float8_cache": True}), (16, {"sliding_window": 100})]
+    ("page_size", "extras"), [(64, {"has_sinks": True}), (64, {"float8_cache": True}), (16, {"sliding_window": 100})]
 )
 def test_items_of_a_chain_follow_each_other(page_size: int, extras: dict[str, Any]) -> None:
     """One program computes sequences of many tiles, of fewer than a ring holds, and of none."""
