@@ -12,8 +12,9 @@ by kind and in all, command buffers (CUDA graphs), and bytes read and written. O
 the second layer on all are alike, which is checked, so that one of them is multiplied. --launches lists them.
 
 Exits with status 1 if a kernel spills, lacks the instructions that it needs, or gets an advisory of ptxas (serialized
-wgmma); if the KV cache is copied; if a step is not one command buffer; if a program does not compile. A target whose
-environment can't be made (disk, Python) is reported and left out; --require makes that an error.
+wgmma); if the KV cache is copied; if a step is not one command buffer; if a step seems to read less than its weights,
+so that the count is wrong; if a program does not compile. A target whose environment can't be made (disk, Python) is
+reported and left out; --require makes that an error.
 """
 
 from __future__ import annotations

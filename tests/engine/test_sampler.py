@@ -15,6 +15,7 @@ import pytest
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import sampler
 from jaxsgl.engine.filters import Tokens, keep_limit
+from pallas_kernels.target import TargetDevice
 from tests.grids import daily
 from tests.pallas_kernels.test_dispatch import on_a_device
 
@@ -76,8 +77,12 @@ def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 3, (num_rows, vocab_size)).astype(np.float32)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])  # each finds them in its own way
 @pytest.mark.parametrize("vocab_size", [1, 7, 101, 256, 1000, 32003])
-def test_greedy_takes_the_lowest_id_of_the_most_likely_ones(vocab_size: int) -> None:
+def test_greedy_takes_the_lowest_id_of_the_most_likely_ones(
+    vocab_size: int, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "target_device", lambda: TargetDevice(platform, "", 1))
     logits = random_logits(20, vocab_size)
     logits[::2] = np.round(logits[::2])  # many ties
     assert sampler.greedy(jnp.asarray(logits)).tolist() == logits.argmax(axis=1).tolist()

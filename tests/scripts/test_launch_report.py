@@ -145,8 +145,26 @@ def test_copies_of_a_tpu_count_on_the_side_that_is_not_its_own_memory() -> None:
 def test_a_step_that_seems_to_read_less_than_its_weights_was_counted_wrong(tmp_path: Path) -> None:
     read = launch_report(TPU_HLO, tmp_path, (), None)["bytes_read"]
     assert not launch_report(TPU_HLO, tmp_path, (), None, weight_bytes=read)["problems"]
-    (problem,) = launch_report(TPU_HLO, tmp_path, (), None, weight_bytes=read + 1)["problems"]
-    assert problem == f"{read} bytes read are counted, the weights have {read + 1}"
+    (problem,) = launch_report(TPU_HLO, tmp_path, (), None, weight_bytes=2 * read)["problems"]
+    assert problem == f"{read} bytes read are counted, the weights have {2 * read}"
+
+
+def test_matrices_that_are_fetched_ahead_count_for_each_layer(tmp_path: Path) -> None:
+    """All are fetched before the last layer here; in a step of more layers each fetches as much as it multiplies."""
+    layers = range(3)
+    text = "HloModule jit_forward\n\nENTRY %main () -> f32[8] {\n" + "\n".join(
+        (
+            *(f"  %w.{i} = bf16[64,32]{{1,0}} parameter({i})" for i in layers),
+            *(f"  %s.{i} = (bf16[64,32]{{1,0:S(1)}}, bf16[64,32]{{1,0}}, u32[]) copy-start(%w.{i})" for i in layers),
+            *(
+                f'  %a.{i} = f32[8]{{0:S(1)}} custom-call(%s.{i}#0), custom_call_target="tpu_custom_call", '
+                'metadata={op_name="paged_decode_attention/pallas_call"}'
+                for i in layers
+            ),
+            "}\n",
+        )
+    )
+    assert launch_report(text, tmp_path, (), (3, 10))["bytes_read"] == 10 * 2 * 64 * 32
 
 
 def test_kernels_of_a_loop_count_for_each_of_its_runs() -> None:

@@ -2,7 +2,9 @@
 
 Counts bytes as XLA's own cost analysis does: all operands and results, but of an operand that a fusion only slices or
 gathers what it takes. Our Pallas kernels are counted without the pages of the KV cache and the page table, of which
-they touch a part that no compiler knows; `predict_gpu.py` adds it. Imports no JAX. Called by `compile_for`.
+they touch a part that no compiler knows; `predict_gpu.py` adds it. On a TPU bytes are those of its HBM: what lies in
+the chip's own memory counts when it is copied there or back, once more for the matrix that a step fetches for the next
+one. Imports no JAX. Called by `compile_for`.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id")
@@ -26,6 +29,7 @@ _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 # Custom calls that only name memory or say what is known of a value.
 _FREE_TARGETS = frozenset(("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "Sharding"))
 WEIGHT_BYTES = 1 << 20
+RECURS = 3  # inputs of one type are taken for those of layers
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -39,6 +43,7 @@ class Launch:
         kernels), or "small" (all else).
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.
+      matrix_bytes: what of bytes_read is of inputs that recur, as the matrices of layers do.
       times: how often it runs in one call of the program, more than once inside a loop; 0 if that is unknown.
     """
 
@@ -49,6 +54,7 @@ class Launch:
     bytes_written: int
     flops: int
     times: int
+    matrix_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class _Module:
                 self._entry = header[2] if header[1] else self._entry
             elif " = " in line and line[:1] == " ":
                 current.append(_parse(line))
+        inputs = Counter(i.type for i in self._computations.get(self._entry, []) if i.opcode == "parameter")
+        self._recurring = {type_ for type_, count in inputs.items() if count >= RECURS}
 
     def launches(self) -> Iterator[Launch]:
         yield from self._in(self._entry, 1)
@@ -93,7 +101,8 @@ class _Module:
             if each.attribute(r'custom_call_target="([^"]*)"') in _FREE_TARGETS:
                 continue
             if each.opcode in STARTS:
-                yield _copied(each, times)
+                copied = _copied(each, times)
+                yield replace(copied, matrix_bytes=copied.bytes_read * self._recurs(each.operands[0], by_name))
                 continue
             called = re.findall(r"\b(?:calls|to_apply|body|condition|branch_computations)=\{?%?([\w.\-]+)", each.rest)
             if each.opcode in CONTAINERS and called:
@@ -112,12 +121,19 @@ class _Module:
                 read = sum(self._counted(_type_of(operand, scope)) for operand in call.operands)
                 return Launch(each.name, kind, _source(call), read, self._counted(call.type), 0, times)
         flops = sum(self._flops(i, scope) for i, scope in inside)
-        read = sum(self._read_of(each, number, num_bytes(type_)) for number, type_ in enumerate(types))
+        reads = [self._read_of(each, number, num_bytes(type_)) for number, type_ in enumerate(types)]
+        matrix = sum(n for n, operand in zip(reads, each.operands, strict=True) if self._recurs(operand, by_name))
         is_product = flops or "cublas" in each.rest or any(i.opcode == "convolution" for i, _ in inside)
-        if read >= WEIGHT_BYTES and any(_is_weight(operand, by_name) for operand in each.operands):
+        if sum(reads) >= WEIGHT_BYTES and any(_is_weight(operand, by_name) for operand in each.operands):
             is_product = True
+        if any(i.opcode == "reduce" and _source(i).endswith("dot_general") for i, _ in inside):
+            is_product = is_product or any(_is_fetched(type_) for type_ in types)
         kind = "product" if is_product else "small"
-        return Launch(each.name, kind, _source(each), read, self._written(each), flops, times)
+        return Launch(each.name, kind, _source(each), sum(reads), self._written(each), flops, times, matrix)
+
+    def _recurs(self, operand: str, scope: dict[str, _Instruction]) -> bool:
+        found = _input_of(operand, scope)
+        return found is not None and found.type in self._recurring
 
     def _counted(self, type_: str) -> int:
         return sum(_bytes(dtype, dims) for dtype, dims in _SHAPE.findall(type_) if dims not in self._uncounted)
@@ -273,11 +289,22 @@ def _elements(type_: str) -> list[str]:
 
 def _is_weight(operand: str, scope: dict[str, _Instruction]) -> bool:
     """Whether it is a large input in a format of weights: XLA multiplies one row by it as a sum, without a dot."""
+    found = _input_of(operand, scope)
+    is_format = found is not None and found.type.startswith(("bf16", "f16", "f8"))
+    return is_format and found is not None and num_bytes(found.type) >= WEIGHT_BYTES
+
+
+def _is_fetched(type_: str) -> bool:
+    """Whether it is a large array in a TPU's own memory, where its matrices are fetched to."""
+    return not num_bytes(type_) and sum(_bytes(*shape) for shape in _ANY_SHAPE.findall(type_)) >= WEIGHT_BYTES
+
+
+def _input_of(operand: str, scope: dict[str, _Instruction]) -> _Instruction | None:
+    """The parameter that an operand is, or is a bitcast of."""
     found = scope.get(operand.partition("#")[0])
     while found is not None and found.opcode == "bitcast":
         found = scope.get(found.operands[0])
-    is_input = found is not None and found.opcode == "parameter" and found.type.startswith(("bf16", "f16", "f8"))
-    return is_input and found is not None and num_bytes(found.type) >= WEIGHT_BYTES
+    return found if found is not None and found.opcode == "parameter" else None
 
 
 def _source(each: _Instruction) -> str:
