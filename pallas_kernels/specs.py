@@ -199,7 +199,7 @@ GRID_SPECS = (
     _serving_spec(128, 1, 128, "f32", "window cap"),
     _serving_spec(128, 2, 1, "f32", "window"),
     _serving_spec(128, 4, 1, "f32", "window cap"),
-    _serving_spec(128, 7, 16, "bf16", "window cap"),
+    _serving_spec(128, 7, 16, "bf16", "window cap sinks"),
     _serving_spec(128, 7, 64, "f16", "window cap"),
     _serving_spec(128, 8, 1, "f16", "float8 cap"),
     _serving_spec(128, 8, 16, "bf16", "float8 window"),

@@ -127,7 +127,9 @@ def _extend_kernel(
     *sinks, out = sinks_and_out
     refs = Refs(q, k_pages, v_pages, page_table, tiles, out, sinks=sinks[0] if sinks else None, **scratch)
     warpgroup = lax.axis_index("warpgroup")
-    producers, consumers = _CONVERTING if plan.converts else _COPYING
+    # Small heads leave registers to a producer that also clears the first tile of a window.
+    gives_more = plan.converts or (plan.head_dim == 64 and plan.options.sliding_window is not None)
+    producers, consumers = _CONVERTING if gives_more else _COPYING
 
     def compute() -> None:
         plgpu.set_max_registers(consumers, action="increase")

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import PagedKv, paged_decode_attention, paged_extend_attention
+from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, paged_extend_attention
+from pallas_kernels.native import library
+from pallas_kernels.paged_kv import BITS
 
 NUM_SEQS, LENGTH, NUM_KV_HEADS, NUM_GROUPS, HEAD_DIM = 32, 512, 8, 2, 64
 
@@ -40,6 +42,25 @@ def holds_in_some_round(calls: Calls, holds: Callable[[dict[str, float]], bool])
         if holds(rounds[-1]):
             return
     pytest.fail(f"seconds of each round: {rounds}")
+
+
+@pytest.mark.parametrize("backend", ["xla", "native"])
+@pytest.mark.parametrize("op", [paged_decode_attention, paged_extend_attention])
+def test_pages_before_a_window_cost_no_time(op, backend: str) -> None:
+    if backend == "native" and (reason := library.load()) is not None:
+        pytest.skip(reason)
+    cache = jnp.ones((257, 2, 16, 64), BITS)
+    table = 1 + jnp.arange(256, dtype=jnp.int32)[None]
+    step = jax.jit(functools.partial(op, options=AttentionOptions(sliding_window=48), backend=backend))
+    calls: Calls = {}
+    for name, length in (("short", 64), ("long", 4096)):
+        args = [jnp.ones((1, 4, 64)), PagedKv(cache, cache, table, jnp.full((1,), length, jnp.int32))]
+        if op is paged_extend_attention:
+            args.insert(1, jnp.arange(2, dtype=jnp.int32))
+        calls[name] = functools.partial(step, *args)
+    fastest(calls, repeats=1)  # compiles
+    # Work in proportion to the length would be 64 times as much.
+    holds_in_some_round(calls, lambda seconds: seconds["long"] < 3 * seconds["short"])
 
 
 @pytest.mark.parametrize(("op", "num_tokens"), [(paged_decode_attention, 4), (paged_extend_attention, 32)])
