@@ -122,13 +122,16 @@ class ModelArch:
         return arch.for_context(arch.max_context)
 
 
-def _read_arch(config: ConfigFile, generation: ConfigFile | None) -> ModelArch:
-    name = (config.get("architectures") or [None])[0]
+def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
+    name = (whole.get("architectures") or [None])[0]
     if name not in FAMILIES:
         raise CheckpointError(
-            f"{config.path}: architecture {name} is not supported; supported are {', '.join(FAMILIES)}"
+            f"{whole.path}: architecture {name} is not supported; supported are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
+    config = whole if family.section is None else whole.section(family.section)
+    if config is None:
+        raise CheckpointError(f"{whole.path}: {name} needs an object {family.section}")
     config.defaults = family.defaults
     hidden_size, num_heads = config.count("hidden_size"), config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", num_heads)
@@ -156,8 +159,8 @@ def _read_arch(config: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         mlp_bias=bias(family.mlp_bias, "mlp_bias"),
         qk_norm=family.qk_norm,
         max_context=layers.max_context,
-        dtype=_read_dtype(config),
-        eos_token_ids=_read_eos(config, generation),
+        dtype=_read_dtype(whole, config),
+        eos_token_ids=_read_eos(generation, whole, config),
         norms=family.norms,
         norm_offset=family.norm_offset,
         activation=_read_activation(config, family),
@@ -196,16 +199,18 @@ def _read_quantization(config: ConfigFile, modelopt_path: Path) -> tuple[str | N
     return kv_cache, formats[0] if formats else None
 
 
-def _read_dtype(config: ConfigFile) -> str:
-    name: str = config.get("dtype") or config.get("torch_dtype") or "float32"
+def _read_dtype(*configs: ConfigFile) -> str:
+    """The dtype that the first of them names."""
+    name = next(
+        (config.get(key) for config in configs for key in ("dtype", "torch_dtype") if config.get(key)), "float32"
+    )
     if name not in DTYPES:
-        raise CheckpointError(f"{config.path}: dtype {name} is not supported; supported are {', '.join(DTYPES)}")
-    return name
+        raise CheckpointError(f"{configs[0].path}: dtype {name} is not supported; supported are {', '.join(DTYPES)}")
+    return str(name)
 
 
-def _read_eos(config: ConfigFile, generation: ConfigFile | None) -> tuple[int, ...]:
-    """The ids of generation_config.json (a number or a list), else those of config.json, else none."""
-    ids = generation.get("eos_token_id") if generation else None
-    if ids is None:
-        ids = config.get("eos_token_id", [])
+def _read_eos(*configs: ConfigFile | None) -> tuple[int, ...]:
+    """The ids (a number or a list) that the first of them names, generation_config.json before config.json; or none."""
+    told = (config.get("eos_token_id") for config in configs if config is not None)
+    ids = next((each for each in told if each is not None), [])
     return (ids,) if isinstance(ids, int) else tuple(ids)

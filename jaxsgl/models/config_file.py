@@ -58,7 +58,7 @@ class ConfigFile:
         """A positive integer; an error where it is missing without a default."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self.path}: {key} is {value}, but must be an integer of 1 and more")
+            raise CheckpointError(f"{self.path}: {self._within}{key} is {value}, but must be an integer of 1 and more")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -38,6 +38,7 @@ class Family:
       no_rope_layers: some layers are not turned, as `no_rope_layers` says.
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
+      section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
       defaults: values of keys that config.json may leave out.
       ignored: keys that the family's reference code ignores, too.
     """
@@ -57,6 +58,7 @@ class Family:
     sliding_theta_key: str | None = None
     no_rope_layers: bool = False
     caps: bool = False
+    section: str | None = None
     sinks: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
@@ -79,6 +81,14 @@ _GEMMA = Family(
         "sliding_window": 4096,
         "query_pre_attn_scalar": 256,
     },
+)
+
+_GEMMA3 = replace(
+    _GEMMA,
+    qk_norm="head",
+    full_every=6,
+    sliding_theta_key="rope_local_base_freq",
+    defaults={**_GEMMA.defaults, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
 )
 
 FAMILIES: dict[str, Family] = {
@@ -132,11 +142,19 @@ FAMILIES: dict[str, Family] = {
         full_every=2,
         defaults={**_GEMMA.defaults, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
-    "Gemma3ForCausalLM": replace(
-        _GEMMA,
-        qk_norm="head",
-        full_every=6,
-        sliding_theta_key="rope_local_base_freq",
-        defaults={**_GEMMA.defaults, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+    "Gemma3ForCausalLM": _GEMMA3,
+    # Its text only.
+    "Gemma3ForConditionalGeneration": replace(
+        _GEMMA3,
+        section="text_config",
+        defaults={
+            **_GEMMA3.defaults,
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131_072,
+        },
+        ignored=_GEMMA3.ignored
+        | {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"}
+        | {"tie_word_embeddings"},
     ),
 }

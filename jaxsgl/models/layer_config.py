@@ -95,7 +95,8 @@ def _read_window(config: ConfigFile, family: Family, max_context: int) -> int | 
     if family.windows == "none":
         return None
     is_on = config.get("use_sliding_window", False) if family.windows == "flag" else True
-    if not is_on or config.get("sliding_window") is None:
+    is_given = config.get("sliding_window") is not None
+    if not (is_on and is_given):
         return None
     window = config.count("sliding_window")
     return window if window < max_context else None

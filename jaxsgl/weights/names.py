@@ -251,7 +251,11 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     },
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
+    "Gemma3ForConditionalGeneration": _GEMMA,
 }
+# Where the decoder is a part of a larger model: what its tensors' names begin with, and those of the other parts.
+PREFIXES = {"Gemma3ForConditionalGeneration": ("language_model.", ("vision_tower.", "multi_modal_projector."))}
+_NO_PREFIX: tuple[str, tuple[str, ...]] = ("", ())
 
 # What scales K, V or both of a layer's KV cache in float8, by the end of the tensor's name: compressed-tensors and its
 # older form, ModelOpt, Quark. Scales of queries and probabilities belong to attention in float8, which ours is not.
@@ -273,18 +277,20 @@ def kv_scale_of(name: str) -> tuple[int, str] | None:
 def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     """The recipe of the parameter at `path`, with the layers' indices filled in."""
     own = OF_FAMILY.get(arch.name, {})
+    prefix, _ = PREFIXES.get(arch.name, _NO_PREFIX)
+
+    def named(sources: tuple[Source, ...], layer: Hashable = None) -> tuple[Source, ...]:
+        return tuple(Source(prefix + source.name.format(layer), source.axes) for source in sources)
+
     if path[0] == "vectors":
         recipe = own.get(path) or OF_ALL_LAYERS[path]
-        rows = [_of_layer(recipe.sources, layer) for layer in range(arch.num_layers)]
+        rows = [named(recipe.sources, layer) for layer in range(arch.num_layers)]
         return Recipe(tuple(itertools.chain(*rows)), partial(_stack_layers, recipe.pieces))
     if path[0] != "layers":
-        return own.get(path) or OF_MODEL[path]
+        recipe = own.get(path) or OF_MODEL[path]
+        return Recipe(named(recipe.sources), recipe.pieces, recipe.computed)
     recipe = own.get(path[2:]) or OF_LAYER[path[2:]]
-    return Recipe(_of_layer(recipe.sources, path[1]), recipe.pieces, recipe.computed)
-
-
-def _of_layer(sources: tuple[Source, ...], layer: Hashable) -> tuple[Source, ...]:
-    return tuple(Source(source.name.format(layer), source.axes) for source in sources)
+    return Recipe(named(recipe.sources, path[1]), recipe.pieces, recipe.computed)
 
 
 def _stack_layers(of_layer: Pieces, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -296,10 +302,15 @@ def _stack_layers(of_layer: Pieces, arch: ModelArch, tensors: tuple[Tensor, ...]
 
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
-    """Whether a tensor may be left unread: rope's constants, a tied head's copy, what predicts further tokens, scales.
+    """Whether a tensor may be left unread: rope's constants, a tied head's copy, what predicts further tokens, scales,
+    and the parts beside the decoder.
 
     The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
     """
+    prefix, others = PREFIXES.get(arch.name, _NO_PREFIX)
+    if name.startswith(others):
+        return True
+    name = name.removeprefix(prefix)
     of_attention = _OF_ATTENTION.fullmatch(name)
     if of_attention is not None and (of_attention[2] in KV_SCALES or of_attention[2].endswith(_UNUSED_SCALES)):
         return True

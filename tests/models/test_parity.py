@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.agreement import check_agreement
 from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, OF_FAMILIES, VOCAB_SIZE, make_checkpoint, reference_logits
@@ -38,6 +40,20 @@ def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path:
     np.testing.assert_allclose(checkpoint_logits(folder, prompt), expected, atol=ATOL)
 
 
+def test_the_text_of_a_gemma_that_sees_images_is_its_decoders(tmp_path: Path) -> None:
+    """The tower and its projector are left out, and the keys of the decoder stand in an object of their own."""
+    folder = make_checkpoint("gemma3", tmp_path / "text")
+    config = json.loads((folder / "config.json").read_text())
+    name = "Gemma3ForConditionalGeneration"
+    whole = {"architectures": [name], "text_config": config, "vision_config": {"layers": 2}, "mm_tokens_per_image": 4}
+    tensors = {f"language_model.{key}": tensor for key, tensor in load_file(folder / "model.safetensors").items()}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
+    save_file({**tensors, "vision_tower.bias": torch.zeros(3)}, tmp_path / "whole" / "model.safetensors")
+    expected = checkpoint_logits(folder, PROMPT[:5])
+    np.testing.assert_array_equal(checkpoint_logits(tmp_path / "whole", PROMPT[:5]), expected)
+
+
 def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Path) -> None:
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     for kind in ("llama_untied_llama3_rope", "llama_linear_rope_bias"):
@@ -46,9 +62,11 @@ def test_rope_scaling_of_the_test_checkpoints_changes_their_logits(tmp_path: Pat
         assert np.abs(scaled - unscaled).max() > 0.1
 
 
-def test_bfloat16_compute_stays_near_float32_and_returns_float32_logits(tmp_path: Path) -> None:
-    folder = make_checkpoint("qwen3", tmp_path, dtype=torch.bfloat16)
-    exact = reference_logits(folder, PROMPT[:40]).numpy()
-    logits = checkpoint_logits(folder, PROMPT[:40], dtype="bfloat16")
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
+def test_bfloat16_compute_stays_near_float32_and_returns_float32_logits(kind: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(kind, tmp_path, dtype=torch.bfloat16)
+    prompt = [token % OF_FAMILIES["vocab_size"] for token in PROMPT[:40]]
+    exact = reference_logits(folder, prompt).numpy()
+    logits = checkpoint_logits(folder, prompt, dtype="bfloat16")
     assert logits.dtype == np.float32
     assert 0 < np.abs(logits - exact).max() < 0.15 * exact.std()

@@ -1,0 +1,58 @@
+"""Steps of every family lower for GPUs and TPUs, with attention by kernels where a kernel takes the head size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.inputs import Bucket, packed_len
+from jaxsgl.engine.sizing import kv_shape
+from jaxsgl.engine.state import abstract_state
+from jaxsgl.engine.step import make_forward
+from jaxsgl.models import ModelArch, abstract_model
+from tests.grids import daily
+from tests.pallas_kernels.lower_everything import TARGETS, on_a_device
+from tests.plain_model import mesh_of
+
+BFLOAT16 = jnp.dtype("bfloat16")
+COMMON = {
+    "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "head_dim": 128,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048, "dtype": "bfloat16",
+}  # fmt: skip
+MIXED = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
+# The head sizes of published models, all else small.
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("Gemma2ForCausalLM", {"head_dim": 256, **MIXED}),
+    ("Gemma3ForCausalLM", {"head_dim": 256, **MIXED}),
+    ("Glm4ForCausalLM", {}),
+    ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}),
+    ("Olmo3ForCausalLM", MIXED),
+    ("MistralForCausalLM", {"sliding_window": 128}),
+    ("Phi3ForCausalLM", {"head_dim": 96}),
+]
+BUCKETS = (Bucket("decode", 64, 64, False), Bucket("extend", 128, 8, False))
+
+
+@pytest.mark.parametrize(("name", "changes"), daily(FAMILIES, every=4), ids=lambda value: str(value)[:8])
+def test_steps_lower_for_gpus_and_tpus(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], **COMMON, **changes}))
+    arch = ModelArch.from_folder(tmp_path)
+    graphdef, params = abstract_model(arch, BFLOAT16)
+    leaves, treedef = jax.tree.flatten(params)
+    capacity = Capacity(64, 40, 64, 512, 128, arch.vocab_size)
+    state = abstract_state(kv_shape(arch, 64, BFLOAT16), capacity, mesh_of())
+    state = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
+    for platform, (kind, num_cores, _) in TARGETS.items():
+        for bucket in BUCKETS:
+            packed = jax.ShapeDtypeStruct((packed_len(bucket),), jnp.int32)
+            with on_a_device(platform, kind, num_cores):
+                traced = jax.jit(make_forward(graphdef, treedef, bucket, "auto")).trace(leaves, state, packed)
+                text = traced.lower(lowering_platforms=(platform,)).as_text()
+            attends = any(call in text for call in ("tpu_custom_call", "mosaic_gpu", "attention"))
+            assert attends == (arch.head_dim != 96), (platform, bucket.kind)
