@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
+from jaxsgl.weights.converted import is_converted, restore_params
 from jaxsgl.weights.names import Computed, Piece, Tensor
 from jaxsgl.weights.quantized import recipe_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
@@ -46,9 +47,12 @@ class _Made(NamedTuple):
 def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
     """The parameters of `folder` in `dtype`, sharded over `mesh`; a tree like `abstract_model`'s.
 
-    Finds every tensor before it reads the first one. Raises `CheckpointError` for files or tensors that are missing,
-    truncated, of another shape than `arch` asks for, or not part of it.
+    Finds every tensor before it reads the first one; a converted checkpoint is restored by `converted.py`. Raises
+    `CheckpointError` for files or tensors that are missing, truncated, of another shape than `arch` asks for, or not
+    part of it.
     """
+    if is_converted(folder):
+        return restore_params(folder, arch, dtype, mesh)
     check_divisible(arch, mesh)
     tensors = TensorFiles(folder)
     _, abstract = abstract_model(arch, dtype)

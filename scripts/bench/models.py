@@ -61,7 +61,7 @@ def write_checkpoint(shape: str, folder: Path, dtype: str = "bfloat16", seed: in
     config = SHAPES[shape]
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, dims in _tensor_shapes(config).items():
+    for name, dims in tensor_shapes(config).items():
         if len(dims) == 1:
             values = np.ones(dims, np.float32)
         else:
@@ -72,7 +72,7 @@ def write_checkpoint(shape: str, folder: Path, dtype: str = "bfloat16", seed: in
     return folder
 
 
-def _tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes by name of the tensor: `[out, in]` for a matrix, the length for the scale of a norm."""
     d, f, h = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * h, config["num_key_value_heads"] * h

@@ -1,0 +1,165 @@
+"""Converted checkpoints: fused, sharded parameters in Orbax's format, as `scripts/convert_checkpoint.py` writes them.
+
+Such a folder has the model's config.json, tokenizer and chat template, Orbax's files in `params/`, the scales of a
+float8 KV cache as they were, and a manifest. The manifest tells the folder from one in Hugging Face's layout, and holds
+the version of the layout of fused parameters and what parameters there are. Parameters are stored by the names that the
+model gives them, and read again onto any mesh: each device reads its own part.
+
+Owns the folder's layout. Never knows the names of Hugging Face's tensors. `load_params` calls it for folders that
+`is_converted` says are its own. Orbax is imported when it is needed: that takes a while.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from safetensors.numpy import save
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch, Params, abstract_model
+from jaxsgl.models.quantization import AT_LOAD
+from jaxsgl.weights.assembly import size
+from jaxsgl.weights.names import kv_scale_of
+from jaxsgl.weights.sharding import check_divisible, param_sharding
+from jaxsgl.weights.tensor_files import TensorFiles
+
+# The version of how parameters are named, fused and ordered. Raise it with every change in `names.py` or `models/` that
+# gives a parameter another meaning; `tests/weights/test_converted.py` notices most of them.
+LAYOUT_VERSION = 1
+MANIFEST = "jaxsgl_checkpoint.json"
+PARAMS = "params"
+KV_SCALES = "kv_scales.safetensors"  # for `load_kv_scales`, as for any other folder
+COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration, tokenizer, chat template
+CHUNK_BYTES = 64 << 20  # stored in one piece; a device reads all of each piece that it needs a part of
+CONVERT_AGAIN = "convert the original checkpoint again with scripts/convert_checkpoint.py"
+
+logger = logging.getLogger(__name__)
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether `folder` holds a converted checkpoint."""
+    return (folder / MANIFEST).is_file()
+
+
+def save_converted(source: Path, folder: Path, params: Params) -> None:
+    """Writes `params`, and what else a server reads of the folder `source`, to the new or empty folder `folder`.
+
+    Each shard of a parameter is stored by itself. The manifest comes last, so a folder that isn't finished is not taken
+    for a converted one. Raises `CheckpointError` if `folder` has files.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(f"{folder} is not empty: name a new folder for the converted checkpoint")
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in COPIED:
+        for path in source.glob(pattern):
+            if not path.name.endswith(".safetensors.index.json"):
+                shutil.copyfile(path, folder / path.name)
+    tensors = TensorFiles(source)
+    scales = {name: tensors.scale(name) for name in tensors.names() if kv_scale_of(name) is not None}
+    (folder / KV_SCALES).write_bytes(save(scales))
+    arrays = {_name(path): param[...] for path, param in nnx.to_flat_state(params)}
+
+    import orbax.checkpoint as ocp
+
+    save_args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
+    handler = ocp.PyTreeCheckpointHandler(
+        use_compression=False, save_device_host_concurrent_gb=_concurrent_gb(arrays.values())
+    )
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save((folder / PARAMS).absolute(), args=ocp.args.PyTreeSave(arrays, save_args=save_args))
+    described = {name: {"shape": list(array.shape), "dtype": array.dtype.name} for name, array in arrays.items()}
+    manifest = {"layout_version": LAYOUT_VERSION, "params": described}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def restore_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
+    """The parameters of the converted `folder` in `dtype`, sharded over `mesh`; a tree like `abstract_model`'s.
+
+    Raises `CheckpointError` for another version of the layout, other parameters than `arch` asks for, broken files, and
+    weights that are to be quantized at load.
+    """
+    check_divisible(arch, mesh)
+    stored = read_manifest(folder)["params"]
+    if arch.weight_format is not None and arch.weight_format.method == AT_LOAD:
+        raise CheckpointError(
+            f"{folder} is a converted checkpoint, and --quantization works on checkpoints in safetensors files only: "
+            "leave it out, or give the folder that was converted"
+        )
+    flat = dict(nnx.to_flat_state(abstract_model(arch, dtype)[1]))
+    _check_params(folder, {_name(path): param.shape for path, param in flat.items()}, stored, arch)
+    abstract = {
+        _name(path): jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(param, mesh))
+        for path, param in flat.items()
+    }
+    start_s = time.monotonic()
+    arrays = _restore(folder / PARAMS, abstract)
+    seconds, num_bytes = time.monotonic() - start_s, sum(array.nbytes for array in arrays.values())
+    logger.info("weights: %s restored in %.1f s, %.2f GB/s", size(num_bytes), seconds, num_bytes / 1e9 / seconds)
+    return nnx.from_flat_state([(path, param.replace(arrays[_name(path)])) for path, param in flat.items()])
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest. Raises `CheckpointError` for another version of the layout."""
+    path = folder / MANIFEST
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = manifest["layout_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} can't be read as a manifest: {error!r}; {CONVERT_AGAIN}") from error
+    if version != LAYOUT_VERSION:
+        raise CheckpointError(
+            f"{path}: the parameters have layout version {version}, but this version of jaxsgl reads {LAYOUT_VERSION}: "
+            f"{CONVERT_AGAIN}"
+        )
+    return manifest
+
+
+def _check_params(
+    folder: Path, wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, Any], arch: ModelArch
+) -> None:
+    different = [
+        name for name in sorted({*wanted, *stored})
+        if name not in wanted or name not in stored or tuple(stored[name]["shape"]) != wanted[name]
+    ]  # fmt: skip
+    if different:
+        raise CheckpointError(
+            f"{folder}: {len(different)} parameters are not those that config.json asks for, {different[0]} among "
+            f"them: {arch.name} wants shape {wanted.get(different[0])}, the folder has "
+            f"{(stored.get(different[0]) or {}).get('shape')}; {CONVERT_AGAIN}"
+        )
+
+
+def _restore(folder: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    import orbax.checkpoint as ocp
+
+    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    try:
+        handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_concurrent_gb(abstract.values()))
+        with ocp.Checkpointer(handler) as checkpointer:
+            arrays: dict[str, jax.Array] = checkpointer.restore(
+                folder.absolute(), args=ocp.args.PyTreeRestore(dict(abstract), restore_args=restore_args)
+            )
+        return jax.block_until_ready(arrays)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} can't be restored ({str(error).splitlines()[0]}); {CONVERT_AGAIN}") from error
+
+
+def _concurrent_gb(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> int:
+    """What Orbax may hold beside the parameters: as little as it accepts, twice the largest one and a byte."""
+    largest = max(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    return math.ceil((2 * largest + 1) / 1e9)
+
+
+def _name(path: tuple[Hashable, ...]) -> str:
+    return ".".join(map(str, path))

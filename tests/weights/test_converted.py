@@ -1,0 +1,187 @@
+"""Converted checkpoints: the same parameters on any number of devices, and refusals that say what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch
+from jaxsgl.models.quantization import FORMATS_AT_LOAD
+from jaxsgl.text.tokenizer import load_tokenizer
+from jaxsgl.weights import is_converted, load_kv_scales, load_params, save_converted
+from jaxsgl.weights.converted import LAYOUT_VERSION, MANIFEST
+from tests.checkpoints import make_checkpoint
+from tests.plain_model import checkpoint_logits, mesh_of
+from tests.scripts.running import run_script
+from tests.text.small_tokenizers import save
+from tests.weights.test_loading import rewrite
+
+TOKENS = list(range(3, 60))
+
+# Runs with 4 devices: restores a folder onto 1, 2 and 4 of them, says how many rows of qkv each has, saves the logits.
+ON_FOUR_DEVICES = """
+import sys
+from pathlib import Path
+import numpy as np, jax, jax.numpy as jnp
+from flax import nnx
+from jaxsgl.models import ModelArch
+from jaxsgl.weights import load_params
+from tests.plain_model import mesh_of, plain_logits
+original, converted = map(Path, sys.argv[1:])
+arch = ModelArch.from_folder(original)
+expected = jax.tree.leaves(load_params(original, arch, jnp.dtype("float32"), mesh_of(1)))
+for number in (1, 2, 4):
+    params = load_params(converted, arch, jnp.dtype("float32"), mesh_of(number))
+    for restored, loaded in zip(jax.tree.leaves(params), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(restored), np.asarray(loaded))
+    qkv = params["layers"][0]["attention"]["qkv"][...]
+    print(number, len(qkv.addressable_shards), qkv.addressable_shards[0].data.shape[0])
+    np.save(converted / f"{number}.npy", plain_logits(arch, params, list(range(3, 60))))
+"""
+
+
+def load(folder: Path, dtype: str = "float32") -> nnx.State:
+    return load_params(folder, ModelArch.from_folder(folder), jnp.dtype(dtype), mesh_of())
+
+
+def convert(original: Path, folder: Path) -> Path:
+    save_converted(original, folder, load(original))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A checkpoint with a tokenizer, and what `scripts/convert_checkpoint.py` makes of it."""
+    original, converted = (tmp_path_factory.mktemp(name) for name in ("original", "converted"))
+    make_checkpoint("qwen3", original, num_attention_heads=8, num_key_value_heads=4)
+    save(Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="b")), original)
+    done = run_script("convert_checkpoint.py", "--model", original, "--output", converted)
+    assert f"{converted}: 0.00 GB" in done.stdout
+    return original, converted
+
+
+def test_it_is_restored_onto_one_two_and_four_devices_with_equal_outputs(pair: tuple[Path, Path]) -> None:
+    original, converted = pair
+    done = subprocess.run(
+        [sys.executable, "-c", ON_FOUR_DEVICES, *map(str, pair)],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "1", "4", "2", "2", "2", "4", "4", "1"]
+    expected = checkpoint_logits(original, TOKENS)
+    np.testing.assert_array_equal(np.load(converted / "1.npy"), expected)
+    for number in (2, 4):
+        np.testing.assert_allclose(np.load(converted / f"{number}.npy"), expected, atol=1e-5)
+
+
+def test_the_folder_serves_by_itself(pair: tuple[Path, Path]) -> None:
+    original, converted = pair
+    assert is_converted(converted) and not is_converted(original)
+    assert ModelArch.from_folder(converted) == ModelArch.from_folder(original)
+    assert load_tokenizer(str(converted)).encode("a") == [0]
+
+
+def test_another_dtype_is_converted_as_it_is_restored(pair: tuple[Path, Path]) -> None:
+    original, converted = pair
+    for restored, loaded in zip(
+        jax.tree.leaves(load(converted, "bfloat16")), jax.tree.leaves(load(original, "bfloat16")), strict=True
+    ):
+        assert restored.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(restored), np.asarray(loaded))
+
+
+def test_scales_of_the_kv_cache_come_along(tmp_path: Path) -> None:
+    original = make_checkpoint("llama_tied", tmp_path / "original")
+    names = [f"model.layers.{layer}.self_attn.k_scale".replace(".", "__") for layer in range(2)]
+    rewrite(original, **{name: torch.tensor(0.5) for name in names})
+    converted = convert(original, tmp_path / "converted")
+    arch = ModelArch.from_folder(converted)
+    assert load_kv_scales(converted, arch) == load_kv_scales(original, arch)
+    assert load_kv_scales(converted, arch).k == (0.5, 0.5)
+
+
+def test_another_layout_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    converted = convert(make_checkpoint("llama_tied", tmp_path / "original"), tmp_path / "converted")
+    manifest = json.loads((converted / MANIFEST).read_text())
+    for changes, words in (
+        (
+            {"layout_version": LAYOUT_VERSION + 1},
+            f"have layout version {LAYOUT_VERSION + 1}, but .* reads {LAYOUT_VERSION}",
+        ),
+        (
+            {"params": {**manifest["params"], "final_norm": {"shape": [65]}}},
+            r"final_norm among them: .*\(64,\).*\[65\]",
+        ),
+        (
+            {"params": {**manifest["params"], "layers.0.new": {"shape": [65]}}},
+            r"1 parameters are not those .*layers\.0\.new",
+        ),
+    ):
+        (converted / MANIFEST).write_text(json.dumps({**manifest, **changes}))
+        with pytest.raises(
+            CheckpointError, match=words + ".*convert the original checkpoint again with scripts/convert_c"
+        ):
+            load(converted)
+    (converted / MANIFEST).write_text("[")
+    with pytest.raises(CheckpointError, match=f"{MANIFEST} can't be read as a manifest"):
+        load(converted)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    converted = convert(make_checkpoint("llama_tied", tmp_path / "original"), tmp_path / "converted")
+    (converted / "params" / "manifest.ocdbt").write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match=r"params can't be restored \(.*convert the original checkpoint again"):
+        load(converted)
+
+
+def test_weights_that_are_not_safetensors_cannot_be_quantized_at_load(pair: tuple[Path, Path]) -> None:
+    _, converted = pair
+    arch = replace(ModelArch.from_folder(converted), weight_format=FORMATS_AT_LOAD["int8"])
+    with pytest.raises(
+        CheckpointError, match="--quantization works on checkpoints in safetensors files only: leave it"
+    ):
+        load_params(converted, arch, jnp.dtype("float32"), mesh_of())
+
+
+def test_a_folder_with_files_is_not_overwritten(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not empty: name a new folder"):
+        save_converted(pair[0], pair[1], load(pair[0]))
+
+
+def test_the_version_names_this_layout(tmp_path: Path) -> None:
+    """If this fails, folders that were converted before would be read wrongly: raise LAYOUT_VERSION, and change the
+    sums here. They are of parameters whose tensors count up."""
+    found = {}
+    for kind in ("llama_linear_rope_bias", "qwen3"):
+        folder = make_checkpoint(kind, tmp_path / kind)
+        tensors = load_file(folder / "model.safetensors")
+        counted = {
+            name: (np.arange(tensor.size, dtype=np.float32) % 4093 + index).reshape(tensor.shape)
+            for index, (name, tensor) in enumerate(sorted(tensors.items()))
+        }
+        save_file(counted, folder / "model.safetensors", metadata={"format": "pt"})
+        params: Any = load(folder)
+        text = [(*path, np.asarray(param[...]).tobytes()) for path, param in nnx.to_flat_state(params)]
+        found[kind] = zlib.crc32(repr(sorted(text, key=repr)).encode())
+    assert (LAYOUT_VERSION, found) == (1, {"llama_linear_rope_bias": 2648106002, "qwen3": 2208578534})
