@@ -179,8 +179,9 @@ def chain_items(plan: SplitPlan, splits: Splits) -> jax.Array:
     """
     exists = jnp.arange(plan.num_items) < jnp.sum(splits.counts)
     cost = jnp.where(exists, splits.items[:, END] - splits.items[:, BEGIN] + 1, 0)
-    work = jnp.sum(cost)
-    left = jnp.maximum((work - _sums_before(cost)) * _SHORTEST_CHAIN, work)
+    before = _sums_before(cost)
+    work = before[-1] + cost[-1]
+    left = jnp.maximum((work - before) * _SHORTEST_CHAIN, work)
     share = -(-left // (plan.items_at_once * _SHORTEST_CHAIN))
     fit = jnp.maximum(share // jnp.maximum(cost, 1), 1)  # items like this one that the chain would hold
     begins = _sums_before(jnp.where(exists, -(-_CHAIN // fit), 0))
