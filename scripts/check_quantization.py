@@ -4,9 +4,9 @@
     python scripts/check_quantization.py --model path/or/hub-id --text essays.txt --formats int8
 
 Scores the tokens of documents that the bundled model is made for but has not seen: conversations, code words, plain
-text. Of a document, the tokens count that the model would write: its answers. With --text, all tokens of a file's
-lines count. For each format: the perplexity, how much larger it is than without quantization, and the memory of the
-weights.
+text. For each format: the perplexity of the tokens that the model would write (its answers, of which it is all but
+certain), the same of all tokens, how much larger each is than without quantization, and the memory of the weights. With
+--text, documents are the lines of a file, and all tokens are answers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 MOST_TOKENS = 1024  # of a document
 NONE = "none"
+WHAT = ("answers", "all tokens")
 
 
 def held_out(num: int, tokenizer: Tokenizer) -> list[tuple[list[int], list[bool]]]:
@@ -55,22 +56,19 @@ def lines_of(path: Path, tokenizer: Tokenizer) -> list[tuple[list[int], list[boo
     return [(ids, [True] * len(ids)) for ids in encoded if len(ids) > 1]
 
 
-def perplexity(
+def perplexities(
     model: str, scored: list[tuple[list[int], list[bool]]], quantization: str | None, dtype: str
-) -> tuple[float, int]:
-    """The perplexity of the tokens that count, and the bytes of the weights."""
+) -> tuple[list[float], int]:
+    """The perplexity of answers and of all tokens, and the bytes of the weights."""
     llm = jaxsgl.LLM(model, quantization=quantization, dtype=dtype, decode_buckets=(32,), extend_buckets=(512,))
     params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     done = llm.generate([ids for ids, _ in scored], params, progress=False)
     weight_bytes = llm.engine.info.weight_bytes
     llm.close()
-    total, num = 0.0, 0
-    for completion, (_, counts) in zip(done, scored, strict=True):
-        for score, wanted in zip(completion.prompt_logprobs or (), counts[1:], strict=True):
-            if wanted:
-                total += score.logprob
-                num += 1
-    return math.exp(-total / num), weight_bytes
+    scores = [score.logprob for completion in done for score in completion.prompt_logprobs or ()]
+    is_answer = [wanted for _, counts in scored for wanted in counts[1:]]
+    answers = [score for score, wanted in zip(scores, is_answer, strict=True) if wanted]
+    return [math.exp(-sum(of) / len(of)) for of in (answers, scores)], weight_bytes
 
 
 def main() -> int:
@@ -86,15 +84,18 @@ def main() -> int:
     tokenizer = load_tokenizer(options.model, None)
     assert tokenizer is not None
     scored = lines_of(options.text, tokenizer) if options.text else held_out(options.documents, tokenizer)
-    num_tokens = sum(sum(counts[1:]) for _, counts in scored)
     found: dict[str, dict[str, float]] = {}
+    plain: list[float] = []
     for name in (NONE, *options.formats):
-        value, weight_bytes = perplexity(options.model, scored, None if name == NONE else name, options.dtype)
-        worse = value / found[NONE]["perplexity"] - 1 if found else 0.0
-        found[name] = {"perplexity": value, "worse": worse, "weight_bytes": weight_bytes}
-        print(f"{name:8} perplexity {value:9.5f}  {worse:+8.3%}  weights {weight_bytes / 2**20:8.1f} MiB", flush=True)
+        of, weight_bytes = perplexities(options.model, scored, None if name == NONE else name, options.dtype)
+        plain = plain or of
+        worse = [value / before - 1 for value, before in zip(of, plain, strict=True)]
+        found[name] = {"answers": of[0], "all": of[1], "answers_worse": worse[0], "all_worse": worse[1]}
+        found[name]["weight_bytes"] = weight_bytes
+        told = (f"{what} {value:9.5f} {more:+8.3%}" for what, value, more in zip(WHAT, of, worse, strict=True))
+        print(f"{name:8} perplexity of {',  of '.join(told)},  weights {weight_bytes / 2**20:.1f} MiB", flush=True)
     if options.json:
-        write_json(options.json, {"command": command_line(), "tokens": num_tokens, "formats": found})
+        write_json(options.json, {"command": command_line(), "formats": found})
     return 0
 
 

@@ -11,6 +11,7 @@
 namespace jaxsgl {
 
 constexpr int kPairs = 2 * kLanes;
+using Sums = int __attribute__((vector_size(4 * kLanes)));  // of this type GCC doesn't copy them in loops
 
 #ifdef __AVX512BF16__
 
@@ -20,11 +21,11 @@ inline Bits WidenBytes(const int8_t* p) {
 }
 
 // sum + the products of pairs, two added up in each lane.
-inline Bits PlusPairs(Bits sum, Bits a, Bits b) {
+inline Sums PlusPairs(Sums sum, Bits a, Bits b) {
 #ifdef __AVX512VNNI__
-  return _mm512_dpwssd_epi32(sum, a, b);
+  return Sums(_mm512_dpwssd_epi32(Bits(sum), a, b));
 #else
-  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+  return Sums(_mm512_add_epi32(Bits(sum), _mm512_madd_epi16(a, b)));
 #endif
 }
 
@@ -38,7 +39,7 @@ inline void StoreIntegers(Floats low, Floats high, int16_t* to) {
 }
 
 // Lane i: the sum of all lanes of x[i].
-inline Bits SumsOfLanes(const Bits x[kLanes]) {
+[[gnu::always_inline]] inline Bits SumsOfLanes(const Bits x[kLanes]) {
   Bits two[8], four[4], eight[2];
   for (int i = 0; i < 8; ++i)
     two[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]),
@@ -59,7 +60,9 @@ inline Bits WidenBytes(const int8_t* p) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-inline Bits PlusPairs(Bits sum, Bits a, Bits b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
+inline Sums PlusPairs(Sums sum, Bits a, Bits b) {
+  return Sums(_mm256_add_epi32(Bits(sum), _mm256_madd_epi16(a, b)));
+}
 inline Floats ToFloats(Bits x) { return _mm256_cvtepi32_ps(x); }
 inline Floats Permuted(Floats x, Bits lanes) { return _mm256_permutevar8x32_ps(x, lanes); }
 
@@ -68,7 +71,7 @@ inline void StoreIntegers(Floats low, Floats high, int16_t* to) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
-inline Bits SumsOfLanes(const Bits x[kLanes]) {
+[[gnu::always_inline]] inline Bits SumsOfLanes(const Bits x[kLanes]) {
   Bits two[4], four[2];
   for (int i = 0; i < 4; ++i)
     two[i] = _mm256_add_epi32(_mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]),

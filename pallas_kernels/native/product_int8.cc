@@ -83,11 +83,11 @@ void PackTokens(const Int8Product& p, int64_t first, int tokens, const Tokens& t
 template <int T, bool prefetches>
 Bits Dots(const int8_t* weights, int64_t in, const int16_t* tokens, int depth) {
   constexpr int R = kLanes / T;
-  Bits sum[kLanes];
+  Sums sum[kLanes];
 #pragma GCC unroll 16
-  for (int l = 0; l < kLanes; ++l) sum[l] = Bits{};
+  for (int l = 0; l < kLanes; ++l) sum[l] = Sums{};
   for (int i = 0; i < depth; i += kPairs) {
-    if (prefetches && i % 64 == 0)
+    if constexpr (prefetches)  // each line twice: a condition would make GCC copy the sums
       for (int r = 0; r < R; ++r)
         _mm_prefetch(reinterpret_cast<const char*>(weights + (kRows + r) * in + i), _MM_HINT_T1);
     Bits right[T];
@@ -103,7 +103,10 @@ Bits Dots(const int8_t* weights, int64_t in, const int16_t* tokens, int depth) {
       for (int t = 0; t < T; ++t) sum[r * T + t] = PlusPairs(sum[r * T + t], left, right[t]);
     }
   }
-  return SumsOfLanes(sum);
+  Bits bits[kLanes];
+#pragma GCC unroll 16
+  for (int l = 0; l < kLanes; ++l) bits[l] = Bits(sum[l]);
+  return SumsOfLanes(bits);
 }
 
 // Multiplies weight rows begin .. begin + kRows - 1 with packed tokens, into y.
