@@ -137,7 +137,8 @@ class LLM:
         Needs memory for a second copy of the weights, unless they were released before (docs/weight-updates.md).
 
         Args:
-          weights: a model folder, a hub id, or a tree like `params`, of any float dtype. A tree is copied.
+          weights: a model folder, a hub id, a tree like `params`, or tensors by the names of a checkpoint (as
+            model.norm.weight), of any float dtype. Arrays are copied.
           weight_version: what to call them; None: the number of updates so far.
 
         Raises:

@@ -16,7 +16,7 @@ import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +55,16 @@ def as_kept(arch: ModelArch, dtype: jnp.dtype, platform: str) -> ModelArch:
     return arch if fmt is None or platform != "cpu" else dataclasses.replace(arch, weight_format=fmt.on_cpu(dtype.name))
 
 
-def read_params(config: EngineConfig, folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
-    """The parameters of `folder`, or with --load-format dummy random ones. Raises `CheckpointError`."""
-    if config.load_format == "dummy":
+def read_params(
+    config: EngineConfig, source: Path | Mapping[str, Any], arch: ModelArch, dtype: jnp.dtype, mesh: Mesh
+) -> Params:
+    """The parameters of a folder, or of tensors by name; with --load-format dummy random ones in a folder's place.
+
+    Raises `CheckpointError`.
+    """
+    if config.load_format == "dummy" and isinstance(source, Path):
         return random_params(arch, dtype, mesh, config.random_seed)
-    return load_params(folder, arch, dtype, mesh)
+    return load_params(source, arch, dtype, mesh)
 
 
 def abstract_params(params: Params) -> Params:
@@ -129,8 +134,8 @@ class EngineResidents:
         """Reads parameters of the same model, ready for `swap_weights`; may run in a thread beside steps.
 
         Args:
-          source: a model folder, a hub id, a tree like `params` in any float dtype, or None for the weights that were
-            released.
+          source: a model folder, a hub id, a tree like `params` or tensors by the names of a checkpoint, in any float
+            dtype, or None for the weights that were released.
 
         Raises:
           CheckpointError: they can't be read or are those of another model; nothing has changed.
@@ -140,6 +145,8 @@ class EngineResidents:
                 return self._restaged()
             if isinstance(source, str | Path):
                 return self._read(resolve_model_folder(str(source)))
+            if _is_named(source):
+                return Staged(jax.tree.leaves(self._params_of(source)), None)
             return Staged(self._copied(source), None)
 
     def swap_weights(self, staged: object, version: str | None = None) -> None:
@@ -211,11 +218,14 @@ class EngineResidents:
                 f"{folder}: the scales of its KV cache differ from those that the programs were compiled for: start a "
                 "server with it"
             )
-        mesh = self._mesh if MemoryTag.WEIGHTS in self.released else _staging_mesh(self._mesh)
-        params = read_params(self._config, folder, self._arch, self._dtype, mesh)
-        leaves = jax.block_until_ready(jax.tree.leaves(params))
+        params = self._params_of(folder)
         self._check_leaves(_by_path(params), str(folder))
-        return Staged(leaves, folder)
+        return Staged(jax.tree.leaves(params), folder)
+
+    def _params_of(self, source: Path | Mapping[str, Any]) -> Params:
+        mesh = self._mesh if MemoryTag.WEIGHTS in self.released else _staging_mesh(self._mesh)
+        params: Params = jax.block_until_ready(read_params(self._config, source, self._arch, self._dtype, mesh))
+        return params
 
     def _copied(self, tree: Tree) -> list[Any]:
         """Copies of a tree's leaves in our dtypes: the trainer goes on to change or donate its own."""
@@ -260,6 +270,11 @@ def _staging_mesh(mesh: Mesh) -> Mesh:
     except RuntimeError:
         logger.warning("JAX has no CPU backend here (JAX_PLATFORMS), so new weights are loaded beside the old ones")
         return mesh
+
+
+def _is_named(tree: Tree) -> TypeGuard[Mapping[str, Any]]:
+    """Whether these are tensors by the names of a checkpoint, as model.norm.weight."""
+    return isinstance(tree, Mapping) and all(isinstance(name, str) and "." in name for name in tree)
 
 
 def _check_same_model(arch: ModelArch, served: ModelArch, folder: Path) -> None:

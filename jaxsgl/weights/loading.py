@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
 from jaxsgl.weights.converted import is_converted, restore_params
+from jaxsgl.weights.given_tensors import GivenTensors
 from jaxsgl.weights.names import Computed, Piece, Tensor
 from jaxsgl.weights.quantized import recipe_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
@@ -44,17 +45,17 @@ class _Made(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
-    """The parameters of `folder` in `dtype`, sharded over `mesh`; a tree like `abstract_model`'s.
+def load_params(source: Path | Mapping[str, Any], arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
+    """The parameters of `source` in `dtype`, sharded over `mesh`; a tree like `abstract_model`'s.
 
-    Finds every tensor before it reads the first one; a converted checkpoint is restored by `converted.py`. Raises
-    `CheckpointError` for files or tensors that are missing, truncated, of another shape than `arch` asks for, or not
-    part of it.
+    `source` is a folder, or the tensors themselves by the names of a checkpoint, which are copied. Finds every tensor
+    before it reads the first one; a converted checkpoint is restored by `converted.py`. Raises `CheckpointError` for
+    files or tensors that are missing, truncated, of another shape than `arch` asks for, or not part of it.
     """
-    if is_converted(folder):
-        return restore_params(folder, arch, dtype, mesh)
+    if isinstance(source, Path) and is_converted(source):
+        return restore_params(source, arch, dtype, mesh)
     check_divisible(arch, mesh)
-    tensors = TensorFiles(folder)
+    tensors = TensorFiles(source) if isinstance(source, Path) else GivenTensors(source)
     _, abstract = abstract_model(arch, dtype)
     plan = [_find(path, param, tensors, arch) for path, param in nnx.to_flat_state(abstract)]
     tensors.refuse_unread(arch)
@@ -85,7 +86,9 @@ def load_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> 
     return nnx.from_flat_state(params)
 
 
-def _find(path: tuple[Hashable, ...], param: nnx.Param[jax.Array], tensors: TensorFiles, arch: ModelArch) -> _Made:
+def _find(
+    path: tuple[Hashable, ...], param: nnx.Param[jax.Array], tensors: TensorFiles | GivenTensors, arch: ModelArch
+) -> _Made:
     """Says what the (abstract) parameter at `path` is made of; reads nothing."""
     recipe = recipe_of(path, param, arch)
     found = tuple(tensors.tensor(source, arch) for source in recipe.sources)

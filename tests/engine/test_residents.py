@@ -95,6 +95,29 @@ def test_weights_staged_on_another_device_come_to_lie_where_the_old_ones_did(
     assert llm.engine.recompiles == num_compiled
 
 
+@pytest.mark.parametrize("to_array", [np.array, jnp.array])
+def test_tensors_by_the_names_of_a_checkpoint_are_fused_as_a_folders_are(
+    llm: LLM, folders: list[Path], expected: list[list[list[int]]], to_array: Callable[..., Any]
+) -> None:
+    named = {name: to_array(tensor) for name, tensor in load_file(folders[1] / "model.safetensors").items()}
+    num_compiled = llm.engine.recompiles
+    llm.update_weights(dict(named))
+    for broken, words in (
+        ({**named, NORM: np.ones(3, np.float32)}, "shape"),
+        ({**named, "model.x": np.ones(3)}, "model.x"),
+        ({name: tensor for name, tensor in named.items() if name != NORM}, "missing"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            llm.update_weights(broken)
+    for tensor in named.values():
+        if isinstance(tensor, np.ndarray):
+            tensor[...] = 0
+        else:
+            tensor.delete()
+    assert answers(llm) == expected[1]
+    assert llm.engine.recompiles == num_compiled
+
+
 def as_numpy(tree: nnx.State[Any, Any]) -> Any:
     return jax.tree.map(lambda leaf: np.array(leaf, np.float32), nnx.to_pure_dict(tree))
 
