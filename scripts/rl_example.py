@@ -49,7 +49,7 @@ class Policy(nnx.Module):
 
 
 @nnx.jit
-def learn(policy: Policy, optimizer: nnx.Optimizer, ids_BT: jax.Array, weights_BT: jax.Array) -> None:
+def learn(policy: Policy, optimizer: nnx.Optimizer[Policy], ids_BT: jax.Array, weights_BT: jax.Array) -> None:
     """One step: `weights_BT` are the advantages of generated tokens, 0 for prompts and padding."""
 
     def loss(policy: Policy) -> jax.Array:

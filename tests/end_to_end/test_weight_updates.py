@@ -15,16 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jaxsgl.config import BUNDLED_MODEL
-from tests.end_to_end.precision import EXACT
 from tests.end_to_end.servers import RunningServer, check_log, running_server
+from tests.end_to_end.test_apis import FLAGS  # so that the programs are compiled once for both
 from tests.grids import count
 
 NUM_STREAMS = 64
 NUM_PROMPTS = 16
-FLAGS = (
-    "--dtype", EXACT, "--max-running-requests", "16", "--max-total-tokens", "2048", "--context-length", "128",
-    "--decode-buckets", "16", "--extend-buckets", "128", "--chunked-prefill-size", "128",
-)  # fmt: skip
 PARAMS = {"max_new_tokens": 16, "temperature": 0.0, "ignore_eos": True}
 
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import (
     Answer,
@@ -26,7 +27,7 @@ from jaxsgl.messages import (
 )
 from jaxsgl.request import FinishReason
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, ScriptedMailbox, generate, next_token, seed_of
+from jaxsgl.testing import FakeEngine, FakeHandle, ScriptedMailbox, generate, next_token, seed_of
 from jaxsgl.weight_messages import (
     MemoryTag,
     ReleaseMemory,
@@ -171,7 +172,7 @@ def test_requests_run_while_weights_are_loaded() -> None:
             super().__init__(capacity(max_extend_tokens=16))
             self.may_load.clear()
 
-        def submit(self, inputs):  # type: ignore[no-untyped-def]
+        def submit(self, inputs: StepInputs) -> FakeHandle:
             self.num_steps = getattr(self, "num_steps", 0) + 1
             if self.num_steps == 15:
                 self.may_load.set()
