@@ -3,14 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.grids import NIGHTLY
 from tests.scripts.running import run_script
 
 
 def test_the_example_samples_updates_and_samples(tmp_path: Path) -> None:
-    pytest.importorskip("optax")
     steps = 12 if NIGHTLY else 2
     done = run_script("rl_example.py", "--steps", steps, "--samples", 4, "--json", tmp_path / "out.json")
     versions = [line.split()[1].rstrip(":") for line in done.stdout.splitlines()]
