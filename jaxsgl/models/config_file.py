@@ -32,7 +32,8 @@ HARMLESS = frozenset((
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "bad_words_ids", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "finetuned",
     "exponential_decay_length_penalty", "tf_legacy_loss", "use_bfloat16", "language", "loss_type",
-    "model_max_length",
+    "model_max_length", "max_sequence_length", "max_seq_length", "max_seq_len", "name_or_path", "_commit_hash",
+    "keys_to_ignore_at_inference",
 ))  # fmt: skip
 
 
@@ -94,7 +95,7 @@ class ConfigFile:
 def _is_neutral(key: str, value: Any) -> bool:
     if key == "layer_types":
         return isinstance(value, list) and set(value) <= {"full_attention"}
-    if key in ("partial_rotary_factor", "factor"):
+    if key in ("partial_rotary_factor", "factor", "is_causal"):
         return bool(value == 1)
     return not value
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from jaxsgl.config import EngineConfig
+from jaxsgl.engine import residents
 from jaxsgl.engine.engine import Engine
+from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.weights import load_params
@@ -100,6 +102,21 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(kind: str, tmp_pat
             np.testing.assert_allclose(first_logits(engine, request.prompt_ids), logits[2 * i][length - 1], atol=ATOL)
     assert engine.recompiles == 0
     engine.close()
+
+
+def test_the_servers_context_limit_reaches_the_ropes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ModelArch] = []
+
+    def load(folder: Path, arch: ModelArch, *arguments: object, **options: object) -> None:
+        seen.append(arch)
+        raise CheckpointError("enough")
+
+    monkeypatch.setattr(residents, "load_params", load)
+    folder = make_checkpoint("phi3", tmp_path)
+    for limit in (ORIGINAL_CONTEXT, ORIGINAL_CONTEXT + 1, None):
+        with pytest.raises(CheckpointError, match="enough"):
+            Engine(EngineConfig(model=str(folder), context_length=limit), progress=False)
+    assert [arch.ropes[0].is_long for arch in seen] == [False, True, True]
 
 
 def test_longropes_factors_follow_from_the_servers_context_limit(tmp_path: Path) -> None:
