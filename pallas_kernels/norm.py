@@ -23,10 +23,7 @@ def scale_of(stack: jax.Array, row: int, dtype: jnp.dtype) -> jax.Array:
 
 
 def row_of(stack: jax.Array, row: int, dtype: jnp.dtype) -> jax.Array:
-    """Row `row` of an array of vectors, in `dtype`.
-
-    Converted before it is cut: XLA's CPU backend would make an array of its own of each row that is cut in 16 bits.
-    """
+    """Row `row` of an array of vectors, in `dtype`."""
     return stack.astype(dtype)[row]
 
 

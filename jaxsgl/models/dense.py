@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.layer_rows import LayerRows, Row
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, norm_dtype, vector
 from jaxsgl.models.matrix import Matrices, Matrix, dequantized
@@ -57,18 +58,20 @@ class Decoder(Matrices):
         arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
         tables = {rope: rope_tables(positions, rope, arch.head_dim) for rope in self._ropes()}
+        rows = LayerRows(arch.num_layers, positions, x_TD.dtype)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
-        attention_norms, mlp_norms = self._norms_of(vectors.attention_norm), self._norms_of(vectors.mlp_norm)
-        first = attention_norms[0]
+        first = rows.of(vectors.attention_norm, 0)
         read_TD = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             table = tables[self._rope_of(arch.layers[index])]
-            update_TD = layer.attention(read_TD, vectors, table, index, attend)
-            x_TD, read_TD = self._add(x_TD, update_TD, vectors.attention_out_norm, index, mlp_norms[index])
+            update_TD = layer.attention(read_TD, vectors, rows, table, index, attend)
+            x_TD, read_TD = self._add(
+                x_TD, update_TD, rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
+            )
             update_TD = layer.mlp(read_TD)
             is_last = index == arch.num_layers - 1
-            next_norm = (self.final_norm[...][None], 0) if is_last else attention_norms[index + 1]
-            x_TD, read_TD = self._add(x_TD, update_TD, vectors.mlp_out_norm, index, next_norm)
+            next_norm = (self.final_norm[...][None], 0) if is_last else rows.of(vectors.attention_norm, index + 1)
+            x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm)
         return read_TD
 
     def _embed(self, token_ids: jax.Array) -> jax.Array:
@@ -88,28 +91,16 @@ class Decoder(Matrices):
         """The ropes that layers have, in order."""
         return dict.fromkeys(self._rope_of(spec) for spec in self.arch.layers)
 
-    def _norms_of(self, stack: nnx.Param[jax.Array] | None) -> list[tuple[jax.Array, int] | None]:
-        """A stack of scales with the row of each layer; None where layers don't have this norm."""
-        if stack is None:
-            return [None] * self.arch.num_layers
-        scales = stack[...]
-        return [(scales, row) for row in range(self.arch.num_layers)]
-
     def _add(
-        self,
-        x_TD: jax.Array,
-        update: jax.Array,
-        out_norm: nnx.Param[jax.Array] | None,
-        row: int,
-        next_norm: tuple[jax.Array, int] | None,
+        self, x_TD: jax.Array, update: jax.Array, out_norm: Row | None, next_norm: Row | None
     ) -> tuple[jax.Array, jax.Array]:
-        """The residual stream with an update, normalized by row `row` of `out_norm` if there is one, and what is read.
+        """The residual stream with an update, normalized by `out_norm` if there is one, and what is read.
 
         That is the stream by `next_norm`, or as it is. `update` is `[T, D]` or in parts, as `add_and_norm` takes it.
         """
         eps = self.arch.rms_norm_eps
         if out_norm is not None:
-            update = rms_norm(sum_parts(update, x_TD), scale_of(out_norm[...], row, x_TD.dtype), eps)
+            update = rms_norm(sum_parts(update, x_TD), scale_of(*out_norm, x_TD.dtype), eps)
         if next_norm is None:
             x_TD = x_TD + sum_parts(update, x_TD)
             return x_TD, x_TD

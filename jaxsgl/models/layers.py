@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxsgl.models.arch import Activation, ModelArch
+from jaxsgl.models.layer_rows import LayerRows
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.matrix import Axes, Matrices, Weights
 from jaxsgl.models.precision import product, product_in_parts
@@ -117,23 +118,25 @@ class Attention(Matrices):
         self,
         x_TD: jax.Array,
         vectors: LayerVectors,
+        rows: LayerRows,
         tables: tuple[jax.Array, jax.Array],
         layer_index: int,
         attend: Attend,
     ) -> jax.Array:
         """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are the tokens' rope tables."""
         cos, sin = tables
-        bias, q_norm, k_norm = (
-            None if stack is None else stack[...] for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm)
+        bias, q_norm, k_norm, sinks = (
+            rows.stack(stack, layer_index)
+            for stack in (vectors.qkv_bias, vectors.q_norm, vectors.k_norm, vectors.sinks)
         )
+        row = rows.row(layer_index)
         fused = product(x_TD, self.matrix("qkv"))
         if q_norm is not None and q_norm.ndim > 2:
             assert k_norm is not None
-            fused = _normalize_all_heads(fused, bias, q_norm, k_norm, layer_index, self.eps)
+            fused = _normalize_all_heads(fused, bias, q_norm, k_norm, row, self.eps)
             bias = q_norm = k_norm = None
-        qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, layer_index, self.eps)
-        sinks = None if vectors.sinks is None else vectors.sinks[layer_index]
-        out_TNH = attend(layer_index, qkv, sinks)
+        qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, row, self.eps)
+        out_TNH = attend(layer_index, qkv, None if sinks is None else sinks[row])
         return _last_product(out_TNH.reshape(len(x_TD), -1), self.matrix("o"), self.o_bias)
 
 
