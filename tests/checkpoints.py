@@ -15,10 +15,16 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -31,6 +37,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -169,6 +177,53 @@ _FAMILIES: dict[str, Kind] = {
             },
         },
     ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "head_dim": 20,
+            "num_experts": 10,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"head_dim": 20, "intermediate_size": 48, "num_local_experts": 5, "sliding_window": WINDOW},
+    ),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "head_dim": 20,
+            "partial_rotary_factor": 0.6,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "head_dim": 20,
+            "intermediate_size": 48,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": _MIXED_TYPES,
+            "swiglu_limit": 2.0,
+        },
+    ),
 }
 FAMILY_KINDS = tuple(_FAMILIES)
 
@@ -203,6 +258,9 @@ def make_checkpoint(
                 parameter.copy_(1.5 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
                 if kind.startswith("olmo") and "embed" in name:
                     parameter.mul_(8)  # else the normalized updates hide which token it is
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     torch.random.set_rng_state(generator_state)
     model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     return folder

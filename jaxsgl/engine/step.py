@@ -124,7 +124,8 @@ def make_step(
         table_SP = page_table.of_seqs(table, arrays.rows, arrays.lengths, page_size)
         options = [model.arch.attention_options(layer) for layer in range(model.arch.num_layers)]
         pages = Pages(state.kv, table_SP, arrays, kind, options, attention_backend, kv_scales)
-        hidden = model(_token_ids(arrays.token_ids, state.last_tokens), arrays.positions, pages.attend)
+        is_token = arrays.slots >= page_size  # padding is stored in the dummy page
+        hidden = model(_token_ids(arrays.token_ids, state.last_tokens), arrays.positions, pages.attend, is_token)
         logits = model.logits(hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets))
         tokens = sampler.greedy(logits)
         last_tokens = state.last_tokens.at[arrays.sample_rows].set(tokens)

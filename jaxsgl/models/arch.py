@@ -19,7 +19,7 @@ from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
 from jaxsgl.models.layer_config import read_layers
-from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
+from jaxsgl.models.layer_spec import DenseMlp, LayerSpec, MoeMlp
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import read_format
 from jaxsgl.models.rope import RopeParams
@@ -97,6 +97,11 @@ class ModelArch:
         """F of the dense MLPs; 0 if the model has none."""
         return next((layer.mlp.ffn_size for layer in self.layers if isinstance(layer.mlp, DenseMlp)), 0)
 
+    @property
+    def mixture(self) -> MoeMlp | None:
+        """The mixture of experts; layers that have one have the same."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)), None)
+
     def attention_options(self, layer_index: int) -> AttentionOptions:
         """Softmax scale, window and soft cap of a layer's attention."""
         return AttentionOptions(self.attention_scale, self.layers[layer_index].window, self.attention_cap)
@@ -157,7 +162,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_bias=bias(family.qkv_bias, "attention_bias"),
         attention_out_bias=bias(family.attention_out_bias, "attention_bias"),
         mlp_bias=bias(family.mlp_bias, "mlp_bias"),
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm if family.qk_norm_key is None or config.get(family.qk_norm_key, False) else None,
         max_context=layers.max_context,
         dtype=_read_dtype(whole, config),
         eos_token_ids=_read_eos(generation, whole, config),

@@ -18,6 +18,7 @@ from jaxsgl.models.layer_rows import LayerRows, Row
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, norm_dtype, vector
 from jaxsgl.models.matrix import Matrices, Matrix, dequantized
+from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
 from pallas_kernels import add_and_norm
@@ -30,9 +31,9 @@ class DecoderLayer(nnx.Module):
     """The matrices of one layer."""
 
     def __init__(self, arch: ModelArch, spec: LayerSpec, dtype: jnp.dtype) -> None:
-        assert isinstance(spec.mlp, DenseMlp)
         self.attention = Attention(arch, dtype)
-        self.mlp = MLP(arch, spec.mlp, dtype)
+        mlp = spec.mlp
+        self.mlp = MLP(arch, mlp, dtype) if isinstance(mlp, DenseMlp) else MoE(arch, mlp, dtype)
 
 
 class Decoder(Matrices):
@@ -50,10 +51,13 @@ class Decoder(Matrices):
         if not arch.tie_embeddings:
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, attend: Attend, is_token: jax.Array | None = None
+    ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` int32.
 
-        `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it.
+        `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it. `is_token [T]` is
+        false where a bucket is padded, which costs no expert's weights; None: all are tokens.
         """
         arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
@@ -68,7 +72,7 @@ class Decoder(Matrices):
             x_TD, read_TD = self._add(
                 x_TD, update_TD, rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
             )
-            update_TD = layer.mlp(read_TD)
+            update_TD = layer.mlp(read_TD, is_token) if isinstance(layer.mlp, MoE) else layer.mlp(read_TD)
             is_last = index == arch.num_layers - 1
             next_norm = (self.final_norm[...][None], 0) if is_last else rows.of(vectors.attention_norm, index + 1)
             x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm)

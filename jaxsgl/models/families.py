@@ -10,10 +10,41 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from jaxsgl.models.layer_spec import Score
+
 # Which norms a layer has: before attention and MLP; after them, before the sum; or both.
 NormPlaces: TypeAlias = Literal["pre", "post", "sandwich"]
 # Over what queries and keys are normalized before rope: each head, or all heads at once.
 QkNorm: TypeAlias = Literal["head", "all"]
+
+
+@dataclass(frozen=True)
+class MoeFamily:
+    """How a family mixes experts, and what its config.json calls their numbers.
+
+    Attributes:
+      count_keys: names of the number of experts; checkpoints have one of them, or several with the same value.
+      ffn_key: the key of an expert's F.
+      score, choice_bias, router_bias, expert_bias: see `Router` and `MoeMlp`.
+      renormalize: whether shares add up to 1; None: as `norm_topk_prob` says.
+      grouped: `n_group`, `topk_group` and `routed_scaling_factor` hold.
+      shared_key: the key of the number of shared experts; None: there are none.
+      clamped: `swiglu_limit` and `swiglu_alpha` hold.
+      dense_layers: which layers have a plain MLP. "steps": all but every `decoder_sparse_step`th, and
+        `mlp_only_layers`. "first": the first `first_k_dense_replace`.
+    """
+
+    count_keys: tuple[str, ...]
+    ffn_key: str = "moe_intermediate_size"
+    score: Score = "softmax"
+    renormalize: bool | None = None
+    choice_bias: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    grouped: bool = False
+    shared_key: str | None = None
+    clamped: bool = False
+    dense_layers: Literal["none", "steps", "first"] = "none"
 
 
 @dataclass(frozen=True)
@@ -24,6 +55,7 @@ class Family:
       norms: places of the norms.
       norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
       qk_norm: whether and over what every q and k is normalized (RMSNorm) before rope.
+      qk_norm_key: the key that says whether `qk_norm` holds; None: it does.
       qkv_bias: whether q, k and v have biases; None: as `attention_bias` of config.json says.
       attention_out_bias: the same for the output projection.
       mlp_bias: whether the MLP has biases; None: as `mlp_bias` of config.json says.
@@ -39,6 +71,7 @@ class Family:
       caps: scores and logits have soft caps, and queries are scaled by `query_pre_attn_scalar`.
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
+      moe: of families with mixtures of experts.
       defaults: values of keys that config.json may leave out.
       ignored: keys that the family's reference code ignores, too.
     """
@@ -46,6 +79,7 @@ class Family:
     norms: NormPlaces = "pre"
     norm_offset: int = 0
     qk_norm: QkNorm | None = None
+    qk_norm_key: str | None = None
     qkv_bias: bool | None = None
     attention_out_bias: bool | None = None
     mlp_bias: bool | None = False
@@ -60,6 +94,7 @@ class Family:
     caps: bool = False
     section: str | None = None
     sinks: bool = False
+    moe: MoeFamily | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
 
@@ -156,5 +191,73 @@ FAMILIES: dict[str, Family] = {
         ignored=_GEMMA3.ignored
         | {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"}
         | {"tie_word_embeddings"},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="head",
+        windows="flag",
+        moe=MoeFamily(("num_experts", "num_local_experts"), dense_layers="steps"),
+        defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8},
+    ),
+    "MixtralForCausalLM": Family(
+        qkv_bias=False,
+        attention_out_bias=False,
+        windows="always",
+        moe=MoeFamily(("num_local_experts", "num_experts"), ffn_key="intermediate_size", renormalize=True),
+        defaults={
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rope_theta": 1_000_000.0,
+            "rms_norm_eps": 1e-5,
+        },
+        ignored=frozenset({"router_jitter_noise"}),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        qk_norm="head",
+        qk_norm_key="use_qk_norm",
+        attention_out_bias=False,
+        partial_rope=True,
+        moe=MoeFamily(
+            ("n_routed_experts", "num_local_experts"),
+            score="sigmoid",
+            choice_bias=True,
+            grouped=True,
+            shared_key="n_shared_experts",
+            dense_layers="first",
+        ),
+        defaults={
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+        },
+        ignored=frozenset({"num_nextn_predict_layers", "num_mtp_layers"}),
+    ),
+    "GptOssForCausalLM": Family(
+        sinks=True,
+        windows="always",
+        full_every=2,
+        moe=MoeFamily(
+            ("num_local_experts", "num_experts"),
+            ffn_key="intermediate_size",
+            score="softmax_of_chosen",
+            renormalize=False,
+            router_bias=True,
+            expert_bias=True,
+            clamped=True,
+        ),
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 4,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_theta": 150_000.0,
+            "rms_norm_eps": 1e-5,
+        },
+        ignored=frozenset({"experts_per_token", "initial_context_length"}),
     ),
 }

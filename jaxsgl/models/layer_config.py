@@ -11,7 +11,8 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import Family
-from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
+from jaxsgl.models.layer_spec import LayerSpec
+from jaxsgl.models.moe_config import read_mlps
 from jaxsgl.models.rope import RopeParams
 from jaxsgl.models.rope_config import read_rope
 
@@ -43,10 +44,10 @@ def read_layers(config: ConfigFile, family: Family, head_dim: int) -> Layers:
     stretched = (int(rope.factor * rope.original_context) for rope in ropes if rope.kind == "yarn")
     max_context = max(config.count("max_position_embeddings"), *stretched, 0)
     window = _read_window(config, family, max_context)
-    mlp = DenseMlp(config.count("intermediate_size"))
+    mlps = read_mlps(config, family.moe, num_layers)
     specs = tuple(
         LayerSpec(mlp, window if each == SLIDING else None, ropes.index(rope_of_type[each]) if turned else None)
-        for each, turned in zip(types, is_turned, strict=True)
+        for mlp, each, turned in zip(mlps, types, is_turned, strict=True)
     )
     return Layers(specs, ropes, max_context)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 Mixer: TypeAlias = Literal["attention"]
+Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,65 @@ class DenseMlp:
 
 
 @dataclass(frozen=True)
+class Router:
+    """How a token's experts are chosen, and the shares with which their results are added up.
+
+    Attributes:
+      top_k: how many are chosen: those of the highest scores.
+      score: what makes scores of logits. "softmax_of_chosen": the logits rank the experts, and the softmax is that of
+        the chosen ones.
+      renormalize: the scores of the chosen experts are divided by their sum.
+      scale: factor on the shares.
+      num_groups, top_groups: experts stand in so many groups, of which so many may be chosen from: those whose two best
+        experts have the highest sums.
+      choice_bias: a bias of each expert counts for the choice, and not for the share.
+      bias: logits have a bias.
+    """
+
+    top_k: int
+    score: Score = "softmax"
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    choice_bias: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """A gated unit with bounds, gate * sigmoid(alpha * gate) * (up + 1).
+
+    Attributes:
+      limit: the gate is at most this, and up lies within it on both sides.
+      alpha: see above.
+    """
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True)
 class MoeMlp:
     """A mixture of experts: each token passes through the few that a router chooses.
 
     Attributes:
       num_experts: of the layer.
       ffn_size: F of each expert.
+      router: how they are chosen.
+      bias: the experts' products have biases.
+      clamp: the experts' gated unit; None: the model's activation.
+      shared_ffn_size: F of the experts that all tokens pass through, as one MLP; 0: there are none.
+      shared_gate: their result is multiplied by a sigmoid of each token.
     """
 
     num_experts: int
     ffn_size: int
+    router: Router
+    bias: bool = False
+    clamp: Clamp | None = None
+    shared_ffn_size: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,10 @@ class GivenTensors:
         self._unread.discard(name)
         return np.asarray(given)
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor; None if there is none of that name."""
+        return tuple(self._tensors[name].shape) if name in self._tensors else None
+
     def release(self, numbers: npt.NDArray[Any]) -> None:
         """Nothing to give back: the tensors are the trainer's."""
 

@@ -83,7 +83,8 @@ class Recipe:
 
 
 def sizes(arch: ModelArch) -> dict[str, int]:
-    """Length of every axis named by a `Source`."""
+    """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones."""
+    mixture = arch.mixture
     return {
         "V": arch.vocab_size,
         "D": arch.hidden_size,
@@ -94,6 +95,11 @@ def sizes(arch: ModelArch) -> dict[str, int]:
         "KH": arch.num_kv_heads * arch.head_dim,
         "QKV": (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim,
         "2F": 2 * arch.ffn_size,
+        "E": mixture.num_experts if mixture else 0,
+        "EF": mixture.ffn_size if mixture else 0,
+        "2EF": 2 * mixture.ffn_size if mixture else 0,
+        "SF": mixture.shared_ffn_size if mixture else 0,
+        "1": 1,
     }
 
 
@@ -268,6 +274,11 @@ _UNUSED_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scal
 _OF_ATTENTION = re.compile(re.escape(_ATTENTION).replace(r"\{\}", r"(\d+)") + r"(.+)")
 
 
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Architectures whose checkpoints have layers behind the last one, which predict further tokens.
+_PREDICT_MORE = ("Glm4MoeForCausalLM",)
+
+
 def kv_scale_of(name: str) -> tuple[int, str] | None:
     """The layer, and "k", "v" or "kv" for both, whose cache a tensor of that name scales; None for any other tensor."""
     match = _OF_ATTENTION.fullmatch(name)
@@ -315,6 +326,9 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
     if of_attention is not None and (of_attention[2] in KV_SCALES or of_attention[2].endswith(_UNUSED_SCALES)):
         return True
     if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
+        return True
+    behind = _OF_LAYER.match(name) if arch.name in _PREDICT_MORE else None
+    if behind is not None and int(behind[1]) >= arch.num_layers:
         return True
     fmt = arch.weight_format
     if fmt is not None and fmt.storage is not None and stored_matrix.is_unused(name, fmt):

@@ -19,7 +19,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
 
 TENSOR_AXIS = "tp"
-MESH_AXIS_OF = {"kv_heads": TENSOR_AXIS, "ffn": TENSOR_AXIS, "vocab": TENSOR_AXIS}
+MESH_AXIS_OF = {"kv_heads": TENSOR_AXIS, "ffn": TENSOR_AXIS, "vocab": TENSOR_AXIS, "experts": TENSOR_AXIS}
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -46,6 +46,8 @@ def param_sharding(param: nnx.Param[Any], mesh: Mesh) -> NamedSharding:
 def check_divisible(arch: ModelArch, mesh: Mesh) -> None:
     """Raises `ConfigError` unless every sharded axis of `arch` splits evenly over `mesh`."""
     sizes = {"kv_heads": arch.num_kv_heads, "ffn": arch.ffn_size, "vocab": arch.vocab_size}
+    if arch.mixture is not None:
+        sizes["experts"] = arch.mixture.num_experts
     for axis, size in sizes.items():
         devices = mesh.shape[MESH_AXIS_OF[axis]]
         if size % devices:

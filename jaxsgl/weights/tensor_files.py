@@ -108,6 +108,10 @@ class TensorFiles:
         self._unread.discard(source.name)
         return file.array(source.name)
 
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor; None if there is none of that name."""
+        return self._file_of[name].tensors[name].shape if name in self._file_of else None
+
     def names(self) -> list[str]:
         """Names of all tensors."""
         return list(self._file_of)

@@ -1,0 +1,129 @@
+"""Mixtures of experts: a router chooses a few experts for each token, and their results are added up.
+
+Routers are data (`layer_spec.Router`). Owns the arithmetic of the choice and the parameters of experts; the products
+are `pallas_kernels.grouped_product`. Never knows families or checkpoints. `dense.DecoderLayer` builds a `MoE` where a
+layer's spec has one.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxsgl.errors import ConfigError
+from jaxsgl.models.arch import ModelArch
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp, Router
+from jaxsgl.models.layers import ACTIVATION_OF, MLP, vector
+from jaxsgl.models.matrix import Matrices
+from jaxsgl.models.precision import product
+from pallas_kernels import Groups, add_choices, group_by_expert, grouped_product
+from pallas_kernels.norm import sum_parts
+
+_TINY = 1e-20  # keeps a sum of sigmoids from being 0
+
+
+class MoE(Matrices):
+    """The experts of one layer and their router."""
+
+    def __init__(self, arch: ModelArch, spec: MoeMlp, dtype: jnp.dtype) -> None:
+        if arch.weight_format is not None:
+            raise ConfigError(
+                f"{arch.name} has experts, whose weights can't be quantized: leave --quantization out, or serve a "
+                "checkpoint that is not quantized"
+            )
+        d, e, f = arch.hidden_size, spec.num_experts, spec.ffn_size
+        self.spec = spec
+        self.activation = arch.activation
+        float32 = jnp.dtype(jnp.float32)
+        # Sigmoids of experts lie close together: models with them compute their logits in float32.
+        self.declare(
+            "router", (e, d), (None, None), float32 if spec.router.score == "sigmoid" else dtype, None, fan_in=d
+        )
+        self.router_bias = vector((e,), (None,), dtype, mean=0.0) if spec.router.bias else None
+        self.choice_bias = vector((e,), (None,), float32, mean=0.0) if spec.router.choice_bias else None
+        self.declare("gate_up", (e, 2 * f, d), ("experts", None, None), dtype, None, fan_in=d)
+        self.gate_up_bias = vector((e, 2 * f), ("experts", None), dtype, mean=0.0) if spec.bias else None
+        self.declare("down", (e, d, f), ("experts", None, None), dtype, None, fan_in=f)
+        self.down_bias = vector((e, d), ("experts", None), dtype, mean=0.0) if spec.bias else None
+        self.shared = MLP(arch, DenseMlp(spec.shared_ffn_size), dtype) if spec.shared_ffn_size else None
+        if spec.shared_gate:
+            self.declare("shared_gate", (1, d), (None, None), dtype, None, fan_in=d)
+
+    def __call__(self, x_TD: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
+        """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert."""
+        logits_TE = product(x_TD, self.matrix("router"), jnp.float32)
+        if self.router_bias is not None:
+            logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
+        bias_E = None if self.choice_bias is None else self.choice_bias[...]
+        experts_Tk, shares_Tk = choose_experts(self.spec.router, logits_TE, bias_E)
+        if is_token is not None:
+            experts_Tk = jnp.where(is_token[:, None], experts_Tk, self.spec.num_experts)
+        groups = group_by_expert(experts_Tk, self.spec.num_experts)
+        hidden_MF = grouped_product(x_TD, groups, self._stack("gate_up"), of_tokens=True)
+        gate, up = jnp.split(_plus(hidden_MF, self.gate_up_bias, groups), 2, axis=1)
+        if self.spec.clamp is None:
+            gated_MF = ACTIVATION_OF[self.activation](gate) * up
+        else:
+            gated_MF = clamped_unit(self.spec.clamp, gate, up)
+        y_MD = _plus(grouped_product(gated_MF, groups, self._stack("down")), self.down_bias, groups)
+        out_TD = add_choices(y_MD, groups, shares_Tk)
+        return out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD)
+
+    def _stack(self, name: str) -> jax.Array:
+        weights = self.matrix(name)
+        assert isinstance(weights, jax.Array)
+        return weights
+
+    def _shared(self, shared: MLP, x_TD: jax.Array) -> jax.Array:
+        out_TD = sum_parts(shared(x_TD), x_TD)
+        return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
+
+
+def choose_experts(
+    router: Router, logits_TE: jax.Array, choice_bias_E: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The experts `[T, k]` int32 of each token, best first, and their shares `[T, k]` float32.
+
+    `logits_TE` and `choice_bias_E` are float32. Of experts that score alike the first ones are chosen.
+    """
+    if router.score == "softmax":
+        scores = jax.nn.softmax(logits_TE, axis=-1)
+    elif router.score == "sigmoid":
+        scores = jax.nn.sigmoid(logits_TE)
+    else:
+        scores = logits_TE
+    ranks = scores if choice_bias_E is None else scores + choice_bias_E
+    if router.top_groups < router.num_groups:
+        ranks = jnp.where(_in_best_groups(router, ranks), ranks, -jnp.inf)
+    _, experts = jax.lax.top_k(ranks, router.top_k)
+    shares = jnp.take_along_axis(scores, experts, axis=-1)
+    if router.score == "softmax_of_chosen":
+        shares = jax.nn.softmax(shares, axis=-1)
+    if router.renormalize:
+        shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + _TINY)
+    return experts, shares * router.scale
+
+
+def _in_best_groups(router: Router, ranks_TE: jax.Array) -> jax.Array:
+    """Whether each expert `[T, E]` is in one of the groups whose two best experts have the highest sums."""
+    num_tokens, num_experts = ranks_TE.shape
+    by_group = ranks_TE.reshape(num_tokens, router.num_groups, -1)
+    two_best = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+    _, best = jax.lax.top_k(two_best, router.top_groups)
+    is_best = jnp.any(best[:, :, None] == jnp.arange(router.num_groups), axis=1)
+    return jnp.repeat(is_best, num_experts // router.num_groups, axis=1)
+
+
+def clamped_unit(clamp: Clamp, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """See `Clamp`."""
+    gate = jnp.minimum(gate, clamp.limit)
+    up = jnp.clip(up, -clamp.limit, clamp.limit)
+    return gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + 1)
+
+
+def _plus(y: jax.Array, bias: nnx.Param[jax.Array] | None, groups: Groups) -> jax.Array:
+    """y `[M, out]` plus the bias `[E, out]` of each place's expert."""
+    if bias is None:
+        return y
+    return y + bias[...].astype(y.dtype).at[groups.experts].get(mode="fill", fill_value=0)

@@ -1,0 +1,174 @@
+"""Maps the tensors of mixtures of experts to our parameters: one tensor per expert, or all experts stacked in one.
+
+Checkpoints name experts singly, or stack them as `[E, out, in]` or `[E, in, out]`; the shapes tell these two apart. Our
+parameters are `gate_up [E, 2 F, D]`, an expert's gates before its ups, and `down [E, D, F]`. As in `names`, recipes
+make views only. `loading.py` asks here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch
+from jaxsgl.models.layer_spec import MoeMlp
+from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor
+
+ShapeOf = Callable[[str], tuple[int, ...] | None]  # of the checkpoint's tensor of that name; None: there is none
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls the tensors of a layer's experts.
+
+    Attributes:
+      block: how all names begin; `{}` stands for the layer.
+      router: the router's weights, which may have a `.bias` beside them.
+      gate, up, down: of one expert, for which `{}` stands.
+      stacked_gate_up, stacked_down: of all experts. Biases are called so with `_bias`.
+      shared: how names of shared experts begin.
+      interleaved: a stack has gates and ups in turns; else all gates before all ups.
+      transposed: stacks are `[E, in, out]`; None: their shapes tell.
+    """
+
+    block: str = "model.layers.{}.mlp."
+    router: str = "gate.weight"
+    gate: str = "experts.{}.gate_proj.weight"
+    up: str = "experts.{}.up_proj.weight"
+    down: str = "experts.{}.down_proj.weight"
+    stacked_gate_up: str = "experts.gate_up_proj"
+    stacked_down: str = "experts.down_proj"
+    shared: str = "shared_experts."
+    interleaved: bool = False
+    transposed: bool | None = None
+
+
+NAMES: dict[str, ExpertNames] = {
+    "MixtralForCausalLM": ExpertNames(
+        block="model.layers.{}.block_sparse_moe.",
+        gate="experts.{}.w1.weight",
+        up="experts.{}.w3.weight",
+        down="experts.{}.w2.weight",
+    ),
+    "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
+}
+
+
+def recipe_of_experts(path: Path, arch: ModelArch, shape_of: ShapeOf) -> Recipe | None:
+    """The recipe of the parameter at `path`; None unless it belongs to a mixture of experts."""
+    if path[0] != "layers" or path[2] != "mlp":
+        return None
+    layer = path[1]
+    assert isinstance(layer, int)
+    mlp = arch.layers[layer].mlp
+    if not isinstance(mlp, MoeMlp):
+        return None
+    names = NAMES.get(arch.name, ExpertNames())
+    return _OfLayer(names, names.block.format(layer), mlp, arch, shape_of).recipe(*map(str, path[3:]))
+
+
+@dataclass(frozen=True)
+class _OfLayer:
+    names: ExpertNames
+    block: str
+    mlp: MoeMlp
+    arch: ModelArch
+    shape_of: ShapeOf
+
+    def recipe(self, name: str, of_shared: str = "") -> Recipe:
+        """The recipe of the parameter `name`, or of `of_shared` within the shared experts."""
+        names, block = self.names, self.block
+        if name == "shared":
+            return self._shared(of_shared)
+        small = {
+            "router": (names.router, ("E", "D")),
+            "router_bias": (names.router.replace(".weight", ".bias"), ("E",)),
+            "choice_bias": (names.router.replace(".weight", ".e_score_correction_bias"), ("E",)),
+            "shared_gate": ("shared_expert_gate.weight", ("1", "D")),
+            "down_bias": (names.stacked_down + "_bias", ("E", "D")),
+        }
+        if name in small:
+            tensor, axes = small[name]
+            return Recipe((Source(block + tensor, axes),), _whole)
+        if name == "gate_up_bias":
+            return Recipe((Source(block + names.stacked_gate_up + "_bias", ("E", "2EF")),), self._gate_up)
+        is_stacked = self.shape_of(block + names.stacked_gate_up) is not None
+        return self._stacked(name) if is_stacked else self._single(name)
+
+    def _single(self, name: str) -> Recipe:
+        """Of one tensor per expert, or two."""
+        kinds = (self.names.gate, self.names.up) if name == "gate_up" else (self.names.down,)
+        axes = ("EF", "D") if name == "gate_up" else ("D", "EF")
+        sources = tuple(
+            Source(self.block + kind.format(expert), axes) for expert in range(self.mlp.num_experts) for kind in kinds
+        )
+        return Recipe(sources, partial(_of_each_expert, len(kinds)))
+
+    def _stacked(self, name: str) -> Recipe:
+        """Of one tensor for all experts."""
+        is_transposed = self._is_transposed()
+        tensor = self.names.stacked_gate_up if name == "gate_up" else self.names.stacked_down
+        axes = ("E", "2EF", "D") if name == "gate_up" else ("E", "D", "EF")
+        if is_transposed:
+            axes = (axes[0], axes[2], axes[1])
+        pieces = self._gate_up if name == "gate_up" else _whole
+        return Recipe((Source(self.block + tensor, axes),), partial(_transposed, pieces) if is_transposed else pieces)
+
+    def _is_transposed(self) -> bool:
+        """Whether stacks are `[E, in, out]`."""
+        if self.names.transposed is not None:
+            return self.names.transposed
+        tensor = self.block + self.names.stacked_gate_up
+        shape = self.shape_of(tensor)
+        out, num_in = 2 * self.mlp.ffn_size, self.arch.hidden_size
+        if out == num_in:
+            raise CheckpointError(
+                f"tensor {tensor} has shape {shape}: with a hidden size of {num_in} and an expert's intermediate size "
+                f"of {self.mlp.ffn_size} it can't be told which axis is which; name each expert's tensors singly"
+            )
+        return shape is not None and shape[1:] == (num_in, out)
+
+    def _gate_up(self, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+        """A stack `[E, 2 F, ..]`, gates first."""
+        if not self.names.interleaved:
+            yield Piece((), tensors[0])
+            return
+        size = self.mlp.ffn_size
+        yield Piece((slice(None), slice(0, size)), tensors[0][:, ::2])
+        yield Piece((slice(None), slice(size, 2 * size)), tensors[0][:, 1::2])
+
+    def _shared(self, name: str) -> Recipe:
+        """Of the shared experts, which are one MLP."""
+        prefix = self.block + self.names.shared
+        if name == "down":
+            return Recipe((Source(prefix + "down_proj.weight", ("D", "SF")),), _whole)
+        sources = (
+            Source(prefix + "gate_proj.weight", ("SF", "D")),
+            Source(prefix + "up_proj.weight", ("SF", "D")),
+        )
+        return Recipe(sources, _rows)
+
+
+def _whole(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    yield Piece((), tensors[0])
+
+
+def _rows(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    for row, tensor in enumerate(tensors):
+        yield Piece((row,), tensor)
+
+
+def _of_each_expert(num_kinds: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Stacks what belongs to an expert, one after another."""
+    for index, tensor in enumerate(tensors):
+        expert, kind = divmod(index, num_kinds)
+        rows = len(tensor)
+        yield Piece((expert, slice(kind * rows, (kind + 1) * rows)), tensor)
+
+
+def _transposed(
+    pieces: Callable[[ModelArch, tuple[Tensor, ...]], Iterator[Piece]], arch: ModelArch, tensors: tuple[Tensor, ...]
+) -> Iterator[Piece]:
+    yield from pieces(arch, tuple(tensor.swapaxes(1, 2) for tensor in tensors))

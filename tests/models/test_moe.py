@@ -1,0 +1,170 @@
+"""Routers choose as they are described, and tokens that are none reach no expert."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxsgl.config import EngineConfig
+from jaxsgl.engine.engine import Engine
+from jaxsgl.errors import CheckpointError, ConfigError
+from jaxsgl.models import ModelArch, abstract_model, moe
+from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp, Router
+from jaxsgl.models.moe import MoE, choose_experts, clamped_unit
+from jaxsgl.models.quantization import weight_format
+from jaxsgl.request import Request, SamplingParams
+from jaxsgl.weights import load_params
+from tests.checkpoints import make_checkpoint
+from tests.end_to_end.offline import serve
+from tests.grids import NIGHTLY
+from tests.models.test_arch import read
+from tests.plain_model import mesh_of
+
+LOGITS = np.array([[1.0, 3.0, 2.0, 0.0, -1.0, 2.5]], np.float32)
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "moe_intermediate_size": 48,
+    "head_dim": 16,
+}
+GLM4_MOE = {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "moe_intermediate_size": 48}
+
+
+def chosen(router: Router, bias: list[float] | None = None) -> tuple[list[int], np.ndarray]:
+    experts, shares = choose_experts(router, jnp.asarray(LOGITS), None if bias is None else jnp.asarray(bias))
+    return experts[0].tolist(), np.asarray(shares[0], np.float64)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x.astype(np.float64))
+    return e / e.sum()
+
+
+def test_a_softmax_before_the_choice_is_over_all_experts_and_after_it_over_the_chosen_ones() -> None:
+    experts, shares = chosen(Router(3))
+    assert experts == [1, 5, 2]
+    np.testing.assert_allclose(shares, softmax(LOGITS[0])[experts], rtol=1e-6)
+    after = softmax(LOGITS[0][experts])
+    for router in (Router(3, "softmax_of_chosen"), Router(3, renormalize=True)):
+        np.testing.assert_allclose(chosen(router)[1], after, rtol=1e-6)
+    np.testing.assert_allclose(chosen(Router(3, "softmax_of_chosen", scale=2.5))[1], 2.5 * after, rtol=1e-6)
+
+
+def test_a_bias_of_the_choice_changes_which_experts_but_not_their_shares() -> None:
+    bias = [0.0, -9.0, 0.0, 9.0, 0.0, 0.0]
+    experts, shares = chosen(Router(2, "sigmoid", choice_bias=True), bias)
+    assert experts == [3, 5]
+    np.testing.assert_allclose(shares, 1 / (1 + np.exp(-LOGITS[0, experts].astype(np.float64))), rtol=1e-6)
+
+
+def test_experts_come_from_the_groups_whose_two_best_have_the_highest_sums() -> None:
+    """Groups of 3: (1, 3, 2) has the sum 5, (0, -1, 2.5) has 2.5; with groups of 2 (1, 3), (2, 0) and (-1, 2.5)."""
+    assert chosen(Router(2, "softmax_of_chosen", num_groups=2, top_groups=1))[0] == [1, 2]
+    assert chosen(Router(3, "softmax_of_chosen", num_groups=3, top_groups=2))[0] == [1, 2, 0]
+    assert chosen(Router(3, "softmax_of_chosen", num_groups=3, top_groups=3))[0] == [1, 5, 2]
+
+
+def test_a_clamped_unit_bounds_the_gate_above_and_up_on_both_sides() -> None:
+    gate, up = jnp.array([-9.0, 0.5, 9.0]), jnp.array([-9.0, 0.5, 9.0])
+    found = np.asarray(clamped_unit(Clamp(2.0, 1.5), gate, up))
+    bounded, factor = np.array([-9.0, 0.5, 2.0]), np.array([-1.0, 1.5, 3.0])
+    np.testing.assert_allclose(found, bounded / (1 + np.exp(-1.5 * bounded)) * factor, rtol=1e-6)
+
+
+def test_padding_reaches_no_expert_and_changes_no_token(tmp_path: Path) -> None:
+    """Experts that the one token doesn't choose are spoilt: what used them would be NaN."""
+    arch = ModelArch.from_folder(make_checkpoint("mixtral", tmp_path))
+    params = load_params(tmp_path, arch, jnp.dtype("float32"), mesh_of())
+    graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
+    layer = nnx.merge(graphdef, params).layers[0].mlp
+    assert isinstance(layer, MoE)
+    x = jax.random.normal(jax.random.key(0), (6, arch.hidden_size))
+    is_token = jnp.arange(6) == 2
+    among_tokens = np.asarray(layer(x))
+    experts, _ = choose_experts(layer.spec.router, x[2:3] @ layer.router[...].T)
+    is_used = jnp.isin(jnp.arange(layer.spec.num_experts), experts)
+    layer.gate_up[...] = jnp.where(is_used[:, None, None], layer.gate_up[...], jnp.nan)
+    padded = np.asarray(layer(x, is_token))
+    np.testing.assert_array_equal(padded[2], among_tokens[2])
+    assert not np.delete(padded, 2, 0).any()
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="an engine of its own; by night")
+def test_the_engine_sends_a_buckets_padding_to_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def noting(experts: jax.Array, num_experts: int) -> Any:
+        groups = group_by_expert(experts, num_experts)
+        jax.debug.callback(lambda counts: sizes.append(int(counts.sum())), groups.sizes)
+        return groups
+
+    group_by_expert = moe.group_by_expert
+    monkeypatch.setattr(moe, "group_by_expert", noting)
+    folder = make_checkpoint("mixtral", tmp_path, num_hidden_layers=1)
+    flags: dict[str, Any] = {"decode_buckets": (8,), "extend_buckets": (16,), "compilation_cache_dir": ""}
+    engine = Engine(
+        EngineConfig(model=str(folder), context_length=64, max_total_tokens=512, page_size=8, max_running_requests=8,
+                     chunked_prefill_size=16, **flags),
+        progress=False,
+    )  # fmt: skip
+    sizes.clear()
+    serve(engine, [[Request("a", [5, 6, 7, 8, 9], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))]])
+    jax.effects_barrier()
+    top_k = 2
+    assert sizes[0] == 5 * top_k
+    assert set(sizes[1:]) == {top_k}
+    engine.close()
+
+
+def test_config_json_says_which_layers_are_dense(tmp_path: Path) -> None:
+    def dense(**changes: Any) -> list[bool]:
+        arch = read(tmp_path, num_hidden_layers=6, num_key_value_heads=2, **changes)
+        return [isinstance(layer.mlp, DenseMlp) for layer in arch.layers]
+
+    assert dense(**QWEN3_MOE) == [False] * 6
+    steps = dense(**QWEN3_MOE, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert steps == [True, False, True, True, True, False]
+    assert dense(**GLM4_MOE) == [True] + [False] * 5
+    assert dense(**GLM4_MOE, first_k_dense_replace=3) == [True] * 3 + [False] * 3
+
+
+def test_shares_add_up_to_1_where_the_folder_or_its_family_says_so(tmp_path: Path) -> None:
+    def mixture(**changes: Any) -> MoeMlp:
+        found = read(tmp_path, num_key_value_heads=2, num_hidden_layers=2, **changes).mixture
+        assert found is not None
+        return found
+
+    assert not mixture(**QWEN3_MOE).router.renormalize
+    assert mixture(**QWEN3_MOE, norm_topk_prob=True).router.renormalize
+    assert mixture(**GLM4_MOE).router.renormalize
+    assert mixture(architectures=["MixtralForCausalLM"]).router == Router(2, renormalize=True)
+    glm = mixture(**GLM4_MOE, n_group=4, topk_group=2, routed_scaling_factor=2.5, num_experts_per_tok=3)
+    assert glm.router == Router(3, "sigmoid", True, 2.5, 4, 2, choice_bias=True)
+    assert (glm.num_experts, glm.ffn_size, glm.shared_ffn_size) == (8, 48, 48)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({**QWEN3_MOE, "num_experts_per_tok": 9}, "9 of 8 experts"),
+        ({**GLM4_MOE, "n_group": 3}, "of 3 groups can't be chosen"),
+        ({**GLM4_MOE, "n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "3 experts .* 1 groups of 2"),
+        ({**QWEN3_MOE, "num_experts": None}, "num_experts is None"),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read(tmp_path, num_key_value_heads=2, **changes)
+
+
+def test_quantization_of_experts_is_refused(tmp_path: Path) -> None:
+    arch = read(tmp_path, num_key_value_heads=2, **QWEN3_MOE)
+    with pytest.raises(ConfigError, match="experts, whose weights can't be quantized"):
+        abstract_model(replace(arch, weight_format=weight_format("int8", None)), jnp.dtype("bfloat16"))

@@ -1,0 +1,85 @@
+"""Experts load alike from every layout of their tensors, and what can't be told apart is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.torch import load_file, save_file
+
+from jaxsgl.errors import CheckpointError
+from jaxsgl.models import ModelArch
+from jaxsgl.weights import load_params
+from tests.checkpoints import make_checkpoint
+from tests.plain_model import mesh_of
+
+FILE = "model.safetensors"
+
+
+def parameters(folder: Path) -> dict[tuple, np.ndarray]:
+    params = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+    return {path: np.asarray(param[...]) for path, param in nnx.to_flat_state(params)}
+
+
+def stack(folder: Path, turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replaces the experts' tensors by stacks of all of a layer."""
+    tensors = load_file(folder / FILE)
+    experts = {name: tensors.pop(name) for name in list(tensors) if ".mlp.experts." in name}
+    blocks = {name.split(".experts.")[0] for name in experts}
+    for block in blocks:
+        each = [f"{block}.experts.{e}." for e in range(len([n for n in experts if n.startswith(f"{block}.")]) // 3)]
+        gate_up = [torch.cat([experts[e + "gate_proj.weight"], experts[e + "up_proj.weight"]]) for e in each]
+        tensors[f"{block}.experts.gate_up_proj"] = turn(torch.stack(gate_up)).contiguous()
+        tensors[f"{block}.experts.down_proj"] = turn(
+            torch.stack([experts[e + "down_proj.weight"] for e in each])
+        ).contiguous()
+    save_file(tensors, folder / FILE)
+
+
+def test_stacked_experts_load_in_both_layouts_as_single_ones_do(tmp_path: Path) -> None:
+    expected = parameters(make_checkpoint("qwen3_moe", tmp_path / "single"))
+    gate_up = load_file(tmp_path / "single" / FILE)["model.layers.2.mlp.experts.7.up_proj.weight"].numpy()
+    np.testing.assert_array_equal(expected["layers", 2, "mlp", "gate_up"][7, 48:], gate_up)
+    for layout, turn in {"out_in": lambda x: x, "in_out": lambda x: x.swapaxes(1, 2)}.items():
+        folder = make_checkpoint("qwen3_moe", tmp_path / layout)
+        stack(folder, turn)
+        found = parameters(folder)
+        assert found.keys() == expected.keys()
+        for path, array in expected.items():
+            np.testing.assert_array_equal(found[path], array, err_msg=str(path))
+
+
+def test_a_stack_whose_axes_cannot_be_told_apart_is_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_moe", tmp_path, moe_intermediate_size=64)
+    parameters(folder)  # one by one they can
+    stack(folder, lambda x: x)
+    with pytest.raises(CheckpointError, match="can't be told which axis is which"):
+        parameters(folder)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("mixtral", tmp_path)
+    tensors = load_file(folder / FILE)
+    missing = "model.layers.1.block_sparse_moe.experts.4.w2.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != missing}, folder / FILE)
+    with pytest.raises(CheckpointError, match=f"tensor {missing} is missing"):
+        parameters(folder)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_where_the_family_has_them(tmp_path: Path) -> None:
+    for kind, is_known in (("glm4_moe", True), ("qwen3_moe", False)):
+        folder = make_checkpoint(kind, tmp_path / kind)
+        tensors = load_file(folder / FILE)
+        layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+        save_file({**tensors, f"model.layers.{layers}.eh_proj.weight": torch.zeros(3)}, folder / FILE)
+        if is_known:
+            parameters(folder)
+        else:
+            with pytest.raises(CheckpointError, match=f"layers.{layers}.eh_proj"):
+                parameters(folder)
