@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ def quantized(folder: Path, flag: str) -> tuple[ModelArch, nnx.State]:
     return arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of())
 
 
-@pytest.mark.parametrize("flag", ["int8", "fp8"])
-@pytest.mark.parametrize("kind", ["qwen3", "llama_linear_rope_bias"])
+@pytest.mark.parametrize(("kind", "flag"), [("qwen3", "int8"), ("llama_linear_rope_bias", "fp8")])
 def test_every_matrix_is_rounded_to_the_nearest_numbers_of_its_rows(kind: str, flag: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path)
     plain: Any = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
@@ -121,8 +121,7 @@ def test_a_quantized_checkpoint_is_its_dequantized_weights(name: str, on_cpu: st
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("on_cpu", [None, "float32"])
-@pytest.mark.parametrize("name", daily(list(FORMATS), every=4))
+@pytest.mark.parametrize(("name", "on_cpu"), daily(list(itertools.product(FORMATS, [None, "float32"])), every=5))
 def test_logits_of_a_quantized_checkpoint_are_those_of_its_dequantized_weights(
     name: str, on_cpu: str | None, tmp_path: Path
 ) -> None:
