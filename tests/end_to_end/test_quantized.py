@@ -18,10 +18,8 @@ PAIRS = [(3, 4), (9, 8), (0, 5), (7, 7), (2, 6)]
 
 @pytest.fixture(scope="module", params=daily(["int8", "fp8"], every=2))
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    llm = jaxsgl.LLM(
-        quantization=request.param, dtype="bfloat16", max_running_requests=8, decode_buckets=(8,), extend_buckets=(128,),
-        chunked_prefill_size=128,
-    )  # fmt: skip
+    buckets = {"decode_buckets": (8,), "extend_buckets": (128,), "chunked_prefill_size": 128}
+    llm = jaxsgl.LLM(quantization=request.param, dtype="bfloat16", max_running_requests=8, **buckets)
     yield llm
     llm.close()
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxsgl.models.matrix import Matrices, Matrix, dequantized, quantized_product
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.quantization import WeightFormat
+from tests.pallas_kernels.lower_everything import on_a_device
 
 FORMATS = {
     "int8": WeightFormat("load", "int8"),
@@ -67,6 +68,23 @@ def test_activations_in_bfloat16_are_summed_in_float32(fmt: WeightFormat) -> Non
     expected = np.einsum("td,ghd->tgh", np.asarray(x, np.float64), weights)
     np.testing.assert_allclose(out, expected, atol=4e-3 * np.abs(expected).max())
     assert product(x, matrix).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("num_rows", [8, 9])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_accelerators_multiply_few_rows_group_by_group(fmt: WeightFormat, num_rows: int) -> None:
+    matrix, weights = random_matrix(fmt)
+    x = np.random.default_rng(1).standard_normal((num_rows, IN)).astype(np.float32)
+
+    def multiply(x: jax.Array) -> jax.Array:
+        return quantized_product(x, matrix, jnp.float32)
+
+    with on_a_device("cuda", "NVIDIA H200", 132):
+        out = jax.jit(multiply)(x)
+        products = [eqn for eqn in jax.make_jaxpr(multiply)(x).eqns if eqn.primitive.name == "dot_general"]
+    assert len(products) == (2 if fmt.group == 32 and num_rows == 8 else 1)
+    expected = np.einsum("td,ghd->tgh", x.astype(np.float64), weights)
+    np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
 
 
 class _Layer(Matrices):
