@@ -63,8 +63,8 @@ class Control:
     Args:
       scheduler, engine: what the commands are about.
       leak_check: looks for leaks.
-      residents: the weights and the pool, if the engine has them.
       clock: gives seconds.
+      residents: the weights and the pool, if the engine has them.
 
     Attributes:
       is_active: whether `after_turn` has something to do.
@@ -76,8 +76,8 @@ class Control:
         scheduler: Scheduler,
         engine: StepEngine,
         leak_check: LeakCheck,
-        residents: Residents | None = None,
         clock: Callable[[], float] = time.monotonic,
+        residents: Residents | None = None,
     ) -> None:
         self.is_active = False
         self.is_polling = False

@@ -47,7 +47,7 @@ def run_loop(
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
     leak_check = LeakCheck(scheduler)
-    control = Control(scheduler, engine, leak_check, residents)
+    control = Control(scheduler, engine, leak_check, residents=residents)
     while True:
         for message in mailbox.receive(block=scheduler.is_idle and not control.is_polling):
             if isinstance(message, Shutdown):

@@ -146,8 +146,8 @@ class Scheduler:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is launched until `resume`."""
-        return bool(self._pauses)
+        """Whether nothing is launched until an order ends that; the moment of an exchange of weights doesn't count."""
+        return bool(self._pauses - {PauseReason.UPDATE})
 
     @property
     def num_begun(self) -> int:

@@ -41,6 +41,14 @@ from jaxsgl.scheduler.control import CacheJournal, Control
 from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.req import Key
 from jaxsgl.testing import FakeEngine, FakeHandle, RetractEvery, generate, logprob
+from jaxsgl.weight_messages import (
+    MemoryTag,
+    ReleaseMemory,
+    ResumeMemory,
+    UpdateMode,
+    UpdateWeights,
+    WeightOrder,
+)
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler
 from tests.grids import count
@@ -116,7 +124,7 @@ class ServingMachine(RuleBasedStateMachine):
         self.engine = FakeEngine(self.capacity)
         self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)
         self.news: list[News] = []
-        self.control = Control(self.scheduler, self.engine, self.leak_check, lambda: self.now_s)
+        self.control = Control(self.scheduler, self.engine, self.leak_check, lambda: self.now_s, self.engine)
         self.numbers = itertools.count()
         self.unanswered: set[int] = set()
         self.arrived_s: dict[str, float] = {}
@@ -210,12 +218,32 @@ class ServingMachine(RuleBasedStateMachine):
             assert mode is not PauseMode.ABORT or self.scheduler.num_waiting == self.scheduler.num_running == 0
         elif what == "resume":
             self.control.handle(ContinueGeneration(number))
-            assert not self.scheduler.is_paused
+            assert not self.scheduler.is_paused or self.engine.released
         elif what == "drain":
             self.control.handle(FlushCache(number, timeout_s))
         else:
             self.control.handle(DumpState(number, check))
         self.settle()
+
+    @rule(turns=st.integers(0, 3), mode=st.sampled_from(UpdateMode), folder=st.sampled_from(["same-0", "broken"]))
+    def update(self, turns: int, mode: UpdateMode, folder: str) -> None:
+        """Exchanges the weights for equal ones: all but the tokens changes as with others."""
+        for _ in range(turns):
+            self.turn()
+        self.order(UpdateWeights(next(self.numbers), folder, mode))
+
+    @rule(tag=st.sampled_from(MemoryTag))
+    def release(self, tag: MemoryTag) -> None:
+        self.order(ReleaseMemory(next(self.numbers), (tag,)))
+
+    @precondition(lambda self: self.engine.released)
+    @rule()
+    def take_memory_back(self) -> None:
+        self.order(ResumeMemory(next(self.numbers), tuple(MemoryTag)))
+
+    def order(self, order: WeightOrder) -> None:
+        self.unanswered.add(order.number)
+        self.control.handle(order)
 
     @rule(seconds=st.sampled_from([1.0, 5.0]))
     def wait(self, seconds: float) -> None:
@@ -303,7 +331,7 @@ class ServingMachine(RuleBasedStateMachine):
         for news in self.news:
             assert isinstance(news, Answer) and news.number in self.unanswered, "a command is answered once"
             self.unanswered.remove(news.number)
-            if news.text.startswith("{"):
+            if news.text.startswith('{"paused"'):
                 state = json.loads(news.text)
                 assert not state.get("leaks")
                 assert (len(state["running"]), len(state["waiting"])) == (state["num_running"], state["num_waiting"])
@@ -325,8 +353,9 @@ class ServingMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.resume()
+        self.take_memory_back()
         turns = 0
-        while not self.scheduler.is_idle:
+        while not self.scheduler.is_idle or self.control.is_active:
             self.turn()
             turns += 1
             assert turns < 20_000, "a request waits forever"
