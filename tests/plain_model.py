@@ -13,11 +13,15 @@ from jax.sharding import Mesh
 from jaxsgl.models import Attend, ModelArch, abstract_model
 from jaxsgl.weights import load_params
 from jaxsgl.weights.sharding import make_mesh
-from pallas_kernels import AttentionOptions
+from pallas_kernels import AttentionOptions, FusedQkv
 
 
 def causal_attend(arch: ModelArch) -> Attend:
-    return lambda layer, qkv, sinks: causal_attention(*qkv.split(), arch.attention_options(layer), sinks)
+    def attend(layer: int, qkv: FusedQkv, sinks: jax.Array | None) -> jax.Array:
+        q_TNH, k_TKH, v_TKH = qkv.split()
+        return causal_attention(q_TNH, k_TKH, v_TKH, arch.attention_options(layer), sinks)
+
+    return attend
 
 
 def causal_attention(

@@ -217,5 +217,5 @@ def _read_dtype(*configs: ConfigFile) -> str:
 def _read_eos(*configs: ConfigFile | None) -> tuple[int, ...]:
     """The ids (a number or a list) that the first of them names, generation_config.json before config.json; or none."""
     told = (config.get("eos_token_id") for config in configs if config is not None)
-    ids = next((each for each in told if each is not None), [])
+    ids: int | list[int] = next((each for each in told if each is not None), [])
     return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -231,8 +231,10 @@ def _layer_norms(**names: str) -> dict[Path, Recipe]:
     }
 
 
-_FUSED_GATE_UP = {("mlp", "gate_up"): Recipe((Source(_MLP + "gate_up_proj.weight", ("2F", "D")),), _split_gate_up)}
-_OLMO = {
+_FUSED_GATE_UP: dict[Path, Recipe] = {
+    ("mlp", "gate_up"): Recipe((Source(_MLP + "gate_up_proj.weight", ("2F", "D")),), _split_gate_up)
+}
+_OLMO: dict[Path, Recipe] = {
     **_layer_norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
     ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("NH",)),), _all_heads_norm),
     ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("KH",)),), _all_heads_norm),

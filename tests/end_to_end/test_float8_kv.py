@@ -60,7 +60,7 @@ def plain_tokens(folder: Path, prompt: Sequence[int], num_tokens: int, *, rounds
     graphdef, _ = abstract_model(arch, jnp.dtype("float32"))
     model = nnx.merge(graphdef, load_params(folder, arch, jnp.dtype("float32"), mesh_of()))
 
-    def attend(layer: int, qkv: FusedQkv) -> jax.Array:
+    def attend(layer: int, qkv: FusedQkv, sinks: jax.Array | None) -> jax.Array:
         q, k, v = qkv.split()
         if rounds:
             k, v = (to_format(x / s, FLOAT8).astype(x.dtype) * s for x, s in ((k, K_SCALE), (v, V_SCALE)))

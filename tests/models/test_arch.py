@@ -100,8 +100,13 @@ def test_unsupported_models_are_refused_by_name(changes: dict[str, Any], words: 
 
 def test_keys_that_change_nothing_are_no_obstacle(tmp_path: Path) -> None:
     plain = read(tmp_path)
-    off = {"sliding_window": None, "use_qk_norm": False, "rope_interleaved": False, "partial_rotary_factor": 1.0}
-    harmless = {
+    off: dict[str, Any] = {
+        "sliding_window": None,
+        "use_qk_norm": False,
+        "rope_interleaved": False,
+        "partial_rotary_factor": 1.0,
+    }
+    harmless: dict[str, Any] = {
         "layer_types": ["full_attention"] * 2,
         "attention_dropout": 0.1,
         "temperature": 0.6,

@@ -43,7 +43,7 @@ def test_a_missing_window_is_the_familys_and_null_is_none(tmp_path: Path) -> Non
 
 
 def test_layers_with_windows_have_a_rope_of_their_own_in_old_and_new_words(tmp_path: Path) -> None:
-    gemma = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": 2}
+    gemma: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": 2}
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = read(tmp_path, **gemma, rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=scaling)
     of_types = {
