@@ -21,7 +21,7 @@ from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
 from jaxsgl.models.layer_config import read_layers
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec, MoeMlp
 from jaxsgl.models.quantization import WeightFormat
-from jaxsgl.models.quantized_checkpoints import read_format
+from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format
 from jaxsgl.models.rope import RopeParams
 from pallas_kernels.options import AttentionOptions
 
@@ -121,7 +121,7 @@ class ModelArch:
         generation_path = folder / "generation_config.json"
         generation = ConfigFile(generation_path) if generation_path.is_file() else None
         arch = _read_arch(config, generation)
-        kv_cache_dtype, weight_format = _read_quantization(config, folder / MODELOPT_FILE)
+        kv_cache_dtype, weight_format = _read_quantization(config, folder / MODELOPT_FILE, arch.mixture is not None)
         arch = replace(arch, kv_cache_dtype=kv_cache_dtype, weight_format=weight_format)
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
         return arch.for_context(arch.max_context)
@@ -190,8 +190,10 @@ def _read_cap(config: ConfigFile, family: Family, key: str) -> float | None:
     return config.number(key) if family.caps and config.get(key) is not None else None
 
 
-def _read_quantization(config: ConfigFile, modelopt_path: Path) -> tuple[str | None, WeightFormat | None]:
-    """The KV cache that the checkpoint was calibrated for, and how its weights are quantized."""
+def _read_quantization(
+    config: ConfigFile, modelopt_path: Path, has_experts: bool
+) -> tuple[str | None, WeightFormat | None]:
+    """The KV cache that the checkpoint was calibrated for, and how its weights stay quantized."""
     sources = [(config.path, config.get("quantization_config"))]
     if modelopt_path.is_file():
         sources.append((modelopt_path, ConfigFile(modelopt_path).values))
@@ -200,7 +202,8 @@ def _read_quantization(config: ConfigFile, modelopt_path: Path) -> tuple[str | N
         if not isinstance(values, dict):
             raise CheckpointError(f"{path}: quantization_config holds {values}, but must be an object")
     kv_cache = next(filter(None, (quantization.kv_cache_dtype(values) for _, values in told)), None)
-    formats = [read_format(path, values) for path, values in told if quantization.weights_are_quantized(values)]
+    quantized = [each for each in told if quantization.weights_are_quantized(each[1])]
+    formats = [read_format(*each) for each in quantized if not (has_experts and experts_are_decoded(each[1]))]
     return kv_cache, formats[0] if formats else None
 
 

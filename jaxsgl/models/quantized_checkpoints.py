@@ -14,7 +14,10 @@ from typing import Any
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models.quantization import Storage, WeightFormat
 
-SUPPORTED = "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4), awq and gptq (4 and 8 bits)"
+SUPPORTED = (
+    "fp8 (e4m3, in blocks or per tensor), compressed-tensors (float8, int8, int4), awq and gptq (4 and 8 bits), "
+    "mxfp4 (experts)"
+)
 # Modules whose weights are matrices of ours that stay unquantized in every format.
 _UNQUANTIZED = re.compile(r"(model\.)?(embed_tokens|norm|lm_head)|lm_head|.*(norm|layernorm|\.gate|router|rotary_emb)")
 
@@ -45,6 +48,11 @@ def _stays_anyway(module: str) -> bool:
     if module.startswith("re:"):
         return re.search(r"lm_head|embed|norm|gate\$|router", module) is not None
     return _UNQUANTIZED.fullmatch(module) is not None
+
+
+def experts_are_decoded(config: Mapping[str, Any]) -> bool:
+    """Whether experts' weights become the model's dtype when they are loaded, and all others have it: MXFP4."""
+    return config.get("quant_method") == "mxfp4"
 
 
 class _Reader:

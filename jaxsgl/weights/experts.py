@@ -1,6 +1,7 @@
 """Maps the tensors of mixtures of experts to our parameters: one tensor per expert, or all experts stacked in one.
 
-Checkpoints name experts singly, or stack them as `[E, out, in]` or `[E, in, out]`; the shapes tell these two apart. Our
+Checkpoints name experts singly, or stack them as `[E, out, in]` or `[E, in, out]`; the shapes tell these two apart. A
+stack may be in MXFP4, as blocks and scales. Our
 parameters are `gate_up [E, 2 F, D]`, an expert's gates before its ups, and `down [E, D, F]`. As in `names`, recipes
 make views only. `loading.py` asks here first.
 """
@@ -11,9 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import MoeMlp
+from jaxsgl.weights.mxfp4 import Mxfp4
 from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor
 
 ShapeOf = Callable[[str], tuple[int, ...] | None]  # of the checkpoint's tensor of that name; None: there is none
@@ -94,6 +98,8 @@ class _OfLayer:
             return Recipe((Source(block + tensor, axes),), _whole)
         if name == "gate_up_bias":
             return Recipe((Source(block + names.stacked_gate_up + "_bias", ("E", "2EF")),), self._gate_up)
+        if self.shape_of(block + names.stacked_gate_up + "_blocks") is not None:
+            return self._packed(name)
         is_stacked = self.shape_of(block + names.stacked_gate_up) is not None
         return self._stacked(name) if is_stacked else self._single(name)
 
@@ -115,6 +121,23 @@ class _OfLayer:
             axes = (axes[0], axes[2], axes[1])
         pieces = self._gate_up if name == "gate_up" else _whole
         return Recipe((Source(self.block + tensor, axes),), partial(_transposed, pieces) if is_transposed else pieces)
+
+    def _packed(self, name: str) -> Recipe:
+        """Of a stack in MXFP4, which is `[E, out, in]`."""
+        tensor = self.block + (self.names.stacked_gate_up if name == "gate_up" else self.names.stacked_down)
+        sources = tuple(Source(tensor + part, None) for part in ("_blocks", "_scales"))
+        return Recipe(sources, partial(self._decoded, name, tensor))
+
+    def _decoded(self, name: str, tensor: str, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+        f, d = self.mlp.ffn_size, arch.hidden_size
+        shape = Mxfp4(*tensors, tensor).shape
+        expected = (self.mlp.num_experts, *((2 * f, d) if name == "gate_up" else (d, f)))
+        if shape != expected:
+            raise CheckpointError(f"tensor {tensor} in MXFP4 has shape {shape}, but config.json asks for {expected}")
+        pieces = self._gate_up if name == "gate_up" else _whole
+        for blocks, scales in zip(*(pieces(arch, (part,)) for part in tensors), strict=True):
+            assert isinstance(blocks.numbers, np.ndarray) and isinstance(scales.numbers, np.ndarray)
+            yield Piece(blocks.place, Mxfp4(blocks.numbers, scales.numbers, tensor))
 
     def _is_transposed(self) -> bool:
         """Whether stacks are `[E, in, out]`."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import GptOssConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, RopeParams
@@ -91,6 +93,41 @@ def test_yarn_stretches_the_context(tmp_path: Path) -> None:
     plain, stretched = inverse_frequencies(RopeParams(), 64), inverse_frequencies(rope, 64)
     assert rope.amplitude == pytest.approx(1 + 0.1 * np.log(4))
     assert stretched[0] == plain[0] and stretched[-1] == pytest.approx(plain[-1] / 4)
+
+
+# As openai/gpt-oss-20b is published, with fewer layers.
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072, "model_type": "gpt_oss",
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 4, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+        ],
+        "quant_method": "mxfp4",
+    },
+    "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0",
+    "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+
+
+def test_gpt_oss_as_it_is_published_is_understood(tmp_path: Path) -> None:
+    arch = read(tmp_path, **GPT_OSS)
+    assert windows(arch) == [128, None, 128, None]
+    assert arch.sinks and arch.attention_bias and arch.attention_out_bias and arch.weight_format is None
+    assert (arch.max_context, arch.head_dim) == (131072, 64)
+    (rope,) = arch.ropes
+    yarn = {**GPT_OSS["rope_scaling"], "rope_theta": 150000.0}
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS["yarn"](GptOssConfig(head_dim=64, rope_parameters=yarn))
+    np.testing.assert_allclose(inverse_frequencies(rope, 64), frequencies.numpy(), rtol=1e-5)
+    assert rope.amplitude == pytest.approx(amplitude)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from flax import nnx
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
@@ -83,3 +84,43 @@ def test_layers_that_predict_further_tokens_are_left_out_where_the_family_has_th
         else:
             with pytest.raises(CheckpointError, match=f"layers.{layers}.eh_proj"):
                 parameters(folder)
+
+
+def pack(folder: Path, seed: int) -> None:
+    """Replaces the experts' tensors by random ones in MXFP4, as gpt-oss is published."""
+    rng = np.random.default_rng(seed)
+    tensors = load_file(folder / FILE)
+    for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+        num_experts, num_in, out = tensors.pop(name).shape
+        scales = rng.integers(118, 124, (num_experts, out, num_in // 32), np.uint8)
+        tensors[name + "_blocks"] = torch.tensor(rng.integers(0, 256, (*scales.shape, 16), np.uint8))
+        tensors[name + "_scales"] = torch.tensor(scales)
+    save_file(tensors, folder / FILE)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_experts_in_mxfp4_are_decoded(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt_oss", tmp_path, intermediate_size=64)
+    pack(folder, seed=1)
+    tensors, found = load_file(folder / FILE), parameters(folder)
+    for layer in range(3):
+        experts = f"model.layers.{layer}.mlp.experts."
+        expected = {
+            kind: convert_moe_packed_tensors(tensors[experts + kind + "_blocks"], tensors[experts + kind + "_scales"])
+            for kind in ("gate_up_proj", "down_proj")
+        }  # [E, in, out]
+        gate_up, down = (expected[kind].swapaxes(1, 2).float().numpy() for kind in ("gate_up_proj", "down_proj"))
+        np.testing.assert_array_equal(found["layers", layer, "mlp", "down"], down)
+        in_halves = np.concatenate([gate_up[:, ::2], gate_up[:, 1::2]], axis=1)
+        np.testing.assert_array_equal(found["layers", layer, "mlp", "gate_up"], in_halves)
+
+
+def test_experts_in_mxfp4_of_another_size_are_refused(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt_oss", tmp_path, intermediate_size=64)
+    pack(folder, seed=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    with pytest.raises(CheckpointError, match=r"experts\.\w+ in MXFP4 has shape .* asks for"):
+        parameters(folder)
