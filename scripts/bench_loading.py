@@ -5,7 +5,8 @@
 
 Writes a random bfloat16 checkpoint (the first line's has 8 GiB) and converts it, loads both as a server does, and
 removes them. Each load has a process of its own. Files are read from the disk, with --warm from the system's cache,
-which needs room for both checkpoints. "plain" reads the safetensors files into a small buffer, "plain-orbax" Orbax's.
+which needs room for both checkpoints. "plain" reads the safetensors files by 8 threads into small buffers,
+"plain-orbax" those of Orbax.
 
 Prints GB/s, CPU seconds, and the most memory resident while loading: of the whole process, and without what Python and
 JAX took before, in parts of the parameters' size. Medians of the rounds.
@@ -32,10 +33,10 @@ KINDS = {"plain": "original", "safetensors": "original", "plain-orbax": "convert
 HEAD = f"{'':<12}{'GB':>8}{'GB/s':>8}{'CPU s':>8}{'resident GiB':>14}{'of the size':>13}"
 
 
-def load(kind: str, folder: Path, num_threads: int, *, warm: bool) -> dict[str, Any]:
+def load(kind: str, folder: Path, *, warm: bool) -> dict[str, Any]:
     """One load of a kind in a process of its own. Raises `CalledProcessError` if it fails."""
-    read_plainly(folder, num_threads) if warm else evict(folder)
-    command = [sys.executable, "-m", "bench.loading", kind.partition("-")[0], str(folder), str(num_threads)]
+    read_plainly(folder) if warm else evict(folder)
+    command = [sys.executable, "-m", "bench.loading", kind.partition("-")[0], str(folder)]
     path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
@@ -64,7 +65,6 @@ def main() -> int:
     parser.add_argument("--shape", default="mid", choices=sorted(SHAPES))
     parser.add_argument("--layers", type=int, default=8, help="layers of the model (default: 8)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of plain reading")
     parser.add_argument("--warm", action="store_true", help="read from the system's cache")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="what to measure")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
@@ -81,7 +81,7 @@ def main() -> int:
             os.sync()
         for _ in range(options.rounds):
             for kind in options.kinds:
-                results[kind].append(load(kind, folder / KINDS[kind], options.threads, warm=options.warm))
+                results[kind].append(load(kind, folder / KINDS[kind], warm=options.warm))
     print(HEAD)
     figures = {kind: summary(rounds) for kind, rounds in results.items()}
     for kind, row in figures.items():

@@ -12,6 +12,7 @@ and by the offline `LLM`.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -166,6 +167,7 @@ class EngineResidents:
             self.leaves.clear()
         else:
             self._set_pool(False)
+        gc.collect()  # JAX lets go of buffers that NumPy has allocated then, as those of weights on a CPU
         self.released |= {tag}
 
     def resume_memory(self, tag: MemoryTag, staged: object = None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +24,9 @@ from jax.sharding import NamedSharding
 
 from jaxsgl.weights.names import Piece
 
-BLOCK_BYTES = 8 << 20  # copied at a time by one thread
+BLOCK_BYTES = 4 << 20  # copied at a time by one thread
 ALIGNMENT = 64  # of XLA's buffers on a CPU: it takes such an array as it is and copies any other
-MAX_THREADS = 8
+NUM_THREADS = 8  # also of fewer processors: most of the time they wait for the disk
 REPORT_S = 5.0
 
 Box: TypeAlias = tuple[slice, ...]  # a part of an array; every slice has a start and a stop
@@ -98,15 +97,12 @@ class Assembler:
     Args:
       progress: counts what was read.
       release: called with each block of numbers after it was copied.
-      num_threads: default: one per processor that this process may use, up to 8.
     """
 
-    def __init__(
-        self, progress: Progress, release: Callable[[npt.NDArray[Any]], None], num_threads: int | None = None
-    ) -> None:
+    def __init__(self, progress: Progress, release: Callable[[npt.NDArray[Any]], None]) -> None:
         self._progress = progress
         self._release = release
-        self._pool = ThreadPoolExecutor(num_threads or min(_num_processors(), MAX_THREADS), "read-weights")
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "read-weights")
 
     def __enter__(self) -> Assembler:
         return self
@@ -213,7 +209,3 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[A
     raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-def _num_processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from bench.models import SHAPES, tensor_shapes
 from bench.output import write_json
 
 FILE_BYTES = 2 << 30  # of one safetensors file, roughly
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 4 << 20
 
 
 def write_random(folder: Path, shape: str, num_layers: int) -> int:
@@ -78,18 +79,19 @@ def evict(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_plainly(folder: Path, num_threads: int) -> int:
+def read_plainly(folder: Path, num_threads: int = 8) -> int:
     """Reads all files by several threads, in blocks that are overwritten; returns the number of bytes."""
+    local = threading.local()
 
-    def read(path: Path) -> int:
-        buffer, total = memoryview(bytearray(BLOCK_BYTES)), 0
+    def read(path: Path, first: int) -> int:
+        if not hasattr(local, "block"):
+            local.block = memoryview(bytearray(BLOCK_BYTES))
         with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                total += count
-        return total
+            return os.preadv(file.fileno(), [local.block], first)
 
+    blocks = [(path, first) for path in _all_files(folder) for first in range(0, path.stat().st_size, BLOCK_BYTES)]
     with ThreadPoolExecutor(num_threads) as pool:
-        return sum(pool.map(read, _all_files(folder)))
+        return sum(pool.map(read, *zip(*blocks, strict=True)))
 
 
 def _all_files(folder: Path) -> list[Path]:
@@ -102,7 +104,7 @@ def resident_bytes(which: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
 
-def measure(kind: str, folder: Path, num_threads: int) -> dict[str, Any]:
+def measure(kind: str, folder: Path) -> dict[str, Any]:
     """Reads `folder` "plain"ly, or loads its parameters, and tells what that took."""
     if kind != "plain":
         import jax
@@ -116,7 +118,7 @@ def measure(kind: str, folder: Path, num_threads: int) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # the most resident from here on
     start_s, start_cpu_s = time.monotonic(), time.process_time()
     if kind == "plain":
-        num_bytes = read_plainly(folder, num_threads)
+        num_bytes = read_plainly(folder)
     else:
         params = jax.block_until_ready(load_params(folder, arch, jax.numpy.dtype("bfloat16"), mesh))
         num_bytes = sum(array.nbytes for array in jax.tree.leaves(params))
@@ -130,4 +132,4 @@ def measure(kind: str, folder: Path, num_threads: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(measure(sys.argv[1], Path(sys.argv[2]))))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from tests.plain_model import mesh_of
 
 
 def assemble(pieces: list[Piece], shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> npt.NDArray:
-    with Assembler(Progress(0), lambda numbers: None, num_threads=2) as assembler:
+    with Assembler(Progress(0), lambda numbers: None) as assembler:
         made = assembler.start(pieces, shape, np.dtype(dtype), replicated(mesh_of())).finish()
     return np.asarray(made)
 
@@ -126,6 +128,20 @@ def test_on_a_cpu_the_buffer_that_was_filled_is_the_parameter() -> None:
         made = unfinished.finish()
     ((_, buffer),) = unfinished.shards
     assert made.unsafe_buffer_pointer() == buffer.ctypes.data
+
+
+def test_the_buffer_goes_with_the_parameter() -> None:
+    """JAX lets go of it when Python collects garbage; a parameter that is given back must not stay in memory."""
+    with Assembler(Progress(0), lambda numbers: None) as assembler:
+        unfinished = assembler.start([Piece((), counted(3, 5))], (3, 5), np.dtype(np.float32), replicated(mesh_of()))
+    made, ((_, buffer),) = unfinished.finish(), unfinished.shards
+    alive = weakref.ref(buffer.base)
+    del unfinished, buffer
+    gc.collect()
+    assert alive() is not None and made[0, 1] == 1
+    made.delete()
+    gc.collect()
+    assert alive() is None
 
 
 def test_no_recipe_reads_or_copies_a_tensor(tmp_path: Path) -> None:

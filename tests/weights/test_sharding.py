@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
+from safetensors.numpy import load_file
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.weights import load_params, random_params
+from jaxsgl.weights.assembly import size
 from jaxsgl.weights.sharding import TENSOR_AXIS, check_divisible, param_sharding
 from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
@@ -26,7 +28,7 @@ TOKENS = list(range(3, 60))
 
 # Runs with 4 devices: saves the logits of the folder and of random parameters; parameters are really cut.
 ON_FOUR_DEVICES = """
-import sys
+import logging, sys
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jaxsgl.models import ModelArch
@@ -34,6 +36,7 @@ from jaxsgl.weights import load_params, random_params
 from tests.plain_model import mesh_of, plain_logits
 
 assert len(jax.devices()) == 4
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 folder = Path(sys.argv[1])
 arch = ModelArch.from_folder(folder)
 loaded = load_params(folder, arch, jnp.dtype("float32"), mesh_of(4))
@@ -58,6 +61,8 @@ def test_four_devices_give_the_logits_of_one(kind: str, tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
+    num_bytes = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert f"weights: {size(num_bytes)} read" in done.stdout, "each number is read for one device only"
     arch = ModelArch.from_folder(folder)
     random = random_params(arch, jnp.dtype("float32"), mesh_of(), seed=5)
     np.testing.assert_allclose(np.load(folder / "loaded.npy"), checkpoint_logits(folder, TOKENS), atol=1e-5)
