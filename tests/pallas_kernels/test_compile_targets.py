@@ -30,22 +30,29 @@ PTX = """
 """
 
 
+# By day kernels on the default pages and on one shape of others, and steps with two choices of kernels. "auto" is
+# Mosaic's attention on an H200, and what takes several steps differs in sampling and a loop.
+DAILY = r"_p64_|_g4_p16_|step_.*(auto|triton)$|steps_decode_auto$"
+
+
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", daily(list(TARGETS.values()), every=4), ids=attrgetter("name"))  # by day h200
 def test_everything_compiles_in_place_without_spills(target: Target, tmp_path: Path) -> None:
-    results = compile_for(target, tmp_path)
+    results = compile_for(target, tmp_path, "--grid", "common", "--match", "" if NIGHTLY else DAILY)
     if isinstance(results, str):
         pytest.skip(results)
     assert not [result for result in results if result["problems"]]
     compiled = [result for result in results if "compile_s" in result]
+    stepping = target.backends if NIGHTLY else ("triton",)
     for backend in target.backends:
         names = " ".join(result["program"] for result in compiled if result["backend"] == backend)
         stores = {"triton": ("store_kv", "store_rotated"), "mosaic_tpu": ("store_kv",)}.get(backend, ())
-        for op in (*stores, "paged_decode_attention", "paged_extend_attention", "step_decode", "step_extend"):
+        steps = ("step_decode", "step_extend") if backend in stepping else ()
+        for op in (*stores, "paged_decode_attention", "paged_extend_attention", *steps):
             assert op in names, f"{backend} compiled no {op}"
     if target.platform == "cuda":  # a step is one CUDA graph, whichever kernels it runs
         launches = {result["program"]: result["launches"] for result in compiled if result.get("steps")}
-        assert len(launches) == 2 * (1 + len(target.backends))
+        assert len(launches) == 2 * (1 + len(stepping))
         assert {each["command_buffers"] for each in launches.values()} == {1}, launches
 
 
