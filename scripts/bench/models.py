@@ -45,11 +45,25 @@ SHAPES = {
     "qwen3-8b": _qwen3(4096, 36, 32, 12_288, head_dim=128, vocab=151_936, tied=False),
 }
 
+# Only compiled: the benchmarks count FLOPs and bytes as those of dense models.
+MOE_SHAPES = {
+    "qwen3-30b-a3b": _qwen3(2048, 48, 32, 6144, head_dim=128, vocab=151_936, tied=False)
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+}
+
 
 def write_config(shape: str, folder: Path) -> Path:
     """Writes the config.json of `shape`, for engines that draw random weights themselves; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", SHAPES[shape])
+    write_json(folder / "config.json", (SHAPES | MOE_SHAPES)[shape])
     return folder
 
 

@@ -78,6 +78,17 @@ def test_programs_of_attention_are_counted_as_the_kernel_chains_rows(rows: int) 
     assert decode_programs(rows, 8, "triton") == 8 * rows
 
 
+def test_experts_that_no_token_chooses_are_not_read() -> None:
+    facts = {**FACTS, "expert_weights": 2_000_000, "num_experts": 8, "experts_per_token": 1}
+    moved = 430_000_000
+    for rows, share in ((1, 1 / 8), (2, 1 - (7 / 8) ** 2), (1000, 1)):
+        step = f"m mosaic_gpu decode {rows} greedy"
+        program = compiled(kernel("attention", 2), kernel("experts", 1, moved=moved), layers=2, steps=[step])
+        (found,) = predict([program | {"facts": facts}], 1)
+        assert found.products_us == pytest.approx(100 * share + ASSUMED.kernel_us)
+        assert floor_us(batch_of("decode", rows, 1), facts, "greedy") < found.step_us
+
+
 def test_the_floor_is_the_reviewed_one_for_a_large_decode() -> None:
     """Qwen3-0.6B, 256 rows of 1,024: the figure that was computed by hand, 7.5 ms."""
     facts = {**FACTS, "num_layers": 28, "vocab_size": 151_936, "weights_read": 596_049_920}

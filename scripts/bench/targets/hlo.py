@@ -24,6 +24,7 @@ WRITES_PART = {"dynamic-update-slice": 1, "scatter": 2}  # number of the operand
 CONTAINERS = frozenset(("call", "while", "conditional", "async-start"))
 PALLAS_TARGETS = ("mosaic_gpu", "xla.gpu.triton", "tpu_custom_call")
 STARTS = {"copy-start": (1, 0), "slice-start": (0, 1), "dynamic-slice-start": (0, 1)}  # source and copy in its type
+KERNELS = {"attention": r"\bpaged_\w*attention/", "experts": r"\bgrouped_product\b"}  # our kernels by their sources
 _SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](?!\{[^}]*S\(1\))")  # S(1) is a TPU's own memory
 _ANY_SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 # Custom calls that only name memory or say what is known of a value.
@@ -39,8 +40,8 @@ class Launch:
 
     Attributes:
       name: of the HLO instruction.
-      kind: "attention", "pallas" (our other kernels), "product" (of matrices), "prefetch" (a TPU copies beside its
-        kernels), or "small" (all else).
+      kind: "attention", "experts" (products with experts, all of them counted), "pallas" (our other kernels), "product"
+        (of matrices), "prefetch" (a TPU copies beside its kernels), or "small" (all else).
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.
       matrix_bytes: what of bytes_read is of inputs that recur, as the matrices of layers do.
@@ -117,7 +118,7 @@ class _Module:
         types = [_type_of(operand, by_name) for operand in each.operands]
         for call, scope in inside:
             if any(part in call.attribute(r'custom_call_target="([^"]*)"') for part in PALLAS_TARGETS):
-                kind = "attention" if re.search(r"\bpaged_\w*attention/", _source(call)) else "pallas"
+                kind = next((kind for kind, pattern in KERNELS.items() if re.search(pattern, _source(call))), "pallas")
                 read = sum(self._counted(_type_of(operand, scope)) for operand in call.operands)
                 return Launch(each.name, kind, _source(call), read, self._counted(call.type), 0, times)
         flops = sum(self._flops(i, scope) for i, scope in inside)

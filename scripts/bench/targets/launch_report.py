@@ -16,7 +16,7 @@ from typing import Any
 from bench.targets.hlo import Launch, launches
 from bench.targets.thunks import command_buffers_in
 
-KINDS = ("attention", "pallas", "product", "small")
+KINDS = ("attention", "experts", "pallas", "product", "small")
 WEIGHTS_COUNTED = 0.999  # at least; vectors lie in arrays of all layers, of which few layers were compiled
 FIELDS = ("kind", "bytes_read", "bytes_written", "flops")
 

@@ -128,6 +128,8 @@ def _step(
         if kernel["kind"] == "attention":
             per_layer = kernel["count"] / facts["num_layers"]
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
+        elif kernel["kind"] == "experts":
+            times["product"] += kernel["count"] * _experts_us(batch, facts, kernel, assumed)
         else:
             name = "product" if kernel["kind"] == "product" else "small"
             times[name] += kernel["count"] * _kernel_us(kernel, assumed)
@@ -143,7 +145,7 @@ def _step(
         small_us=times["small"],
         sampling_us=sampling_us,
         launch_us=len(programs) * assumed.program_us + loose * (assumed.loose_launch_us - assumed.kernel_us),
-        small_per_layer=sum(kinds.values()) - kinds.get("product", 0) - kinds.get("attention", 0),
+        small_per_layer=sum(n for kind, n in kinds.items() if kind not in ("attention", "experts", "product")),
         num_kernels=sum(each["launches"]["num_launches"] for each in programs),
     )
 
@@ -152,8 +154,12 @@ def floor_us(batch: Batch, facts: dict[str, int], sampling: str, assumed: Assume
     """The least time of a step: each layer's KV, all weights, and the logits written once and read."""
     tokens = batch.num_seqs * batch.new
     head = facts["vocab_size"] * facts["hidden_size"]
-    layers = facts["weights_read"] - head
+    experts = facts.get("expert_weights", 0)  # kept results of dense models don't have it
+    layers = facts["weights_read"] - head - experts
     products = [(layers, 2 * layers * tokens), (head, 2 * head * batch.num_seqs)]
+    if experts:
+        chosen = facts["experts_per_token"] / facts["num_experts"]
+        products.append((experts * chosen_share(tokens, facts), 2 * experts * chosen * tokens))
     seconds = sum(
         max(n * facts["weight_itemsize"] / assumed.bytes_per_s, flops / assumed.flops_per_s) for n, flops in products
     )
@@ -175,6 +181,20 @@ def _attention_us(batch: Batch, backend: str, facts: dict[str, int], kernel: dic
     rate = min(assumed.bytes_per_s / 1e6, assumed.num_slots * assumed.slot_bytes_per_us) * assumed.decode_share[backend]
     waves = max(1, math.ceil(programs / assumed.num_slots))
     return assumed.kernel_us + kv_bytes / rate + waves * assumed.slot_start_us
+
+
+def chosen_share(tokens: int, facts: dict[str, int]) -> float:
+    """The share of a layer's experts that some token chooses, if tokens choose at random and alike."""
+    return 1 - (1 - facts["experts_per_token"] / facts["num_experts"]) ** tokens
+
+
+def _experts_us(batch: Batch, facts: dict[str, int], kernel: dict[str, Any], assumed: Assumed) -> float:
+    """One product with experts, of which the compiler counted all; only those are read that are chosen."""
+    tokens = batch.num_seqs * batch.new
+    chosen = facts["experts_per_token"] / facts["num_experts"]
+    flops = 2 * tokens * chosen * kernel["bytes_read"] / facts["weight_itemsize"]
+    moved = kernel["bytes_read"] * chosen_share(tokens, facts) + kernel["bytes_written"]
+    return assumed.kernel_us + max(moved / assumed.bytes_per_s, flops / assumed.flops_per_s) * 1e6
 
 
 def decode_programs(rows: int, heads: int, backend: str, assumed: Assumed = ASSUMED) -> int:

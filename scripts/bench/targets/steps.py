@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from bench.models import SHAPES, write_config
+from bench.models import write_config
 from bench.targets.programs import Program, placed, weights_read
 from bench.targets.targets import Target
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
@@ -28,8 +28,9 @@ from jaxsgl.engine.programs import ProgramKey, ProgramSpec, keys_of
 from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.models import ModelArch, abstract_model, resolve_precision
+from jaxsgl.models.layer_spec import MoeMlp
 
-MODELS = ("qwen3-0.6b", "qwen3-8b")  # of `bench.models.SHAPES`; a model more is a line more
+MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")  # of `bench.models`; a model more is a line more
 COMPILED_LAYERS = 4
 MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine's own default
 DECODE_ROWS = (1, 32, 256)
@@ -70,6 +71,7 @@ class Served:
         """What a prediction needs to know of the model."""
         arch = self.arch
         _, params = abstract_model(arch, self.dtype)
+        mixtures = [layer.mlp for layer in arch.layers if isinstance(layer.mlp, MoeMlp)]
         return {
             "num_layers": arch.num_layers,
             "num_heads": arch.num_heads,
@@ -81,6 +83,9 @@ class Served:
             "weight_itemsize": jnp.dtype(self.dtype).itemsize,
             "kv_itemsize": self.page.dtype.itemsize,
             "page_size": self.page.page_size,
+            "expert_weights": sum(3 * each.num_experts * each.ffn_size * arch.hidden_size for each in mixtures),
+            "num_experts": mixtures[0].num_experts if mixtures else 0,
+            "experts_per_token": mixtures[0].router.top_k if mixtures else 0,
         }
 
 
@@ -154,6 +159,3 @@ def program_name(model: Served, key: ProgramKey, backend: str) -> str:
     if isinstance(key.shape, Bucket):
         return f"{model.name} {key.shape.kind} {key.shape.num_tokens} {backend}"
     return f"{key.kind} {key.shape} of {model.arch.vocab_size}"
-
-
-assert set(MODELS) <= set(SHAPES)
