@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine import residents
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError
@@ -31,7 +31,7 @@ from tests.checkpoints import (
     reference_logits,
 )
 from tests.end_to_end.offline import first_logits, outputs, serve
-from tests.grids import daily
+from tests.grids import NIGHTLY, daily
 from tests.plain_model import mesh_of, plain_logits
 
 pytestmark = pytest.mark.device
@@ -44,7 +44,7 @@ KINDS = (
 assert set(KINDS) == set(FAMILY_KINDS)
 NEW_TOKENS = 8
 CONTEXT = 144
-CHUNK = 32
+UNLIMITED = -1
 ATOL = 2e-3
 AT_WINDOW = (WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW)
 AT_CONTEXT = (ORIGINAL_CONTEXT - 1, ORIGINAL_CONTEXT, ORIGINAL_CONTEXT + 1)
@@ -67,19 +67,29 @@ def logits_of(folder: Path, sequences: Sequence[Sequence[int]]) -> np.ndarray:
     return logits
 
 
-@pytest.mark.parametrize("kind", daily(KINDS, every=3))
-def test_greedy_tokens_and_logits_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
+# Each kind with the page size and the chunk; by night with others, too.
+POINTS = [
+    *((kind, 8, 32) for kind in daily(KINDS, every=3)),
+    *((kind, page_size, chunk) for kind in KINDS for page_size, chunk in ((1, 64), (16, UNLIMITED)) if NIGHTLY),
+]
+
+
+@pytest.mark.parametrize(("kind", "page_size", "chunk"), POINTS)
+def test_greedy_tokens_and_logits_equal_those_of_transformers(
+    kind: str, page_size: int, chunk: int, tmp_path: Path
+) -> None:
     folder = make_checkpoint(kind, tmp_path, seed=3)
     engine = Engine(
         EngineConfig(
             model=str(folder),
-            page_size=8,
-            chunked_prefill_size=CHUNK,
+            page_size=page_size,
+            chunked_prefill_size=chunk,
+            scheduling=SchedulingConfig(max_prefill_tokens=CONTEXT),
             context_length=CONTEXT,
             max_running_requests=32,
             max_total_tokens=5000,
             decode_buckets=(32,),
-            extend_buckets=(CHUNK,),
+            extend_buckets=(CONTEXT if chunk == UNLIMITED else chunk,),
             compilation_cache_dir="",
         ),
         progress=False,
@@ -92,6 +102,8 @@ def test_greedy_tokens_and_logits_equal_those_of_transformers(kind: str, tmp_pat
     again = serve(engine, [[requests[-1]], *[[]] * 20, requests])
     assert outputs(again, requests[:-1]) == answers[:-1]
     assert sum(reply.cached_tokens for reply in again.replies) > 100
+    if NIGHTLY:
+        assert outputs(serve(engine, [requests], retract_every=5), requests) == answers
     logits = logits_of(
         folder, [[*request.prompt_ids, *answer] for request, answer in zip(requests, answers, strict=True)]
     )
