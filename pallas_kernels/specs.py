@@ -160,11 +160,14 @@ SMALL_SPECS = (
 
 
 def _serving_spec(head_dim: int, num_groups: int, page_size: int, dtype: str, extras: str = "") -> ArgSpec:
-    """32 sequences of up to 4096 tokens, 1024 new ones in an extend. `extras` names float8, window, cap and sinks."""
+    """32 sequences of up to 4096 tokens, 1024 new ones in an extend. `extras` names float8, window, cap and sinks.
+
+    "rows" among them stands for 256 sequences, of which a program of a decode may take several.
+    """
     chosen = extras.split()
     return ArgSpec(
         name="_".join([f"h{head_dim}", f"g{num_groups}", f"p{page_size}", dtype, *chosen]),
-        num_seqs=32,
+        num_seqs=256 if "rows" in chosen else 32,
         num_tokens=1024,
         pages_per_seq=4096 // page_size,
         page_size=page_size,
@@ -199,6 +202,8 @@ GRID_SPECS = (
     _serving_spec(128, 1, 128, "f32", "window cap"),
     _serving_spec(128, 2, 1, "f32", "window"),
     _serving_spec(128, 4, 1, "f32", "window cap"),
+    _serving_spec(128, 4, 16, "bf16", "window cap rows"),
+    _serving_spec(128, 4, 64, "bf16", "float8 rows"),
     _serving_spec(128, 7, 16, "bf16", "window cap sinks"),
     _serving_spec(128, 7, 64, "f16", "window cap"),
     _serving_spec(128, 8, 1, "f16", "float8 cap"),

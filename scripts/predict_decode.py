@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 
+import jax.numpy as jnp
 import numpy as np
 from bench.output import command_parser
 from bench.targets.prediction import ASSUMED
@@ -49,7 +50,7 @@ def cut(lengths: np.ndarray) -> tuple[np.ndarray, Chains]:
     most = most_splits(rows, PLACES)
     num_items = min(rows * most, rows + PLACES)
     plan = SplitPlan(num_items, most, PLACES, MIN_SPLIT_TOKENS // TILE_TOKENS, TILE_TOKENS)
-    splits = split_sequences(plan, np.asarray(lengths, np.int32), AttentionOptions())
+    splits = split_sequences(plan, jnp.asarray(lengths, jnp.int32), AttentionOptions())
     table = np.asarray(splits.items)
     sizes = table[:, END] - table[:, BEGIN]
     if not plan.is_chained:

@@ -174,6 +174,11 @@ def in_layout(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
     return x if interpret else plgpu.layout_cast(x, layout)
 
 
+def scalar_of(number: jax.Array) -> jax.Array:
+    """The number as each branch of a `lax.cond` has to return it: JAX 0.10.0 tells constants from computed numbers."""
+    return number + jnp.int32(0)
+
+
 def iota(shape: tuple[int, ...], axis: int, layout: Any, *, interpret: bool) -> jax.Array:
     """int32 numbers along one axis, in the given register layout."""
     return in_layout(jax.lax.broadcasted_iota(jnp.int32, shape, axis), layout, interpret=interpret)

@@ -145,6 +145,7 @@ def _decode_kernel(
         pl.when(has_tiles(item))(start)
 
     def start_next_queries(item: jax.Array) -> None:
+        assert end_item is not None  # a single item has no next one
         pl.when(item < end_item)(lambda: start_queries(item))
 
     def compute(item: jax.Array, state: tuple[jax.Array, Cursor]) -> tuple[jax.Array, Cursor]:

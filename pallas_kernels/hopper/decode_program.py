@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.common import SWIZZLE_BYTES, WGMMA_ROWS, in_layout, iota, matmul
+from pallas_kernels.hopper.common import SWIZZLE_BYTES, WGMMA_ROWS, in_layout, iota, matmul, scalar_of
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.partition import BEGIN, END, POSITION, SEQUENCE
 
@@ -31,7 +31,7 @@ _LOWEST = -1e30
 _SWIZZLED_COLUMNS = SWIZZLE_BYTES // 2
 
 # For each copy that makes up a tile: page, and first token in it.
-Pages = tuple[tuple[jax.Array, jax.Array], ...]
+Pages = tuple[tuple[jax.Array, jax.Array | int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +96,14 @@ class Cursor(NamedTuple):
     def has_tile(self) -> jax.Array:
         """Whether there is a tile to copy."""
         return self.tile < self.end
+
+
+def _either(condition: jax.Array, first: Callable[[], Cursor], second: Callable[[], Cursor]) -> Cursor:
+    def branch(make: Callable[[], Cursor]) -> Callable[[], Cursor]:
+        return lambda: Cursor(*map(scalar_of, make()))
+
+    found: Cursor = lax.cond(condition, branch(first), branch(second))
+    return found
 
 
 class View(NamedTuple):
@@ -167,13 +175,13 @@ class Program:
         if self.end_item is None:
             return found()
         none = jnp.int32(0)
-        return lax.cond(item < self.end_item, found, lambda: Cursor(item, none, none, none, none))
+        return _either(item < self.end_item, found, lambda: Cursor(item, none, none, none, none))
 
     def _next_tile(self, cursor: Cursor) -> Cursor:
         next_tile = cursor._replace(tile=cursor.tile + 1)
         if self.end_item is None:
             return next_tile
-        return lax.cond(next_tile.has_tile, lambda: next_tile, lambda: self._first_tile(cursor.item + 1))
+        return _either(next_tile.has_tile, lambda: next_tile, lambda: self._first_tile(cursor.item + 1))
 
     def _after(self, stage: jax.Array) -> jax.Array:
         """The next place in the rings."""
