@@ -232,13 +232,12 @@ class ServingMachine(RuleBasedStateMachine):
             self.turn()
         self.order(UpdateWeights(next(self.numbers), folder, mode))
 
-    @rule(tag=st.sampled_from(MemoryTag))
-    def release(self, tag: MemoryTag) -> None:
-        self.order(ReleaseMemory(next(self.numbers), (tag,)))
-
-    @precondition(lambda self: self.engine.released)
-    @rule()
-    def take_memory_back(self) -> None:
+    @rule(turns=st.integers(0, 9), tags=st.sampled_from([(MemoryTag.WEIGHTS,), tuple(MemoryTag)]))
+    def lend_memory(self, turns: int, tags: tuple[MemoryTag, ...]) -> None:
+        """Releases memory, perhaps not before it is to be taken back."""
+        self.order(ReleaseMemory(next(self.numbers), tags))
+        for _ in range(turns):
+            self.turn()
         self.order(ResumeMemory(next(self.numbers), tuple(MemoryTag)))
 
     def order(self, order: WeightOrder) -> None:
@@ -353,7 +352,6 @@ class ServingMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.resume()
-        self.take_memory_back()
         turns = 0
         while not self.scheduler.is_idle or self.control.is_active:
             self.turn()
