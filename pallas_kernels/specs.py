@@ -149,7 +149,6 @@ SMALL_SPECS = (
     ArgSpec("one_sequence", 1, 40, 9, 16, 2, 2, 16),
     ArgSpec("sliding_window", 4, 24, 10, 16, 1, 2, 16, sliding_window=9),
     ArgSpec("soft_cap", 3, 20, 5, 16, 2, 2, 16, logit_soft_cap=3.0),
-    ArgSpec("window_and_cap", 3, 20, 5, 16, 2, 2, 16, sliding_window=33, logit_soft_cap=2.0),
     ArgSpec("bfloat16", 3, 20, 5, 16, 2, 2, 16, dtype=jnp.bfloat16),
     ArgSpec("float16", 3, 20, 5, 16, 2, 2, 16, dtype=jnp.float16),
     ArgSpec("head_dim_64", 2, 12, 4, 16, 1, 4, 64),

@@ -130,7 +130,8 @@ class _OfLayer:
 
     def _decoded(self, name: str, tensor: str, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
         f, d = self.mlp.ffn_size, arch.hidden_size
-        shape = Mxfp4(*tensors, tensor).shape
+        all_blocks, all_scales = tensors
+        shape = Mxfp4(all_blocks, all_scales, tensor).shape
         expected = (self.mlp.num_experts, *((2 * f, d) if name == "gate_up" else (d, f)))
         if shape != expected:
             raise CheckpointError(f"tensor {tensor} in MXFP4 has shape {shape}, but config.json asks for {expected}")

@@ -66,10 +66,12 @@ class Mxfp4:
         first, end, _ = columns.indices(self.shape[-1])
         whole = slice(first // BLOCK, -(-end // BLOCK))  # blocks that the part touches
         rows = box[: len(self.shape) - 1]
-        scales = self._scales[(*rows, ..., whole)]
+        of_scales: Any = (*rows, ..., whole)
+        of_blocks: Any = (*of_scales, slice(None))
+        scales = self._scales[of_scales]
         if scales.size and scales.max() > _MOST_SCALE:
             raise CheckpointError(f"{self._name}: a scale is 2 ** {int(scales.max()) - _SCALE_BIAS}, or no number")
-        bits = _PAIRS[self._blocks[(*rows, ..., whole, slice(None))]].view(np.uint16)  # [.., blocks, 32]
+        bits = _PAIRS[self._blocks[of_blocks]].view(np.uint16)  # [.., blocks, 32]
         exponents = (scales.astype(np.int16) - _SCALE_BIAS) << _EXPONENT_SHIFT
         moved = bits + exponents.view(np.uint16)[..., None]
         # What is 0, and what is too small to be a normal number, keeps its sign only.

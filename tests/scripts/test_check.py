@@ -66,7 +66,7 @@ def test_one_wrong_element_among_all_fails_even_if_its_token_was_not_sampled(ext
 
 
 def test_xla_passes_all_ops() -> None:
-    (spec,) = [spec for spec in SMALL_SPECS if spec.name == "window_and_cap"]
+    (spec,) = [spec for spec in SMALL_SPECS if spec.name == "scale_window_cap_and_sinks"]
     checks = check_spec(spec, "xla", runs=2)
     assert [(check.op, check.verdict) for check in checks] == [(op, PASSED) for op in (STORE, DECODE, EXTEND)]
 

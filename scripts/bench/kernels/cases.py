@@ -52,6 +52,8 @@ class KernelCase:
     bits_cache: bool = False
     sliding_window: int | None = None
     logit_soft_cap: float | None = None
+    sm_scale: float | None = None
+    has_sinks: bool = False
     padding_tokens: int = 0
     """Padding tokens of an extend or a store, behind those of the last sequence."""
 
@@ -87,6 +89,8 @@ class KernelCase:
             logit_soft_cap=self.logit_soft_cap,
             float8_cache=self.float8_cache,
             bits_cache=self.bits_cache,
+            sm_scale=self.sm_scale,
+            has_sinks=self.has_sinks,
         )
 
     @property

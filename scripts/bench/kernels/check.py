@@ -70,6 +70,8 @@ def ragged_case(op: str, spec: ArgSpec, seed: int) -> KernelCase:
         float8_cache=spec.float8_cache,
         sliding_window=None if op == STORE else spec.sliding_window,
         logit_soft_cap=None if op == STORE else spec.logit_soft_cap,
+        sm_scale=None if op == STORE else spec.sm_scale,
+        has_sinks=op != STORE and spec.has_sinks,
         padding_tokens=0 if op == DECODE else spec.num_tokens - int(new.sum()),
     )
 

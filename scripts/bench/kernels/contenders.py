@@ -219,8 +219,8 @@ def equal_shape(inputs: Inputs, *, ragged_lengths: bool = False) -> tuple[int, i
 
 def _only_plain_attention(inputs: Inputs) -> None:
     case = inputs.case
-    if case.float8_cache or case.sliding_window or case.logit_soft_cap:
-        raise Unsupported("no float8 cache, window or soft cap")
+    if case.float8_cache or case.sliding_window or case.logit_soft_cap or case.sm_scale or case.has_sinks:
+        raise Unsupported("no float8 cache, window, soft cap, scale or sinks")
     if case.padding_tokens or 0 in case.new:
         raise Unsupported("no padding")
 

@@ -111,13 +111,19 @@ def _attend(inputs: Inputs, layer: Layer, s: int, sampled: np.ndarray) -> np.nda
     position = length - 1 - (last - sampled)
     rows = q.reshape(len(sampled), case.num_kv_heads, -1).swapaxes(0, 1)  # [K, t, G * H]
     rows = rows.reshape(case.num_kv_heads, -1, case.head_dim)
-    scores = rows @ k.swapaxes(1, 2) / np.sqrt(case.head_dim)  # [K, t * G, L]
+    attention = case.spec.attention
+    scores = rows @ k.swapaxes(1, 2) * attention["options"].scale(case.head_dim)  # [K, t * G, L]
     if case.logit_soft_cap is not None:
         scores = case.logit_soft_cap * np.tanh(scores / case.logit_soft_cap)
     behind = np.repeat(position, case.num_groups)[:, None] - np.arange(length)
     scores[:, (behind < 0) | (behind >= (case.sliding_window or length))] = -np.inf
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    sinks = np.full(case.num_kv_heads * case.num_groups, -np.inf)
+    if case.has_sinks:
+        sinks = np.asarray(attention["sinks"], np.float64)
+    sinks = np.tile(sinks.reshape(case.num_kv_heads, -1), (1, len(sampled)))[..., None]  # [K, t * G, 1]
+    top = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+    weights = np.exp(scores - top)
+    weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - top)
     out = (weights @ v).reshape(case.num_kv_heads, len(sampled), -1, case.head_dim)
     right: np.ndarray = out.swapaxes(0, 1).reshape(q.shape)
     return right

@@ -80,8 +80,8 @@ def _sdpa(kernel: str, on_gpu: bool, inputs: Inputs) -> TorchRunner:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     case = inputs.case
-    if case.float8_cache or case.sliding_window or case.logit_soft_cap:
-        raise Unsupported("no float8 cache, window or soft cap")
+    if case.float8_cache or case.sliding_window or case.logit_soft_cap or case.sm_scale or case.has_sinks:
+        raise Unsupported("no float8 cache, window, soft cap, scale or sinks")
     num_new, length = equal_shape(inputs)
     chosen = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}.get(kernel)
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": num_new > 1 and num_new == length}
