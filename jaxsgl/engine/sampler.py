@@ -30,10 +30,13 @@ def greedy(logits: jax.Array) -> jax.Array:
     """The most likely token of each row of `logits [S, V]`, the lowest id among equals; int32 `[S]`.
 
     Finds the chunk, then the token in it: XLA's argmax over a whole vocabulary takes 10 times longer on CPU. On a TPU
-    chunks take two copies of the logits, transposed for each other, and the argmax one pass.
+    chunks would cost two copies of the logits, transposed for each other; two passes over the logits as they lie find
+    the maximum and its place. (XLA for TPUs rounds the maxima of an argmax to bfloat16 where nothing else reads them.)
     """
     if target_device().platform == "tpu":
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
+        return jnp.min(jnp.where(is_best, ids, ids[-1]), axis=-1)
     chunks = in_chunks(logits, -jnp.inf)
     chunk = jnp.argmax(jnp.max(chunks, axis=-1), axis=-1)
     inside = chunks[jnp.arange(len(chunks)), chunk]

@@ -65,9 +65,8 @@ def test_steps_of_served_models_are_one_command_buffer_with_few_kernels(tmp_path
     assert not [result for result in results if result["problems"]]
     for result in results:
         kinds = result["launches"]["layer_kinds"]
-        assert kinds.get("small", 0) + kinds.get("pallas", 0) <= (5 if "256" in result["program"] else 8), result[
-            "program"
-        ]
+        most = 24 if "experts" in kinds else 5 if "256" in result["program"] else 8
+        assert kinds.get("small", 0) + kinds.get("pallas", 0) <= most, result["program"]
 
 
 def test_advisories_of_ptxas_are_read(tmp_path: Path) -> None:

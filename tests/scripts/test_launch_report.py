@@ -142,6 +142,14 @@ def test_copies_of_a_tpu_count_on_the_side_that_is_not_its_own_memory() -> None:
     assert (back.kind, back.bytes_read, back.bytes_written) == ("prefetch", 0, 2 * 16 * 32)
 
 
+def test_a_matrix_that_the_step_before_fetched_counts_once() -> None:
+    again = (
+        "%again = (bf16[64,32]{1,0:S(1)}, bf16[64,32]{1,0}, u32[]) copy-start(%next), cross_program_prefetch_index=0"
+    )
+    text = TPU_HLO.replace("  %start =", f"  {again}\n  %start =")
+    assert launches(text) == launches(TPU_HLO)
+
+
 def test_a_step_that_seems_to_read_less_than_its_weights_was_counted_wrong(tmp_path: Path) -> None:
     read = launch_report(TPU_HLO, tmp_path, (), None)["bytes_read"]
     assert not launch_report(TPU_HLO, tmp_path, (), None, weight_bytes=read)["problems"]

@@ -3,8 +3,8 @@
 Counts bytes as XLA's own cost analysis does: all operands and results, but of an operand that a fusion only slices or
 gathers what it takes. Our Pallas kernels are counted without the pages of the KV cache and the page table, of which
 they touch a part that no compiler knows; `predict_gpu.py` adds it. On a TPU bytes are those of its HBM: what lies in
-the chip's own memory counts when it is copied there or back, once more for the matrix that a step fetches for the next
-one. Imports no JAX. Called by `compile_for`.
+the chip's own memory counts when it is copied there or back, a matrix that a step fetches for the next one there.
+Imports no JAX. Called by `compile_for`.
 """
 
 from __future__ import annotations
@@ -96,12 +96,15 @@ class _Module:
 
     def _in(self, computation: str, times: int) -> Iterator[Launch]:
         by_name = {each.name: each for each in self._computations[computation]}
-        for each in self._computations[computation]:
+        copies = Counter(each.operands[0] for each in by_name.values() if each.opcode == "copy-start")
+        for each in by_name.values():
             if each.opcode in FREE or each.opcode.endswith("-done"):
                 continue
             if each.attribute(r'custom_call_target="([^"]*)"') in _FREE_TARGETS:
                 continue
             if each.opcode in STARTS:
+                if "cross_program_prefetch_index" in each.rest and copies[each.operands[0]] > 1:
+                    continue  # the step before has fetched it, with the other copy
                 copied = _copied(each, times)
                 yield replace(copied, matrix_bytes=copied.bytes_read * self._recurs(each.operands[0], by_name))
                 continue
