@@ -17,9 +17,7 @@ namespace {
 
 using FloatProduct = ProductOf<float>;  // `in` and `out` are multiples of 16
 
-constexpr int kFewFloats = 8;             // rows
-constexpr int kFloatStrip = 2 * kLanes;   // rows
-constexpr int kFloatRows = kLanes / 2;    // weight rows at once: sums fill half of the registers
+constexpr int kFewFloats = 8;  // rows
 
 // Multiplies kLanes weight rows from `begin` on with T rows, packed [in, T].
 template <int T>
@@ -41,26 +39,34 @@ void MultiplyFewFloats(const FloatProduct& p, int64_t begin, const float* packed
   for (int t = 0; t < T && t < p.tokens; ++t) Store(p.y + t * p.out + begin, sum[t]);
 }
 
-// Multiplies kFloatRows weight rows from `begin` on with up to kFloatStrip rows from `first` on, packed [in, strip].
-inline void MultiplyFloatStrip(const FloatProduct& p, int64_t first, int64_t begin, const float* packed) {
+// Multiplies kLanes / V weight rows from `begin` on with up to kLanes * V rows from `first` on, packed [in, kLanes * V].
+// The sums fill half of the registers. Prefetches as many weight rows behind these.
+template <int V>
+void MultiplyFloatStrip(const FloatProduct& p, int64_t first, int64_t begin, const float* packed) {
+  constexpr int R = kLanes / V;
   const float* const weights = p.weights + begin * p.in;
-  Floats sum[kFloatRows][2];
-#pragma GCC unroll 8
-  for (int r = 0; r < kFloatRows; ++r) sum[r][0] = sum[r][1] = Zero();
-  for (int64_t i = 0; i < p.in; ++i) {
-    const Floats right[2] = {Load(packed + i * kFloatStrip), Load(packed + i * kFloatStrip + kLanes)};
-#pragma GCC unroll 8
-    for (int r = 0; r < kFloatRows; ++r) {
-      const Floats left = All(weights[r * p.in + i]);
-      for (int v = 0; v < 2; ++v) sum[r][v] = TimesPlus(left, right[v], sum[r][v]);
+  Floats sum[R][V];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) sum[r][v] = Zero();
+  for (int64_t line = 0; line < p.in; line += 16) {
+    for (int r = 0; r < R; ++r) Prefetch(reinterpret_cast<const uint16_t*>(weights + (R + r) * p.in + line));
+    for (int64_t i = line; i < line + 16; ++i) {
+      Floats right[V];
+      for (int v = 0; v < V; ++v) right[v] = Load(packed + (i * V + v) * kLanes);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const Floats left = All(weights[r * p.in + i]);
+        for (int v = 0; v < V; ++v) sum[r][v] = TimesPlus(left, right[v], sum[r][v]);
+      }
     }
   }
-  alignas(64) float sums[kFloatRows][kFloatStrip];
-#pragma GCC unroll 8
-  for (int r = 0; r < kFloatRows; ++r)
-    for (int v = 0; v < 2; ++v) Store(sums[r] + v * kLanes, sum[r][v]);
-  for (int t = 0; t < kFloatStrip && first + t < p.tokens; ++t)
-    for (int r = 0; r < kFloatRows; ++r) p.y[(first + t) * p.out + begin + r] = sums[r][t];
+  alignas(64) float sums[R][V * kLanes];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) Store(sums[r] + v * kLanes, sum[r][v]);
+  for (int t = 0; t < V * kLanes && first + t < p.tokens; ++t)
+    for (int r = 0; r < R; ++r) p.y[(first + t) * p.out + begin + r] = sums[r][t];
 }
 
 // Calls `work` with the number of rows that are multiplied one by one: a power of two.
@@ -76,12 +82,15 @@ struct FloatPieces {
   using Weight = float;
   static constexpr int64_t kMost = 64, kRows = 16;
 
+  // Rows of a strip: a register of them if the piece has no more, else two.
+  static int64_t Strip(const FloatProduct& p, int64_t first) { return p.tokens - first <= kLanes ? kLanes : 2 * kLanes; }
+
   static int64_t Strips(const FloatProduct& p, int64_t first) {
-    return (std::min(kMost, p.tokens - first) + kFloatStrip - 1) / kFloatStrip;
+    return (std::min(kMost, p.tokens - first) + Strip(p, first) - 1) / Strip(p, first);
   }
 
   static int64_t PackedBytes(const FloatProduct& p, int64_t first) {
-    return p.in * (p.tokens <= kFewFloats ? kFewFloats : Strips(p, first) * kFloatStrip) * int64_t(sizeof(float));
+    return p.in * (p.tokens <= kFewFloats ? kFewFloats : Strips(p, first) * Strip(p, first)) * int64_t(sizeof(float));
   }
 
   static void PackRows(const FloatProduct& p, int64_t first, void* packed) {
@@ -93,16 +102,17 @@ struct FloatPieces {
           for (int64_t i = 0; i < p.in; ++i) to[i * T + t] = t < p.tokens ? p.Row(t)[i] : 0;
       });
     }
-    for (const int64_t end = first + Strips(p, first) * kFloatStrip; first < end; first += kFloatStrip) {
-      for (int64_t i = 0; i < p.in; i += kLanes, to += kLanes * kFloatStrip) {
-        for (int v = 0; v < kFloatStrip; v += kLanes) {
+    const int64_t strip = Strip(p, first);
+    for (const int64_t end = first + Strips(p, first) * strip; first < end; first += strip) {
+      for (int64_t i = 0; i < p.in; i += kLanes, to += kLanes * strip) {
+        for (int64_t v = 0; v < strip; v += kLanes) {
           Bits block[kLanes];
           for (int j = 0; j < kLanes; ++j) {
             const bool is_row = first + v + j < p.tokens;
             block[j] = is_row ? LoadBits(p.Row(first + v + j) + i) : Bits{};
           }
           Transpose(block);
-          for (int j = 0; j < kLanes; ++j) StoreBits(to + j * kFloatStrip + v, block[j]);
+          for (int j = 0; j < kLanes; ++j) StoreBits(to + j * strip + v, block[j]);
         }
       }
     }
@@ -110,15 +120,19 @@ struct FloatPieces {
 
   static void Multiply(const FloatProduct& p, int64_t first, int64_t begin, int64_t rows, const void* packed) {
     const float* const from = static_cast<const float*>(packed);
-    const int64_t end = begin + rows, strips = Strips(p, first);
+    const int64_t end = begin + rows, strip = Strip(p, first);
     if (p.tokens <= kFewFloats) {
       return WithFewFloats(p, [&](auto few) {
         for (int64_t b = begin; b < end; b += kLanes) MultiplyFewFloats<decltype(few)::value>(p, b, from);
       });
     }
-    for (; begin < end; begin += kFloatRows)
-      for (int64_t s = 0; s < strips; ++s)
-        MultiplyFloatStrip(p, first + s * kFloatStrip, begin, from + s * kFloatStrip * p.in);
+    if (strip == kLanes) {
+      for (; begin < end; begin += kLanes) MultiplyFloatStrip<1>(p, first, begin, from);
+      return;
+    }
+    for (; begin < end; begin += kLanes / 2)
+      for (int64_t i = 0; i < Strips(p, first); ++i)
+        MultiplyFloatStrip<2>(p, first + i * strip, begin, from + i * strip * p.in);
   }
 };
 

@@ -103,6 +103,19 @@ def test_rows_of_an_expert_are_multiplied_as_if_its_weights_stood_alone() -> Non
     assert not out[183:].any()
 
 
+@in_each_way
+def test_rows_of_experts_with_float32_weights_are_not_rounded() -> None:
+    counts = [1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 130]
+    rng = np.random.default_rng(3)
+    experts = np.repeat(np.arange(len(counts)), counts)
+    x, weights = rng.standard_normal((len(experts), 80)), rng.standard_normal((len(counts), 48, 80))
+    groups = group_by_expert(jnp.asarray(experts[:, None], jnp.int32), len(counts))
+    rows, stacked = jnp.asarray(x, jnp.float32), jnp.asarray(weights, jnp.float32)
+    out = np.asarray(grouped_product(rows, groups, stacked, backend="native"))
+    exact = np.einsum("ti,toi->to", np.asarray(rows, np.float64), np.asarray(stacked, np.float64)[experts])
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("x", "weights", "words"),
     [
