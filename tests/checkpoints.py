@@ -17,6 +17,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -148,6 +150,7 @@ _FAMILIES: dict[str, Kind] = {
             },
         },
     ),
+    "glm": (GlmConfig, GlmForCausalLM, {"head_dim": 20, "partial_rotary_factor": 0.6}),
     "glm4": (Glm4Config, Glm4ForCausalLM, {"head_dim": 20, "partial_rotary_factor": 0.6}),
     "smollm3": (
         SmolLM3Config,

@@ -158,7 +158,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         layers=layers.specs,
         ropes=layers.ropes,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         attention_bias=bias(family.qkv_bias, "attention_bias"),
         attention_out_bias=bias(family.attention_out_bias, "attention_bias"),
         mlp_bias=bias(family.mlp_bias, "mlp_bias"),

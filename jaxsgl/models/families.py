@@ -99,6 +99,30 @@ class Family:
     ignored: frozenset[str] = frozenset()
 
 
+_MISTRAL = Family(
+    qkv_bias=False,
+    attention_out_bias=False,
+    windows="always",
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+)
+
+# What GLM-4's older and newer form have in common.
+_GLM = Family(
+    attention_out_bias=False,
+    partial_rope=True,
+    interleaved_rope=True,
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+    },
+)
+
+# Keys of models that see images, beside the object that describes the decoder.
+_BESIDE_TEXT = frozenset({"vision_config", "image_token_index", "image_token_id"})
+
 # What Gemma 2 and 3 have in common.
 _GEMMA = Family(
     norms="sandwich",
@@ -130,11 +154,13 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=None),
     "Qwen2ForCausalLM": Family(qkv_bias=True, attention_out_bias=False, windows="flag"),
     "Qwen3ForCausalLM": Family(qk_norm="head", windows="flag", defaults={"head_dim": 128}),
-    "MistralForCausalLM": Family(
-        qkv_bias=False,
-        attention_out_bias=False,
-        windows="always",
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    "MistralForCausalLM": _MISTRAL,
+    # Its text only.
+    "Mistral3ForConditionalGeneration": replace(
+        _MISTRAL,
+        section="text_config",
+        ignored=_BESIDE_TEXT
+        | {"multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size", "vision_feature_layer"},
     ),
     "Phi3ForCausalLM": Family(
         qkv_bias=False,
@@ -153,19 +179,8 @@ FAMILIES: dict[str, Family] = {
         sliding_theta_key="rope_theta",
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0},
     ),
-    "Glm4ForCausalLM": Family(
-        norms="sandwich",
-        attention_out_bias=False,
-        partial_rope=True,
-        interleaved_rope=True,
-        defaults={
-            "head_dim": 128,
-            "num_key_value_heads": 2,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            "rms_norm_eps": 1.5625e-07,
-        },
-    ),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(_GLM, norms="sandwich"),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=None,
         windows="flag",
@@ -188,9 +203,7 @@ FAMILIES: dict[str, Family] = {
             "num_attention_heads": 8,
             "max_position_embeddings": 131_072,
         },
-        ignored=_GEMMA3.ignored
-        | {"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"}
-        | {"tie_word_embeddings"},
+        ignored=_GEMMA3.ignored | _BESIDE_TEXT | {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"},
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="head",

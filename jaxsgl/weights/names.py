@@ -253,6 +253,7 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     },
     "Olmo2ForCausalLM": _OLMO,
     "Olmo3ForCausalLM": _OLMO,
+    "GlmForCausalLM": _FUSED_GATE_UP,
     "Glm4ForCausalLM": {
         **_layer_norms(attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"),
         **_FUSED_GATE_UP,
@@ -262,7 +263,8 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
     "Gemma3ForConditionalGeneration": _GEMMA,
 }
 # Where the decoder is a part of a larger model: what its tensors' names begin with, and those of the other parts.
-PREFIXES = {"Gemma3ForConditionalGeneration": ("language_model.", ("vision_tower.", "multi_modal_projector."))}
+_WITH_TOWER = ("language_model.", ("vision_tower.", "multi_modal_projector."))
+PREFIXES = {"Gemma3ForConditionalGeneration": _WITH_TOWER, "Mistral3ForConditionalGeneration": _WITH_TOWER}
 _NO_PREFIX: tuple[str, tuple[str, ...]] = ("", ())
 
 # What scales K, V or both of a layer's KV cache in float8, by the end of the tensor's name: compressed-tensors and its

@@ -40,12 +40,14 @@ def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path:
     np.testing.assert_allclose(checkpoint_logits(folder, prompt), expected, atol=ATOL)
 
 
-def test_the_text_of_a_gemma_that_sees_images_is_its_decoders(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gemma3", "Gemma3ForConditionalGeneration"), ("mistral", "Mistral3ForConditionalGeneration")]
+)
+def test_the_text_of_a_model_that_sees_images_is_its_decoders(kind: str, name: str, tmp_path: Path) -> None:
     """The tower and its projector are left out, and the keys of the decoder stand in an object of their own."""
-    folder = make_checkpoint("gemma3", tmp_path / "text")
+    folder = make_checkpoint(kind, tmp_path / "text")
     config = json.loads((folder / "config.json").read_text())
-    name = "Gemma3ForConditionalGeneration"
-    whole = {"architectures": [name], "text_config": config, "vision_config": {"layers": 2}, "mm_tokens_per_image": 4}
+    whole = {"architectures": [name], "text_config": config, "vision_config": {"layers": 2}, "image_token_index": 10}
     tensors = {f"language_model.{key}": tensor for key, tensor in load_file(folder / "model.safetensors").items()}
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
