@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -123,6 +124,28 @@ def test_updates_under_load(server: RunningServer, http: httpx.Client, folders: 
     state = http.get("/internal_state", params={"check": True}).json()
     assert state["leaks"] == [] and state["leaks_total"] == 0
     assert http.get("/server_info").json()["internal_states"][0]["recompiles_total"] == 0
+
+
+def test_a_retracted_request_goes_on_as_the_new_weights_would(http: httpx.Client, folders: list[Path]) -> None:
+    num_tokens = 300
+    assert update(http, folders[0], "first").json()["success"]
+    body = {"input_ids": prompt(5), "stream": True, "sampling_params": {**PARAMS, "max_new_tokens": num_tokens}}
+    told: list[tuple[str, list[int]]] = []  # version and all tokens so far, by event
+    with ThreadPoolExecutor(1) as thread, http.stream("POST", "/generate", json=body) as stream:
+        updating = None
+        for line in stream.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            told.append((event["meta_info"]["weight_version"], event["output_ids"]))
+            if len(told) == 8:
+                updating = thread.submit(update, http, folders[1], "second", mode="retract")
+    assert updating is not None and updating.result().json()["num_paused_requests"] == 1
+    ids, num_old = told[-1][1], max(len(ids) for version, ids in told if version == "first")
+    assert told[-1][0] == "second" and 0 < num_old < len(ids) == num_tokens
+    params = {**PARAMS, "max_new_tokens": num_tokens - num_old}
+    again = http.post("/generate", json={"input_ids": [*prompt(5), *ids[:num_old]], "sampling_params": params}).json()
+    assert again["output_ids"] == ids[num_old:]
 
 
 def test_memory_is_released_while_a_request_waits(http: httpx.Client, folders: list[Path]) -> None:
