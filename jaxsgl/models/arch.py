@@ -57,6 +57,7 @@ class ModelArch:
       sinks: query heads have attention sinks.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
+      expert_format: how the checkpoint has quantized its experts, which are dequantized as they are loaded.
     """
 
     name: str
@@ -86,6 +87,7 @@ class ModelArch:
     sinks: bool = False
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None
+    expert_format: WeightFormat | None = None
 
     @property
     def num_layers(self) -> int:
@@ -122,7 +124,8 @@ class ModelArch:
         generation = ConfigFile(generation_path) if generation_path.is_file() else None
         arch = _read_arch(config, generation)
         kv_cache_dtype, weight_format = _read_quantization(config, folder / MODELOPT_FILE, arch.mixture is not None)
-        arch = replace(arch, kv_cache_dtype=kv_cache_dtype, weight_format=weight_format)
+        expert_format = weight_format if arch.mixture is not None else None
+        arch = replace(arch, kv_cache_dtype=kv_cache_dtype, weight_format=weight_format, expert_format=expert_format)
         config.refuse_unread(arch.name, FAMILIES[arch.name].ignored)
         return arch.for_context(arch.max_context)
 

@@ -27,10 +27,9 @@ class MoE(Matrices):
     """The experts of one layer and their router."""
 
     def __init__(self, arch: ModelArch, spec: MoeMlp, dtype: jnp.dtype) -> None:
-        if arch.weight_format is not None:
+        if arch.weight_format is not None and arch.weight_format.storage is None:
             raise ConfigError(
-                f"{arch.name} has experts, whose weights can't be quantized: leave --quantization out, or serve a "
-                "checkpoint that is not quantized"
+                f"{arch.name} has experts, whose weights can't be quantized at load: leave --quantization out"
             )
         d, e, f = arch.hidden_size, spec.num_experts, spec.ffn_size
         self.spec = spec

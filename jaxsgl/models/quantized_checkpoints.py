@@ -19,7 +19,9 @@ SUPPORTED = (
     "mxfp4 (experts)"
 )
 # Modules whose weights are matrices of ours that stay unquantized in every format.
-_UNQUANTIZED = re.compile(r"(model\.)?(embed_tokens|norm|lm_head)|lm_head|.*(norm|layernorm|\.gate|router|rotary_emb)")
+_UNQUANTIZED = re.compile(
+    r"(model\.)?(embed_tokens|norm|lm_head)|lm_head|.*(norm|layernorm|\.gate|router|rotary_emb|shared_expert_gate)"
+)
 
 
 def read_format(path: Path, config: Mapping[str, Any]) -> WeightFormat:

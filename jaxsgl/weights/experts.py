@@ -3,7 +3,7 @@
 Checkpoints name experts singly, or stack them as `[E, out, in]` or `[E, in, out]`; the shapes tell these two apart. A
 stack may be in MXFP4, as blocks and scales. Our
 parameters are `gate_up [E, 2 F, D]`, an expert's gates before its ups, and `down [E, D, F]`. As in `names`, recipes
-make views only. `loading.py` asks here first.
+make views only. `quantized.py` asks here first.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.weights.assembly import Assembler, Progress, Unfinished, shape_of
 from jaxsgl.weights.converted import is_converted, restore_params
-from jaxsgl.weights.experts import recipe_of_experts
 from jaxsgl.weights.given_tensors import GivenTensors
 from jaxsgl.weights.names import Computed, Piece, Tensor
 from jaxsgl.weights.quantized import recipe_of
@@ -91,7 +90,7 @@ def _find(
     path: tuple[Hashable, ...], param: nnx.Param[jax.Array], tensors: TensorFiles | GivenTensors, arch: ModelArch
 ) -> _Made:
     """Says what the (abstract) parameter at `path` is made of; reads nothing."""
-    recipe = recipe_of_experts(path, arch, tensors.shape) or recipe_of(path, param, arch)
+    recipe = recipe_of(path, param, arch, tensors.shape)
     found = tuple(tensors.tensor(source, arch) for source in recipe.sources)
     pieces = tuple(recipe.pieces(arch, found))
     shape = shape_of(pieces)

@@ -2,8 +2,8 @@
 
 Weights that are quantized at load are read as `names.py` says, and a part (`models/matrix.py`) is computed on the
 devices from its whole matrix. Of a quantized checkpoint, each row of a part is computed by the host where it is copied
-(`stored_matrix.py`); `names.py` only says which row of which tensor goes where. The loader calls `recipe_of` for every
-parameter.
+(`stored_matrix.py`); `names.py` and `experts.py` only say which row of which tensor goes where. Experts are dequantized
+there. The loader calls `recipe_of` for every parameter.
 """
 
 from __future__ import annotations
@@ -24,23 +24,40 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.matrix import part_name
 from jaxsgl.models.quantization import FLOAT8, WeightFormat
 from jaxsgl.weights import names
+from jaxsgl.weights.experts import ShapeOf, recipe_of_experts
 from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, sizes
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
 
+WEIGHTS = "weights"  # a part that is no parameter of its own: numbers, offsets and scales multiplied out
 
-def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch) -> Recipe:
-    """The recipe of the (abstract) parameter at `path`, quantized or not."""
+
+def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of: ShapeOf) -> Recipe:
+    """The recipe of the (abstract) parameter at `path`, quantized or not; `shape_of` tells the checkpoint's tensors."""
     part = param.get_metadata().get("part")
     if part is None:
-        return names.recipe_of(path, arch)
+        of_experts = recipe_of_experts(path, arch, shape_of)
+        return names.recipe_of(path, arch) if of_experts is None else _of_experts(path, of_experts, arch)
     fmt: WeightFormat = param.get_metadata("format")
-    whole = str(path[-1]).removesuffix(part_name("", part))
-    recipe = names.recipe_of((*path[:-1], whole), arch)
+    whole = (*path[:-1], str(path[-1]).removesuffix(part_name("", part)))
+    recipe = recipe_of_experts(whole, arch, shape_of) or names.recipe_of(whole, arch)
     if fmt.storage is None:
         return Recipe(recipe.sources, recipe.pieces, QuantizedAtLoad(fmt.numbers, part))
+    return _of_stored(recipe, fmt, part)
+
+
+def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str) -> Recipe:
+    assert fmt.storage is not None
     parts = tensor_names(fmt.storage, fmt.reorders)
     sources = [Source(source.name.removesuffix("weight") + name, None) for source in recipe.sources for name in parts]
     return Recipe(tuple(sources), StoredPieces(recipe, fmt, part))
+
+
+def _of_experts(path: Path, recipe: Recipe, arch: ModelArch) -> Recipe:
+    """What `recipe` makes of experts' tensors, dequantized if these are quantized."""
+    fmt = arch.expert_format
+    if fmt is None or path[3:] not in (("gate_up",), ("down",)):
+        return recipe
+    return _of_stored(recipe, fmt, WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,8 @@ class StoredPieces:
     def _rows(self, matrix: StoredMatrix, rows: npt.NDArray[np.intp]) -> Rows:
         if self.part == "numbers":
             return Rows(rows, matrix.numbers, matrix.shape[1], jnp.dtype(self.fmt.numbers).itemsize)
+        if self.part == WEIGHTS:
+            return Rows(rows, matrix.weights, matrix.shape[1], 4)
         compute, itemsize = (matrix.scale, 4) if self.part == "scale" else (matrix.zero, 1)
         return Rows(rows, compute, matrix.num_groups, itemsize)
 

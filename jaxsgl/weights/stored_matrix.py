@@ -124,6 +124,16 @@ class StoredMatrix:
         more = 1 if self._storage.zeros_one_less else 0
         return (((zeros.astype(np.int16) + more) & int(_mask(bits))) - middle).astype(np.int8)
 
+    def weights(self, rows: Rows) -> npt.NDArray[np.float32]:
+        """`[R, in]` float32: what the numbers mean, columns in the order of the inputs."""
+        values = self.numbers(rows).astype(np.float32)
+        if self._fmt.has_zeros:
+            values -= self._per_column(self.zero(rows))
+        values *= self._per_column(self.scale(rows))
+        if self._fmt.reorders:
+            values[:, self.order()] = values.copy()
+        return values
+
     def order(self) -> npt.NDArray[np.int32]:
         """`[in]`: the input of each column. Raises `CheckpointError` unless every group has equally many inputs."""
         index = self._tensors[tensor_names(self._storage, True)[-1]].reshape(-1)

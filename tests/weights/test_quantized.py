@@ -139,3 +139,20 @@ def test_matrices_that_are_multiplied_at_once_need_one_order_of_inputs(tmp_path:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"k_proj.*are multiplied at once, but their g_idx differ"):
         load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
+
+
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_moe", "gptq desc_act"), ("glm4_moe", "fp8 in blocks")])
+def test_experts_are_dequantized_as_they_are_loaded(kind: str, name: str, tmp_path: Path) -> None:
+    changes: dict[str, object] = {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
+    plain = make_checkpoint(kind, tmp_path / "plain", **changes)
+    folder = quantize_folder(plain, tmp_path / "stored", name)
+    dtype = jnp.dtype("float32")
+    arch, of_plain = ModelArch.from_folder(folder), ModelArch.from_folder(folder / "meant")
+    found = dict(nnx.to_flat_state(load_params(folder, arch, dtype, mesh_of())))
+    expected = dict(nnx.to_flat_state(load_params(folder / "meant", of_plain, dtype, mesh_of())))
+    num_experts = 0
+    for path, param in expected.items():
+        if path[-1] in ("gate_up", "down") and param[...].ndim == 3 and (*path[:-1], f"{path[-1]}_scale") not in found:
+            num_experts += len(param[...])
+            np.testing.assert_allclose(found[path][...], param[...], rtol=1e-6, atol=1e-9)
+    assert arch.mixture is not None and num_experts >= 2 * arch.mixture.num_experts

@@ -98,7 +98,6 @@ WEIGHTS = COMPRESSED["config_groups"]["group_0"]["weights"]
         ({"quant_method": "gguf"}, "weights quantized by gguf are not supported; supported are fp8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantized by bitsandbytes"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quantized by modelopt"),
-        ({"quant_method": "mxfp4"}, "quantized by mxfp4"),
         ({**FORMATS["awq"][0], "version": "gemv"}, "version is gemv; supported are gemm"),
         ({**FORMATS["awq"][0], "bits": 3}, "bits is 3; supported are 4"),
         ({**FORMATS["gptq"][0], "bits": 2}, "bits is 2; supported are 4, 8"),
