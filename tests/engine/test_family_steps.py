@@ -35,6 +35,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("Olmo3ForCausalLM", MIXED),
     ("MistralForCausalLM", {"sliding_window": 128}),
     ("Phi3ForCausalLM", {"head_dim": 96}),
+    ("GptOssForCausalLM", {"head_dim": 64, "num_attention_heads": 32, "num_local_experts": 8, **MIXED}),
 ]
 BUCKETS = (Bucket("decode", 64, 64, False), Bucket("extend", 128, 8, False))
 
@@ -45,8 +46,9 @@ def test_steps_lower_for_gpus_and_tpus(name: str, changes: dict[str, Any], tmp_p
     arch = ModelArch.from_folder(tmp_path)
     graphdef, params = abstract_model(arch, BFLOAT16)
     leaves, treedef = jax.tree.flatten(params)
-    capacity = Capacity(64, 40, 64, 512, 128, arch.vocab_size)
-    state = abstract_state(kv_shape(arch, 64, BFLOAT16), capacity, mesh_of())
+    page_size = 128 if arch.head_dim == 64 else 64  # TPUs take heads of 64 in such pages
+    capacity = Capacity(page_size, 40, 64, 512, 128, arch.vocab_size)
+    state = abstract_state(kv_shape(arch, page_size, BFLOAT16), capacity, mesh_of())
     state = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), state)
     for platform, (kind, num_cores, _) in TARGETS.items():
         for bucket in BUCKETS:
