@@ -112,4 +112,4 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
         assert line["step"] in done.stdout
         assert line["step_us"] > line["floor_us"]
         if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
-            assert line["small_per_layer"] <= 5
+            assert line["small_per_layer"] <= (24 if "30b-a3b" in line["step"] else 5)
