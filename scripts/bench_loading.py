@@ -75,9 +75,14 @@ def main() -> int:
         folder = Path(name)
         write_random(folder / "original", options.shape, options.layers)
         if "converted" in {KINDS[kind] for kind in options.kinds}:
-            convert = [SCRIPTS / "convert_checkpoint.py", "--model", folder / "original"]
+            convert: list[str | Path] = [
+                sys.executable,
+                SCRIPTS / "convert_checkpoint.py",
+                "--model",
+                folder / "original",
+            ]
             env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")])}
-            subprocess.run([sys.executable, *convert, "--output", folder / "converted"], check=True, env=env)
+            subprocess.run([*convert, "--output", folder / "converted"], check=True, env=env)
             os.sync()
         for _ in range(options.rounds):
             for kind in options.kinds:

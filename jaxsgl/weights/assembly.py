@@ -115,8 +115,10 @@ class Assembler:
     ) -> Unfinished:
         """Starts to make the parameter that `pieces` fill, in `dtype`, and returns at once."""
         buffers: dict[tuple[tuple[int, int], ...], npt.NDArray[Any]] = {}
-        shards, copies = [], []
+        shards: list[tuple[jax.Device, npt.NDArray[Any]]] = []
+        copies: list[Future[None]] = []
         for device, index in sharding.addressable_devices_indices_map(shape).items():
+            assert index is not None
             bounds = tuple(part.indices(length)[:2] for part, length in zip(index, shape, strict=True))
             if bounds not in buffers:
                 buffers[bounds] = aligned_empty(tuple(stop - start for start, stop in bounds), dtype)
@@ -132,12 +134,13 @@ class Assembler:
         common = overlap(bounds, piece, shape)
         if common is None:
             return
-        into, box = buffer[(*common[0], ...)], common[1]
-        width = piece.numbers.nbytes // math.prod(piece.numbers.shape)
+        place, box = common
+        into = _part(buffer, place)
+        width = max(piece.numbers.nbytes // math.prod(piece.numbers.shape), 1)
         for target in blocks(into.shape, width):
             cut = zip(box, target, strict=False)  # the leading axes
             source = tuple(slice(whole.start + part.start, whole.start + part.stop) for whole, part in cut)
-            yield self._pool.submit(self._copy, into[(*target, ...)], piece, (*source, *box[len(target) :]))
+            yield self._pool.submit(self._copy, _part(into, target), piece, (*source, *box[len(target) :]))
 
     def _copy(self, into: npt.NDArray[Any], piece: Piece, box: Box) -> None:
         numbers = np.asarray(piece.numbers[box])
@@ -201,6 +204,11 @@ def shape_of(pieces: Sequence[Piece]) -> tuple[int, ...]:
     filled = sum(math.prod(numbers.shape) for _, numbers in pieces)
     assert filled == math.prod(shape), f"{filled} numbers for shape {tuple(shape)}"
     return tuple(shape)
+
+
+def _part(array: npt.NDArray[Any], place: tuple[Any, ...]) -> npt.NDArray[Any]:
+    """A view of a part by its leading axes, also of a single number."""
+    return array[(*place, ...)]
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -61,7 +61,7 @@ def load_params(source: Path | Mapping[str, Any], arch: ModelArch, dtype: jnp.dt
     tensors.refuse_unread(arch)
 
     progress = Progress(sum(piece.numbers.nbytes for made in plan for piece in made.pieces))
-    params = []
+    params: list[Any] = []
     in_flight: deque[tuple[_Made, Unfinished]] = deque()
 
     def finish_first() -> None:
