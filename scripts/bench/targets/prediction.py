@@ -156,7 +156,7 @@ def floor_us(batch: Batch, facts: dict[str, int], sampling: str, assumed: Assume
     head = facts["vocab_size"] * facts["hidden_size"]
     experts = facts.get("expert_weights", 0)  # kept results of dense models don't have it
     layers = facts["weights_read"] - head - experts
-    products = [(layers, 2 * layers * tokens), (head, 2 * head * batch.num_seqs)]
+    products: list[tuple[float, float]] = [(layers, 2 * layers * tokens), (head, 2 * head * batch.num_seqs)]
     if experts:
         chosen = facts["experts_per_token"] / facts["num_experts"]
         products.append((experts * chosen_share(tokens, facts), 2 * experts * chosen * tokens))
