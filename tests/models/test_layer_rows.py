@@ -49,8 +49,9 @@ def test_more_layers_are_no_more_code_to_compile() -> None:
     assert len(code(9)) == len(code(5)) > 1
 
 
-def fused_code(text: str) -> set[str]:
+def fused_code(text: str | None) -> set[str]:
     """The bodies of the program's fusions, without names."""
+    assert text is not None
     bodies = re.findall(r"^%fused_computation.*?^}", text, re.DOTALL | re.MULTILINE)
     return {re.sub(r"metadata={[^}]*}|%[\w.]+|param_[\d.]+", "", body) for body in bodies}
 
