@@ -298,7 +298,7 @@ def _equal_scales(a: KvScales, b: KvScales) -> bool:
 def _by_path(tree: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     """The arrays of nested mappings, sequences and NNX states, by path, in the order of `jax.tree.leaves`."""
     if isinstance(tree, nnx.Variable):
-        return {path: tree.get_value()}
+        return {path: jax.tree.leaves(tree)[0]}
     if isinstance(tree, Mapping | nnx.State):
         try:
             items = sorted(tree.items())

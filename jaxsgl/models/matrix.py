@@ -102,10 +102,14 @@ class Matrices(nnx.Module):
         if getattr(self, part_name(name, "scale"), None) is None:
             array: jax.Array = numbers[...]
             return array
-        params = (getattr(self, part_name(name, part), None) for part in PARTS[1:])
-        scale, zero, order = (None if param is None else param[...] for param in params)
+        scale, zero, order = (self._part(name, part) for part in PARTS[1:])
+        assert scale is not None
         fmt: WeightFormat = numbers.get_metadata("format")
         return Matrix(numbers[...], scale, zero, order, fmt.group_of(numbers.shape[-1]))
+
+    def _part(self, name: str, part: str) -> jax.Array | None:
+        param: nnx.Param[jax.Array] | None = getattr(self, part_name(name, part), None)
+        return None if param is None else param[...]
 
 
 def part_name(name: str, part: str) -> str:

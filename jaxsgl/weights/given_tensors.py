@@ -27,7 +27,10 @@ class GivenTensors:
 
     def tensor(self, source: Source, arch: ModelArch) -> npt.NDArray[Any]:
         """The tensor of `source` as it is. Raises `CheckpointError` if it is missing, misshapen or deleted."""
-        name, expected = source.name, tuple(sizes(arch)[axis] for axis in source.axes)
+        name = source.name
+        if source.axes is None:
+            raise CheckpointError(f"tensor {name} is of a quantized checkpoint; give {arch.name}'s weights as a folder")
+        expected = tuple(sizes(arch)[axis] for axis in source.axes)
         if name not in self._tensors:
             raise CheckpointError(f"tensor {name} is missing, but {arch.name} needs it")
         given = self._tensors[name]

@@ -148,7 +148,8 @@ class Rows:
         flat = wanted.reshape(-1)
         in_order = len(flat) > 0 and bool((np.diff(flat) == 1).all())
         values = self._compute(slice(int(flat[0]), int(flat[-1]) + 1) if in_order else flat)
-        return values.reshape(*wanted.shape, -1)[(..., *box[num_axes:])]
+        shaped = values.reshape(*wanted.shape, -1)
+        return shaped[..., box[num_axes]] if len(box) > num_axes else shaped
 
 
 def _common_order(matrices: list[StoredMatrix], whole: Recipe) -> npt.NDArray[np.int32]:

@@ -176,7 +176,7 @@ class StoredMatrix:
         }[kind]  # fmt: skip
         self._refuse_unless(self._numbers.shape == expected, "numbers", self._numbers, expected)
         rows = -(-out // self._storage.block_rows)
-        of_scale = {(groups, out)} if kind in ("awq", "gptq") else {(rows, groups)}
+        of_scale: set[tuple[int, ...]] = {(groups, out)} if kind in ("awq", "gptq") else {(rows, groups)}
         if groups == 1 and kind in ("plain", "packed"):
             of_scale |= {(out,), (), (1,), (1, 1)}
         self._refuse_unless(self._scale.shape in of_scale, "scales", self._scale, sorted(of_scale)[-1])

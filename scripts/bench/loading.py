@@ -35,8 +35,8 @@ def write_random(folder: Path, shape: str, num_layers: int) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config)
     values = np.random.default_rng(0).standard_normal(16 << 20, np.float32) * 0.02
-    block = memoryview(values.astype(ml_dtypes.bfloat16).view(np.uint8))
-    weight_map = {}
+    block = memoryview(values.astype(ml_dtypes.bfloat16).tobytes())
+    weight_map: dict[str, str] = {}
     for index, shapes in enumerate(_files(tensor_shapes(config))):
         path = folder / f"model-{index:05d}.safetensors"
         weight_map |= dict.fromkeys(shapes, path.name)

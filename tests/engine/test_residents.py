@@ -22,6 +22,7 @@ from jaxsgl.engine import residents
 from jaxsgl.errors import CheckpointError, EngineUnavailable
 from jaxsgl.llm import LLM
 from jaxsgl.request import SamplingParams
+from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import make_mesh
 from tests.checkpoints import make_checkpoint
 from tests.grids import NIGHTLY, count
@@ -226,6 +227,21 @@ def test_a_tree_of_another_form_changes_nothing(
         llm.update_weights(tree)
     assert llm.weight_version == "first"
     assert answers(llm) == expected[0]
+
+
+def test_other_scales_of_a_float8_cache_are_refused(
+    llm: LLM, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are constants of the compiled programs."""
+    monkeypatch.setattr(llm.engine.residents, "_kv_scales", KvScales.of_one(llm.engine.arch.num_layers))
+    scaled = shutil.copytree(folders[1], tmp_path / "scaled")
+    name = "model.layers.1.self_attn.k_scale"
+    change_tensors(scaled, lambda tensors: tensors.update({name: np.ones(1, np.float32)}))
+    llm.update_weights(scaled)
+    change_tensors(scaled, lambda tensors: tensors.update({name: np.full(1, 2, np.float32)}))
+    with pytest.raises(CheckpointError, match="scales of its KV cache differ"):
+        llm.update_weights(scaled, "scaled")
+    assert llm.weight_version != "scaled"
 
 
 def live_bytes() -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +42,8 @@ def random_matrix(fmt: WeightFormat, seed: int = 0) -> tuple[Matrix, np.ndarray]
     if order is not None:
         weights = np.empty_like(columns)
         weights[..., order] = columns
-    arrays = (None if array is None else jnp.asarray(array) for array in (scale, zero, order))
-    return Matrix(numbers, *arrays, group), weights  # type: ignore[arg-type]
+    zeros, columns_of = (None if array is None else jnp.asarray(array) for array in (zero, order))
+    return Matrix(numbers, jnp.asarray(scale), zeros, columns_of, group), weights
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
@@ -92,9 +90,9 @@ class _Layer(Matrices):
         self.declare("down", (6, 80), (None, "ffn"), jnp.dtype(jnp.bfloat16), fmt, fan_in=80)
 
 
-def declared(fmt: WeightFormat | None) -> dict[str, Any]:
+def declared(fmt: WeightFormat | None) -> dict[str, tuple[tuple[int, ...], str]]:
     _, params = nnx.split(nnx.eval_shape(lambda: _Layer(fmt)))
-    return {path[0]: (param.shape, param.dtype.name) for path, param in nnx.to_flat_state(params)}
+    return {str(path[0]): (param.shape, param.dtype.name) for path, param in nnx.to_flat_state(params)}
 
 
 def test_the_parts_of_a_quantized_matrix_are_sibling_parameters() -> None:

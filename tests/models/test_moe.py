@@ -21,6 +21,7 @@ from jaxsgl.models.moe import MoE, choose_experts, clamped_unit
 from jaxsgl.models.quantization import weight_format
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.weights import load_params
+from pallas_kernels import group_by_expert
 from tests.checkpoints import make_checkpoint
 from tests.end_to_end.offline import serve
 from tests.grids import NIGHTLY
@@ -88,9 +89,12 @@ def test_padding_reaches_no_expert_and_changes_no_token(tmp_path: Path) -> None:
     x = jax.random.normal(jax.random.key(0), (6, arch.hidden_size))
     is_token = jnp.arange(6) == 2
     among_tokens = np.asarray(layer(x))
-    experts, _ = choose_experts(layer.spec.router, x[2:3] @ layer.router[...].T)
+    router = layer.matrix("router")
+    assert isinstance(router, jax.Array)
+    experts, _ = choose_experts(layer.spec.router, x[2:3] @ router.T)
     is_used = jnp.isin(jnp.arange(layer.spec.num_experts), experts)
-    layer.gate_up[...] = jnp.where(is_used[:, None, None], layer.gate_up[...], jnp.nan)
+    gate_up: nnx.Param[jax.Array] = vars(layer)["gate_up"]
+    gate_up[...] = jnp.where(is_used[:, None, None], gate_up[...], jnp.nan)
     padded = np.asarray(layer(x, is_token))
     np.testing.assert_array_equal(padded[2], among_tokens[2])
     assert not np.delete(padded, 2, 0).any()
@@ -105,7 +109,6 @@ def test_the_engine_sends_a_buckets_padding_to_no_expert(tmp_path: Path, monkeyp
         jax.debug.callback(lambda counts: sizes.append(int(counts.sum())), groups.sizes)
         return groups
 
-    group_by_expert = moe.group_by_expert
     monkeypatch.setattr(moe, "group_by_expert", noting)
     folder = make_checkpoint("mixtral", tmp_path, num_hidden_layers=1)
     flags: dict[str, Any] = {"decode_buckets": (8,), "extend_buckets": (16,), "compilation_cache_dir": ""}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.native.product import int8_product, refuse_int8
+from pallas_kernels.native import product
+from pallas_kernels.native.product import refuse_int8
 from tests.grids import pairwise
 from tests.pallas_kernels import native_cases
 
@@ -17,6 +17,10 @@ pytestmark = pytest.mark.usefixtures("each_way")
 
 NUM_ROWS = [1, 2, 3, 4, 8, 9, 64, 65, 130]
 SHAPES = [(16, 32, 0), (48, 1056, 0), (1024, 256, 128), (32, 160, 64), (4112, 64, 32)]  # out, in, group (0: one scale)
+
+
+def int8_product(x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, group: int) -> np.ndarray:
+    return np.asarray(product.int8_product(jnp.asarray(x), jnp.asarray(numbers), jnp.asarray(scale), group))
 
 
 def inputs(num_rows: int, num_out: int, num_in: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -50,7 +54,7 @@ def by_definition(x: np.ndarray, numbers: np.ndarray, scale: np.ndarray, group: 
 def test_sums_of_blocks_are_exact(num_rows: int, shape: tuple[int, int, int]) -> None:
     num_out, num_in, group = shape
     x, numbers, scale = inputs(num_rows, num_out, num_in, group)
-    out = np.asarray(jax.jit(int8_product, static_argnums=3)(x, numbers, scale, group or num_in))
+    out = int8_product(x, numbers, scale, group or num_in)
     np.testing.assert_array_equal(out, by_definition(x, numbers, scale, group))
     weights = numbers * (np.repeat(scale, group, 1)[:, :num_in] if group else scale).astype(np.float64)
     exact = x.astype(np.float64) @ weights.T
@@ -64,20 +68,18 @@ in_each_way = pytest.mark.parametrize("each_way", WAYS, indirect=True)
 @pytest.mark.parametrize("group", [0, 128])
 def test_a_row_comes_out_the_same_whatever_stands_beside_it(group: int) -> None:
     x, numbers, scale = inputs(130, 128, 1024, group)
-    together = np.asarray(int8_product(x, numbers, scale, group or 1024))
+    together = int8_product(x, numbers, scale, group or 1024)
     for count in (1, 2, 3, 8, 16, 65):
-        np.testing.assert_array_equal(
-            np.asarray(int8_product(x[:count], numbers, scale, group or 1024)), together[:count]
-        )
+        np.testing.assert_array_equal(int8_product(x[:count], numbers, scale, group or 1024), together[:count])
 
 
 @in_each_way
 def test_rows_of_zeros_nan_and_large_numbers_spoil_no_other() -> None:
     x, numbers, scale = inputs(20, 64, 512, 0)
-    plain = np.asarray(int8_product(x, numbers, scale, 512))
+    plain = int8_product(x, numbers, scale, 512)
     x[3], x[4], x[5, 9], x[6] = np.nan, 0, np.inf, 1e30 * np.sign(x[6])
     numbers[0], scale[0] = -128, 1e-6
-    out = np.asarray(int8_product(x, numbers, scale, 512))
+    out = int8_product(x, numbers, scale, 512)
     assert np.isnan(out[3]).all() and np.isnan(out[5]).all() and (out[4] == 0).all()
     np.testing.assert_array_equal(out[6], by_definition(x[6:7], numbers, scale, 0)[0])
     others = [0, 1, 2, *range(7, 20)]

@@ -143,7 +143,7 @@ def test_matrices_that_are_multiplied_at_once_need_one_order_of_inputs(tmp_path:
 
 @pytest.mark.parametrize(("kind", "name"), [("qwen3_moe", "gptq desc_act"), ("glm4_moe", "fp8 in blocks")])
 def test_experts_are_dequantized_as_they_are_loaded(kind: str, name: str, tmp_path: Path) -> None:
-    changes: dict[str, object] = {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
+    changes: dict[str, Any] = {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
     plain = make_checkpoint(kind, tmp_path / "plain", **changes)
     folder = quantize_folder(plain, tmp_path / "stored", name)
     dtype = jnp.dtype("float32")

@@ -58,9 +58,8 @@ def launch_report(
         )
     whole = [*every, *layer * repeats]
     read = sum(each.bytes_read * each.times for each in whole)
-    if (
-        repeats
-    ):  # a TPU fetches matrices ahead, as it finds room: the last layer's share of that is not its own matrices
+    if layers is not None:
+        # A TPU fetches matrices ahead, as it finds room: the last layer's share of that is not its own matrices.
         read += repeats * (sum(e.matrix_bytes for e in every) // layers[0] - sum(e.matrix_bytes for e in layer))
     if read < WEIGHTS_COUNTED * weight_bytes:
         problems.append(f"{read} bytes read are counted, the weights have {weight_bytes}")
