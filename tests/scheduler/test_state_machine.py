@@ -33,14 +33,11 @@ from jaxsgl.messages import (
     News,
     PauseGeneration,
     PauseMode,
-    RefusalKind,
-    TokenLogprob,
 )
-from jaxsgl.request import FinishReason, Request, SamplingParams, max_new_tokens
+from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.control import CacheJournal, Control
 from jaxsgl.scheduler.inspection import LeakCheck
-from jaxsgl.scheduler.req import Key
-from jaxsgl.testing import FakeEngine, FakeHandle, RetractEvery, generate, logprob
+from jaxsgl.testing import FakeEngine, FakeHandle, RetractEvery
 from jaxsgl.weight_messages import (
     MemoryTag,
     ReleaseMemory,
@@ -52,9 +49,8 @@ from jaxsgl.weight_messages import (
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler
 from tests.grids import count
+from tests.scheduler.answers import EOS, VOCAB, Answers
 
-VOCAB = 40
-EOS = frozenset({0, 1})
 NUM_BASES = 3
 
 
@@ -127,14 +123,9 @@ class ServingMachine(RuleBasedStateMachine):
         self.control = Control(self.scheduler, self.engine, self.leak_check, lambda: self.now_s, self.engine)
         self.numbers = itertools.count()
         self.unanswered: set[int] = set()
-        self.arrived_s: dict[str, float] = {}
         self.unread_allowed = int(overlap)
         self.in_flight: deque[FakeHandle] = deque()
-        self.requests: dict[str, Request] = {}
-        self.outputs: dict[Key, list[int]] = {}
-        self.logprobs: dict[Key, list[TokenLogprob]] = {}
-        self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
-        self.ended: dict[Key, FinishReason | RefusalKind] = {}
+        self.answers = Answers(config)
         self.journal: CacheJournal | None = None
         self.mirror = CacheMirror()
 
@@ -177,27 +168,26 @@ class ServingMachine(RuleBasedStateMachine):
             features["min_tokens"] = min(features["min_tokens"], max_tokens)
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **features)
         for _ in range(copies):
-            request = Request(f"r{len(self.requests)}", prompt, params, priority, cache_salt)
-            self.requests[request.request_id] = request
-            self.arrived_s[request.request_id] = self.now_s
+            request = Request(f"r{len(self.answers.requests)}", prompt, params, priority, cache_salt)
+            self.answers.expect(request, self.now_s)
             self.scheduler.receive([request])
         self.settle()
 
-    @precondition(lambda self: self.requests)
+    @precondition(lambda self: self.answers.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         """Aborts any request, whether it waits, is between chunks, runs, is in flight or has ended."""
-        request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        everything = self.samples(request_id)
+        request_id = data.draw(st.sampled_from(sorted(self.answers.requests)))
+        everything = self.answers.samples(request_id)
         index = data.draw(st.sampled_from([None, *(index for _, index in everything)]))
         aborts = [Abort(request_id, index)]
         ended = everything if index is None else [(request_id, index)]
         if data.draw(st.integers(0, 4)) == 0:  # all requests whose ids begin like this one's
-            aborts = [Abort(other) for other in self.requests if other.startswith(request_id)]
-            ended = [key for abort in aborts for key in self.samples(abort.request_id)]
+            aborts = [Abort(other) for other in self.answers.requests if other.startswith(request_id)]
+            ended = [key for abort in aborts for key in self.answers.samples(abort.request_id)]
         self.scheduler.receive(aborts)
         self.settle()
-        assert set(ended) <= set(self.ended), "what is aborted must end at once"
+        assert set(ended) <= set(self.answers.ended), "what is aborted must end at once"
 
     @rule(
         turns=st.integers(0, 3),
@@ -300,31 +290,7 @@ class ServingMachine(RuleBasedStateMachine):
             self.mirror.take(self.journal.take())
             assert self.mirror.prefixes == cached_prefixes(self.scheduler.cache.prefixes)
         for reply in self.scheduler.take_replies():
-            if reply.refusal is not None:
-                self.refused(reply.request_id, reply.refusal.kind)
-                continue
-            key = (reply.request_id, reply.index)
-            assert key not in self.ended, "a sample must end exactly once, and say nothing after"
-            self.outputs.setdefault(key, []).extend(reply.token_ids)
-            if reply.logprob is not None:
-                self.logprobs.setdefault(key, []).append(reply.logprob)
-            if reply.prompt_logprobs is not None:
-                assert reply.index == 0 and reply.request_id not in self.prompt_logprobs
-                self.prompt_logprobs[reply.request_id] = list(reply.prompt_logprobs)
-            if reply.finish_reason is not None:
-                self.ended[key] = reply.finish_reason
-
-    def refused(self, request_id: str, kind: RefusalKind) -> None:
-        """Checks that all samples that are left end with this refusal."""
-        left = [key for key in self.samples(request_id) if key not in self.ended]
-        assert left, "what has ended can't be refused"
-        self.ended.update(dict.fromkeys(left, kind))
-        since_s = self.now_s - self.arrived_s[request_id]
-        if kind is RefusalKind.WAITED:
-            assert self.config.queue_timeout_s is not None and since_s > self.config.queue_timeout_s
-            assert not any(self.outputs.get(key) for key in self.samples(request_id)), "it never ran"
-        if kind is RefusalKind.RAN:
-            assert self.config.running_timeout_s is not None and since_s > self.config.running_timeout_s
+            self.answers.take(reply, self.now_s)
 
     def take_answers(self) -> None:
         for news in self.news:
@@ -338,15 +304,11 @@ class ServingMachine(RuleBasedStateMachine):
 
     def check_load(self) -> None:
         load = self.scheduler.load(0)
-        unended = [key for request_id in self.requests for key in self.samples(request_id) if key not in self.ended]
-        assert load.num_waiting + load.num_running <= len(unended)
+        assert load.num_waiting + load.num_running <= len(self.answers.unended())
         assert (load.waiting_tokens > 0) == (load.num_waiting > 0)
         assert load.num_running <= self.capacity.num_rows
         assert load.used_tokens + load.cached_tokens <= self.capacity.pool_tokens
         assert (load.used_tokens > 0) == (load.num_running > 0)
-
-    def samples(self, request_id: str) -> list[Key]:
-        return [(request_id, index) for index in range(self.requests[request_id].sampling.n)]
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -361,53 +323,10 @@ class ServingMachine(RuleBasedStateMachine):
         assert not self.unanswered, "a command was never answered"
         assert not self.leak_check.num_leaks
         assert self.scheduler.cache.num_available == self.capacity.num_pages - 1, "a page is lost"
-        everything = {key for request_id in self.requests for key in self.samples(request_id)}
-        assert set(self.ended) == everything, "a sample never ended"
         load = self.scheduler.load(0)
         assert (load.num_waiting, load.num_running, load.used_tokens) == (0, 0, 0)
-        assert load.totals.output_tokens == sum(map(len, self.outputs.values()))
-        for key in everything:
-            request, output = self.requests[key[0]], self.outputs.get(key, [])
-            self.check_output(request, self.ended[key], output)
-            self.check_logprobs(request, key, output)
-
-    def check_output(self, request: Request, reason: FinishReason | RefusalKind, output: list[int]) -> None:
-        limits = self.capacity.limits
-        if reason is RefusalKind.INVALID:
-            needed = len(request.prompt_ids) + (request.sampling.max_tokens or 1)
-            assert not output
-            assert not request.prompt_ids or needed > min(limits.pool_tokens, limits.context_length)
-            return
-        stop_ids = frozenset() if request.sampling.ignore_eos else EOS
-        max_new, least = max_new_tokens(request, limits), request.sampling.min_tokens
-        expected = generate(request.prompt_ids, max_new, stop_ids, VOCAB, least)
-        if reason is FinishReason.ABORT or isinstance(reason, RefusalKind):
-            assert output == expected[: len(output)]
-        else:
-            assert output == expected
-            assert reason is (FinishReason.STOP if expected[-1] in stop_ids else FinishReason.LENGTH)
-
-    def check_logprobs(self, request: Request, key: Key, output: list[int]) -> None:
-        """Checks the scores of every output token, and those of the prompt, which come with the first output token."""
-        asked, given = request.sampling.logprobs, self.logprobs.get(key, [])
-        ends = range(len(request.prompt_ids), len(request.prompt_ids) + len(output))
-        sequence = [*request.prompt_ids, *output]
-        if asked is None:
-            assert not given
-        else:
-            assert given == [token_logprob(sequence, end, asked) for end in ends]
-        asked = request.sampling.prompt_logprobs
-        if asked is None:
-            assert request.request_id not in self.prompt_logprobs
-        elif self.outputs.get((request.request_id, 0)):
-            expected = [token_logprob(request.prompt_ids, end, asked) for end in range(1, len(request.prompt_ids))]
-            assert self.prompt_logprobs[request.request_id] == expected
-
-
-def token_logprob(sequence: list[int], place: int, num_top: int) -> TokenLogprob:
-    """What the fake engine says of the token at `place`."""
-    token, value = sequence[place], logprob(sequence[:place], sequence[place])
-    return TokenLogprob(value, tuple((token + i, value - i) for i in range(num_top)))
+        assert load.totals.output_tokens == sum(map(len, self.answers.outputs.values()))
+        self.answers.check(self.capacity.limits)
 
 
 @pytest.mark.timeout(3600)
