@@ -21,11 +21,13 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import StepScores, TokenScores
+from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
-from jaxsgl.cache.pages import IntArray, page_of, slots_of, tokens_in
+from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
+from jaxsgl.fake_device import FakePageTable, FakePool
 from jaxsgl.messages import Load, News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.request import MAX_TOP_LOGPROBS
 from jaxsgl.scheduler.plan import SchedulerState
@@ -102,35 +104,10 @@ class FakeHandle:
         return self.result
 
 
-class FakePageTable:
-    """The page table of a fake device, changed by steps alone: `engine/page_table.py` in NumPy."""
-
-    def __init__(self, capacity: Capacity) -> None:
-        self._page_size = capacity.page_size
-        self._pages: IntArray = np.zeros((capacity.num_rows + 1, capacity.max_pages_per_seq), dtype=np.int32)
-
-    def update(self, inputs: StepInputs) -> None:
-        """Writes what the host sends with a step, and the pages of its tokens unless it is one of several."""
-        for rows, places, pages in inputs.table_changes:
-            self._pages[rows, places] = pages
-        arrays = inputs.arrays
-        if arrays.steps is None:
-            token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
-            self.note(token_rows, arrays.positions, arrays.slots)
-
-    def note(self, rows: IntArray, positions: IntArray, slots: IntArray) -> None:
-        """Writes the pages of tokens that are computed."""
-        self._pages[rows, page_of(positions, self._page_size)] = page_of(slots, self._page_size)
-
-    def slots(self, row: int, num_tokens: int) -> IntArray:
-        """Slots of the first `num_tokens` tokens of the sequence in `row`."""
-        slots = slots_of(self._pages[row], 0, num_tokens, self._page_size)
-        assert (slots >= tokens_in(1, self._page_size)).all(), f"row {row} reads the dummy page"
-        return slots
-
-
 class FakeEngine:
-    """A `StepEngine` without a model. Steps run as late as possible, so that inputs changed meanwhile would show.
+    """A `StepEngine` and `PageEngine` without a model.
+
+    Steps run as late as possible, so that inputs changed meanwhile would show.
 
     Its weights are a number, 0 at first, which the KV of each token remembers: tokens of KV that is not all of the same
     weights differ from those of any weights.
@@ -150,13 +127,13 @@ class FakeEngine:
         self._capacity = capacity
         self._step_s = step_s
         self._free_at = 0.0
-        num_slots = tokens_in(capacity.num_pages, capacity.page_size)
-        self._kv: npt.NDArray[np.int32] = np.full((num_slots, 3), -1, dtype=np.int32)  # token id, position, weights
+        self._pool = FakePool(capacity)
         self._table = FakePageTable(capacity)
         self._last_tokens: IntArray = np.zeros(capacity.num_rows + 1, dtype=np.int32)
         self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
         self._counts: IntArray = np.zeros((capacity.num_rows + 1, capacity.vocab_size), dtype=np.int32)
-        self._pending: deque[FakeHandle] = deque()
+        self._pending: deque[FakeHandle | EngineOp] = deque()
+        self._gathered: list[tuple[int, HostPages]] = []
         self.profiles: list[tuple[str, int]] = []
         self.recording = False
         self.weight_version = DEFAULT_WEIGHT_VERSION
@@ -175,6 +152,23 @@ class FakeEngine:
             folder, num_steps = self.profiles[-1]
             self.profiles[-1] = folder, num_steps + 1
         return handle
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """That of a page of tokens."""
+        return self._pool.layout
+
+    def apply(self, op: EngineOp) -> None:
+        """Queues an operation on pages behind the steps before."""
+        assert MemoryTag.KV_CACHE not in self.released, "an operation needs the pool, which is released"
+        self._pending.append(op)
+
+    def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:
+        """Gathers before which no step is left to run."""
+        self._run_ops()
+        gathered, self._gathered = self._gathered, []
+        assert gathered or not wait, "nothing is gathered, or a step that must be collected comes first"
+        return gathered
 
     def start_profile(self, folder: str) -> None:
         """Counts steps from now on. Raises OSError for the folder "/unwritable"."""
@@ -203,6 +197,7 @@ class FakeEngine:
 
     def swap_weights(self, staged: object, version: str | None) -> None:
         """Serves `staged` weights."""
+        self._run_ops()
         assert isinstance(staged, int) and not self._pending
         self._weights = staged
         self._num_updates += 1
@@ -211,19 +206,31 @@ class FakeEngine:
 
     def release_memory(self, tag: MemoryTag) -> None:
         """Refuses steps."""
+        self._run_ops()
         assert not self._pending
         self.released |= {tag}
         if tag is MemoryTag.KV_CACHE:
-            self._kv[:] = -1
+            self._pool.clear()
 
     def resume_memory(self, tag: MemoryTag, staged: object) -> None:
         """Takes steps again, if all is back."""
         self.released -= {tag}
 
     def run_oldest(self) -> None:
-        """Runs the oldest step that has not run yet."""
+        """Runs the oldest step that has not run yet, after the operations before it."""
+        self._run_ops()
         handle = self._pending.popleft()
+        assert isinstance(handle, FakeHandle)
         handle.result = self._step(handle.inputs)
+
+    def _run_ops(self) -> None:
+        """Runs operations on pages up to the next step."""
+        while self._pending and not isinstance(op := self._pending[0], FakeHandle):
+            self._pending.popleft()
+            if isinstance(op, Gather):
+                self._gathered.append((op.op_id, self._pool.gather(op.pages)))
+            else:
+                self._pool.insert(op.pages, op.data)
 
     def _step(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], StepScores]:
         arrays = inputs.arrays
@@ -231,7 +238,7 @@ class FakeEngine:
         if arrays.steps is not None:
             return self._several_steps(inputs, arrays.steps), StepScores()
         ids = np.where(arrays.token_ids < 0, self._last_tokens[~np.minimum(arrays.token_ids, -1)], arrays.token_ids)
-        self._kv[arrays.slots] = np.stack((ids, arrays.positions, np.full_like(ids, self._weights)), axis=1)
+        self._pool.store(arrays.slots, ids, arrays.positions, self._weights)
         stored = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
         sequences = [np.ascontiguousarray(of_seq[:, 0]) for of_seq in stored]
         rows = self._edit_rows(inputs, sequences)
@@ -256,8 +263,8 @@ class FakeEngine:
         assert row == arrays.sample_rows[s] == ~arrays.token_ids[s] != self._capacity.num_rows
         self._table.note(row, position, arrays.slots[i, s])
         slots = self._table.slots(row, position + 1)
-        self._kv[slots[-1]] = self._last_tokens[row], position, self._weights
-        stored = self._kv[slots]
+        self._pool.store(slots[-1:], self._last_tokens[row : row + 1], position[None], self._weights)
+        stored = self._pool.read(slots)
         assert (stored[:, 1] == np.arange(position + 1)).all(), f"sequence {s} reads a foreign page"
         self._last_tokens[row] = next_token(stored[:, 0], self._capacity.vocab_size, seed_of(stored[:, 2]))
         return int(self._last_tokens[row])
@@ -268,7 +275,7 @@ class FakeEngine:
         first, end = arrays.query_offsets[s : s + 2]
         assert end > first, f"sequence {s} of {inputs.bucket} has no token to compute, so no logits"
         assert arrays.positions[first:end].tolist() == list(range(length - (end - first), length))
-        stored = self._kv[self._table.slots(arrays.rows[s], length)]
+        stored = self._pool.read(self._table.slots(arrays.rows[s], length))
         assert (stored[:, 1] == np.arange(length)).all(), f"sequence {s} of {inputs.bucket} reads a foreign page"
         return stored
 

@@ -1,4 +1,4 @@
-"""What the serving loop needs of an engine: the protocol `StepEngine`, and the results of a step.
+"""What the serving loop needs of an engine: the protocols `StepEngine` and `PageEngine`, and the results of a step.
 
 `engine.Engine` implements it on a device, `testing.FakeEngine` without one.
 """
@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from jaxsgl.batch.engine_ops import EngineOp, HostPages, PageLayout
 from jaxsgl.batch.inputs import StepInputs
 
 
@@ -80,5 +81,25 @@ class StepEngine(Protocol):
         """Stops recording and writes the trace, which takes seconds; may be called from a thread beside `submit`.
 
         Raises the profiler's error if the trace can't be written. It is dropped then, and another may be started.
+        """
+        ...
+
+
+class PageEngine(Protocol):
+    """The operations on pages of a `StepEngine`, for which flags ask."""
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """What a page is in its host form."""
+        ...
+
+    def apply(self, op: EngineOp) -> None:
+        """Submits an operation on pages behind the steps before, and returns at once; never waits for the device."""
+        ...
+
+    def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:
+        """The gathers that have ended since the last call, in their order: `op_id` and the pages in their host form.
+
+        With `wait`, waits for the oldest one if none has ended. Nothing else may be in the way of its end.
         """
         ...

@@ -21,10 +21,12 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.engine_api import StepScores, TokenScores
+from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.dry_run import run_all, step_failure
 from jaxsgl.engine.memory import Memory, free_memory, loading_weights, start_jax
+from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.engine.sampler import Logprobs
@@ -73,7 +75,7 @@ class DeviceHandle:
 
 
 class Engine:
-    """Runs steps on a model, in the order of `submit`. Implements `StepEngine`.
+    """Runs steps on a model, in the order of `submit`. Implements `StepEngine` and `PageEngine`.
 
     Attributes:
       arch: the model's shape.
@@ -84,12 +86,13 @@ class Engine:
       residents: parameters and KV pool, to be exchanged or released between steps.
     """
 
-    def __init__(self, config: EngineConfig, *, progress: bool = True) -> None:
+    def __init__(self, config: EngineConfig, *, progress: bool = True, moves_pages: bool = False) -> None:
         """Does everything that takes time: after it, the first step can run.
 
         Args:
           config: flags.
           progress: whether to draw a progress bar on stderr while compiling.
+          moves_pages: whether `apply` will be called; if so, its programs are compiled too.
 
         Raises:
           StartupError: flags that don't fit the model or the memory, or a model that can't be loaded.
@@ -125,11 +128,19 @@ class Engine:
 
         memory = free_memory(device, config.mem_fraction_static, jax_share)
         with step_failure("the programs can't be compiled", memory.account):
-            self.capacity, self.programs = _compile(config, self.arch, page_shape, memory, spec_of, progress)
+            beside_bytes = reserved_bytes(page_shape.page_bytes) if moves_pages else 0
+            self.capacity, self.programs = _compile(
+                config, self.arch, page_shape, memory, spec_of, progress, beside_bytes
+            )
         self.buckets = self.programs.buckets
         with step_failure("the KV pool can't be allocated", memory.account):
             self._state = jax.block_until_ready(allocate(page_shape, self.capacity, mesh))
         self._page_shape, self._mesh = page_shape, mesh
+        self._page_io: PageIo | None = None
+        if moves_pages:
+            with step_failure("the programs for pages can't run", memory.account):
+                self._page_io = PageIo(self.programs.spec.state.kv, page_shape, mesh, progress=progress)
+                self._state = self._state._replace(kv=self._page_io.run_all(self._state.kv))
         self._compiles = CompileCounter()
         self.residents = EngineResidents(
             config, self.arch, dtype, mesh, kv_scales, params, folder, self._compiles, self._set_pool
@@ -183,6 +194,23 @@ class Engine:
             last_tokens, tokens = sample(out.logits, out.sampling, self._state.last_tokens)
             self._state = self._state._replace(last_tokens=last_tokens)
         return DeviceHandle(inputs, tokens, prompt=out.prompt_scores)
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """What a page is in its host form."""
+        return layout_of(self._page_shape)
+
+    def apply(self, op: EngineOp) -> None:
+        """Submits an operation on pages; never waits for the device. Only if the engine `moves_pages`."""
+        assert self._page_io is not None, "no programs for pages were compiled"
+        if isinstance(op, Gather):
+            self._page_io.gather(self._state.kv, op)
+        else:
+            self._state = self._state._replace(kv=self._page_io.insert(self._state.kv, op))
+
+    def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:
+        """The gathers that have ended since the last call; see `PageEngine`."""
+        return [] if self._page_io is None else self._page_io.poll(wait)
 
     def _set_pool(self, present: bool) -> None:
         """Takes the memory of the KV pool, or gives it back; between steps."""
@@ -256,11 +284,12 @@ def _compile(
     memory: Memory,
     spec_of: Callable[[Capacity], ProgramSpec],
     progress: bool,
+    beside_bytes: int = 0,
 ) -> tuple[Capacity, Programs]:
     """Plans the capacity and compiles all programs for it, the largest first: they tell what a step takes.
 
     Where steps and pool don't fit together, the pool gives way. Programs are compiled for one number of pages, so the
-    largest are then compiled again.
+    largest are then compiled again. `beside_bytes` of memory must be left besides.
     """
     capacity = plan_capacity(config, arch, page, memory)
     while True:
@@ -268,7 +297,7 @@ def _compile(
         _check_backend(spec, buckets)
         largest = buckets.largest()
         done = compile_keys(spec, [key for bucket in largest for key in keys_of(bucket)], progress=progress)
-        fitting = plan_capacity(config, arch, page, memory, step_bytes(done, largest))
+        fitting = plan_capacity(config, arch, page, memory, step_bytes(done, largest) + beside_bytes)
         if fitting.num_pages >= capacity.num_pages:
             return capacity, Programs(spec, buckets, done=done, progress=progress)
         logger.info("%d pages do not fit beside a step: %d do", capacity.num_pages, fitting.num_pages)

@@ -38,6 +38,14 @@ def kv_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(None, MESH_AXIS_OF["kv_heads"], None, None))
 
 
+def host_pages_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of pages in their host form `[num_pages, layers, 2, K, page_size, H]`, as `kv_sharding` splits them.
+
+    Each device gathers and inserts its own heads; the host's array holds all of them.
+    """
+    return NamedSharding(mesh, PartitionSpec(None, None, None, MESH_AXIS_OF["kv_heads"], None, None))
+
+
 def param_sharding(param: nnx.Param[Any], mesh: Mesh) -> NamedSharding:
     """The sharding of one (abstract) parameter, by the logical axes that it carries."""
     return NamedSharding(mesh, PartitionSpec(*(MESH_AXIS_OF.get(axis) for axis in param.get_metadata("axes"))))

@@ -1,0 +1,74 @@
+"""Operations on whole pages, submitted to the engine between steps: pages to the host, and pages from the host.
+
+The host form of pages is one array `[num_pages, layers, 2, K, page_size, H]`, keys before values, the same whatever the
+mesh. Its numbers are those of the pool; formats that NumPy lacks (bfloat16, float8) are kept as unsigned integers of
+their size, so that bits pass unchanged. `PageEngine.apply` takes the operations in step order: a gather sees what the
+steps before it wrote, and the steps after an insert see its pages. So the pages of a gather may be freed once it is
+submitted. Knows nothing about prefixes, requests or where host pages are kept. The scheduler makes these values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.cache.pages import tokens_in
+
+HostPages: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """What one page is in its host form. Pools of equal layouts may exchange pages.
+
+    Attributes:
+      num_layers, num_kv_heads, head_dim: of the model.
+      page_size: tokens per page.
+      dtype: of keys and values, as `--kv-cache-dtype` calls it.
+      itemsize: bytes of a number.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    page_size: int
+    head_dim: int
+    dtype: str
+    itemsize: int
+
+    @property
+    def host_dtype(self) -> np.dtype[Any]:
+        """The NumPy format of the host form."""
+        return np.dtype(self.dtype if self.dtype in ("float32", "float16", "int32") else f"uint{8 * self.itemsize}")
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return numbers * tokens_in(1, self.page_size) * self.itemsize
+
+    def shape(self, num_pages: int) -> tuple[int, int, int, int, int, int]:
+        """The shape of `num_pages` pages in their host form."""
+        return num_pages, self.num_layers, 2, self.num_kv_heads, self.page_size, self.head_dim
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Copies `pages` of the pool to the host; `PageEngine.poll_gathers` yields them under `op_id`, in this order."""
+
+    op_id: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Insert:
+    """Writes `data`, the host form of as many pages, to `pages` of the pool. `data` must not change afterwards."""
+
+    op_id: int
+    pages: tuple[int, ...]
+    data: HostPages
+
+
+EngineOp: TypeAlias = Gather | Insert

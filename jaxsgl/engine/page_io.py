@@ -1,0 +1,169 @@
+"""Pages between the pool and the host: compiled programs that gather and insert whole pages over all layers.
+
+A program for each number of pages of `page_counts`, compiled and run once at the start, so that none is compiled while
+serving. An engine that moves no pages makes none of this. A gather is padded with the dummy page up to the next
+program; an insert is cut into programs that fit exactly, so that its data is not copied on the host. The pool is
+donated to an insert and written in place. Under a mesh each device gathers and inserts its own heads. Called by
+`engine`; knows nothing about who owns a page.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxsgl.batch.engine_ops import Gather, HostPages, Insert, PageLayout
+from jaxsgl.cache.pages import DUMMY_PAGE
+from jaxsgl.engine.sizing import KvShape
+from jaxsgl.engine.state import KvBuffers
+from jaxsgl.engine.warmup import Compilation, compile_all
+from jaxsgl.models import kv_cache_flag
+from jaxsgl.weights.sharding import host_pages_sharding, kv_sharding, replicated
+
+MOST_PAGES = 64  # of one program
+MOST_BYTES = 64 << 20  # of one program's pages; more is several launches
+IN_FLIGHT = 4  # gathers and inserts whose pages may lie beside the pool at once
+
+
+def page_counts(page_bytes: int) -> tuple[int, ...]:
+    """The numbers of pages for which programs are compiled, ascending: powers of 2."""
+    most = max(min(MOST_PAGES, MOST_BYTES // page_bytes), 1)
+    return tuple(1 << i for i in range(most.bit_length()))
+
+
+def reserved_bytes(page_bytes: int) -> int:
+    """Device memory that pages on their way take beside the pool."""
+    return IN_FLIGHT * page_counts(page_bytes)[-1] * page_bytes
+
+
+def layout_of(shape: KvShape) -> PageLayout:
+    """The host form of a page."""
+    dtype = kv_cache_flag(shape.dtype)
+    return PageLayout(
+        shape.num_layers, shape.num_kv_heads, shape.page_size, shape.head_dim, dtype, shape.dtype.itemsize
+    )
+
+
+def gather_pages(kv: KvBuffers, pages: jax.Array) -> jax.Array:
+    """`[n, layers, 2, K, page_size, H]` of `pages [n]`."""
+    layers = [jnp.stack((k[pages], v[pages]), axis=1) for k, v in zip(kv.k, kv.v, strict=True)]
+    return jnp.stack(layers, axis=1)
+
+
+def insert_pages(kv: KvBuffers, pages: jax.Array, data: jax.Array) -> KvBuffers:
+    """`kv` with `data [n, layers, 2, K, page_size, H]` at `pages [n]`."""
+    k = tuple(
+        layer.at[pages].set(data[:, i, 0], mode="promise_in_bounds", unique_indices=True)
+        for i, layer in enumerate(kv.k)
+    )
+    v = tuple(
+        layer.at[pages].set(data[:, i, 1], mode="promise_in_bounds", unique_indices=True)
+        for i, layer in enumerate(kv.v)
+    )
+    return KvBuffers(k, v)
+
+
+class PageProgramKey(NamedTuple):
+    """Names a program: "gather" or "insert", of so many pages."""
+
+    kind: str
+    num_pages: int
+
+
+class PageIo:
+    """The programs for pages, and the gathers that the host has not read yet.
+
+    Args:
+      kv: shapes and places of the pool.
+      shape: of a page.
+      mesh: where the pool lies.
+      progress: whether to draw a progress bar while compiling.
+
+    Attributes:
+      layout: the host form of a page.
+      compilations: by key.
+    """
+
+    def __init__(self, kv: KvBuffers, shape: KvShape, mesh: Mesh, *, progress: bool = False) -> None:
+        self.layout = layout_of(shape)
+        self._dtype = shape.dtype
+        self._counts = page_counts(shape.page_bytes)
+        keys = [PageProgramKey(kind, count) for count in self._counts for kind in ("gather", "insert")]
+        lowerings = {key: lambda key=key: self._traced(key, kv, mesh).lower() for key in keys}
+        self.compilations: dict[PageProgramKey, Compilation] = compile_all(lowerings, progress=progress)
+        self._gather = {count: self.compilations[PageProgramKey("gather", count)].compiled for count in self._counts}
+        self._insert = {count: self.compilations[PageProgramKey("insert", count)].compiled for count in self._counts}
+        self._gathers: deque[tuple[Gather, list[jax.Array]]] = deque()
+
+    def gather(self, kv: KvBuffers, op: Gather) -> None:
+        """Launches `op`, and the copy of what it yields to the host."""
+        parts: list[jax.Array] = []
+        pages = np.array(op.pages, np.int32)
+        for first in range(0, len(pages), self._counts[-1]):
+            part = pages[first : first + self._counts[-1]]
+            count = next(count for count in self._counts if count >= len(part))
+            padded = np.full(count, DUMMY_PAGE, np.int32)
+            padded[: len(part)] = part
+            parts.append(self._gather[count](kv, padded))
+        for array in parts:
+            array.copy_to_host_async()
+        self._gathers.append((op, parts))
+
+    def insert(self, kv: KvBuffers, op: Insert) -> KvBuffers:
+        """Launches `op`; returns the pool with its pages."""
+        assert op.data.shape == self.layout.shape(len(op.pages)), f"{op.data.shape} for {len(op.pages)} pages"
+        data = op.data.view(self._dtype)
+        for part in self._parts(len(op.pages)):
+            pages = np.array(op.pages[part], np.int32)
+            kv = self._insert[len(pages)](kv, pages, data[part])
+        return kv
+
+    def poll(self, wait: bool) -> list[tuple[int, HostPages]]:
+        """See `PageEngine.poll_gathers`."""
+        if wait and self._gathers:
+            jax.block_until_ready(self._gathers[0][1])
+        ended: list[tuple[int, HostPages]] = []
+        while self._gathers and _all_ready(self._gathers[0][1]):
+            op, parts = self._gathers.popleft()
+            ended.append((op.op_id, self._on_host(parts, len(op.pages))))
+        return ended
+
+    def run_all(self, kv: KvBuffers) -> KvBuffers:
+        """Runs each program once, on the dummy page, and waits; returns the pool."""
+        for count in self._counts:
+            pages = np.full(count, DUMMY_PAGE, np.int32)
+            data = np.asarray(self._gather[count](kv, pages))
+            kv = self._insert[count](kv, pages, data)
+        return jax.block_until_ready(kv)
+
+    def _parts(self, num_pages: int) -> Iterator[slice]:
+        """Cuts `num_pages` pages into numbers of pages that have a program, the largest first."""
+        first = 0
+        for count in reversed(self._counts):
+            while num_pages - first >= count:
+                yield slice(first, first + count)
+                first += count
+
+    def _on_host(self, parts: Sequence[jax.Array], num_pages: int) -> HostPages:
+        arrays = [np.asarray(array) for array in parts]
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return whole[:num_pages].view(self.layout.host_dtype)
+
+    def _traced(self, key: PageProgramKey, kv: KvBuffers, mesh: Mesh) -> jax.stages.Traced:
+        pages: Any = jax.ShapeDtypeStruct((key.num_pages,), jnp.int32, sharding=replicated(mesh))
+        on_host = host_pages_sharding(mesh)
+        if key.kind == "gather":
+            return jax.jit(gather_pages, out_shardings=on_host).trace(kv, pages)
+        data = jax.ShapeDtypeStruct(self.layout.shape(key.num_pages), self._dtype, sharding=on_host)
+        in_place = jax.tree.map(lambda _: kv_sharding(mesh), kv)
+        return jax.jit(insert_pages, donate_argnums=0, out_shardings=in_place).trace(kv, pages, data)
+
+
+def _all_ready(arrays: Sequence[Any]) -> bool:  # JAX's types lack `is_ready`
+    return all(array.is_ready() for array in arrays)

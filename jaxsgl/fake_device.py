@@ -1,0 +1,86 @@
+"""The memory of a fake device: its page table, and pages of KV that hold token ids. `testing.FakeEngine` runs on it.
+
+Changed by steps and by operations on pages alone, in their order. Knows nothing about how next tokens are made.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.engine_ops import HostPages, PageLayout
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, page_of, slots_of, tokens_in
+
+_RECORD = 4  # numbers of a slot: the two of its key, the two of its value
+
+
+class FakePageTable:
+    """The page table of a fake device, changed by steps alone: `engine/page_table.py` in NumPy."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._page_size = capacity.page_size
+        self._pages: IntArray = np.zeros((capacity.num_rows + 1, capacity.max_pages_per_seq), dtype=np.int32)
+
+    def update(self, inputs: StepInputs) -> None:
+        """Writes what the host sends with a step, and the pages of its tokens unless it is one of several."""
+        for rows, places, pages in inputs.table_changes:
+            self._pages[rows, places] = pages
+        arrays = inputs.arrays
+        if arrays.steps is None:
+            token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
+            self.note(token_rows, arrays.positions, arrays.slots)
+
+    def note(self, rows: IntArray, positions: IntArray, slots: IntArray) -> None:
+        """Writes the pages of tokens that are computed."""
+        self._pages[rows, page_of(positions, self._page_size)] = page_of(slots, self._page_size)
+
+    def slots(self, row: int, num_tokens: int) -> IntArray:
+        """Slots of the first `num_tokens` tokens of the sequence in `row`."""
+        slots = slots_of(self._pages[row], 0, num_tokens, self._page_size)
+        assert (slots >= tokens_in(1, self._page_size)).all(), f"row {row} reads the dummy page"
+        return slots
+
+
+class FakePool:
+    """Slots of KV. That of a token holds its id and position as key, the weights that computed it as value.
+
+    Attributes:
+      layout: of a page in its host form: one layer with one head.
+    """
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.layout = PageLayout(1, 1, capacity.page_size, _RECORD // 2, "int32", 4)
+        self._slots: IntArray = np.full((tokens_in(capacity.num_pages, capacity.page_size), _RECORD), -1, np.int32)
+
+    def store(self, slots: IntArray, ids: IntArray, positions: IntArray, weights: int) -> None:
+        """Writes tokens `[T]` to `slots [T]`."""
+        number = np.full_like(ids, weights)
+        self._slots[slots] = np.stack((ids, positions, number, ~number), axis=-1)
+
+    def read(self, slots: IntArray) -> IntArray:
+        """`[T, 3]` id, position and weights at `slots [T]`."""
+        return self._slots[slots, :3]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._slots[:] = -1
+
+    def gather(self, pages: tuple[int, ...]) -> HostPages:
+        """The host form of `pages`."""
+        assert DUMMY_PAGE not in pages, "the dummy page was gathered"
+        of_pages = self._by_page()[list(pages)].reshape(len(pages), -1, 2, _RECORD // 2)
+        return np.ascontiguousarray(of_pages.swapaxes(1, 2)).reshape(self.layout.shape(len(pages)))
+
+    def insert(self, pages: tuple[int, ...], data: HostPages) -> None:
+        """Writes the host form of `pages`."""
+        assert DUMMY_PAGE not in pages, "the dummy page was overwritten"
+        assert data.shape == self.layout.shape(len(pages)) and data.dtype == self.layout.host_dtype
+        records = data.reshape(len(pages), 2, -1, _RECORD // 2).swapaxes(1, 2).reshape(len(pages), -1, _RECORD)
+        assert (records[..., 2] == ~records[..., 3]).all(), "pages that no step wrote are inserted"
+        self._by_page()[list(pages)] = records
+
+    def _by_page(self) -> npt.NDArray[np.int32]:
+        """`[num_pages, page_size, ...]`, a view."""
+        return self._slots.reshape(-1, tokens_in(1, self.layout.page_size), _RECORD)

@@ -1,0 +1,161 @@
+"""Pages to the host and back: bits pass unchanged, in step order and in place; only engines that move pages compile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsgl.batch.engine_ops import Gather, HostPages, Insert
+from jaxsgl.engine import page_io
+from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.page_io import PageIo, page_counts
+from jaxsgl.engine.sizing import KvShape
+from jaxsgl.engine.state import KvBuffers, allocate_kv
+from tests.engine.conftest import ConfigMaker
+from tests.engine.driving import Driver, Plain
+from tests.engine.test_programs import copies
+from tests.plain_model import mesh_of
+
+ROOT = Path(__file__).parent.parent.parent
+NUM_PAGES = 4099  # no other dimension is as large
+SHAPE = KvShape(num_layers=2, num_kv_heads=2, head_dim=16, page_size=4, dtype=jnp.dtype("float32"))
+
+
+@pytest.fixture(scope="module")
+def moving(tiny_config: ConfigMaker) -> Iterator[Engine]:
+    engine = Engine(tiny_config(), progress=False, moves_pages=True)
+    yield engine
+    engine.close()
+
+
+def gathered(engine: Engine, pages: tuple[int, ...]) -> HostPages:
+    engine.apply(Gather(7, pages))
+    ((op_id, data),) = engine.poll_gathers(wait=True)
+    assert op_id == 7
+    return data.copy()
+
+
+def random_pages(io: PageIo, count: int, seed: int = 0) -> HostPages:
+    """Random bits, infinities and NaNs among them."""
+    layout = io.layout
+    raw = np.random.default_rng(seed).bytes(count * layout.page_bytes)
+    return np.frombuffer(raw, layout.host_dtype).reshape(layout.shape(count))
+
+
+def assert_pages(io: PageIo, kv: KvBuffers, pages: tuple[int, ...], data: HostPages) -> None:
+    io.gather(kv, Gather(2, pages))
+    ((op_id, found),) = io.poll(wait=True)
+    assert op_id == 2
+    np.testing.assert_array_equal(found.view(np.uint8), data.view(np.uint8))
+
+
+def test_a_sequence_goes_on_from_pages_that_left_and_came_back_elsewhere(moving: Engine, plain: Plain) -> None:
+    """The gather is launched behind the step that fills the pages, and the pages are overwritten behind it."""
+    driver, prompt = Driver(moving), list(range(3, 15))
+    row, other = 0, 1
+    own, target = (tuple(driver.table.pages[r, :3].tolist()) for r in (row, other))
+    moving.submit(driver.extend((row, prompt, 0)))
+    moving.apply(Gather(1, own))
+    moving.submit(driver.extend((row, [99] * 12, 0)))
+    ((_, data),) = moving.poll_gathers(wait=True)
+    moving.apply(Insert(2, target, data))
+    driver.table.put(other, 0, np.array(target, np.int32))
+    first = driver.run(driver.extend((other, [20], 12)))
+    assert first == plain.generate([*prompt, 20], 1)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 21])
+def test_gathers_and_inserts_of_any_number_of_pages_are_exact(moving: Engine, count: int) -> None:
+    io = moving._page_io
+    assert io is not None
+    pages = tuple(range(5, 5 + count))
+    data, recompiles = random_pages(io, count, count), moving.recompiles
+    neighbours = gathered(moving, (4, 5 + count))
+    moving.apply(Insert(1, pages, data))
+    np.testing.assert_array_equal(gathered(moving, pages[::-1]).view(np.uint32), data[::-1].view(np.uint32))
+    np.testing.assert_array_equal(gathered(moving, (4, 5 + count)), neighbours, "pages beside it changed")
+    assert moving.recompiles == recompiles
+
+
+def test_more_pages_than_a_program_holds_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_io, "MOST_PAGES", 4)
+    mesh, pages = mesh_of(), tuple(range(10, 21))
+    kv = allocate_kv(SHAPE, 30, mesh)
+    io = PageIo(kv, SHAPE, mesh)
+    assert len(io.compilations) == 6
+    data = random_pages(io, 11)
+    assert_pages(io, io.insert(kv, Insert(1, pages, data)), pages, data)
+
+
+def test_pages_cross_devices() -> None:
+    """The host form holds all heads in order, whether one device or two hold them; no device asks another."""
+    program = """
+from tests.engine.test_page_io import *
+page_io.MOST_PAGES = 2
+pools = [(mesh_of(n), allocate_kv(SHAPE, 30, mesh_of(n))) for n in (1, 2)]
+one, two = (PageIo(kv, SHAPE, mesh) for mesh, kv in pools)
+data, pages = random_pages(one, 7), (3, 1, 20, 29, 5, 6, 7)
+split = two.insert(pools[1][1], Insert(1, pages, data))
+assert all(len(array.sharding.device_set) == 2 for array in jax.tree.leaves(split))
+assert_pages(two, split, pages, data)
+assert_pages(one, one.insert(pools[0][1], Insert(1, pages, data)), pages, data)
+second = np.asarray(split.k[1].addressable_shards[1].data[20]).view(np.uint32)
+np.testing.assert_array_equal(second, data[2, 1, 0, 1:].view(np.uint32))
+assert not any("all-" in done.compiled.as_text() for done in two.compilations.values())
+"""
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=ROOT)
+
+
+def test_an_engine_that_moves_no_pages_compiles_nothing_for_them(engine: Engine) -> None:
+    assert engine._page_io is None and engine.poll_gathers() == []
+    with pytest.raises(AssertionError, match="no programs for pages"):
+        engine.apply(Gather(1, (1,)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint16", "uint8"])
+def test_neither_program_copies_the_pool_and_every_format_keeps_its_bits(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU keeps bfloat16 as uint16 and float8 as uint8."""
+    monkeypatch.setattr(page_io, "MOST_PAGES", 4)
+    shape, mesh = replace(SHAPE, dtype=jnp.dtype(dtype)), mesh_of()
+    kv = allocate_kv(shape, NUM_PAGES, mesh)
+    io = PageIo(kv, shape, mesh)
+    pool_bytes = sum(array.nbytes for array in jax.tree.leaves(kv))
+    for key, compilation in io.compilations.items():
+        assert not copies(compilation.compiled, NUM_PAGES), key
+        memory = compilation.compiled.memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes < pool_bytes / 8
+        if key.kind == "insert":
+            assert memory.alias_size_in_bytes >= pool_bytes
+    pages, data = (3, 9, 4098, 2, 1, 77), random_pages(io, 6)
+    assert_pages(io, io.insert(kv, Insert(1, pages, data)), pages, data)
+
+
+def test_formats_that_numpy_lacks_cross_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_io, "MOST_PAGES", 2)
+    for dtype, on_host in (("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")):
+        shape, mesh = replace(SHAPE, dtype=jnp.dtype(dtype)), mesh_of()
+        kv = allocate_kv(shape, 9, mesh)
+        io = PageIo(kv, shape, mesh)
+        data = random_pages(io, 3) & np.array(0x3F, on_host)  # a CPU may change NaNs of these formats, which it lacks
+        assert data.dtype == on_host
+        assert_pages(io, io.insert(kv, Insert(1, (1, 2, 8), data)), (1, 2, 8), data)
+
+
+def test_sizes_of_programs_are_bounded_in_bytes() -> None:
+    assert page_counts(1 << 20) == (1, 2, 4, 8, 16, 32, 64)
+    assert page_counts(20 << 20) == (1, 2)
+    assert page_counts(1 << 30) == (1,)
+    assert page_io.reserved_bytes(20 << 20) == 4 * 2 * (20 << 20)
