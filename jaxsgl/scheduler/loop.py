@@ -67,8 +67,8 @@ def run_loop(
             scheduler.collect(step.tokens(), step.scores())
         news = control.after_turn(collects) if control.is_active else []
         version = residents.weight_version if residents is not None else DEFAULT_WEIGHT_VERSION
-        load = scheduler.load(engine.recompiles, leak_check.num_leaks, version)
-        mailbox.send(Replies(scheduler.take_replies(), load))
+        replies = scheduler.take_replies()  # first, as the load of an idle scheduler is exact
+        mailbox.send(Replies(replies, scheduler.load(engine.recompiles, leak_check.num_leaks, version)))
         for answer in news:  # after the load, so that an answer never comes before the load that it changed
             mailbox.send(answer)
         if check_every_step:
