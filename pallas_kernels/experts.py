@@ -56,9 +56,12 @@ def group_by_expert(experts: jax.Array, num_experts: int) -> Groups:
     flat = jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).reshape(-1).astype(jnp.int32)
     places = jnp.arange(num_tokens * num_choices, dtype=jnp.int32)
     by_expert, choice_at = jax.lax.sort((flat, places), num_keys=1, is_stable=True)
-    place_of = jnp.zeros_like(places).at[choice_at].set(places, unique_indices=True)
-    sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
-    return Groups(choice_at // num_choices, by_expert, sizes, place_of.reshape(num_tokens, num_choices))
+    # Written over `flat`, which nothing needs any more, and sizes from `by_expert`: each array of zeros to write into
+    # would be a kernel more on a GPU.
+    place_of = flat.at[choice_at].set(places, unique_indices=True, mode="promise_in_bounds")
+    sizes = jnp.zeros(num_experts, jnp.int32).at[by_expert].add(1, indices_are_sorted=True, mode="drop")
+    tokens = jax.lax.div(choice_at, jnp.int32(num_choices))
+    return Groups(tokens, by_expert, sizes, place_of.reshape(num_tokens, num_choices))
 
 
 def add_choices(y: jax.Array, groups: Groups, shares: jax.Array) -> jax.Array:
@@ -95,15 +98,13 @@ class RowTiles(NamedTuple):
 
 def row_tiles(groups: Groups, num_rows: int) -> RowTiles:
     """Tiles of `num_rows` places, as many as any choice of experts may need."""
-    rest = groups.num_places - jnp.sum(groups.sizes)
-    sizes = jnp.append(groups.sizes, rest).astype(jnp.int32)
-    tiles = -(-sizes // num_rows)
-    tile_ends, place_ends = jnp.cumsum(tiles), jnp.cumsum(sizes)
-    most = min(groups.num_places, groups.num_places // num_rows + len(sizes))
-    index = jnp.arange(most, dtype=jnp.int32)
-    experts = jnp.sum(index[:, None] >= tile_ends[None, :], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(experts, groups.num_experts)
-    nth = index - (tile_ends - tiles)[expert]
-    begins = jnp.minimum((place_ends - sizes)[expert] + nth * num_rows, place_ends[expert])
-    ends = jnp.minimum(begins + num_rows, place_ends[expert])
-    return RowTiles(expert, begins, ends, tile_ends[-2])
+    experts = groups.num_experts
+    tiles = jax.lax.div(groups.sizes + (num_rows - 1), jnp.int32(num_rows))
+    # What lies before each expert, and behind the last: masked sums, since XLA makes two kernels of each cumulated one.
+    is_before = jnp.tri(experts + 1, experts, -1, dtype=jnp.int32)
+    first_tile, first_place = jnp.sum(is_before * tiles, axis=1), jnp.sum(is_before * groups.sizes, axis=1)
+    index = jnp.arange(min(groups.num_places, groups.num_places // num_rows + experts + 1), dtype=jnp.int32)
+    expert = jnp.sum(index[:, None] >= first_tile[1:], axis=1, dtype=jnp.int32)
+    end = jnp.append(first_place[1:], groups.num_places)[expert]
+    begins = jnp.minimum(first_place[expert] + (index - first_tile[expert]) * num_rows, end)
+    return RowTiles(expert, begins, jnp.minimum(begins + num_rows, end), first_tile[experts])
