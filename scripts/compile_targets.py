@@ -5,6 +5,7 @@
     python scripts/compile_targets.py h200 --grid steps     # the engine's steps on Qwen3-0.6B and Qwen3-8B
     python scripts/compile_targets.py h200 --grid steps --match '0.6b decode 256 triton' --launches
     python scripts/compile_targets.py h200 --grid steps-float8     # over a float8 KV cache
+    python scripts/compile_targets.py v6e --grid steps --json FILE --missing    # goes on where another run was ended
 
 Makes a virtual environment per plug-in (NVIDIA 5 GB, TPU 2 GB), compiles there, and prints for each kernel: registers,
 spilled bytes, shared memory and the instructions found (wgmma, bulk copies); for the engine's steps: kernels per layer
@@ -19,6 +20,7 @@ reported and left out; --require makes that an error.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -69,6 +71,18 @@ def list_launches(report: dict[str, Any]) -> str:
     )
 
 
+def read_results(file: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """What an earlier run wrote, by target and program; programs with problems are left out, and count as missing."""
+    results = json.loads(file.read_text())["results"] if file.exists() else []
+    return {(each["target"], each["program"]): each for each in results if not each["problems"]}
+
+
+def write_results(file: Path, results: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Writes them sorted, so that files of two runs can be compared."""
+    every = sorted(results.values(), key=lambda result: (result["target"], result["backend"], result["program"]))
+    write_json(file, {"jax": JAX_VERSION, "results": every})
+
+
 def main() -> int:
     """Compiles, prints the results and writes them; returns 0 if there is no problem."""
     parser = command_parser(__doc__)
@@ -81,11 +95,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes side by side")
     parser.add_argument("--require", action="store_true", help="fail if a target has to be left out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument("--update", action="store_true", help="of --json: keep what FILE has of other programs")
+    parser.add_argument("--missing", action="store_true", help="the same, and compile only what FILE lacks")
     options = parser.parse_args()
+    if (options.update or options.missing) and options.json is None:
+        parser.error("--update and --missing need the FILE of --json")
     if unknown := set(options.targets) - set(TARGETS):
         parser.error(f"unknown target {', '.join(sorted(unknown))}; choose from {', '.join(TARGETS)}")
 
-    results: list[dict[str, Any]] = []
+    kept = read_results(options.json) if options.update or options.missing else {}
+    results: dict[tuple[str, str], dict[str, Any]] = {}
     left_out = 0
     options.environments.mkdir(parents=True, exist_ok=True)
     for name in options.targets or TARGETS:
@@ -95,21 +114,21 @@ def main() -> int:
             left_out += 1
             continue
         python = make_environment(target.extra, options.environments)
-        for result in compile_in(python, target, options.grid, options.jobs, options.match, options.xla_flags):
-            results.append(result)
+        done = [program for of_target, program in kept if of_target == name] if options.missing else []
+        for result in compile_in(python, target, options.grid, options.jobs, options.match, options.xla_flags, done):
+            results[name, result["program"]] = result
             print(describe(result), flush=True)
             if "launches" in result:
                 print(describe_launches(result["launches"]), flush=True)
                 if options.launches:
                     print(list_launches(result["launches"]), flush=True)
             if options.json:  # what is there, in case the run is ended
-                write_json(options.json, {"jax": JAX_VERSION, "results": results})
-    wrong = sum(bool(result["problems"]) for result in results)
-    refused = sum("refused" in result for result in results)
+                write_results(options.json, kept | results)
+    wrong = sum(bool(result["problems"]) for result in results.values())
+    refused = sum("refused" in result for result in results.values())
     print(f"{len(results)} programs, {refused} refused, {wrong} with problems, {left_out} targets left out")
     if options.json:
-        results.sort(key=lambda result: (result["target"], result["backend"], result["program"]))
-        write_json(options.json, {"jax": JAX_VERSION, "results": results})
+        write_results(options.json, kept | results)
     return int(wrong > 0 or (options.require and left_out > 0))
 
 

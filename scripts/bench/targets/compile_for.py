@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +32,20 @@ MEANT = {"triton": (("mma", "wgmma"),), "mosaic_gpu": (("wgmma",), ("bulk",))}
 
 
 def compile_all(
-    target: Target, grid: str, share: tuple[int, int], ptxas: Path, match: str = "", xla_flags: str = ""
+    target: Target,
+    grid: str,
+    share: tuple[int, int],
+    ptxas: Path,
+    match: str = "",
+    xla_flags: str = "",
+    done: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yields the results of every `share[1]`-th program whose name matches, from `share[0]` on."""
+    """Yields the results of every `share[1]`-th program whose name matches and that isn't done, from `share[0]` on."""
     with tempfile.TemporaryDirectory() as folder:
         prepare_environment(Path(folder), xla_flags)
         devices = target.devices()
-        every = [each for each in _programs(target, grid, devices, Path(folder)) if re.search(match, each.name)]
+        named = [each for each in _programs(target, grid, devices, Path(folder)) if re.search(match, each.name)]
+        every = [each for each in named if each.name not in done]
         for program in every[share[0] :: share[1]]:
             with target.traced_for(devices[0]):
                 yield _result(program, target, Path(folder), ptxas)
@@ -158,10 +165,12 @@ def main() -> None:
     parser.add_argument("ptxas", type=Path)
     parser.add_argument("--match", default="", help="regular expression for names of programs")
     parser.add_argument("--xla-flags", default="")
+    parser.add_argument("--done", type=json.loads, default=(), help="names of programs to leave out, a list as JSON")
     options = parser.parse_args()
     share = options.index, options.count
     target = TARGETS[options.target]
-    for result in compile_all(target, options.grid, share, options.ptxas, options.match, options.xla_flags):
+    limits = options.match, options.xla_flags, options.done
+    for result in compile_all(target, options.grid, share, options.ptxas, *limits):
         print(json.dumps(result), flush=True)
     sys.exit(0)
 

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,9 +139,10 @@ def _marker(folder: Path, extra: str) -> Path:
 
 
 def compile_in(
-    python: Path, target: Target, grid: str, jobs: int, match: str = "", xla_flags: str = ""
+    python: Path, target: Target, grid: str, jobs: int, match: str = "", xla_flags: str = "", done: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Yields the results of the target's programs whose names `match`, compiled by `jobs` processes side by side."""
+    """Yields the results of the target's programs whose names `match` and that aren't `done`, compiled by `jobs`
+    processes side by side."""
     ptxas = next(iter(sorted(python.parents[1].glob("lib/python*/site-packages/nvidia/*/bin/ptxas"))), Path("ptxas"))
     environment = {**os.environ, "PYTHONPATH": python_path()}
 
@@ -149,7 +150,7 @@ def compile_in(
 
     def share(index: int) -> None:
         command = [str(python), "-m", "bench.targets.compile_for", target.name, grid, str(index), str(jobs), str(ptxas)]
-        command += ["--match", match, f"--xla-flags={xla_flags}"]
+        command += ["--match", match, f"--xla-flags={xla_flags}", "--done", json.dumps(done)]
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True

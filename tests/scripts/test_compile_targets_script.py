@@ -1,0 +1,47 @@
+"""compile_targets.py goes on where another run was ended, and keeps what that one wrote."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import compile_targets
+import pytest
+
+pytestmark = pytest.mark.unit
+
+
+def result(program: str, problems: Sequence[str] = (), by: str = "now") -> dict[str, Any]:
+    return {"target": "h200", "program": program, "backend": "triton", "problems": list(problems), "by": by}
+
+
+@pytest.mark.parametrize(
+    ("flag", "compiled", "kept"), [("--missing", "bc", "a"), ("--update", "abc", ""), (None, "abc", "")]
+)
+def test_a_run_compiles_what_the_file_lacks_or_has_with_problems(
+    flag: str | None, compiled: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "results.json"
+    before = [result("a", by="before"), result("b", ["spills"], by="before"), result("other", by="before")]
+    file.write_text(json.dumps({"jax": "0", "results": before}))
+    asked = []
+
+    def compile_in(*arguments: Any) -> Iterator[dict[str, Any]]:
+        done = arguments[-1]
+        for name in ("c", "b", "a"):
+            if name not in done:
+                asked.append(name)
+                yield result(name)
+
+    monkeypatch.setattr(compile_targets, "compile_in", compile_in)
+    monkeypatch.setattr(compile_targets, "missing_for", lambda *_: None)
+    monkeypatch.setattr(compile_targets, "make_environment", lambda *_: Path())
+    flags = ["h200", "--environments", str(tmp_path), "--json", str(file), *([flag] if flag else [])]
+    monkeypatch.setattr(sys, "argv", ["compile_targets.py", *flags])
+    assert compile_targets.main() == 0
+    assert sorted(asked) == list(compiled)
+    written = {each["program"]: each["by"] for each in json.loads(file.read_text())["results"]}
+    expected = dict.fromkeys(compiled, "now") | dict.fromkeys(kept, "before")
+    assert written == expected | ({"other": "before"} if flag else {})
+    assert list(written) == sorted(written)
