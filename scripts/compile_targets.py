@@ -56,6 +56,10 @@ def describe_launches(report: dict[str, Any]) -> str:
     parts.append(f"{report['num_launches']} kernels in all")
     if report["command_buffers"] is not None:
         parts.append(f"{report['command_buffers']} command buffers")
+    parts += [
+        f"{each['count']} {each['kind']} of {each['bytes'] / 1e6:.3f} MB over {each['peers']}"
+        for each in report["exchanged"]
+    ]
     parts.append(
         f"{report['bytes_read'] / 1e6:.0f} MB read and {report['bytes_written'] / 1e6:.0f} written, KV not counted"
     )

@@ -20,16 +20,13 @@ from bench.targets.prediction import ASSUMED, SOURCES, Predicted, predict
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks/h200/compiled_steps.json"
-HEAD = (
-    f"{'step':<44} {'floor':>8} {'attention':>9} {'products':>8} {'small':>8} {'sampling':>8} {'launch':>7} {'sum':>9}"
-)
+PARTS = {"attention": 9, "products": 8, "small": 8, "links": 7, "sampling": 8, "launch": 7}  # and their widths
+HEAD = f"{'step':<44} {'floor':>8} {' '.join(f'{name:>{width}}' for name, width in PARTS.items())} {'sum':>9}"
 
 
 def line(each: Predicted) -> str:
     """The line of one step, in microseconds."""
-    parts = (each.attention_us, each.products_us, each.small_us, each.sampling_us, each.launch_us)
-    widths = (9, 8, 8, 8, 7)
-    shown = " ".join(f"{part:>{width}.0f}" for part, width in zip(parts, widths, strict=True))
+    shown = " ".join(f"{getattr(each, f'{name}_us'):>{width}.0f}" for name, width in PARTS.items())
     return (
         f"{each.step:<44} {each.floor_us:>8.0f} {shown} {each.step_us:>9.0f} {each.over_floor:>+7.0%}  "
         f"{each.small_per_layer} small kernels per layer, {each.num_kernels} in all"

@@ -89,6 +89,21 @@ def test_experts_that_no_token_chooses_are_not_read() -> None:
         assert floor_us(batch_of("decode", rows, 1), facts, "greedy") < found.step_us
 
 
+def test_what_devices_exchange_takes_a_start_and_its_share_of_the_links() -> None:
+    facts = {**FACTS, "num_devices": 8}
+    whole = int(370e9 / 1e6 / 1.75 * 100)  # of which a ring sends 100 us
+    sums = {**kernel("all-reduce", 5, moved=whole), "bytes_written": whole, "peers": 8}
+    step = "m mosaic_gpu decode 1 greedy"
+    program = compiled(kernel("attention", 2), sums, layers=2, steps=[step], buffers=5)
+    program["launches"]["loose_kernels"] = 10
+    (found,) = predict([program | {"facts": facts}], 1)
+    assert found.links_us == pytest.approx(5 * (100 + ASSUMED.collective_us), rel=1e-3)
+    assert found.launch_us == pytest.approx(5 * ASSUMED.program_us + 10 * (ASSUMED.loose_launch_us - ASSUMED.kernel_us))
+    alone = floor_us(batch_of("decode", 256, 1), FACTS, "greedy")
+    residual_us = 256 * 1024 * 2 * 1.75 / ASSUMED.link_bytes_per_s * 1e6
+    assert floor_us(batch_of("decode", 256, 1), facts, "greedy") == pytest.approx(alone + 5 * residual_us)
+
+
 def test_the_floor_is_the_reviewed_one_for_a_large_decode() -> None:
     """Qwen3-0.6B, 256 rows of 1,024: the figure that was computed by hand, 7.5 ms."""
     facts = {**FACTS, "num_layers": 28, "vocab_size": 151_936, "weights_read": 596_049_920}
@@ -112,4 +127,4 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
         assert line["step"] in done.stdout
         assert line["step_us"] > line["floor_us"]
         if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
-            assert line["small_per_layer"] <= (24 if "30b-a3b" in line["step"] else 5)
+            assert line["small_per_layer"] <= (20 if "30b-a3b" in line["step"] else 5)

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from bench.targets.collectives import kind_of, num_peers
+
 FREE = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "partition-id")
 )
@@ -41,11 +43,13 @@ class Launch:
     Attributes:
       name: of the HLO instruction.
       kind: "attention", "experts" (products with experts, all of them counted), "pallas" (our other kernels), "product"
-        (of matrices), "prefetch" (a TPU copies beside its kernels), or "small" (all else).
+        (of matrices), "prefetch" (a TPU copies beside its kernels), a collective's own name such as "all-reduce", or
+        "small" (all else).
       source: the JAX operation that it was made for.
       bytes_read, bytes_written, flops: of one run; see the module.
       matrix_bytes: what of bytes_read is of inputs that recur, as the matrices of layers do.
       times: how often it runs in one call of the program, more than once inside a loop; 0 if that is unknown.
+      peers: the devices that take part in a collective.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Launch:
     flops: int
     times: int
     matrix_bytes: int = 0
+    peers: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class _Module:
         inside = list(self._with_scope(each, by_name))
         types = [_type_of(operand, by_name) for operand in each.operands]
         for call, scope in inside:
+            if collective := kind_of(call.opcode):  # on a TPU it may be fused with what follows
+                return _exchange(each, collective, call, scope, times)
             if any(part in call.attribute(r'custom_call_target="([^"]*)"') for part in PALLAS_TARGETS):
                 kind = next((kind for kind, pattern in KERNELS.items() if re.search(pattern, _source(call))), "pallas")
                 read = sum(self._counted(_type_of(operand, scope)) for operand in call.operands)
@@ -213,6 +220,16 @@ class _Module:
         if "cublas" in each.rest:  # beside the product it has room to work in
             return num_bytes(_elements(each.type)[0]) if each.type.startswith("(") else num_bytes(each.type)
         return num_bytes(each.type)
+
+
+def _exchange(each: _Instruction, kind: str, call: _Instruction, scope: dict[str, _Instruction], times: int) -> Launch:
+    """A collective, with the bytes of its arrays wherever they lie."""
+    read = sum(_bytes(*shape) for name in call.operands for shape in _ANY_SHAPE.findall(_type_of(name, scope)))
+    results = call.type
+    if call.opcode in ("all-gather-start", "collective-permute-start"):  # their type names the operands first
+        results = _elements(call.type)[1]
+    written = sum(_bytes(*shape) for shape in _ANY_SHAPE.findall(results))
+    return Launch(each.name, kind, _source(call), read, written, 0, times, peers=num_peers(call.rest))
 
 
 def _convolution_flops(each: _Instruction, scope: dict[str, _Instruction]) -> int:

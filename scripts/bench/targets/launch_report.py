@@ -13,12 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bench.targets.collectives import COLLECTIVES, Wanted, carried, problems_of
 from bench.targets.hlo import Launch, launches
-from bench.targets.thunks import command_buffers_in
+from bench.targets.thunks import CommandBuffers, command_buffers_in
 
-KINDS = ("attention", "experts", "pallas", "product", "small")
+KINDS = ("attention", "experts", "pallas", "product", "small", *COLLECTIVES)
 WEIGHTS_COUNTED = 0.999  # at least; vectors lie in arrays of all layers, of which few layers were compiled
-FIELDS = ("kind", "bytes_read", "bytes_written", "flops")
+_THUNKS_OF_COLLECTIVES = ("All", "Collective", "ReduceScatter", "Ragged")
+FIELDS = ("kind", "bytes_read", "bytes_written", "flops", "peers")
 
 
 def launch_report(
@@ -27,6 +29,7 @@ def launch_report(
     uncounted: Collection[tuple[int, ...]],
     layers: tuple[int, int] | None,
     weight_bytes: int = 0,
+    wanted: Wanted | None = None,
 ) -> dict[str, Any]:
     """The report, for JSON.
 
@@ -36,6 +39,7 @@ def launch_report(
       uncounted: see `hlo.launches`.
       layers: how many layers were compiled and how many the model has; None for programs without layers.
       weight_bytes: of the weights that a step must read, all layers together; fewer bytes read are a problem.
+      wanted: what devices that share the step must exchange; None on one device.
     """
     every = launches(text, uncounted)
     module = text.split(",", 1)[0].removeprefix("HloModule ").strip()
@@ -48,7 +52,7 @@ def launch_report(
         repeats = layers[1] - layers[0]
         if buffers is not None and kernels_of(layer) != kernels_of(before):  # on TPUs they differ by small copies
             problems.append("the last two layers launch different kernels, so that layers can't be multiplied")
-    if buffers is not None and (buffers.count != 1 or buffers.outside):
+    if buffers is not None and wanted is None and (buffers.count != 1 or buffers.outside):
         listed = ", ".join(sorted(set(buffers.outside))) or "nothing"
         problems.append(f"{buffers.count} command buffers; {listed} outside of them")
     if buffers is not None and buffers.num_sliced:
@@ -57,6 +61,8 @@ def launch_report(
             "breaks the command buffer"
         )
     whole = [*every, *layer * repeats]
+    if wanted is not None and layers is not None:
+        problems += problems_of(*_exchanges(every, layer, layers[0]), wanted)
     read = sum(each.bytes_read * each.times for each in whole)
     if layers is not None:
         # A TPU fetches matrices ahead, as it finds room: the last layer's share of that is not its own matrices.
@@ -67,14 +73,51 @@ def launch_report(
         "num_layers": layers[1] if layers else 0,
         "layer_kinds": dict(kernels_of(layer)),
         "num_launches": sum(each.times for each in whole if each.kind != "prefetch"),
-        "command_buffers": None if buffers is None else buffers.count,
+        **_graphs(buffers, layers),
         "bytes_read": read,
         "bytes_written": sum(each.bytes_written * each.times for each in whole),
         "flops": sum(each.flops * each.times for each in whole),
+        "exchanged": exchanged(whole, wanted),
         "listed": [asdict(each) for each in layer or every],
         "kernels": [{**dict(zip(FIELDS, key, strict=True)), "count": n} for key, n in _counted(whole).items()],
         "problems": problems,
     }
+
+
+def _graphs(buffers: CommandBuffers | None, layers: tuple[int, int] | None) -> dict[str, int | None]:
+    """Command buffers and the kernels outside of them, for all layers; collectives cut a step at every layer."""
+    if buffers is None:
+        return {"command_buffers": None, "loose_kernels": None}
+    loose = sum(not each.removeprefix("k").startswith(_THUNKS_OF_COLLECTIVES) for each in buffers.outside)
+    if layers is None or buffers.count == 1:
+        return {"command_buffers": buffers.count, "loose_kernels": loose}
+    repeats = layers[1] - layers[0]
+    return {
+        "command_buffers": buffers.count + repeats * (buffers.count // layers[0]),
+        "loose_kernels": loose + repeats * (loose // layers[0]),
+    }
+
+
+def exchanged(whole: Sequence[Launch], wanted: Wanted | None) -> list[dict[str, Any]]:
+    """What devices exchange in a call of the program: kind, bytes of the whole array, peers, and how often."""
+    counts: Counter[tuple[str, int, int]] = Counter()
+    for each in whole:
+        if each.kind in COLLECTIVES:
+            peers = each.peers or (wanted.num_devices if wanted else 0)
+            counts[each.kind, carried(each.kind, each.bytes_read, each.bytes_written), peers] += each.times
+    return [{"kind": kind, "bytes": moved, "peers": peers, "count": n} for (kind, moved, peers), n in counts.items()]
+
+
+def _exchanges(
+    every: Sequence[Launch], layer: Sequence[Launch], num_layers: int
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """The collectives of the layer, and those of the program that are in none, as `problems_of` takes them."""
+    of_layer, of_all = (
+        [(each.kind, carried(each.kind, each.bytes_read, each.bytes_written)) for each in some if each.peers]
+        for some in (layer, every)
+    )
+    rest = Counter(of_all) - Counter(of_layer * num_layers)
+    return of_layer, list(rest.elements())
 
 
 def _counted(whole: Sequence[Launch]) -> Counter[tuple[Any, ...]]:

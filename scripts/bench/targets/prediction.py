@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bench.targets.collectives import COLLECTIVES, PER_LAYER, carried, sent
+
 
 @dataclasses.dataclass(frozen=True)
 class Assumed:
@@ -26,6 +28,8 @@ class Assumed:
     slot_bytes_per_us: float = 40e3
     slot_start_us: float = 2.0
     decode_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 1.0, "triton": 0.9})
+    link_bytes_per_s: float = 370e9
+    collective_us: float = 20.0
     extend_share: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"mosaic_gpu": 0.62, "triton": 0.4})
 
 
@@ -41,6 +45,10 @@ SOURCES = {
     "slot_start_us": "until a program's first tile has arrived; programs that follow each other pay it each time, and "
     "not the rows that one program takes in turn, whose first tiles are copied while the row before ends",
     "decode_share": "of the bandwidth that a kernel's loop sustains; Triton's copies take more instructions; estimated",
+    "link_bytes_per_s": "what NCCL sends over NVLink 4 in large messages, said by its maintainers (line rate: 450e9 in "
+    "each direction); rings are assumed, not sums that switches make; a stated assumption, not measured here",
+    "collective_us": "reported of NCCL's all-reduce of up to 16 KB on 8 H100 (19 to 21 us); those of 0.5 to 4 MB were "
+    "reported to take up to 20 us more than this and the links; not ours",
     "extend_share": "of flops_per_s that attention over prompts reaches; from the instructions of a tile; estimated",
 }
 ASSUMED = Assumed()
@@ -73,7 +81,8 @@ class Predicted:
     Attributes:
       step: such as "qwen3-0.6b mosaic_gpu decode 256 greedy".
       floor_us: the least time at the assumed ceilings: weights, KV and logits once each, products at full rate.
-      attention_us, products_us, small_us, sampling_us, launch_us: the parts; small ones are all other kernels.
+      attention_us, products_us, small_us, links_us, sampling_us, launch_us: the parts; small ones are all other
+        kernels, links what devices exchange.
       small_per_layer: kernels of a layer that are neither products nor attention.
       num_kernels: of the whole step.
     """
@@ -83,6 +92,7 @@ class Predicted:
     attention_us: float
     products_us: float
     small_us: float
+    links_us: float
     sampling_us: float
     launch_us: float
     small_per_layer: int
@@ -91,7 +101,8 @@ class Predicted:
     @property
     def step_us(self) -> float:
         """The step's time."""
-        return self.attention_us + self.products_us + self.small_us + self.sampling_us + self.launch_us
+        kernels_us = self.attention_us + self.products_us + self.small_us + self.sampling_us
+        return kernels_us + self.links_us + self.launch_us
 
     @property
     def over_floor(self) -> float:
@@ -123,9 +134,11 @@ def _step(
 ) -> Predicted:
     _, backend, kind, size, sampled = step.split(" ")
     batch, facts = batch_of(kind, int(size), context), program["facts"]
-    times = dict.fromkeys(("attention", "product", "small"), 0.0)
+    times = dict.fromkeys(("attention", "product", "small", "links"), 0.0)
     for kernel in program["launches"]["kernels"]:
-        if kernel["kind"] == "attention":
+        if kernel["kind"] in COLLECTIVES:
+            times["links"] += kernel["count"] * _exchange_us(kernel, assumed)
+        elif kernel["kind"] == "attention":
             per_layer = kernel["count"] / facts["num_layers"]
             times["attention"] += kernel["count"] * _attention_us(batch, backend, facts, kernel, assumed) / per_layer
         elif kernel["kind"] == "experts":
@@ -134,8 +147,7 @@ def _step(
             name = "product" if kernel["kind"] == "product" else "small"
             times[name] += kernel["count"] * _kernel_us(kernel, assumed)
     programs = [program, sampling] if sampling else [program]
-    sampling_us = sum(k["count"] * _kernel_us(k, assumed) for k in sampling["launches"]["kernels"]) if sampling else 0.0
-    loose = sum(_loose(each["launches"]) for each in programs)
+    sampling_us = sum(k["count"] * _any_us(k, assumed) for k in sampling["launches"]["kernels"]) if sampling else 0.0
     kinds = program["launches"]["layer_kinds"]
     return Predicted(
         step,
@@ -143,9 +155,10 @@ def _step(
         attention_us=times["attention"],
         products_us=times["product"],
         small_us=times["small"],
+        links_us=times["links"],
         sampling_us=sampling_us,
-        launch_us=len(programs) * assumed.program_us + loose * (assumed.loose_launch_us - assumed.kernel_us),
-        small_per_layer=sum(n for kind, n in kinds.items() if kind not in ("attention", "experts", "product")),
+        launch_us=sum(_launch_us(each["launches"], assumed) for each in programs),
+        small_per_layer=sum(kinds.get(kind, 0) for kind in ("pallas", "small")),
         num_kernels=sum(each["launches"]["num_launches"] for each in programs),
     )
 
@@ -168,6 +181,10 @@ def floor_us(batch: Batch, facts: dict[str, int], sampling: str, assumed: Assume
     # Greedy reads the logits once. Other ways of sampling read them again: once to weigh, and filters some times more.
     passes = {"greedy": 2, "sampled": 3}.get(sampling, 10)
     seconds += passes * 4 * batch.num_seqs * facts["vocab_size"] / assumed.bytes_per_s
+    if (peers := facts.get("num_devices", 1)) > 1:  # each layer's sums, and the embedding's
+        residual = tokens * facts["hidden_size"] * facts["weight_itemsize"]
+        sums = PER_LAYER * facts["num_layers"] + 1
+        seconds += sums * sent("all-reduce", residual, peers) / assumed.link_bytes_per_s
     return seconds * 1e6
 
 
@@ -227,6 +244,22 @@ def _kernel_us(kernel: dict[str, Any], assumed: Assumed) -> float:
     return assumed.kernel_us + max(moved, kernel["flops"] / assumed.flops_per_s) * 1e6
 
 
-def _loose(launches: dict[str, Any]) -> int:
-    """Launches outside of command buffers."""
-    return 0 if launches["command_buffers"] == 1 else int(launches["num_launches"])
+def _any_us(kernel: dict[str, Any], assumed: Assumed) -> float:
+    return _exchange_us(kernel, assumed) if kernel["kind"] in COLLECTIVES else _kernel_us(kernel, assumed)
+
+
+def _exchange_us(kernel: dict[str, Any], assumed: Assumed) -> float:
+    """One collective."""
+    whole = carried(kernel["kind"], kernel["bytes_read"], kernel["bytes_written"])
+    return assumed.collective_us + sent(kernel["kind"], whole, kernel["peers"]) / assumed.link_bytes_per_s * 1e6
+
+
+def _launch_us(launches: dict[str, Any], assumed: Assumed) -> float:
+    """Of the program's command buffers, and what kernels outside of them take longer to start; none if it is one."""
+    if launches["command_buffers"] == 1:
+        return assumed.program_us
+    if launches.get("loose_kernels") is None:  # kept results of older runs
+        loose = launches["num_launches"]
+        return assumed.program_us + loose * (assumed.loose_launch_us - assumed.kernel_us)
+    loose = launches["loose_kernels"]
+    return launches["command_buffers"] * assumed.program_us + loose * (assumed.loose_launch_us - assumed.kernel_us)
