@@ -104,6 +104,7 @@ OF_FAMILIES: dict[str, Any] = {  # all sizes differ, and no two axes of a tensor
     "hidden_size": 128,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
+    "head_dim": 20,
     "intermediate_size": 112,
     "num_hidden_layers": 3,
     "max_position_embeddings": 512,
@@ -112,15 +113,16 @@ OF_FAMILIES: dict[str, Any] = {  # all sizes differ, and no two axes of a tensor
     "pad_token_id": None,
 }
 _MIXED_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
-_GEMMA = {"head_dim": 20, "sliding_window": WINDOW, "query_pre_attn_scalar": 30, "layer_types": _MIXED_TYPES}
+_GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 30, "layer_types": _MIXED_TYPES}
 
 # The same, as differences from OF_FAMILIES.
 _FAMILIES: dict[str, Kind] = {
-    "mistral": (MistralConfig, MistralForCausalLM, {"head_dim": 20, "sliding_window": WINDOW}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW}),
     "phi3": (
         Phi3Config,
         Phi3ForCausalLM,
         {
+            "head_dim": 16,  # transformers takes no other than D / N here
             "original_max_position_embeddings": ORIGINAL_CONTEXT,
             "rope_parameters": {
                 "rope_type": "longrope",
@@ -150,8 +152,8 @@ _FAMILIES: dict[str, Kind] = {
             },
         },
     ),
-    "glm": (GlmConfig, GlmForCausalLM, {"head_dim": 20, "partial_rotary_factor": 0.6}),
-    "glm4": (Glm4Config, Glm4ForCausalLM, {"head_dim": 20, "partial_rotary_factor": 0.6}),
+    "glm": (GlmConfig, GlmForCausalLM, {"partial_rotary_factor": 0.6}),
+    "glm4": (Glm4Config, Glm4ForCausalLM, {"partial_rotary_factor": 0.6}),
     "smollm3": (
         SmolLM3Config,
         SmolLM3ForCausalLM,
@@ -184,7 +186,6 @@ _FAMILIES: dict[str, Kind] = {
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
         {
-            "head_dim": 20,
             "num_experts": 10,
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 48,
@@ -195,13 +196,12 @@ _FAMILIES: dict[str, Kind] = {
     "mixtral": (
         MixtralConfig,
         MixtralForCausalLM,
-        {"head_dim": 20, "intermediate_size": 48, "num_local_experts": 5, "sliding_window": WINDOW},
+        {"intermediate_size": 48, "num_local_experts": 5, "sliding_window": WINDOW},
     ),
     "glm4_moe": (
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
         {
-            "head_dim": 20,
             "partial_rotary_factor": 0.6,
             "use_qk_norm": True,
             "attention_bias": True,
@@ -209,7 +209,7 @@ _FAMILIES: dict[str, Kind] = {
             "num_experts_per_tok": 3,
             "n_group": 4,
             "topk_group": 2,
-            "n_shared_experts": 2,
+            "n_shared_experts": 3,
             "moe_intermediate_size": 48,
             "routed_scaling_factor": 1.5,
         },
@@ -218,7 +218,6 @@ _FAMILIES: dict[str, Kind] = {
         GptOssConfig,
         GptOssForCausalLM,
         {
-            "head_dim": 20,
             "intermediate_size": 48,
             "num_local_experts": 5,
             "num_experts_per_tok": 2,
@@ -246,11 +245,10 @@ def make_checkpoint(
       max_shard_size: such as "50KB", for several files and an index; None: one file.
       config_changes: configuration values that differ from the kind's.
     """
-    config_class, model_class, differences = {**_KINDS, **_FAMILIES}[kind]
-    common = OF_FAMILIES if kind in _FAMILIES else COMMON
+    config_class, model_class, values = _told(kind)
     generator_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**common, **differences, **config_changes})).to(dtype)
+    model = model_class(config_class(**{**values, **config_changes})).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:  # away from the initial ones, zeros and near-uniform logits, so that each one matters
@@ -267,6 +265,19 @@ def make_checkpoint(
     torch.random.set_rng_state(generator_state)
     model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     return folder
+
+
+def configuration(kind: str, without: str = "") -> dict[str, Any]:
+    """All values of config.json of `kind`; that of `without` is the default of transformers' configuration class."""
+    config_class, model_class, values = _told(kind)
+    config = config_class(**{key: value for key, value in values.items() if key != without})
+    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [model_class.__name__]}
+
+
+def _told(kind: str) -> Kind:
+    """The classes of `kind`, and all values that a checkpoint of it has in its configuration."""
+    config_class, model_class, differences = {**_KINDS, **_FAMILIES}[kind]
+    return config_class, model_class, {**(OF_FAMILIES if kind in _FAMILIES else COMMON), **differences}
 
 
 def reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:

@@ -103,7 +103,7 @@ _MISTRAL = Family(
     qkv_bias=False,
     attention_out_bias=False,
     windows="always",
-    defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8, "eos_token_id": 2},
 )
 
 # What GLM-4's older and newer form have in common.
@@ -117,6 +117,7 @@ _GLM = Family(
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-07,
+        "eos_token_id": [151329, 151336, 151338],
     },
 )
 
@@ -139,6 +140,7 @@ _GEMMA = Family(
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": 4096,
         "query_pre_attn_scalar": 256,
+        "eos_token_id": 1,
     },
 )
 
@@ -151,7 +153,7 @@ _GEMMA3 = replace(
 )
 
 FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(mlp_bias=None),
+    "LlamaForCausalLM": Family(mlp_bias=None, defaults={"eos_token_id": 2}),
     "Qwen2ForCausalLM": Family(qkv_bias=True, attention_out_bias=False, windows="flag"),
     "Qwen3ForCausalLM": Family(qk_norm="head", windows="flag", defaults={"head_dim": 128}),
     "MistralForCausalLM": _MISTRAL,
@@ -167,17 +169,17 @@ FAMILIES: dict[str, Family] = {
         attention_out_bias=False,
         windows="always",
         partial_rope=True,
-        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "eos_token_id": 32000},
         ignored=frozenset({"full_attn_mod", "interpolate_factor"}),
     ),
-    "Olmo2ForCausalLM": Family(norms="post", qk_norm="all", defaults={"rms_norm_eps": 1e-5}),
+    "Olmo2ForCausalLM": Family(norms="post", qk_norm="all", defaults={"rms_norm_eps": 1e-5, "eos_token_id": 50279}),
     "Olmo3ForCausalLM": Family(
         norms="post",
         qk_norm="all",
         windows="always",
         full_every=4,
         sliding_theta_key="rope_theta",
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0},
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500_000.0, "eos_token_id": 50279},
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": replace(_GLM, norms="sandwich"),
@@ -185,7 +187,12 @@ FAMILIES: dict[str, Family] = {
         mlp_bias=None,
         windows="flag",
         no_rope_layers=True,
-        defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+        defaults={
+            "num_key_value_heads": 4,
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "eos_token_id": 128001,
+        },
     ),
     "Gemma2ForCausalLM": replace(
         _GEMMA,
@@ -222,6 +229,7 @@ FAMILIES: dict[str, Family] = {
             "num_local_experts": 8,
             "rope_theta": 1_000_000.0,
             "rms_norm_eps": 1e-5,
+            "eos_token_id": 2,
         },
         ignored=frozenset({"router_jitter_noise"}),
     ),
@@ -269,6 +277,12 @@ FAMILIES: dict[str, Family] = {
             "attention_bias": True,
             "sliding_window": 128,
             "rope_theta": 150_000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
             "rms_norm_eps": 1e-5,
         },
         ignored=frozenset({"experts_per_token", "initial_context_length"}),

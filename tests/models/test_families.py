@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, RopeParams
 from jaxsgl.models.rope import inverse_frequencies, split_half_order
+from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, configuration
 from tests.models.test_arch import read
 
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Keys whose defaults transformers refuses beside the other values, or derives from them.
+UNTRIED = {
+    "phi3": ("hidden_size", "num_attention_heads"),
+    "glm": ("rope_parameters",),
+    "glm4": ("rope_parameters",),
+    "glm4_moe": ("rope_parameters",),
+    **dict.fromkeys(("olmo3", "gemma2", "gemma3", "gpt_oss"), ("num_hidden_layers",)),
+}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
@@ -33,6 +44,33 @@ def test_without_layer_types_every_so_many_layers_one_is_full(name: str, every: 
 def test_the_pattern_of_a_gemma_3_folder_is_a_number_in_older_ones(tmp_path: Path) -> None:
     arch = read(tmp_path, architectures=["Gemma3ForCausalLM"], sliding_window=8, sliding_window_pattern=2)
     assert windows(arch) == [8, None]
+
+
+def arch_of(folder: Path, values: dict[str, Any]) -> ModelArch | None:
+    """What config.json with these values means; None: it is refused."""
+    (folder / "config.json").write_text(json.dumps(values))
+    try:
+        return ModelArch.from_folder(folder)
+    except CheckpointError:
+        return None
+
+
+@pytest.mark.parametrize("kind", [*CHECKPOINT_KINDS, *FAMILY_KINDS])
+def test_a_missing_key_means_what_it_means_to_transformers_or_is_asked_for(kind: str, tmp_path: Path) -> None:
+    """Its default there depends on the family. Folders leave keys out that have it."""
+    complete, required = configuration(kind), set()
+    assert arch_of(tmp_path, complete) is not None
+    for key in complete.keys() - {"architectures", *UNTRIED.get(kind, ())}:
+        values = configuration(kind, without=key)
+        expected = arch_of(tmp_path, values)
+        values.pop(key, None)
+        found = arch_of(tmp_path, values)
+        if found is None and expected is not None:
+            required.add(key)
+        elif expected is not None:
+            assert found == expected, key
+    sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"}
+    assert required <= {*sizes, "intermediate_size", "moe_intermediate_size", *NUMBERS_OF_EXPERTS}
 
 
 def test_a_missing_window_is_the_familys_and_null_is_none(tmp_path: Path) -> None:
