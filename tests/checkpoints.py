@@ -37,6 +37,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -180,6 +182,17 @@ _FAMILIES: dict[str, Kind] = {
                 "full_attention": {"rope_type": "linear", "rope_theta": 30000.0, "factor": 4.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
             },
+        },
+    ),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {
+            "num_experts": 10,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 72,
+            "mlp_only_layers": [1],
         },
     ),
     "qwen3_moe": (

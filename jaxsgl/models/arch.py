@@ -162,7 +162,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         ropes=layers.ropes,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         tie_embeddings=bool(whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-        attention_bias=bias(family.qkv_bias, "attention_bias"),
+        attention_bias=bias(family.qkv_bias, family.qkv_bias_key),
         attention_out_bias=bias(family.attention_out_bias, "attention_bias"),
         mlp_bias=bias(family.mlp_bias, "mlp_bias"),
         qk_norm=family.qk_norm if family.qk_norm_key is None or config.get(family.qk_norm_key, False) else None,

@@ -28,7 +28,9 @@ class MoeFamily:
       score, choice_bias, router_bias, expert_bias: see `Router` and `MoeMlp`.
       renormalize: whether shares add up to 1; None: as `norm_topk_prob` says.
       grouped: `n_group`, `topk_group` and `routed_scaling_factor` hold.
-      shared_key: the key of the number of shared experts; None: there are none.
+      shared_key: the key of the number of shared experts; None: there are none, or `shared_ffn_key` says their size.
+      shared_ffn_key: the key of F of the shared experts, taken together.
+      shared_gate: see `MoeMlp`.
       clamped: `swiglu_limit` and `swiglu_alpha` hold.
       dense_layers: which layers have a plain MLP. "steps": all but every `decoder_sparse_step`th, and
         `mlp_only_layers`. "first": the first `first_k_dense_replace`.
@@ -43,6 +45,8 @@ class MoeFamily:
     expert_bias: bool = False
     grouped: bool = False
     shared_key: str | None = None
+    shared_ffn_key: str | None = None
+    shared_gate: bool = False
     clamped: bool = False
     dense_layers: Literal["none", "steps", "first"] = "none"
 
@@ -56,8 +60,9 @@ class Family:
       norm_offset: added to the norms' scales when they are loaded: 1 where a checkpoint holds w for 1 + w.
       qk_norm: whether and over what every q and k is normalized (RMSNorm) before rope.
       qk_norm_key: the key that says whether `qk_norm` holds; None: it does.
-      qkv_bias: whether q, k and v have biases; None: as `attention_bias` of config.json says.
-      attention_out_bias: the same for the output projection.
+      qkv_bias: whether q, k and v have biases; None: as config.json says.
+      qkv_bias_key: the key that says it.
+      attention_out_bias: whether the output projection has one; None: as `attention_bias` of config.json says.
       mlp_bias: whether the MLP has biases; None: as `mlp_bias` of config.json says.
       scales_embedding: embeddings are multiplied by the square root of the hidden size.
       activation_key: the key of the MLP's activation.
@@ -81,6 +86,7 @@ class Family:
     qk_norm: QkNorm | None = None
     qk_norm_key: str | None = None
     qkv_bias: bool | None = None
+    qkv_bias_key: str = "attention_bias"
     attention_out_bias: bool | None = None
     mlp_bias: bool | None = False
     scales_embedding: bool = False
@@ -211,6 +217,18 @@ FAMILIES: dict[str, Family] = {
             "max_position_embeddings": 131_072,
         },
         ignored=_GEMMA3.ignored | _BESIDE_TEXT | {"mm_tokens_per_image", "boi_token_index", "eoi_token_index"},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias_key="qkv_bias",
+        attention_out_bias=False,
+        windows="flag",
+        moe=MoeFamily(
+            ("num_experts", "num_local_experts"),
+            shared_ffn_key="shared_expert_intermediate_size",
+            shared_gate=True,
+            dense_layers="steps",
+        ),
+        defaults={"num_key_value_heads": 16, "num_experts_per_tok": 4, "qkv_bias": True},
     ),
     "Qwen3MoeForCausalLM": Family(
         qk_norm="head",

@@ -56,5 +56,12 @@ def _read_mixture(config: ConfigFile, family: MoeFamily) -> MoeMlp:
             f"{config.path}: {router.top_k} experts can't be chosen from {router.top_groups} groups of {group_size}"
         )
     clamp = Clamp(config.number("swiglu_limit", 7.0), config.number("swiglu_alpha", 1.702)) if family.clamped else None
-    num_shared = config.get(family.shared_key, 0) if family.shared_key else 0
-    return MoeMlp(num_experts, ffn_size, router, family.expert_bias, clamp, num_shared * ffn_size)
+    shared_size = _read_shared_size(config, family, ffn_size)
+    return MoeMlp(num_experts, ffn_size, router, family.expert_bias, clamp, shared_size, family.shared_gate)
+
+
+def _read_shared_size(config: ConfigFile, family: MoeFamily, ffn_size: int) -> int:
+    """F of the experts that all tokens pass through; 0: there are none."""
+    if family.shared_ffn_key is not None:
+        return config.count(family.shared_ffn_key)
+    return int(config.get(family.shared_key, 0)) * ffn_size if family.shared_key is not None else 0

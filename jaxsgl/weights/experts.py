@@ -56,6 +56,7 @@ NAMES: dict[str, ExpertNames] = {
         up="experts.{}.w3.weight",
         down="experts.{}.w2.weight",
     ),
+    "Qwen2MoeForCausalLM": ExpertNames(shared="shared_expert."),
     "GptOssForCausalLM": ExpertNames(router="router.weight", interleaved=True, transposed=True),
 }
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.device
 # By day every third one. The logits of all are compared in tests/models/test_parity.py.
 KINDS = (
     "phi3", "mistral", "olmo2", "olmo3", "glm4", "smollm3", "gemma2", "gemma3", "glm4_moe", "qwen3_moe", "mixtral",
-    "gpt_oss",
+    "gpt_oss", "qwen2_moe",
 )  # fmt: skip
 assert {*KINDS, "glm"} == set(FAMILY_KINDS)  # GLM's older form has nothing that the newer one lacks
 NEW_TOKENS = 8
