@@ -129,6 +129,18 @@ class EngineConfig:
         "folder again",
     )
     load_format: str = flag("auto", "dummy: random weights, for benchmarks", choices=LOAD_FORMATS)
+    tp: int = flag(
+        1,
+        "devices that share the model: each has a part of every layer, the vocabulary and the KV cache "
+        "(docs/scale-out.md); on a CPU so many virtual ones",
+        alias="--tensor-parallel-size",
+    )
+    ep: bool = flag(
+        False, "the devices of --tp have whole experts instead of a part of each one", alias="--enable-expert-parallel"
+    )
+    device_ids: tuple[int, ...] = flag(
+        (), "the devices of --tp by their numbers on this machine, as 2,3 (default: the first ones)"
+    )
     context_length: int | None = flag(None, "tokens of prompt and output together (default: the model's)")
     page_size: int | Literal["auto"] = flag(
         "auto",
@@ -185,6 +197,10 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             require(value is None or value >= 1, flag_name(name), value, "1 and more")
+        require(self.tp >= 1, "--tp", self.tp, "1 and more")
+        ids = self.device_ids
+        if ids and (len(set(ids)) != self.tp or len(ids) != self.tp or min(ids) < 0):
+            raise ConfigError(f"--device-ids are {ids}, but must be --tp {self.tp} different devices, from 0 on")
         require(1 <= self.decode_steps <= 64, "--decode-steps", self.decode_steps, "1 to 64")
         chunk = self.chunked_prefill_size
         require(chunk is None or chunk == -1 or chunk >= 1, "--chunked-prefill-size", chunk, "-1, or 1 and more")

@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, mean_square: jax.Array | None = None) -> jax.Array:
     """The last axis of x brought to unit mean square (arXiv 1910.07467), times `scale`; statistics in float32.
 
-    Multiplied in the wider of both dtypes, returned in x's.
+    Multiplied in the wider of both dtypes, returned in x's. `mean_square [.., 1]` float32 is given where x is only a
+    part of what is normalized.
     """
     x32 = x.astype(jnp.float32)
-    inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    if mean_square is None:
+        mean_square = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    inverse_rms = jax.lax.rsqrt(mean_square + eps)
     return ((x32 * inverse_rms).astype(jnp.promote_types(x.dtype, scale.dtype)) * scale).astype(x.dtype)
 
 

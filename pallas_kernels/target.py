@@ -46,10 +46,11 @@ def target_device() -> TargetDevice:
     """Return the device that the program being traced is for.
 
     The abstract mesh's device, when one is set, wins over the process's own devices: this is how JAX compiles
-    for hardware that isn't there (`jax.sharding.use_abstract_mesh`).
+    for hardware that isn't there (`jax.sharding.use_abstract_mesh`). Under `jax.shard_map` it is one of the mesh's
+    devices, which may be our own.
     """
     abstract = get_abstract_mesh().abstract_device
-    if abstract is None:
+    if abstract is None or abstract.device_kind == jax.devices()[0].device_kind:
         device = jax.devices()[0]
         cores = getattr(device, "core_count", None) or getattr(device, "num_cores", None) or 1
         return TargetDevice(_family(device.platform), device.device_kind, cores, _compute_capability(device))

@@ -24,8 +24,9 @@ from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
+from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, step_failure
-from jaxsgl.engine.memory import Memory, free_memory, loading_weights, start_jax
+from jaxsgl.engine.memory import Memory, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
@@ -39,7 +40,6 @@ from jaxsgl.messages import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.weights import load_kv_scales, resolve_model_folder
-from jaxsgl.weights.sharding import make_mesh
 from pallas_kernels.gpu_compiler import log_compiler
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,9 @@ class Engine:
         use_compilation_cache(config.compilation_cache_dir)
         folder = resolve_model_folder(config.model, config.revision)
         arch = read_arch(config, folder)
+        reveal_devices(config)
         jax_share = start_jax()
-        mesh = make_mesh()
+        mesh = mesh_of(config)
         device = mesh.devices.flat[0]  # the devices of a mesh are alike
         platform = device.platform
         if platform == "gpu":
@@ -118,7 +119,7 @@ class Engine:
                 kv_scales = load_kv_scales(folder, self.arch)
             jax.block_until_ready(params)  # so that memory in use is what will stay in use
 
-        page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype)
+        page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype, mesh.size)
         graphdef, _ = abstract_model(self.arch, dtype, activations)
         abstract = abstract_params(params)
 
@@ -126,7 +127,7 @@ class Engine:
             state = abstract_state(page_shape, capacity, mesh)
             return ProgramSpec(graphdef, abstract, state, config.attention_backend, mesh, kv_scales)
 
-        memory = free_memory(device, config.mem_fraction_static, jax_share)
+        memory = least_free_memory(list(mesh.devices.flat), config.mem_fraction_static, jax_share)
         with step_failure("the programs can't be compiled", memory.account):
             beside_bytes = reserved_bytes(page_shape.page_bytes) if moves_pages else 0
             self.capacity, self.programs = _compile(
@@ -157,7 +158,7 @@ class Engine:
             max_running_requests=self.capacity.num_rows,
             attention_backend=config.attention_backend,
             platform=platform,
-            kv_bytes=page_shape.page_bytes * self.capacity.num_pages,
+            kv_bytes=page_shape.page_bytes * self.capacity.num_pages * mesh.size,
             weight_bytes=sum(array.nbytes for array in self._params),
             warmup_s=time.monotonic() - start_s,
             kv_cache_dtype=kv_cache_flag(kv_dtype),

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -58,7 +58,7 @@ def start_jax() -> float:
     for name in SHARE_VARIABLES:
         if text := os.environ.get(name):
             return _share(name, text)
-    if _is_running():
+    if is_running():
         return JAX_SHARE
     os.environ[SHARE_VARIABLES[-1]] = str(GPU_SHARE)
     try:
@@ -78,13 +78,22 @@ def _share(name: str, text: str) -> float:
     return share
 
 
-def _is_running() -> bool:
+def is_running() -> bool:
+    """Whether JAX has started its devices in this process."""
     try:
         from jax._src import xla_bridge  # there is no public way to ask
 
         return bool(xla_bridge.backends_are_initialized())
     except (ImportError, AttributeError):
         return False
+
+
+def least_free_memory(devices: Sequence[jax.Device], mem_fraction_static: float, jax_share: float) -> Memory:
+    """What the fullest of `devices` has left: they get equal parts. The virtual devices of a CPU share the host's."""
+    left = min((free_memory(each, mem_fraction_static, jax_share) for each in devices), key=lambda one: one.all_bytes)
+    if left.platform != "cpu":
+        return left
+    return replace(left, static_bytes=left.static_bytes // len(devices), all_bytes=left.all_bytes // len(devices))
 
 
 def free_memory(device: jax.Device, mem_fraction_static: float, jax_share: float = 1.0) -> Memory:

@@ -18,6 +18,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine import edits, page_table
+from jaxsgl.engine.on_mesh import each_device
 from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.step import (
     FEATURED_DONATES,
@@ -40,7 +41,7 @@ from jaxsgl.engine.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
 from jaxsgl.models import Decoder, Params
 from jaxsgl.weights import KvScales
-from jaxsgl.weights.sharding import replicated
+from jaxsgl.weights.sharding import logits_sharding, replicated
 
 
 @dataclass(frozen=True)
@@ -93,34 +94,41 @@ class ProgramSpec:
         else:
             program = make_forward(self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales)
             scores = everywhere if bucket.kind == "score" else None
-            shardings = Forwarded(state_shardings, everywhere, everywhere, everywhere, scores)
-        jitted = jax.jit(program, donate_argnums=FORWARD_DONATES, out_shardings=shardings)
-        return jitted.trace(leaves, self.state, self._int32(packed_len(bucket)))
+            logits: Any = logits_sharding(self.mesh)
+            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, scores)
+        arguments = (leaves, self.state, self._int32(packed_len(bucket)))
+        return self._trace(program, FORWARD_DONATES, arguments, shardings)
 
     def trace_sampling(self, num_seqs: int, filtered: bool) -> jax.stages.Traced:
         """The sampling program for `num_seqs` padded sequences, which may filter or not, traced."""
         program = filtered_step if filtered else sample_step
-        jitted = jax.jit(program, donate_argnums=SAMPLING_DONATES, out_shardings=replicated(self.mesh))
-        return jitted.trace(*self._sampling_arguments(num_seqs))
+        return self._trace(program, SAMPLING_DONATES, self._sampling_arguments(num_seqs), replicated(self.mesh))
 
     def trace_featured(self, num_seqs: int) -> jax.stages.Traced:
         """The featured program for `num_seqs` padded sequences, traced."""
-        jitted = jax.jit(featured_step, donate_argnums=FEATURED_DONATES, out_shardings=replicated(self.mesh))
-        return jitted.trace(*self._sampling_arguments(num_seqs), self.state.edit_tables, self._int32(num_seqs))
+        arguments = (*self._sampling_arguments(num_seqs), self.state.edit_tables, self._int32(num_seqs))
+        return self._trace(featured_step, FEATURED_DONATES, arguments, replicated(self.mesh))
 
     def trace_set_row(self) -> jax.stages.Traced:
         """The program that writes a row of the edit tables, traced."""
-        jitted = jax.jit(edits.set_row, donate_argnums=SET_ROW_DONATES, out_shardings=replicated(self.mesh))
-        return jitted.trace(self.state.edit_tables, self._int32(1 + EDITS_LEN + self.vocab_size))
+        arguments = (self.state.edit_tables, self._int32(1 + EDITS_LEN + self.vocab_size))
+        return self._trace(edits.set_row, SET_ROW_DONATES, arguments, replicated(self.mesh))
 
     def trace_set_pages(self) -> jax.stages.Traced:
         """The program that writes entries of the page table, traced."""
-        jitted = jax.jit(page_table.set_pages, donate_argnums=SET_PAGES_DONATES, out_shardings=replicated(self.mesh))
-        return jitted.trace(self.state.page_table, self._int32(3, TABLE_CHANGES))
+        arguments = (self.state.page_table, self._int32(3, TABLE_CHANGES))
+        return self._trace(page_table.set_pages, SET_PAGES_DONATES, arguments, replicated(self.mesh))
+
+    def _trace(
+        self, program: Callable[..., Any], donated: tuple[int, ...], arguments: tuple[Any, ...], shardings: Any
+    ) -> jax.stages.Traced:
+        """Traces `program` for the mesh; `shardings` are those of its result."""
+        on_devices = each_device(program, self.mesh, arguments, shardings)
+        return jax.jit(on_devices, donate_argnums=donated, out_shardings=shardings).trace(*arguments)
 
     def _sampling_arguments(self, num_seqs: int) -> tuple[Any, ...]:
         """Logits, packed sampling inputs and last tokens."""
-        logits = jax.ShapeDtypeStruct((num_seqs, self.vocab_size), jnp.float32, sharding=replicated(self.mesh))
+        logits = jax.ShapeDtypeStruct((num_seqs, self.vocab_size), jnp.float32, sharding=logits_sharding(self.mesh))
         return logits, self._int32(SAMPLING_ROWS, num_seqs), self.state.last_tokens
 
     def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:

@@ -8,7 +8,6 @@ Log-probabilities are those of the model's own logits, before penalties and temp
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,7 +20,6 @@ from pallas_kernels.target import target_device
 
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy: float32 has no room for the quotient
 MIN_CHUNK, MAX_CHUNK = 32, 256  # tokens
-SLICE = 128  # tokens of a prompt whose logits exist at a time: V float32 each
 
 jax.tree_util.register_dataclass(SamplingArrays)
 
@@ -119,16 +117,6 @@ def score(logits: jax.Array, tokens: jax.Array) -> Logprobs:
     top_logits, top_ids = top_k(logits, min(MAX_TOP_LOGPROBS, logits.shape[-1]))
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     return Logprobs((chosen - total)[:, 0], top_ids, top_logits - total)
-
-
-def score_in_slices(logits_of: Callable[[jax.Array], jax.Array], hidden: jax.Array, targets: jax.Array) -> Logprobs:
-    """Like `score`, of `targets [T]`: `logits_of` makes the logits of `hidden [T, D]`, a slice of T at a time."""
-    num_tokens = len(targets)
-    padding = -num_tokens % SLICE
-    hidden, targets = jnp.pad(hidden, ((0, padding), (0, 0))), jnp.pad(targets, (0, padding))
-    slices = hidden.reshape(-1, SLICE, hidden.shape[-1]), targets.reshape(-1, SLICE)
-    scores = jax.lax.map(lambda part: score(logits_of(part[0]), part[1]), slices)
-    return Logprobs(*(jnp.reshape(x, (-1, *x.shape[2:]))[:num_tokens] for x in scores))
 
 
 def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -39,6 +39,7 @@ class KvShape:
       num_layers, num_kv_heads, head_dim: of the model.
       page_size: tokens per page.
       dtype: of keys and values.
+      num_devices: that share the kv heads.
     """
 
     num_layers: int
@@ -46,11 +47,13 @@ class KvShape:
     head_dim: int
     page_size: int
     dtype: jnp.dtype
+    num_devices: int = 1
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers, K and V together."""
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of one page on each device over all layers, K and V together."""
+        num_kv_heads = self.num_kv_heads // self.num_devices
+        per_token = 2 * self.num_layers * num_kv_heads * self.head_dim * self.dtype.itemsize
         return per_token * tokens_in(1, self.page_size)
 
 
@@ -62,9 +65,9 @@ def choose_page_size(config: EngineConfig, head_dim: int, platform: str) -> int:
     return TPU_PAGE_SIZE.get(head_dim, chosen) if platform == "tpu" else chosen
 
 
-def kv_shape(arch: ModelArch, page_size: int, dtype: jnp.dtype) -> KvShape:
-    """The shape of a page of `arch`."""
-    return KvShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, page_size, dtype)
+def kv_shape(arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1) -> KvShape:
+    """The shape of a page of `arch` on `num_devices` that share it."""
+    return KvShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, page_size, dtype, num_devices)
 
 
 def plan_capacity(

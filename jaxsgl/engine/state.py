@@ -18,7 +18,6 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine.edits import EditTables, neutral_tables
 from jaxsgl.engine.sizing import KvShape
-from jaxsgl.errors import ConfigError
 from jaxsgl.weights.sharding import kv_sharding, replicated
 
 
@@ -46,8 +45,8 @@ class DeviceState(NamedTuple):
 
 
 def abstract_state(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
-    """Shapes and places of the state, in the place of arrays. Raises `ConfigError` if the mesh can't split kv heads."""
-    pages = jax.ShapeDtypeStruct(_pages_dims(shape, capacity.num_pages, mesh), shape.dtype, sharding=kv_sharding(mesh))
+    """Shapes and places of the state, in the place of arrays."""
+    pages = jax.ShapeDtypeStruct(_pages_dims(shape, capacity.num_pages), shape.dtype, sharding=kv_sharding(mesh))
     layers: Any = (pages,) * shape.num_layers
     rows = capacity.num_rows + 1
     tables: list[Any] = [
@@ -59,7 +58,7 @@ def abstract_state(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceStat
 
 
 def allocate(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
-    """The state before the first step. Raises `ConfigError` if the mesh can't split the kv heads."""
+    """The state before the first step."""
     tables = neutral_tables(capacity.num_rows, capacity.vocab_size)
     page_table = np.zeros((capacity.num_rows + 1, capacity.max_pages_per_seq), np.int32)
     last_tokens = np.zeros(capacity.num_rows + 1, np.int32)
@@ -68,16 +67,12 @@ def allocate(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
 
 
 def allocate_kv(shape: KvShape, num_pages: int, mesh: Mesh) -> KvBuffers:
-    """Zeroed pages, made on the device. Raises `ConfigError` if the mesh can't split the kv heads."""
-    dims = _pages_dims(shape, num_pages, mesh)
+    """Zeroed pages, made on the devices."""
+    dims = _pages_dims(shape, num_pages)
     zeros = jax.jit(lambda: jnp.zeros(dims, shape.dtype), out_shardings=kv_sharding(mesh))
     layers = range(shape.num_layers)
     return KvBuffers(tuple(zeros() for _ in layers), tuple(zeros() for _ in layers))
 
 
-def _pages_dims(shape: KvShape, num_pages: int, mesh: Mesh) -> tuple[int, int, int, int]:
-    if shape.num_kv_heads % mesh.size:
-        raise ConfigError(
-            f"{shape.num_kv_heads} kv heads can't be split over {mesh.size} devices: use a number that divides them"
-        )
+def _pages_dims(shape: KvShape, num_pages: int) -> tuple[int, int, int, int]:
     return num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim

@@ -19,15 +19,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
-from jaxsgl.engine import edits, page_table, sampler
+from jaxsgl.engine import edits, page_table, sampler, vocabulary
 from jaxsgl.engine.edits import EditTables
-from jaxsgl.engine.sampler import Logprobs, score, score_in_slices
+from jaxsgl.engine.sampler import Logprobs, score
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import Decoder, Params
+from jaxsgl.models.tensor_parallel import num_parts, of_this_part
 from jaxsgl.weights import KvScales
 from pallas_kernels import (
     AttentionOptions,
@@ -37,6 +39,7 @@ from pallas_kernels import (
     paged_extend_attention,
     rotate_and_store,
 )
+from pallas_kernels.paged_kv import Scale
 
 SAMPLING_ROWS = 3 + len(COLUMNS)  # of `pack_sampling`
 
@@ -127,9 +130,9 @@ def make_step(
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
         hidden = model(_token_ids(arrays.token_ids, state.last_tokens), arrays.positions, pages.attend, is_token)
         logits = model.logits(hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets))
-        tokens = sampler.greedy(logits)
+        tokens = vocabulary.greedy(logits)
         last_tokens = state.last_tokens.at[arrays.sample_rows].set(tokens)
-        scores = None if arrays.targets is None else score_in_slices(model.logits, hidden, arrays.targets)
+        scores = None if arrays.targets is None else vocabulary.score_in_slices(model.logits, hidden, arrays.targets)
         state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables)
         return Stepped(state, tokens, logits, scores)
 
@@ -183,7 +186,7 @@ def make_decode_steps(
             out = step(jax.tree.unflatten(treedef, weights), state, arrays)
             if not bucket.sampled:
                 return out.state, out.tokens
-            tokens = sampler.sample(out.logits, arrays.sampling, arrays.lengths, out.tokens, filtered=True)
+            tokens = vocabulary.sample(out.logits, arrays.sampling, arrays.lengths, out.tokens, filtered=True)
             last_tokens = out.state.last_tokens.at[arrays.sample_rows].set(tokens)
             return out.state._replace(last_tokens=last_tokens), tokens
 
@@ -224,7 +227,7 @@ def _sample_step(
     logits: jax.Array, packed: jax.Array, last_tokens: jax.Array, *, filtered: bool
 ) -> tuple[jax.Array, jax.Array]:
     lengths, rows, best, sampling = unpack_sampling(packed)
-    tokens = sampler.sample(logits, sampling, lengths, best, filtered=filtered)
+    tokens = vocabulary.sample(logits, sampling, lengths, best, filtered=filtered)
     return last_tokens.at[rows].set(tokens), tokens
 
 
@@ -233,11 +236,16 @@ def featured_step(
 ) -> Featured:
     """Like `sample_step`, but draws from logits edited by `tables` for `edit_rows [S]`, and scores the tokens."""
     lengths, rows, _, sampling = unpack_sampling(packed)
-    edited = edits.apply(logits, tables, edit_rows, lengths)
-    tokens = sampler.sample(edited, sampling, lengths, sampler.greedy(edited), filtered=True)
-    return Featured(
-        last_tokens.at[rows].set(tokens), edits.count(tables, edit_rows, tokens), tokens, score(logits, tokens)
-    )
+
+    def of_rows(
+        logits: jax.Array, edit_rows: jax.Array, lengths: jax.Array, sampling: SamplingArrays[jax.Array]
+    ) -> tuple[jax.Array, Logprobs]:
+        edited = edits.apply(logits, tables, edit_rows, lengths)
+        tokens = sampler.sample(edited, sampling, lengths, sampler.greedy(edited), filtered=True)
+        return tokens, score(logits, tokens)
+
+    tokens, scores = vocabulary.by_rows(of_rows, logits, edit_rows, lengths, sampling)
+    return Featured(last_tokens.at[rows].set(tokens), edits.count(tables, edit_rows, tokens), tokens, scores)
 
 
 def pack_sampling(arrays: StepArrays[jax.Array], best: jax.Array) -> jax.Array:
@@ -283,7 +291,7 @@ class Pages:
         a, options, backend = self._arrays, self._options[layer_index], self._backend
         old = self._k[layer_index], self._v[layer_index]
         store_backend = "xla" if backend == "xla" else "auto"  # not all kernels that attend can store
-        scales = self._scales.k[layer_index], self._scales.v[layer_index]
+        scales = _of_heads(self._scales.k[layer_index]), _of_heads(self._scales.v[layer_index])
         paged = PagedKv(*old, self._page_table, a.lengths, *scales)
         q_TNH, kv = rotate_and_store(qkv, paged, a.slots, backend=store_backend)
         self._k[layer_index], self._v[layer_index] = kv.k, kv.v
@@ -294,6 +302,13 @@ class Pages:
     def buffers(self) -> KvBuffers:
         """The pages as the layers left them."""
         return KvBuffers(tuple(self._k), tuple(self._v))
+
+
+def _of_heads(scale: Scale) -> Scale:
+    """A scale of the cache, or the scales of this device's kv heads."""
+    if scale is None or np.ndim(scale) == 0 or num_parts() == 1:
+        return scale
+    return of_this_part(jnp.asarray(scale))
 
 
 def _token_ids(token_ids: jax.Array, last_tokens: jax.Array) -> jax.Array:

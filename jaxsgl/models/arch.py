@@ -58,6 +58,8 @@ class ModelArch:
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
       expert_format: how the checkpoint has quantized its experts, which are dequantized as they are loaded.
+      kv_copies: each kv head of the checkpoint stands for so many consecutive ones of `num_kv_heads`, which are equal.
+      by_experts: devices that share the model have whole experts, instead of a part of each one.
     """
 
     name: str
@@ -88,6 +90,8 @@ class ModelArch:
     kv_cache_dtype: str | None = None
     weight_format: WeightFormat | None = None
     expert_format: WeightFormat | None = None
+    kv_copies: int = 1
+    by_experts: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -107,6 +111,17 @@ class ModelArch:
     def attention_options(self, layer_index: int) -> AttentionOptions:
         """Softmax scale, window and soft cap of a layer's attention."""
         return AttentionOptions(self.attention_scale, self.layers[layer_index].window, self.attention_cap)
+
+    @property
+    def stored_kv_heads(self) -> int:
+        """The kv heads of the checkpoint."""
+        return self.num_kv_heads // self.kv_copies
+
+    def on_devices(self, num_devices: int, *, by_experts: bool) -> ModelArch:
+        """The model as `num_devices` share it: where it has fewer kv heads than devices, each device gets a copy."""
+        stored = self.stored_kv_heads
+        copies = num_devices // stored if num_devices % stored == 0 else 1
+        return replace(self, num_kv_heads=stored * copies, kv_copies=copies, by_experts=by_experts)
 
     def for_context(self, context_length: int) -> ModelArch:
         """The model for sequences of up to `context_length` tokens, which decides on the factors of some ropes."""

@@ -21,6 +21,7 @@ from jaxsgl.models.matrix import Matrices, Matrix, dequantized
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
+from jaxsgl.models.tensor_parallel import num_parts, part_index, sum_of_parts
 from pallas_kernels import add_and_norm
 from pallas_kernels.norm import rms_norm, scale_of, sum_parts
 
@@ -81,10 +82,14 @@ class Decoder(Matrices):
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         """`[T, D]`; the factor is rounded to the weights' dtype, as in training."""
         embedding = self.matrix("embedding")
+        if num_parts() > 1:
+            token_ids, is_here = _of_this_part(token_ids, embedding.shape[0])
         if isinstance(embedding, Matrix):
             rows_TD, dtype = dequantized(embedding.rows(token_ids), self.activations), self.activations
         else:
             rows_TD, dtype = embedding.at[token_ids].get(mode="clip").astype(self.activations), embedding.dtype
+        if num_parts() > 1:
+            rows_TD = sum_of_parts(jnp.where(is_here[:, None], rows_TD, jnp.zeros_like(rows_TD)))
         scale = self.arch.embedding_scale
         return rows_TD if scale is None else rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
 
@@ -111,11 +116,17 @@ class Decoder(Matrices):
         return add_and_norm(x_TD, update, *next_norm, eps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens."""
+        """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens; V is this device's vocabulary."""
         head = self.matrix("embedding" if self.arch.tie_embeddings else "lm_head")
         logits_RV = product(hidden, head, jnp.float32)
         cap = self.arch.logits_cap
         return logits_RV if cap is None else cap * jnp.tanh(logits_RV / cap)
+
+
+def _of_this_part(token_ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """The rows of ids `[T]` in this device's part of the vocabulary, and whether they are in it."""
+    rows = jnp.clip(token_ids, 0, num_rows * num_parts() - 1) - part_index() * num_rows
+    return rows, (rows >= 0) & (rows < num_rows)
 
 
 def abstract_model(

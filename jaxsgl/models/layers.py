@@ -22,6 +22,7 @@ from jaxsgl.models.layer_rows import LayerRows
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.models.matrix import Axes, Matrices, Weights
 from jaxsgl.models.precision import product, product_in_parts
+from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv
 from pallas_kernels.norm import rms_norm, row_of, scale_of
 
@@ -145,17 +146,28 @@ def _normalize_all_heads(
 ) -> jax.Array:
     """`[T, K, G + 2, H]` with the bias added, and with queries and keys normalized over all their heads.
 
-    Kernels work head by head, so XLA does it, and adds the squares up over the devices if they share the heads.
+    Kernels work head by head, so XLA does it. Devices that share the heads add up their squares, in one sum for both.
     """
     if bias is not None:
         fused = fused + row_of(bias, layer, fused.dtype)
 
-    def normalized(heads: jax.Array, scales: jax.Array) -> jax.Array:
+    def normalized(heads: jax.Array, scales: jax.Array, squares: jax.Array | None) -> jax.Array:
         rows = heads.reshape(len(heads), -1)
-        return rms_norm(rows, scale_of(scales, layer, heads.dtype).reshape(-1), eps).reshape(heads.shape)
+        scale = scale_of(scales, layer, heads.dtype).reshape(-1)
+        return rms_norm(rows, scale, eps, squares).reshape(heads.shape)
 
     queries, keys, values = fused[:, :, :-2], fused[:, :, -2:-1], fused[:, :, -1:]
-    return jnp.concatenate([normalized(queries, q_norm), normalized(keys, k_norm), values], axis=2)
+    squares: tuple[jax.Array | None, ...] = (None, None)
+    if num_parts() > 1:
+        squares = tuple(sum_of_parts(jnp.stack([mean_square(each) for each in (queries, keys)])) / num_parts())
+    parts = [normalized(queries, q_norm, squares[0]), normalized(keys, k_norm, squares[1]), values]
+    return jnp.concatenate(parts, axis=2)
+
+
+def mean_square(heads: jax.Array) -> jax.Array:
+    """`[T, 1]` float32 of heads `[T, ..]`."""
+    rows = heads.reshape(len(heads), -1).astype(jnp.float32)
+    return jnp.mean(rows * rows, axis=-1, keepdims=True)
 
 
 class MLP(Matrices):
@@ -169,15 +181,29 @@ class MLP(Matrices):
         self.declare("down", (d, f), (None, "ffn"), dtype, fmt, fan_in=f)
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
-    def __call__(self, x_TD: jax.Array) -> jax.Array:
-        """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them."""
+    def __call__(self, x_TD: jax.Array, *, summed: bool = True) -> jax.Array:
+        """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them.
+
+        Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
+        """
         gate_up = product(x_TD, self.matrix("gate_up"))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
         gated = ACTIVATION_OF[self.activation](gate_up[:, 0]) * gate_up[:, 1]
-        return _last_product(gated, self.matrix("down"), self.down_bias)
+        down = self.matrix("down")
+        return _last_product(gated, down, self.down_bias) if summed else _part_of_product(gated, down, self.down_bias)
 
 
 def _last_product(x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:
-    """The product that goes back to the residual stream, in parts unless there is a bias to add."""
+    """The product that goes back to the residual stream, in parts unless there is a bias to add.
+
+    Devices that share the model have a part of the inputs each, and this is the one sum of their results in a block.
+    """
+    if num_parts() > 1:
+        return sum_of_parts(_part_of_product(x, matrix, bias))
     return product_in_parts(x, matrix) if bias is None else product(x, matrix) + bias[...]
+
+
+def _part_of_product(x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:
+    out = product(x, matrix)
+    return out if bias is None else out + on_first_part(bias[...]).astype(out.dtype)

@@ -21,6 +21,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxsgl.models.quantization import WeightFormat
+from jaxsgl.models.tensor_parallel import all_parts, num_parts, part_index
 from pallas_kernels.native import product as native_product
 from pallas_kernels.target import target_device
 
@@ -40,6 +41,7 @@ class Matrix:
       zero: `[..., G]` int8, or None for 0.
       order: `[in]` int32, the input that each column multiplies, or None for columns in their order.
       group: how many inputs share a scale; the last group may be cut.
+      is_cut: these are one device's part of the columns, and `order` names inputs of all devices.
     """
 
     numbers: jax.Array
@@ -47,6 +49,7 @@ class Matrix:
     zero: jax.Array | None
     order: jax.Array | None
     group: int
+    is_cut: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,11 +108,34 @@ class Matrices(nnx.Module):
         scale, zero, order = (self._part(name, part) for part in PARTS[1:])
         assert scale is not None
         fmt: WeightFormat = numbers.get_metadata("format")
-        return Matrix(numbers[...], scale, zero, order, fmt.group_of(numbers.shape[-1]))
+        whole = Matrix(numbers[...], scale, zero, order, fmt.group_of(numbers.shape[-1]))
+        is_cut = num_parts() > 1 and numbers.get_metadata("axes")[-1] is not None
+        return _with_scales_of_part(whole) if is_cut else whole
 
     def _part(self, name: str, part: str) -> jax.Array | None:
         param: nnx.Param[jax.Array] | None = getattr(self, part_name(name, part), None)
         return None if param is None else param[...]
+
+
+def _with_scales_of_part(matrix: Matrix) -> Matrix:
+    """The matrix whose numbers are this device's part of the inputs, with the scales of these, out of all.
+
+    A part may begin inside a group. Its inputs are then in smaller groups, of which none has two scales.
+    """
+    scale, zero, order = matrix.scale, matrix.zero, matrix.order
+    num_in = matrix.shape[-1]
+    if order is not None:
+        order = jax.lax.dynamic_slice_in_dim(order, part_index() * num_in, num_in)
+    if scale.shape[-1] == 1:
+        return Matrix(matrix.numbers, scale, zero, order, num_in, is_cut=True)
+    group = math.gcd(num_in, matrix.group)
+    first = part_index() * num_in
+    groups = (first + group * jnp.arange(num_in // group, dtype=jnp.int32)) // matrix.group
+
+    def of_part(array: jax.Array) -> jax.Array:
+        return array.at[..., groups].get(mode="promise_in_bounds")
+
+    return Matrix(matrix.numbers, of_part(scale), None if zero is None else of_part(zero), order, group, is_cut=True)
 
 
 def part_name(name: str, part: str) -> str:
@@ -135,7 +161,7 @@ def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike) -> jax
     """
     rows = x_TD.astype(jnp.float32) if target_device().platform == "cpu" else x_TD  # XLA has no 16 bit dot for all CPUs
     if weights.order is not None:
-        rows = rows[:, weights.order]
+        rows = (all_parts(rows, axis=1) if weights.is_cut else rows)[:, weights.order]
     out = _native_product(rows, weights) if weights.zero is None else None
     if out is None and (weights.scale.shape[-1] > 1 or weights.zero is not None):
         out = _grouped_product(rows, weights)

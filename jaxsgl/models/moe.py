@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.models.arch import ModelArch
@@ -17,6 +16,7 @@ from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp, Router
 from jaxsgl.models.layers import ACTIVATION_OF, MLP, vector
 from jaxsgl.models.matrix import Matrices
 from jaxsgl.models.precision import product
+from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
 from pallas_kernels import Groups, add_choices, group_by_expert, grouped_product
 from pallas_kernels.norm import sum_parts
 
@@ -41,10 +41,12 @@ class MoE(Matrices):
         )
         self.router_bias = vector((e,), (None,), dtype, mean=0.0) if spec.router.bias else None
         self.choice_bias = vector((e,), (None,), float32, mean=0.0) if spec.router.choice_bias else None
-        self.declare("gate_up", (e, 2 * f, d), ("experts", None, None), dtype, None, fan_in=d)
-        self.gate_up_bias = vector((e, 2 * f), ("experts", None), dtype, mean=0.0) if spec.bias else None
-        self.declare("down", (e, d, f), ("experts", None, None), dtype, None, fan_in=f)
-        self.down_bias = vector((e, d), ("experts", None), dtype, mean=0.0) if spec.bias else None
+        # Of devices that share the model, each has some of the experts or a part of each one.
+        experts, ffn = ("experts", None) if arch.by_experts else (None, "ffn")
+        self.declare("gate_up", (e, 2, f, d), (experts, None, ffn, None), dtype, None, fan_in=d)
+        self.gate_up_bias = vector((e, 2, f), (experts, None, ffn), dtype, mean=0.0) if spec.bias else None
+        self.declare("down", (e, d, f), (experts, None, ffn), dtype, None, fan_in=f)
+        self.down_bias = vector((e, d), (experts, None), dtype, mean=0.0) if spec.bias else None
         self.shared = MLP(arch, DenseMlp(spec.shared_ffn_size), dtype) if spec.shared_ffn_size else None
         if spec.shared_gate:
             self.declare("shared_gate", (1, d), (None, None), dtype, None, fan_in=d)
@@ -58,16 +60,24 @@ class MoE(Matrices):
         experts_Tk, shares_Tk = choose_experts(self.spec.router, logits_TE, bias_E)
         if is_token is not None:
             experts_Tk = jnp.where(is_token[:, None], experts_Tk, self.spec.num_experts)
-        groups = group_by_expert(experts_Tk, self.spec.num_experts)
-        hidden_MF = grouped_product(x_TD, groups, self._stack("gate_up"), of_tokens=True)
-        gate, up = jnp.split(_plus(hidden_MF, self.gate_up_bias, groups), 2, axis=1)
+        gate_up = self._stack("gate_up")
+        num_experts = len(gate_up)  # on this device
+        if num_experts < self.spec.num_experts:
+            experts_Tk = experts_Tk - part_index() * num_experts  # those of other devices are none here
+        groups = group_by_expert(experts_Tk, num_experts)
+        hidden_MF = grouped_product(x_TD, groups, gate_up.reshape(num_experts, -1, gate_up.shape[-1]), of_tokens=True)
+        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(num_experts, -1)
+        gate, up = jnp.split(_plus(hidden_MF, gate_up_bias, groups), 2, axis=1)
         if self.spec.clamp is None:
             gated_MF = ACTIVATION_OF[self.activation](gate) * up
         else:
             gated_MF = clamped_unit(self.spec.clamp, gate, up)
-        y_MD = _plus(grouped_product(gated_MF, groups, self._stack("down")), self.down_bias, groups)
+        down_bias = None if self.down_bias is None else self.down_bias[...]
+        if down_bias is not None and num_experts == self.spec.num_experts:
+            down_bias = on_first_part(down_bias)
+        y_MD = _plus(grouped_product(gated_MF, groups, self._stack("down")), down_bias, groups)
         out_TD = add_choices(y_MD, groups, shares_Tk)
-        return out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD)
+        return sum_of_parts(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD))
 
     def _stack(self, name: str) -> jax.Array:
         weights = self.matrix(name)
@@ -75,7 +85,7 @@ class MoE(Matrices):
         return weights
 
     def _shared(self, shared: MLP, x_TD: jax.Array) -> jax.Array:
-        out_TD = sum_parts(shared(x_TD), x_TD)
+        out_TD = sum_parts(shared(x_TD, summed=num_parts() == 1), x_TD)
         return out_TD * jax.nn.sigmoid(product(x_TD, self.matrix("shared_gate"))) if self.spec.shared_gate else out_TD
 
 
@@ -121,8 +131,8 @@ def clamped_unit(clamp: Clamp, gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + 1)
 
 
-def _plus(y: jax.Array, bias: nnx.Param[jax.Array] | None, groups: Groups) -> jax.Array:
+def _plus(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array:
     """y `[M, out]` plus the bias `[E, out]` of each place's expert."""
     if bias is None:
         return y
-    return y + bias[...].astype(y.dtype).at[groups.experts].get(mode="fill", fill_value=0)
+    return y + bias.astype(y.dtype).at[groups.experts].get(mode="fill", fill_value=0)

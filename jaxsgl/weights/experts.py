@@ -2,7 +2,7 @@
 
 Checkpoints name experts singly, or stack them as `[E, out, in]` or `[E, in, out]`; the shapes tell these two apart. A
 stack may be in MXFP4, as blocks and scales. Our
-parameters are `gate_up [E, 2 F, D]`, an expert's gates before its ups, and `down [E, D, F]`. As in `names`, recipes
+parameters are `gate_up [E, 2, F, D]`, an expert's gates before its ups, and `down [E, D, F]`. As in `names`, recipes
 make views only. `quantized.py` asks here first.
 """
 
@@ -111,7 +111,7 @@ class _OfLayer:
         sources = tuple(
             Source(self.block + kind.format(expert), axes) for expert in range(self.mlp.num_experts) for kind in kinds
         )
-        return Recipe(sources, partial(_of_each_expert, len(kinds)))
+        return Recipe(sources, _gates_and_ups if name == "gate_up" else _of_each_expert)
 
     def _stacked(self, name: str) -> Recipe:
         """Of one tensor for all experts."""
@@ -157,12 +157,10 @@ class _OfLayer:
 
     def _gate_up(self, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
         """A stack `[E, 2 F, ..]`, gates first."""
-        if not self.names.interleaved:
-            yield Piece((), tensors[0])
-            return
-        size = self.mlp.ffn_size
-        yield Piece((slice(None), slice(0, size)), tensors[0][:, ::2])
-        yield Piece((slice(None), slice(size, 2 * size)), tensors[0][:, 1::2])
+        stack, size = tensors[0], self.mlp.ffn_size
+        halves = (stack[:, ::2], stack[:, 1::2]) if self.names.interleaved else (stack[:, :size], stack[:, size:])
+        for row, half in enumerate(halves):
+            yield Piece((slice(None), slice(row, row + 1)), half[:, None])
 
     def _shared(self, name: str) -> Recipe:
         """Of the shared experts, which are one MLP."""
@@ -185,12 +183,15 @@ def _rows(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
         yield Piece((row,), tensor)
 
 
-def _of_each_expert(num_kinds: int, arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """Stacks what belongs to an expert, one after another."""
+def _of_each_expert(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    for expert, tensor in enumerate(tensors):
+        yield Piece((expert,), tensor)
+
+
+def _gates_and_ups(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """Of each expert its gate, then its up."""
     for index, tensor in enumerate(tensors):
-        expert, kind = divmod(index, num_kinds)
-        rows = len(tensor)
-        yield Piece((expert, slice(kind * rows, (kind + 1) * rows)), tensor)
+        yield Piece(divmod(index, 2), tensor)
 
 
 def _transposed(

@@ -67,14 +67,14 @@ def load_kv_scales(folder: Path, arch: ModelArch) -> KvScales:
 
 
 def _checked(scale: npt.NDArray[np.float32], name: str, folder: Path, arch: ModelArch) -> npt.NDArray[np.float32]:
-    if scale.size not in (1, arch.num_kv_heads):
+    if scale.size not in (1, arch.stored_kv_heads):
         raise CheckpointError(
             f"{folder}: tensor {name} has shape {scale.shape}; a scale of the KV cache must be one number, or one for "
-            f"each of the {arch.num_kv_heads} kv heads"
+            f"each of the {arch.stored_kv_heads} kv heads"
         )
     if not np.all((scale > 0) & np.isfinite(scale)):
         raise CheckpointError(
             f"{folder}: tensor {name} holds {scale.ravel()[0]}; a scale of the KV cache must be a positive number: "
             "calibrate again, or serve with --kv-cache-dtype bfloat16"
         )
-    return scale.reshape(()) if scale.size == 1 else scale.reshape(-1)
+    return scale.reshape(()) if scale.size == 1 else np.repeat(scale.reshape(-1), arch.kv_copies)

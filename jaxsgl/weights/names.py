@@ -92,8 +92,8 @@ def sizes(arch: ModelArch) -> dict[str, int]:
         "H": arch.head_dim,
         "N": arch.num_heads,
         "NH": arch.num_heads * arch.head_dim,
-        "KH": arch.num_kv_heads * arch.head_dim,
-        "QKV": (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim,
+        "KH": arch.stored_kv_heads * arch.head_dim,
+        "QKV": (arch.num_heads + 2 * arch.stored_kv_heads) * arch.head_dim,
         "2F": 2 * arch.ffn_size,
         "E": mixture.num_experts if mixture else 0,
         "EF": mixture.ffn_size if mixture else 0,
@@ -118,9 +118,15 @@ def _head_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
 
 
 def _all_heads_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """The scales of a norm over all heads of queries `[N * H]` or keys `[K * H]`, to `[K, heads per kv head, H]`."""
+    """The scales of a norm over all heads of queries `[N * H]`, to `[K, heads per kv head, H]`."""
     scales = _with_offset(arch, tensors[0]).reshape(arch.num_kv_heads, -1, arch.head_dim)
     yield from _turned(arch, (), scales, axis=2)
+
+
+def _all_keys_norm(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+    """The scales of a norm over all heads of keys `[K * H]`, to `[K, 1, H]`."""
+    scales = _with_offset(arch, tensors[0]).reshape(arch.stored_kv_heads, 1, arch.head_dim)
+    yield from _copied(arch, _turned(arch, (slice(None),), scales, axis=2))
 
 
 def _with_offset(arch: ModelArch, scales: Tensor) -> Tensor:
@@ -129,11 +135,26 @@ def _with_offset(arch: ModelArch, scales: Tensor) -> Tensor:
 
 def _fuse_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Fuses q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; a trailing axis D stays."""
-    q, k, v = (tensor.reshape(arch.num_kv_heads, -1, arch.head_dim, *tensor.shape[1:]) for tensor in tensors)
+    heads = (arch.num_kv_heads, arch.stored_kv_heads, arch.stored_kv_heads)
+    q, k, v = (
+        tensor.reshape(number, -1, arch.head_dim, *tensor.shape[1:])
+        for tensor, number in zip(tensors, heads, strict=True)
+    )
     group = q.shape[1]
     yield from _turned(arch, (slice(None), slice(0, group)), q, axis=2)
-    yield from _turned(arch, (slice(None), slice(group, group + 1)), k, axis=2)
-    yield Piece((slice(None), slice(group + 1, group + 2)), v)
+    yield from _copied(arch, _turned(arch, (slice(None), slice(group, group + 1)), k, axis=2))
+    yield from _copied(arch, iter([Piece((slice(None), slice(group + 1, group + 2)), v)]))
+
+
+def _copied(arch: ModelArch, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Pieces of the checkpoint's kv heads, along their first axis, for each of our heads."""
+    if arch.kv_copies == 1:
+        yield from pieces
+        return
+    for place, numbers in pieces:
+        for head in range(arch.num_kv_heads):
+            stored = head // arch.kv_copies
+            yield Piece((slice(head, head + 1), *place[1:]), numbers[(slice(stored, stored + 1),)])
 
 
 def _turned(arch: ModelArch, place: Place, heads: Tensor, axis: int) -> Iterator[Piece]:
@@ -160,7 +181,7 @@ def _turned(arch: ModelArch, place: Place, heads: Tensor, axis: int) -> Iterator
 def _fuse_split_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """`_fuse_heads` of q, k and v that come as one tensor `[(N + 2 K) * H]`, one behind the other."""
     (fused,) = tensors
-    queries, keys = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    queries, keys = arch.num_heads * arch.head_dim, arch.stored_kv_heads * arch.head_dim
     yield from _fuse_heads(arch, (fused[:queries], fused[queries : queries + keys], fused[queries + keys :]))
 
 
@@ -237,7 +258,7 @@ _FUSED_GATE_UP: dict[Path, Recipe] = {
 _OLMO: dict[Path, Recipe] = {
     **_layer_norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
     ("vectors", "q_norm"): Recipe((Source(_ATTENTION + "q_norm.weight", ("NH",)),), _all_heads_norm),
-    ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("KH",)),), _all_heads_norm),
+    ("vectors", "k_norm"): Recipe((Source(_ATTENTION + "k_norm.weight", ("KH",)),), _all_keys_norm),
 }
 _GEMMA = _layer_norms(
     attention_out_norm="post_attention_layernorm",

@@ -51,8 +51,6 @@ def load() -> str | None:
 @functools.cache
 def _kernels() -> ctypes.CDLL | str:
     """The library, registered, or why there is none."""
-    if jax.device_count() > 1:  # the functions expect whole arrays, not parts on several devices
-        return f"JAX has {jax.device_count()} devices; it takes one"
     flags = processor_flags()
     lacks = [flag for flag in _LEAST if flag not in flags]
     if lacks:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsgl.engine import sampler
+from jaxsgl.engine import sampler, vocabulary
 from jaxsgl.request import MAX_TOP_LOGPROBS
 from tests.numpy_sampling import logprobs as log_softmax
 
@@ -39,7 +39,7 @@ def test_slices_change_nothing(num_tokens: int) -> None:
     rng = np.random.default_rng(0)
     hidden, weights = rng.normal(size=(num_tokens, 8)).astype(np.float32), rng.normal(size=(8, 101)).astype(np.float32)
     targets = rng.integers(0, 101, num_tokens, dtype=np.int32)
-    sliced = jax.jit(lambda h, t: sampler.score_in_slices(lambda part: part @ weights, h, t))(hidden, targets)
+    sliced = jax.jit(lambda h, t: vocabulary.score_in_slices(lambda part: part @ weights, h, t))(hidden, targets)
     whole = sampler.score(jnp.asarray(hidden @ weights), jnp.asarray(targets))
     assert sliced.logprobs.shape == (num_tokens,)
     for one, other in zip(sliced, whole, strict=True):

@@ -37,7 +37,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """None of JAX's variables is set, and JAX has not started yet."""
     for name in SHARE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(memory, "_is_running", lambda: False)
+    monkeypatch.setattr(memory, "is_running", lambda: False)
     start_jax.cache_clear()
     yield monkeypatch
     start_jax.cache_clear()
