@@ -94,7 +94,7 @@ def test_padding_reaches_no_expert_and_changes_no_token(tmp_path: Path) -> None:
     experts, _ = choose_experts(layer.spec.router, x[2:3] @ router.T)
     is_used = jnp.isin(jnp.arange(layer.spec.num_experts), experts)
     gate_up: nnx.Param[jax.Array] = vars(layer)["gate_up"]
-    gate_up[...] = jnp.where(is_used[:, None, None], gate_up[...], jnp.nan)
+    gate_up[...] = jnp.where(is_used[:, None, None, None], gate_up[...], jnp.nan)
     padded = np.asarray(layer(x, is_token))
     np.testing.assert_array_equal(padded[2], among_tokens[2])
     assert not np.delete(padded, 2, 0).any()

@@ -18,9 +18,10 @@ from safetensors.numpy import load_file
 
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights import load_params, random_params
 from jaxsgl.weights.assembly import size
-from jaxsgl.weights.sharding import TENSOR_AXIS, check_divisible, param_sharding
+from jaxsgl.weights.sharding import check_divisible, param_sharding
 from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
@@ -89,7 +90,7 @@ def test_every_parameter_has_a_named_sharding(tmp_path: Path) -> None:
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:
     arch = ModelArch.from_folder(make_checkpoint("qwen3", tmp_path))
-    with pytest.raises(ConfigError, match=r"kv_heads \(2\) can't be split over 4 devices"):
+    with pytest.raises(ConfigError, match=r"4 devices can't share .*: it has 6 query heads and 2 kv heads"):
         check_divisible(arch, AbstractMesh((4,), (TENSOR_AXIS,)))  # type: ignore[arg-type]
 
 
