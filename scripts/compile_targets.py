@@ -6,15 +6,18 @@
     python scripts/compile_targets.py h200 --grid steps --match '0.6b decode 256 triton' --launches
     python scripts/compile_targets.py h200 --grid steps-float8     # over a float8 KV cache
     python scripts/compile_targets.py v6e --grid steps --json FILE --missing    # goes on where another run was ended
+    python scripts/compile_targets.py h200 v6e --grid steps --tp 8 # larger models, shared by 8 devices
 
 Makes a virtual environment per plug-in (NVIDIA 5 GB, TPU 2 GB), compiles there, and prints for each kernel: registers,
 spilled bytes, shared memory and the instructions found (wgmma, bulk copies); for the engine's steps: kernels per layer
 by kind and in all, command buffers (CUDA graphs), and bytes read and written. Of a model, 4 layers are compiled; from
-the second layer on all are alike, which is checked, so that one of them is multiplied. --launches lists them.
+the second layer on all are alike, which is checked, so that one of them is multiplied. --launches lists them. Of a step
+on several devices, also what they exchange.
 
 Exits with status 1 if a kernel spills, lacks the instructions that it needs, or gets an advisory of ptxas (serialized
 wgmma); if the KV cache is copied; if a step is not one command buffer; if a step seems to read less than its weights,
-so that the count is wrong; if a program does not compile. A target whose environment can't be made (disk, Python) is
+so that the count is wrong; if devices exchange more than tensor parallelism needs, or hold more than their part; if a
+program does not compile. A target whose environment can't be made (disk, Python) is
 reported and left out; --require makes that an error.
 """
 
@@ -92,6 +95,7 @@ def main() -> int:
     parser = command_parser(__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; default all")
     parser.add_argument("--grid", choices=GRIDS, default="full", help="which programs; full is all of them")
+    parser.add_argument("--tp", type=int, default=1, help="devices that share a model, of --grid steps")
     parser.add_argument("--match", default="", metavar="REGEX", help="only programs whose names match")
     parser.add_argument("--xla-flags", default="", metavar="FLAGS", help="given to XLA; write --xla-flags='--xla_...'")
     parser.add_argument("--launches", action="store_true", help="list the launches of a layer")
@@ -104,6 +108,8 @@ def main() -> int:
     options = parser.parse_args()
     if (options.update or options.missing) and options.json is None:
         parser.error("--update and --missing need the FILE of --json")
+    if options.tp > 1 and not options.grid.startswith("steps"):
+        parser.error("--tp is for --grid steps and steps-float8: kernels are those of one device")
     if unknown := set(options.targets) - set(TARGETS):
         parser.error(f"unknown target {', '.join(sorted(unknown))}; choose from {', '.join(TARGETS)}")
 
@@ -119,7 +125,8 @@ def main() -> int:
             continue
         python = make_environment(target.extra, options.environments)
         done = [program for of_target, program in kept if of_target == name] if options.missing else []
-        for result in compile_in(python, target, options.grid, options.jobs, options.match, options.xla_flags, done):
+        which = options.grid, options.jobs, options.match, options.xla_flags, done, options.tp
+        for result in compile_in(python, target, *which):
             results[name, result["program"]] = result
             print(describe(result), flush=True)
             if "launches" in result:

@@ -45,25 +45,35 @@ SHAPES = {
     "qwen3-8b": _qwen3(4096, 36, 32, 12_288, head_dim=128, vocab=151_936, tied=False),
 }
 
-# Only compiled: the benchmarks count FLOPs and bytes as those of dense models.
-MOE_SHAPES = {
-    "qwen3-30b-a3b": _qwen3(2048, 48, 32, 6144, head_dim=128, vocab=151_936, tied=False)
-    | {
+
+def _qwen3_moe(hidden: int, layers: int, heads: int, ffn: int, expert_ffn: int) -> dict[str, Any]:
+    """The config.json of a mixture of the Qwen3 family: 4 kv heads of 128, 128 experts, 8 of them per token."""
+    return _qwen3(hidden, layers, heads, ffn, head_dim=128, vocab=151_936, tied=False) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_key_value_heads": 4,
         "num_experts": 128,
         "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
+        "moe_intermediate_size": expert_ffn,
         "norm_topk_prob": True,
-    },
+    }
+
+
+# Only compiled: the benchmarks count FLOPs and bytes as those of dense models.
+MOE_SHAPES = {
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 6144, 768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 12_288, 1536),
 }
+# As FP8 releases describe themselves; "NAME-fp8" is a shape with it.
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def write_config(shape: str, folder: Path) -> Path:
     """Writes the config.json of `shape`, for engines that draw random weights themselves; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", (SHAPES | MOE_SHAPES)[shape])
+    plain = shape.removesuffix("-fp8")
+    quantized = {} if plain == shape else {"quantization_config": FP8}
+    write_json(folder / "config.json", (SHAPES | MOE_SHAPES)[plain] | quantized)
     return folder
 
 

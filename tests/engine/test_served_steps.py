@@ -1,16 +1,23 @@
 """The steps that compile_targets.py compiles for absent chips are those of the engine as it is."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
-from bench.targets.programs import mesh_of
-from bench.targets.steps import MODELS, programs_of_models
+import pytest
+from bench.targets.collectives import Wanted
+from bench.targets.steps import MODELS, Served, programs_of_models, served
 from bench.targets.targets import TARGETS
+from jax.sharding import AbstractMesh
+
+from jaxsgl.weights.sharding import make_mesh
+
+EIGHT: Any = AbstractMesh((1, 8), ("data", "tensor"))  # in the place of a mesh of devices
 
 
 def test_steps_of_the_table_run_the_programs_that_the_engine_would(tmp_path: Path) -> None:
     h200 = TARGETS["h200"]
-    programs = programs_of_models(h200, mesh_of(jax.devices()[:1]), tmp_path)
+    programs = programs_of_models(h200, make_mesh(jax.devices()[:1]), tmp_path)
     names = [program.name for program in programs]
     assert len(names) == len(set(names))
     for model in MODELS:
@@ -24,5 +31,38 @@ def test_steps_of_the_table_run_the_programs_that_the_engine_would(tmp_path: Pat
 
 
 def test_models_too_large_for_a_chip_are_left_out(tmp_path: Path) -> None:
-    programs = programs_of_models(TARGETS["v5e"], mesh_of(jax.devices()[:1]), tmp_path)
+    programs = programs_of_models(TARGETS["v5e"], make_mesh(jax.devices()[:1]), tmp_path)
     assert not any("8b" in program.name for program in programs)
+
+
+def on_eight(name: str, target: str, folder: Path) -> Served:
+    found = served(name, TARGETS[target], EIGHT, folder)
+    assert found is not None
+    return found
+
+
+def test_a_device_has_its_part_of_a_model_that_eight_share(tmp_path: Path) -> None:
+    model = on_eight("qwen3-235b-a22b", "h200", tmp_path)
+    facts = model.facts()
+    # 4 kv heads are too few: two devices each have a copy of one.
+    assert (facts["num_heads"], facts["num_kv_heads"], facts["vocab_size"]) == (8, 1, 151_936 // 8)
+    assert model.page.page_bytes == 2 * 94 * 128 * 64 * 2
+    assert facts["expert_weights"] == 94 * 128 // 8 * 3 * 4096 * 1536
+    whole = 235.1e9 * 2 / 8  # bytes of the published model's parameters
+    replicated = 94 * 2 * 4096 * 128 * 2  # the copies of k and v, less routers, and norms: far below a percent
+    assert model.weight_bytes() == pytest.approx(whole + replicated, rel=0.01)
+    assert model.wanted(model.bucket("decode", 256, "greedy")) == Wanted(8, 256 * 4096 * 2, 256)
+
+
+def test_weights_in_float8_take_half_as_much_and_experts_are_kept_in_bfloat16(tmp_path: Path) -> None:
+    dense, quantized = (on_eight(f"qwen3-8b{weights}", "h200", tmp_path).facts() for weights in ("", "-fp8"))
+    # Scales take some percent; every device has all those of a matrix whose inputs are split.
+    assert 0.5 < quantized["layer_bytes"] / dense["layer_bytes"] < 0.56
+    mixed, part = (on_eight(f"qwen3-30b-a3b{weights}", "h200", tmp_path) for weights in ("", "-fp8"))
+    assert mixed.facts()["expert_weights"] == part.facts()["expert_weights"]
+    assert mixed.weight_bytes() > part.weight_bytes() > 0.95 * mixed.weight_bytes()
+
+
+def test_tpu_slices_take_the_models_that_fit_them(tmp_path: Path) -> None:
+    assert on_eight("qwen3-30b-a3b", "v5e", tmp_path).weight_bytes() < 16 * 2**30
+    assert served("qwen3-235b-a22b", TARGETS["v6e"], EIGHT, tmp_path) is None

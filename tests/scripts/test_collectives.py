@@ -27,7 +27,7 @@ HLO = """HloModule jit_forward, is_scheduled=true, num_partitions=8
 ENTRY %main (x: bf16[64,32], best: s32[64,2]) -> s32[64,16] {
   %x = bf16[64,32]{1,0} parameter(0)
   %best = s32[64,2]{1,0} parameter(1)
-  %sum = bf16[64,32]{1,0} all-reduce-start(%x), channel_id=1, replica_groups=mesh['data'=1,'tensor'=8] {'tensor'}
+  %sum = ((bf16[64,32]), bf16[64,32]) all-reduce-start(%x), replica_groups=mesh['data'=1,'tensor'=8] {'tensor'}
   %sum.1 = bf16[64,32]{1,0} all-reduce-done(%sum)
   %fused = bf16[8,32]{1,0:S(1)} fusion(%sum.1), kind=kOutput, calls=%summed
   %start = ((bf16[64,32]{1,0}), bf16[8,32]{1,0}) async-start(%sum.1), calls=%scattered

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from bench.targets.programs import Program
 
 # Instructions that attention kernels must contain, by backend: without them they would be slow.
+PADDING = 0.02  # of small arrays, to a TPU's tiles
+MOST_INPUT_BYTES = 1 << 20  # of a step's packed inputs
 MEANT = {"triton": (("mma", "wgmma"),), "mosaic_gpu": (("wgmma",), ("bulk",))}
 
 
@@ -39,11 +41,12 @@ def compile_all(
     match: str = "",
     xla_flags: str = "",
     done: Collection[str] = (),
+    tp: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Yields the results of every `share[1]`-th program whose name matches and that isn't done, from `share[0]` on."""
     with tempfile.TemporaryDirectory() as folder:
         prepare_environment(Path(folder), xla_flags)
-        devices = target.devices()
+        devices = target.devices(tp)
         named = [each for each in _programs(target, grid, devices, Path(folder)) if re.search(match, each.name)]
         every = [each for each in named if each.name not in done]
         for program in every[share[0] :: share[1]]:
@@ -53,9 +56,10 @@ def compile_all(
 
 def _programs(target: Target, grid: str, devices: list[jax.Device], folder: Path) -> Iterator[Program]:
     from bench.targets import programs, steps
+    from jaxsgl.weights.sharding import make_mesh
     from pallas_kernels.specs import COMMON_SPECS, GRID_SPECS
 
-    mesh = programs.mesh_of(devices)
+    mesh = make_mesh(devices)
     if grid == "steps-float8":
         yield from steps.programs_of_models(target, mesh, folder, "fp8_e4m3")
         return
@@ -93,10 +97,13 @@ def _result(program: Program, target: Target, folder: Path, ptxas: Path) -> dict
         "compile_s": round(seconds, 2),
         "alias_bytes": memory.alias_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
         "cache_bytes": program.cache_bytes,
         "kernels": [asdict(kernel) for kernel in kernels],
     }
     problems = _cache_problems(program, memory, text)
+    if program.argument_bytes is not None:
+        problems += _part_problems(memory.argument_size_in_bytes, program.argument_bytes)
     if target.platform == "cuda" and program.backend not in ("auto", "any"):
         problems += _code_problems(program, kernels)
     if program.is_step:
@@ -112,7 +119,7 @@ def _launches(program: Program, text: str, dumps: Path) -> dict[str, Any]:
     words = (*pages[:-1], pages[-1] // 4) if program.cache.dtype.itemsize == 1 else None  # as Triton reads float8
     uncounted = [dims for dims in (pages, words, program.page_table) if dims is not None]
     layers = None if program.num_layers is None else (program.num_donated // 2, program.num_layers)
-    return launch_report(text, dumps, uncounted, layers, program.weight_bytes)
+    return launch_report(text, dumps, uncounted, layers, program.weight_bytes, program.wanted)
 
 
 def _move_dumps(folder: Path, mine: Path, text: str) -> Path:
@@ -143,6 +150,13 @@ def _cache_problems(program: Program, memory: Any, hlo: str) -> list[str]:
     return problems
 
 
+def _part_problems(held: int, part: int) -> list[str]:
+    """Whether a device holds its part of parameters and state, and nothing more."""
+    if part <= held <= (1 + PADDING) * part + MOST_INPUT_BYTES:
+        return []
+    return [f"a device holds {held} bytes of arguments; its part of parameters and state is {part}"]
+
+
 def _code_problems(program: Program, kernels: list[KernelCode]) -> list[str]:
     problems = [f"{k.name} spills {k.spill_bytes} bytes" for k in kernels if k.spill_bytes]
     problems += [f"{k.name}: ptxas: {advisory}" for k in kernels for advisory in k.advisories]
@@ -165,11 +179,12 @@ def main() -> None:
     parser.add_argument("ptxas", type=Path)
     parser.add_argument("--match", default="", help="regular expression for names of programs")
     parser.add_argument("--xla-flags", default="")
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--done", type=json.loads, default=(), help="names of programs to leave out, a list as JSON")
     options = parser.parse_args()
     share = options.index, options.count
     target = TARGETS[options.target]
-    limits = options.match, options.xla_flags, options.done
+    limits = options.match, options.xla_flags, options.done, options.tp
     for result in compile_all(target, options.grid, share, options.ptxas, *limits):
         print(json.dumps(result), flush=True)
     sys.exit(0)

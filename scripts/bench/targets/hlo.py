@@ -226,8 +226,9 @@ def _exchange(each: _Instruction, kind: str, call: _Instruction, scope: dict[str
     """A collective, with the bytes of its arrays wherever they lie."""
     read = sum(_bytes(*shape) for name in call.operands for shape in _ANY_SHAPE.findall(_type_of(name, scope)))
     results = call.type
-    if call.opcode in ("all-gather-start", "collective-permute-start"):  # their type names the operands first
-        results = _elements(call.type)[1]
+    parts = _elements(call.type) if call.opcode.endswith("-start") and call.type.startswith("(") else []
+    if parts and (parts[0].startswith("(") or call.opcode != "all-reduce-start"):  # the operands stand before them
+        results = parts[1]
     written = sum(_bytes(*shape) for shape in _ANY_SHAPE.findall(results))
     return Launch(each.name, kind, _source(call), read, written, 0, times, peers=num_peers(call.rest))
 

@@ -169,20 +169,23 @@ def floor_us(batch: Batch, facts: dict[str, int], sampling: str, assumed: Assume
     head = facts["vocab_size"] * facts["hidden_size"]
     experts = facts.get("expert_weights", 0)  # kept results of dense models don't have it
     layers = facts["weights_read"] - head - experts
-    products: list[tuple[float, float]] = [(layers, 2 * layers * tokens), (head, 2 * head * batch.num_seqs)]
+    size = facts["weight_itemsize"]
+    layer_bytes = facts.get("layer_bytes", layers * size)  # quantized weights have fewer
+    products: list[tuple[float, float]] = [
+        (layer_bytes, 2 * layers * tokens),
+        (head * size, 2 * head * batch.num_seqs),
+    ]
     if experts:
         chosen = facts["experts_per_token"] / facts["num_experts"]
-        products.append((experts * chosen_share(tokens, facts), 2 * experts * chosen * tokens))
-    seconds = sum(
-        max(n * facts["weight_itemsize"] / assumed.bytes_per_s, flops / assumed.flops_per_s) for n, flops in products
-    )
+        products.append((experts * size * chosen_share(tokens, facts), 2 * experts * chosen * tokens))
+    seconds = sum(max(moved / assumed.bytes_per_s, flops / assumed.flops_per_s) for moved, flops in products)
     kv_bytes, flops = _kv_bytes(batch, facts), _attention_flops(batch, facts)
     seconds += facts["num_layers"] * max(kv_bytes / assumed.bytes_per_s, flops / assumed.flops_per_s)
     # Greedy reads the logits once. Other ways of sampling read them again: once to weigh, and filters some times more.
     passes = {"greedy": 2, "sampled": 3}.get(sampling, 10)
     seconds += passes * 4 * batch.num_seqs * facts["vocab_size"] / assumed.bytes_per_s
     if (peers := facts.get("num_devices", 1)) > 1:  # each layer's sums, and the embedding's
-        residual = tokens * facts["hidden_size"] * facts["weight_itemsize"]
+        residual = tokens * facts["hidden_size"] * size
         sums = PER_LAYER * facts["num_layers"] + 1
         seconds += sums * sent("all-reduce", residual, peers) / assumed.link_bytes_per_s
     return seconds * 1e6

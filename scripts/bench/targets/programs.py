@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from bench.processes import ROOT
+from bench.targets.collectives import Wanted
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config import EngineConfig
@@ -23,7 +24,7 @@ from jaxsgl.engine.sizing import choose_page_size
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp
-from jaxsgl.weights.sharding import kv_sharding, make_mesh, param_sharding, replicated
+from jaxsgl.weights.sharding import kv_sharding, param_sharding, replicated
 from pallas_kernels import STORE_BACKENDS, store_kv
 from pallas_kernels.dispatch import ROTATE_AND_STORE_BACKENDS
 from pallas_kernels.specs import ArgSpec, store_rotated
@@ -41,14 +42,16 @@ class Program:
       name: an identifier, and the compiler's name for the program.
       backend: backend of its kernels.
       trace: traces it; must be called inside `Target.traced_for`.
-      cache: shape and dtype of one of its cache arrays.
+      cache: shape and dtype of one of its cache arrays, on one device.
       num_donated: number of cache arrays that it updates in place.
       on_matrix_units: whether its products must run on matrix units; float32 products stay exact, on other units.
       num_layers: of the model that a forward program of few layers stands for; None: the program is complete.
       page_table: shape of its page table, if it has one.
       steps: the engine's steps that run it, such as "qwen3-0.6b triton decode 256 greedy".
       facts: see `Served.facts`.
-      weight_bytes: of the weights that it must read, for all layers of the model.
+      weight_bytes: of the weights that a device must read, for all layers of the model.
+      argument_bytes: of a device's part of parameters and state; None: not checked.
+      wanted: what devices that share it must exchange; None on one device.
     """
 
     name: str
@@ -62,6 +65,8 @@ class Program:
     steps: tuple[str, ...] = ()
     facts: dict[str, int] | None = None
     weight_bytes: int = 0
+    argument_bytes: int | None = None
+    wanted: Wanted | None = None
 
     @property
     def is_step(self) -> bool:
@@ -147,6 +152,22 @@ def weights_read(arch: ModelArch, params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params)) - embedding
 
 
+def on_one_device(array: Any) -> jax.ShapeDtypeStruct:
+    """The part of a placed shape that each device has."""
+    return jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype)
+
+
+def weights_on_one_device(tree: Any) -> int:
+    """How many numbers of a tree of placed shapes each device has."""
+    return sum(int(on_one_device(leaf).size) for leaf in jax.tree.leaves(tree))
+
+
+def bytes_on_one_device(tree: Any) -> int:
+    """Bytes of a tree of placed shapes on each device."""
+    parts = map(on_one_device, jax.tree.leaves(tree))
+    return sum(int(part.size) * jnp.dtype(part.dtype).itemsize for part in parts)
+
+
 def _shape(array: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=replicated(mesh))
 
@@ -154,8 +175,3 @@ def _shape(array: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
 def placed(param: nnx.Param[Any], mesh: Mesh) -> Any:
     """The parameter as a shape that lies on `mesh`."""
     return param.replace(jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(param, mesh)))
-
-
-def mesh_of(devices: list[jax.Device]) -> Mesh:
-    """The engine's mesh over the first device."""
-    return make_mesh(devices[:1])

@@ -12,25 +12,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
 from bench.models import write_config
-from bench.targets.programs import Program, placed, weights_read
+from bench.targets.collectives import Wanted
+from bench.targets.programs import Program, bytes_on_one_device, on_one_device, placed, weights_on_one_device
 from bench.targets.targets import Target
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import ProgramKey, ProgramSpec, keys_of
+from jaxsgl.engine.residents import read_arch
 from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state
-from jaxsgl.models import ModelArch, abstract_model, resolve_precision
+from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.layer_spec import MoeMlp
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")  # of `bench.models`; a model more is a line more
+SHARED_MODELS = tuple(
+    f"{name}{weights}" for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b") for weights in ("", "-fp8")
+)  # on several devices; those of experts have whole experts each (--ep)
 COMPILED_LAYERS = 4
 MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine's own default
 DECODE_ROWS = (1, 32, 256)
@@ -46,7 +50,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model as the engine would serve it on a chip: everything that its programs' shapes depend on."""
+    """A model as the engine would serve it on a mesh of chips: everything that its programs' shapes depend on.
+
+    `params` are shapes that lie on the mesh.
+    """
 
     name: str
     arch: ModelArch
@@ -54,6 +61,8 @@ class Served:
     page: KvShape
     capacity: Capacity
     buckets: BucketSet
+    params: Params
+    mesh: Mesh
 
     def bucket(self, kind: str, size: int, sampling: str) -> Bucket:
         """The bucket of a batch of the table."""
@@ -68,87 +77,123 @@ class Served:
                 yield f"{kind} {size} {sampling}", keys_of(self.bucket(kind, size, sampling))
 
     def facts(self) -> dict[str, int]:
-        """What a prediction needs to know of the model."""
-        arch = self.arch
-        _, params = abstract_model(arch, self.dtype)
+        """What a prediction needs to know of a device's part of the model."""
+        arch, parts = self.arch, self.mesh.size
         mixtures = [layer.mlp for layer in arch.layers if isinstance(layer.mlp, MoeMlp)]
+        head = arch.vocab_size * arch.hidden_size // parts
+        expert_weights = sum(3 * each.num_experts * each.ffn_size * arch.hidden_size for each in mixtures) // parts
+        of_experts = expert_weights * self.dtype.itemsize
+        embeddings = (1 if arch.tie_embeddings else 2) * head * self.dtype.itemsize
         return {
+            "num_devices": parts,
             "num_layers": arch.num_layers,
-            "num_heads": arch.num_heads,
-            "num_kv_heads": arch.num_kv_heads,
+            "num_heads": arch.num_heads // parts,
+            "num_kv_heads": arch.num_kv_heads // parts,
             "head_dim": arch.head_dim,
             "hidden_size": arch.hidden_size,
-            "vocab_size": arch.vocab_size,
-            "weights_read": weights_read(arch, params),
-            "weight_itemsize": jnp.dtype(self.dtype).itemsize,
+            "vocab_size": arch.vocab_size // parts,
+            "weights_read": weights_on_one_device(self.params) - (0 if arch.tie_embeddings else head),
+            "weight_itemsize": self.dtype.itemsize,
+            "layer_bytes": bytes_on_one_device(self.params) - embeddings - of_experts,
             "kv_itemsize": self.page.dtype.itemsize,
             "page_size": self.page.page_size,
-            "expert_weights": sum(3 * each.num_experts * each.ffn_size * arch.hidden_size for each in mixtures),
+            "expert_weights": expert_weights,
             "num_experts": mixtures[0].num_experts if mixtures else 0,
             "experts_per_token": mixtures[0].router.top_k if mixtures else 0,
         }
 
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a device reads in each step."""
+        embedding = 0 if self.arch.tie_embeddings else self.arch.vocab_size * self.arch.hidden_size // self.mesh.size
+        return bytes_on_one_device(self.params) - embedding * self.dtype.itemsize
 
-def served(name: str, target: Target, folder: Path, kv_cache_dtype: str = "auto") -> Served | None:
-    """The model on that chip, `kv_cache_dtype` as the engine's flag; None where it doesn't fit."""
+    def wanted(self, bucket: Bucket) -> Wanted | None:
+        """What devices must exchange in a step of the bucket."""
+        if self.mesh.size == 1:
+            return None
+        residual = bucket.num_tokens * self.arch.hidden_size * self.dtype.itemsize
+        return Wanted(self.mesh.size, residual, bucket.num_seqs)
+
+
+def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: str = "auto") -> Served | None:
+    """The model on those chips, `kv_cache_dtype` as the engine's flag; None where it doesn't fit."""
     home = write_config(name, folder / name)
-    config = EngineConfig(model=str(home), chunked_prefill_size=EXTEND_TOKENS, kv_cache_dtype=kv_cache_dtype)
-    arch = ModelArch.from_folder(home)
+    config = EngineConfig(
+        model=str(home), chunked_prefill_size=EXTEND_TOKENS, kv_cache_dtype=kv_cache_dtype, tp=mesh.size
+    )
+    if mesh.size > 1 and ModelArch.from_folder(home).mixture is not None:
+        config = dataclasses.replace(config, ep=True)
+    arch = read_arch(config, home)
     platform = target.engine_platform
     dtype, _, kv_dtype = resolve_precision(
         config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=lambda: False
     )
-    page = kv_shape(arch, choose_page_size(config, arch.head_dim, platform), kv_dtype)
-    _, params = abstract_model(arch, dtype)
-    weights = sum(leaf.size for leaf in jax.tree.leaves(params)) * dtype.itemsize
+    page = kv_shape(arch, choose_page_size(config, arch.head_dim, platform), kv_dtype, mesh.size)
+    params = placed_params(arch, dtype, mesh)
+    weights = bytes_on_one_device(params)
     static = int(target.memory_bytes * MEM_FRACTION) - weights
     if static <= 0:
         return None
     capacity = plan_capacity(config, arch, page, Memory(platform, static, target.memory_bytes - weights))
-    return Served(name, arch, dtype, page, capacity, buckets_of(config, capacity))
+    shared = name if mesh.size == 1 else f"{name}-tp{mesh.size}"
+    return Served(shared, arch, dtype, page, capacity, buckets_of(config, capacity), params, mesh)
 
 
-def engine_programs(model: Served, backend: str, mesh: Mesh) -> Iterator[Program]:
+def placed_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> Params:
+    """The model's parameters as shapes that lie on the mesh."""
+    _, params = abstract_model(arch, dtype)
+    return nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
+
+
+def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     """Yields each program of the table once, with few layers."""
+    mesh = model.mesh
     arch = dataclasses.replace(model.arch, layers=model.arch.layers[:COMPILED_LAYERS])
     page = dataclasses.replace(model.page, num_layers=COMPILED_LAYERS)
-    graphdef, params = abstract_model(arch, model.dtype)
-    leaves = nnx.from_flat_state([(path, placed(param, mesh)) for path, param in nnx.to_flat_state(params)])
+    graphdef, _ = abstract_model(arch, model.dtype)
+    leaves = placed_params(arch, model.dtype, mesh)
     state = abstract_state(page, model.capacity, mesh)
     spec = ProgramSpec(graphdef, leaves, state, backend, mesh)
     facts = model.facts()
-    pages: Any = state.kv.k[0]  # a description in the place of an array
+    pages: Any = on_one_device(state.kv.k[0])  # a description in the place of an array
     steps: dict[ProgramKey, list[str]] = {}
     for step, keys in model.table():
         for key in keys:
             steps.setdefault(key, []).append(f"{model.name} {backend} {step}")
     for key, names in steps.items():
-        yield Program(
+        program = Program(
             program_name(model, key, backend),
-            backend if isinstance(key.shape, Bucket) else "any",
+            "any",
             functools.partial(spec.trace, key),
             pages,
-            num_donated=2 * COMPILED_LAYERS if key.kind == "forward" else 0,
+            num_donated=0,
             on_matrix_units=False,
-            num_layers=model.arch.num_layers if key.kind == "forward" else None,
-            page_table=(key.shape.num_seqs, model.capacity.max_pages_per_seq)
-            if isinstance(key.shape, Bucket)
-            else None,
             steps=tuple(names),
             facts=facts,
-            weight_bytes=facts["weights_read"] * facts["weight_itemsize"] if key.kind == "forward" else 0,
         )
+        if isinstance(key.shape, Bucket):
+            program = dataclasses.replace(
+                program,
+                backend=backend,
+                num_donated=2 * COMPILED_LAYERS,
+                num_layers=model.arch.num_layers,
+                page_table=(key.shape.num_seqs, model.capacity.max_pages_per_seq),
+                weight_bytes=model.weight_bytes(),
+                argument_bytes=bytes_on_one_device((leaves, state)),
+                wanted=model.wanted(key.shape),
+            )
+        yield program
 
 
 def programs_of_models(target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: str = "auto") -> list[Program]:
     """Each program of the table once; those that only sample depend on the vocabulary and serve several models."""
     found: dict[str, Program] = {}
-    for name in MODELS:
-        model = served(name, target, folder, kv_cache_dtype)
+    for name in MODELS if mesh.size == 1 else SHARED_MODELS:
+        model = served(name, target, mesh, folder, kv_cache_dtype)
         if model is None:
             continue
-        for backend in target.backends:
-            for each in engine_programs(model, backend, mesh):
+        for backend in target.backends if mesh.size == 1 else target.backends[-1:]:
+            for each in engine_programs(model, backend):
                 before = found.get(each.name)
                 found[each.name] = dataclasses.replace(each, steps=(*before.steps, *each.steps)) if before else each
     return list(found.values())
@@ -158,4 +203,5 @@ def program_name(model: Served, key: ProgramKey, backend: str) -> str:
     """Such as "qwen3-0.6b decode 256 triton", or "sampled 256 of 151936"."""
     if isinstance(key.shape, Bucket):
         return f"{model.name} {key.shape.kind} {key.shape.num_tokens} {backend}"
-    return f"{key.kind} {key.shape} of {model.arch.vocab_size}"
+    shared = "" if model.mesh.size == 1 else f" tp{model.mesh.size}"
+    return f"{key.kind} {key.shape} of {model.arch.vocab_size}{shared}"

@@ -55,20 +55,23 @@ class Target:
         """The platform as the engine names it, "gpu" or "tpu"."""
         return "gpu" if self.platform == "cuda" else self.platform
 
-    def devices(self) -> list[jax.Device]:
-        """Descriptions of devices that compile and never run; needs the target's plug-in."""
+    def devices(self, count: int = 1) -> list[jax.Device]:
+        """Descriptions of `count` devices that compile and never run; needs the target's plug-in."""
         from jax.experimental import topologies  # the parent process may have no JAX
 
         if self.platform == "cuda":
             config = (Path(__file__).parent / f"{self.name}.txtpb").read_text()
-            described = topologies.get_topology_desc(self.name, "cuda", topology="1x1x1", target_config=config)
+            described = topologies.get_topology_desc(self.name, "cuda", topology=f"1x1x{count}", target_config=config)
         else:
-            described = topologies.get_topology_desc(f"{self.name}:2x2", "tpu")
-        return list(described.devices)
+            described = topologies.get_topology_desc(f"{self.name}:{'2x2' if count <= 4 else '2x4'}", "tpu")
+        return list(described.devices)[:count]
 
     @contextmanager
     def traced_for(self, device: jax.Device) -> Iterator[None]:
-        """Inside the block, functions are traced for the device: kernels choose their backend and block sizes by it."""
+        """Inside the block, functions are traced for the device: kernels choose their backend and block sizes by it.
+
+        A program for several devices is traced for the devices of its mesh.
+        """
         from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
         fields = {"device_kind": device.device_kind, "num_cores": self.num_cores, "platform": self.platform}
@@ -139,7 +142,14 @@ def _marker(folder: Path, extra: str) -> Path:
 
 
 def compile_in(
-    python: Path, target: Target, grid: str, jobs: int, match: str = "", xla_flags: str = "", done: Sequence[str] = ()
+    python: Path,
+    target: Target,
+    grid: str,
+    jobs: int,
+    match: str = "",
+    xla_flags: str = "",
+    done: Sequence[str] = (),
+    tp: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """Yields the results of the target's programs whose names `match` and that aren't `done`, compiled by `jobs`
     processes side by side."""
@@ -150,7 +160,7 @@ def compile_in(
 
     def share(index: int) -> None:
         command = [str(python), "-m", "bench.targets.compile_for", target.name, grid, str(index), str(jobs), str(ptxas)]
-        command += ["--match", match, f"--xla-flags={xla_flags}", "--done", json.dumps(done)]
+        command += ["--match", match, f"--xla-flags={xla_flags}", "--done", json.dumps(done), "--tp", str(tp)]
         with tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
                 command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
