@@ -7,7 +7,7 @@ module.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,7 @@ PRIORITY_POLICIES = ("fcfs", "lof")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_WORKERS = 64
+MAX_REPLICAS = 64
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
 ADMIN_API_KEY_VARIABLE = "JAXSGL_ADMIN_API_KEY"  # in the environment of servers
 KEY_PATTERN = r"[!-~]+"
@@ -227,6 +228,12 @@ class ServerConfig:
     tokenizer_worker_num: int = flag(
         1, "front-end processes that share both ports and the engine, one core each (docs/operations.md)"
     )
+    dp_size: int = flag(
+        1,
+        "replicas of the model behind this address, each an engine process with devices of its own; a request goes to "
+        "the one that has most of its prompt cached (docs/scale-out.md)",
+        alias="--data-parallel-size",
+    )
     served_model_name: str | None = flag(None, "the model's name in the APIs (default: the model's path)")
     api_key: str | None = flag(
         None,
@@ -280,6 +287,11 @@ class ServerConfig:
             require(self.port != self.grpc_port, "--grpc-port", self.grpc_port, "another than --port")
         workers = self.tokenizer_worker_num
         require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
+        require(1 <= self.dp_size <= MAX_REPLICAS, "--dp-size", self.dp_size, f"1 to {MAX_REPLICAS}")
+        if self.dp_size > 1 and self.engine.device_ids:
+            raise ConfigError(
+                "--device-ids names the devices of one replica, but --dp-size gives each its own: give one"
+            )
         for name in ("request_timeout_s", "watchdog_s"):
             require(getattr(self, name) > 0, flag_name(name), getattr(self, name), "more than 0")
         require(
@@ -321,6 +333,13 @@ class ServerConfig:
     def needs_key(self) -> bool:
         """Whether clients must send a key."""
         return self.api_key is not None or self.api_key_file is not None
+
+    def engine_of(self, rank: int) -> EngineConfig:
+        """The configuration of the replica `rank`, which has `--tp` devices of its own."""
+        if self.dp_size == 1:
+            return self.engine
+        first = rank * self.engine.tp
+        return replace(self.engine, device_ids=tuple(range(first, first + self.engine.tp)))
 
     @property
     def model_name(self) -> str:

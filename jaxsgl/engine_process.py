@@ -1,6 +1,6 @@
 """Entry point of the engine process: builds engine and scheduler, announces that they are ready, and runs the loop.
 
-Started by the front end (frontend/engine_link.py) as `python -m jaxsgl.engine_process`; its standard input carries
+Started by the front end (frontend/owned_engine.py) as `python -m jaxsgl.engine_process`; its standard input carries
 an `EngineLaunch` as one line of JSON, then stays open for as long as the parent lives. Knows nothing of clients.
 """
 
@@ -28,7 +28,7 @@ def main() -> int:
     set_signals()
     launch = read_launch(sys.stdin.buffer)
     follow_parent(sys.stdin.buffer, launch.endpoints)
-    logs.configure(launch.log_style, "engine")
+    logs.configure(launch.log_style, launch.name)
     with open_mailbox(launch.endpoints) as mailbox:
         return _serve(launch, mailbox)
 

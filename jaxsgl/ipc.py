@@ -78,12 +78,13 @@ class Endpoints(msgspec.Struct, frozen=True):
 class EngineLaunch(msgspec.Struct, frozen=True):
     """What the engine process reads from the first line of its standard input, as JSON.
 
-    If `endpoints` name a line, several front-end processes will share the engine.
+    If `endpoints` name a line, several front-end processes will share the engine. Log lines bear `name`.
     """
 
     config: EngineConfig
     endpoints: Endpoints
     log_style: LogStyle
+    name: str = "engine"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from jaxsgl import logs, stacks
 from jaxsgl.config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.flags import add_flags, from_flags
-from jaxsgl.frontend.engine_link import ENGINE_COMMAND
+from jaxsgl.frontend.owned_engine import ENGINE_COMMAND
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,8 @@ scheduler/stopwatch.py counts and packs them, frontend/exposition.py unpacks and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 # Upper bounds of the times by which steps are counted, in seconds.
@@ -35,3 +37,17 @@ def pack(times: list[BucketTimes]) -> bytes:
 def unpack(packed: bytes) -> list[BucketTimes]:
     """Returns the times of all buckets; none for b""."""
     return msgspec.msgpack.decode(packed, type=list[BucketTimes]) if packed else []
+
+
+def merged(each: Iterable[bytes]) -> bytes:
+    """Returns the times of several engines together, packed like those of one."""
+    total: dict[tuple[str, str], BucketTimes] = {}
+    for packed in each:
+        for times in unpack(packed):
+            so_far = total.get((times.kind, times.bucket))
+            if so_far is None:
+                total[times.kind, times.bucket] = times
+            else:
+                so_far.counts = [a + b for a, b in zip(so_far.counts, times.counts, strict=True)]
+                so_far.seconds += times.seconds
+    return pack(list(total.values()))

@@ -74,6 +74,14 @@ def test_the_longest_match_goes_first_unless_a_flag_says_otherwise(argv: list[st
     assert parse(*argv).engine.scheduling.policy == policy
 
 
+def test_replicas_get_devices_of_their_own() -> None:
+    config = parse("--dp-size", "3", "--tp", "2")
+    assert [config.engine_of(rank).device_ids for rank in range(3)] == [(0, 1), (2, 3), (4, 5)]
+    assert parse("--device-ids", "5").engine_of(0).device_ids == (5,)
+    with pytest.raises(ConfigError, match="--device-ids names the devices of one replica"):
+        parse("--dp-size", "2", "--device-ids", "1")
+
+
 @pytest.mark.parametrize("name", ["--decode-buckets", "--extend-buckets"])
 def test_sizes_come_from_a_list_or_from_a_file_but_not_from_both(name: str) -> None:
     assert parse("--auto-buckets", "b.json").engine.auto_buckets == "b.json"

@@ -1,7 +1,7 @@
 """Starting a child process of the server: the engine, or a front-end worker; and its end in words.
 
 A child gets a process group of its own, so that Ctrl-C in the terminal reaches the server alone, no keys in its
-environment, and a pipe into our log as its standard error. engine_link.py and workers.py own the processes.
+environment, and a pipe into our log as its standard error. owned_engine.py and workers.py own the processes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The link to the engine: its process, the line to that process, and the calls that wait for its replies.
+"""The link to one engine process: the line to it, and the calls and commands that wait for its answers.
 
-Owns the life of the engine process, from `start` to `stop`, and the table of open calls: a dead engine ends every open
-call at once, and nothing of a call outlives its `open` block. Never knows a client protocol or text; ipc.py carries the
-messages. server.py runs the life, generation.py opens calls, and endpoints send commands and read the load. Of several
-front-end processes only the parent owns the engine process; worker.py has the link of the others. Used inside one
-asyncio loop.
+Owns the table of open calls: a dead engine ends every open call at once, and nothing of a call outlives its `open`
+block. Never knows a client protocol, text or other replicas; ipc.py carries the messages. The link of the process that
+started the engine is an `OwnedEngine` (owned_engine.py), that of each other front-end process a `WorkerLink`
+(worker.py). replicas.py holds the links of a front end. Used inside one asyncio loop.
 """
 
 from __future__ import annotations
@@ -13,18 +12,14 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import msgspec
 
-from jaxsgl.config import EngineConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
-from jaxsgl.frontend.child_process import how_it_ended, start_child
 from jaxsgl.frontend.reply_stream import MAX_UNREAD, ReplyStream
-from jaxsgl.ipc import Endpoints, EngineLaunch, EngineLine
-from jaxsgl.logs import LogStyle
+from jaxsgl.ipc import Endpoints, EngineLine
 from jaxsgl.messages import (
     Abort,
     AbortMatching,
@@ -38,55 +33,40 @@ from jaxsgl.messages import (
     News,
     Ping,
     Replies,
-    Shutdown,
     ToMailbox,
     Withdraw,
     first_number,
 )
 from jaxsgl.request import Request
-from jaxsgl.stacks import DUMP_SIGNAL
 
-ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")
-FINAL_MESSAGE_S = 0.2  # the final message of a process that has ended may still be on its way
 ANSWER_LIMIT_S = 60.0  # for a command, which the engine answers between two steps; the longest step may have to end
 MAX_FLUSH_WAIT_S = 3600.0
 UPDATE_LIMIT_S = 7200.0  # reading weights, and then the longest request
+NOTHING_HELD = dict.fromkeys(
+    ("num_running", "num_waiting", "waiting_tokens", "used_tokens", "cached_tokens", "num_retracted"), 0
+)
 STARTING = "the engine is still starting: try again later"
-STOP_S = 5.0  # for the engine to leave its loop; then it is killed
 
 logger = logging.getLogger(__name__)
 
 
 class EngineLink:
-    """One engine process, and all that the front end has open on it.
+    """The line to one engine process, and all that this front end has open on it.
 
     Refuses requests until `accept` is called, after `refuse`, while `stuck` is set, and once the engine is dead.
 
     `line` is None if this is the only front-end process; of several, it is the number of this one.
 
     Attributes:
-      load: the engine's, after its latest step.
+      load: the engine's, after its latest step; a dead one's holds counters only.
       heard_s: when the engine last said anything (`time.monotonic`).
       stuck: why the engine counts as stuck, None if it doesn't. Set by the watchdog.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        log_style: LogStyle,
-        command: Sequence[str] = ENGINE_COMMAND,
-        max_unread: int = MAX_UNREAD,
-        line: int | None = None,
-    ) -> None:
-        self._config = config
+    def __init__(self, line: int | None = None, max_unread: int = MAX_UNREAD) -> None:
         self._line_number = line
-        self._log_style = log_style
-        self._command = command
         self._max_unread = max_unread
-        self._endpoints: Endpoints | None = None
         self._line: EngineLine | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._watcher: asyncio.Task[None] | None = None
         self._info: EngineInfo | None = None
         self._death: str | None = None
         self._ready_or_dead = asyncio.Event()
@@ -103,30 +83,27 @@ class EngineLink:
         self.heard_s = time.monotonic()
         self.stuck: str | None = None
 
-    # Life, in order.
+    # Life: what the engine's owner does is in owned_engine.py.
 
     async def start(self) -> None:
-        """Starts the process; returns before it is ready. Raises `StartupError` if there is no place for sockets."""
-        self._endpoints = Endpoints.create(self._line_number)
-        self._connect(self._endpoints)
-        launch = EngineLaunch(self._config, self._endpoints, self._log_style)
-        self._process = await start_child("engine", self._command, asyncio.subprocess.PIPE)
-        self._watcher = asyncio.create_task(self._watch(self._process))
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # the process ended at once: `_watch` reports it
-            self._process.stdin.write(msgspec.json.encode(launch) + b"\n")
-            await self._process.stdin.drain()
+        """Connects to the engine, which may still be loading. Raises `StartupError`."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """Hangs up. May be called in any state."""
+        self._stopping = True
+        self._hang_up()
+
+    def kill(self) -> None:
+        """Ends the engine process at once, if this process owns it."""
+
+    def dump_stacks(self) -> None:
+        """Has the engine process write the stacks of its threads to its log, if this process owns it."""
 
     @property
     def line(self) -> int:
         """The number of this process's line to the engine; 0 for the owner of the engine process."""
         return self._line_number or 0
-
-    @property
-    def endpoints(self) -> Endpoints:
-        """Where the engine process is spoken to, once `start` was called."""
-        assert self._endpoints is not None
-        return self._endpoints
 
     async def ready(self) -> EngineInfo:
         """Waits until the engine can take requests. Raises `StartupError` if the process ends first."""
@@ -159,29 +136,27 @@ class EngineLink:
             if not answer.done():
                 answer.set_exception(EngineUnavailable(reason))
 
-    async def stop(self) -> None:
-        """Ends the process, politely if it still listens, and removes the sockets. May be called in any state."""
-        self._stopping = True
-        if self._process is not None and self._watcher is not None:
-            await self._end(self._process, self._watcher)
-        self._hang_up()
-        if self._endpoints is not None:
-            self._endpoints.remove()
+    def died(self, reason: str) -> None:
+        """Notes the engine's death; the first reason counts. Before it is ready and while it stops, it ends no call."""
+        if self._death is not None:
+            return
+        self._death = reason
+        self.load = msgspec.structs.replace(self.load, **NOTHING_HELD)
+        if self._info is not None and not self._stopping:
+            logger.error("%s; ending %d open calls", reason, self.num_open)
+            self.fail(reason)
+        self._ready_or_dead.set()
+        self._dead.set()
 
-    def kill(self) -> None:
-        """Ends the process at once, when there is no time for `stop` or the engine would not hear it."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-        if self._endpoints is not None:
-            self._endpoints.remove()
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the engine has said of itself, None until it is ready."""
+        return self._info
 
-    def dump_stacks(self) -> None:
-        """Has the process write the stacks of its threads to its log, even if it hangs."""
-        if self._process is not None:
-            logger.error("the engine process %d writes its stacks", self._process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(DUMP_SIGNAL)
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine has failed or its process has ended."""
+        return self._death is not None
 
     # Calls: one request each.
 
@@ -224,8 +199,7 @@ class EngineLink:
         """
         if self.refusal is not None:
             raise EngineUnavailable(self.refusal)
-        if request.request_id in self._by_request_id:
-            raise InvalidRequest(f"request_id {request.request_id} is the id of a running request: choose another")
+        self.check_id(request.request_id)
         engine_id = f"{request.request_id}/{next(self._numbers)}"
         stream = ReplyStream(engine_id, request.sampling.n, self._send_abort, self._max_unread)
         self.send(msgspec.structs.replace(request, request_id=engine_id))
@@ -236,6 +210,11 @@ class EngineLink:
         finally:
             del self._streams[engine_id], self._by_request_id[request.request_id]
             self._abort(stream)
+
+    def check_id(self, request_id: str) -> None:
+        """Raises `InvalidRequest` if a running request has this id."""
+        if request_id in self._by_request_id:
+            raise InvalidRequest(f"request_id {request_id} is the id of a running request: choose another")
 
     async def abort(self, request_id: str) -> bool:
         """Aborts a running request; its stream then ends with `FinishReason.ABORT`. Returns whether it ran."""
@@ -323,7 +302,7 @@ class EngineLink:
             self._ready_or_dead.set()
             return
         elif isinstance(message, EngineFailed):
-            self._die(message.message)
+            self.died(message.message)
             return
         elif isinstance(message, Answer):
             answer = self._answers.get(message.number)
@@ -355,43 +334,3 @@ class EngineLink:
         if self._line is not None:
             self._line.close()
             self._line = None
-
-    # The process's end.
-
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Waits for the process's end, which is the engine's death unless the engine has told of it before."""
-        status = await process.wait()
-        if self._death is None:
-            await asyncio.sleep(FINAL_MESSAGE_S)
-        reason = f"the engine process {process.pid} {how_it_ended(status)}"
-        if self._death is not None and self._info is not None:  # the final message said why; this says how
-            logger.error("%s", reason)
-        self._die(reason)
-
-    def _die(self, reason: str) -> None:
-        """The first reason counts. Before the engine is ready and while it is stopped, its end fails no call."""
-        if self._death is not None:
-            return
-        self._death = reason
-        if self._info is not None and not self._stopping:
-            logger.error("%s; ending %d open calls and the server", reason, self.num_open)
-            self.fail(reason)
-        self._ready_or_dead.set()
-        self._dead.set()
-
-    async def _end(self, process: asyncio.subprocess.Process, watcher: asyncio.Task[None]) -> None:
-        """Waits up to `STOP_S` for a process that listens or is about to end; kills any other."""
-        if self._death is not None:
-            await asyncio.wait({watcher}, timeout=STOP_S)
-        elif self._info is not None:
-            with contextlib.suppress(EngineUnavailable):
-                self.send(Shutdown())
-                await asyncio.wait({watcher}, timeout=STOP_S)
-        if process.returncode is None:
-            if self._info is not None:
-                logger.warning("the engine process %d did not end within %.0f s: killing it", process.pid, STOP_S)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        await watcher
-        assert process.stdin is not None
-        process.stdin.close()

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jaxsgl.frontend.counts import Counts, ProcessesCollector, with_counts
-from jaxsgl.frontend.metrics import SAMPLE_S, Histogram, Metrics, Snapshot
+from jaxsgl.frontend.metrics import SAMPLE_S, Histogram, Metrics, Replica, Snapshot
 
 SAMPLES_PER_LINE = 10
 
@@ -41,6 +41,11 @@ class Row:
     value: Callable[[Metrics, Snapshot], Value]
     labels: tuple[str, ...] = ()
     of_histograms: bool = False
+
+
+def of_each(engine: Snapshot, value: Callable[[Replica], float]) -> dict[str, float]:
+    """Returns a value of each replica, by its rank."""
+    return {str(rank): value(replica) for rank, replica in enumerate(engine.replicas)}
 
 
 TABLE = (
@@ -68,6 +73,42 @@ TABLE = (
         ("jaxsgl:paused",),
         "1 while generation is paused, else 0.",
         lambda front_end, engine: int(engine.load.paused),
+    ),
+    Row(
+        ("jaxsgl:replica_up",),
+        "1 while the replica takes requests, 0 while it is stuck and once it is dead.",
+        lambda front_end, engine: of_each(engine, lambda replica: int(replica.is_up)),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_running_reqs",),
+        "Samples that hold a row of the replica's batch.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.load.num_running),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_queue_reqs",),
+        "Samples that wait for admission at the replica.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.load.num_waiting),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_token_usage",),
+        "Share of the replica's KV pool that running samples need, 0 to 1.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.token_usage),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_prompt_tokens_total",),
+        "Prompt tokens of the samples that the replica admitted.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.load.totals.prompt_tokens),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_cached_tokens_total",),
+        "Of those, the ones found in the replica's prefix cache.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.load.totals.cached_prompt_tokens),
+        labels=("dp_rank",),
     ),
     Row(
         ("jaxsgl:admission_stopped_total",),
@@ -327,11 +368,11 @@ class StatusLine:
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
-        self._metrics.throughput.sample()
+        self._metrics.sample()
         while True:
             for _ in range(SAMPLES_PER_LINE):
                 await asyncio.sleep(SAMPLE_S)
-                self._metrics.throughput.sample()
+                self._metrics.sample()
             self.write()
 
     def write(self) -> None:

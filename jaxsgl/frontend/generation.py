@@ -20,9 +20,9 @@ from jaxsgl.config import ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.access import Access, cache_namespace
 from jaxsgl.frontend.counts import Counts
-from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.profiles import Profiles
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
 from jaxsgl.request import Request, SamplingParams, check_num_scores, check_request
@@ -147,7 +147,7 @@ class Generator:
     seconds is ended.
     """
 
-    def __init__(self, engine: EngineLink, threads: Executor, metrics: Metrics, timeout_s: float) -> None:
+    def __init__(self, engine: Replicas, threads: Executor, metrics: Metrics, timeout_s: float) -> None:
         self._engine = engine
         self._threads = threads
         self._metrics = metrics
@@ -228,14 +228,15 @@ class Generator:
         return await asyncio.get_running_loop().run_in_executor(self._threads, tokenizer.decode, ids)
 
     @contextlib.contextmanager
-    def start(self, request: Request, text: bool = True) -> Iterator[Generation]:
-        """Submits a prepared request; leaving the block before its end aborts it. Raises what `EngineLink.open` raises.
+    def start(self, request: Request, text: bool = True, rank: int | None = None) -> Iterator[Generation]:
+        """Submits a prepared request; leaving the block before its end aborts it. Raises what `Replicas.open` raises.
 
-        Without `text`, pieces hold ids only, which saves the work of detokenizing; stop strings are not found then.
+        Without `text`, pieces hold ids only, which saves the work of detokenizing; stop strings are not found then. The
+        request goes to the replica `rank`; None: to the one that suits it best.
         """
         detokenizer = self.model.tokenizer.detokenizer if text else NoText
         timing = Timing(self._metrics, request.sampling.n)
-        with timing, self._engine.open(request) as stream:
+        with timing, self._engine.open(request, rank) as stream:
             generation = Generation(request, stream, detokenizer, timing)
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, stream)
             try:
@@ -264,7 +265,7 @@ class FrontEnd:
     Attributes:
       config: flags.
       access: the keys, and what they grant.
-      engine: open calls, commands, the load, and why requests are refused.
+      engine: the replicas: open calls, commands, the load, and why requests are refused.
       generator: prompts to pieces of text; knows the model.
       metrics: what is counted and timed, in this process.
       profiles: orders of the profiler.
@@ -273,7 +274,7 @@ class FrontEnd:
 
     config: ServerConfig
     access: Access
-    engine: EngineLink
+    engine: Replicas
     generator: Generator
     metrics: Metrics
     profiles: Profiles

@@ -13,10 +13,11 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from jaxsgl.messages import EngineInfo, Load, StageTimes
+from jaxsgl.messages import Load, StageTimes
 from jaxsgl.request import FinishReason
 from jaxsgl.step_times import STEP_BOUNDS_S, unpack
 from jaxsgl.text.sample import End
@@ -27,12 +28,36 @@ BUSY_SAMPLES = 10
 
 
 @dataclass(frozen=True)
+class Replica:
+    """One replica at one moment.
+
+    Attributes:
+      is_up: whether it takes requests.
+      load: the latest that it has told.
+      pool_tokens: the size of its KV pool, 0 until it is ready and once it is dead.
+    """
+
+    is_up: bool
+    load: Load
+    pool_tokens: int
+
+    @property
+    def token_usage(self) -> float:
+        """Share of the KV pool that running samples need, 0 to 1."""
+        return self.load.used_tokens / self.pool_tokens if self.pool_tokens else 0.0
+
+
+@dataclass(frozen=True)
 class Snapshot:
-    """The engine at one moment. `pool_tokens` is the size of its KV pool, 0 until the engine is ready."""
+    """The engine at one moment, or all replicas of it together.
+
+    `pool_tokens` is the size of the KV pool, 0 until the engine is ready.
+    """
 
     load: Load
     rates: Rates
     pool_tokens: int
+    replicas: Sequence[Replica] = ()
 
     @property
     def token_usage(self) -> float:
@@ -70,7 +95,8 @@ class Metrics:
       inter_token_s: between two tokens of a sample.
       request_s: from submission to a sample's end. Aborted samples are left out here and in the lengths.
       prompt_tokens, output_tokens: lengths of samples that ended.
-      throughput: how fast the engine works now.
+      throughput: how fast the engine works now, or all replicas together.
+      of_replicas: the same of each replica.
       clock: gives seconds.
       log_lines: counts of log lines: those dropped because standard error did not take them.
     """
@@ -80,13 +106,17 @@ class Metrics:
         load: Callable[[], Load],
         clock: Callable[[], float] = time.monotonic,
         log_lines: Counter[str] | None = None,
+        replicas: Callable[[], Sequence[Replica]] = tuple,
     ) -> None:
-        """`load` gives the engine's latest load; `log_lines` is kept, and counted by logs.py."""
+        """`load` gives the engine's latest load, `replicas` each replica's; `log_lines` is kept; logs.py counts it."""
         self._load = load
+        self._replicas = replicas
         self.log_lines: Counter[str] = Counter(dropped=0) if log_lines is None else log_lines
-        self._pool_tokens = 0
         self.clock = clock
         self.throughput = Throughput(load, clock)
+        self.of_replicas = [self.throughput]
+        if (num_replicas := len(replicas())) > 1:
+            self.of_replicas = [Throughput(partial(self._load_of, rank), clock) for rank in range(num_replicas)]
         self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self.errors: Counter[str] = Counter()
         self.prepare_s = Histogram(one_two_five(1e-4, 10))
@@ -100,13 +130,27 @@ class Metrics:
         self.prompt_tokens = Histogram(one_two_five(1, 1e6))
         self.output_tokens = Histogram(one_two_five(1, 1e6))
 
-    def serve(self, info: EngineInfo) -> None:
-        """Notes that the engine is ready."""
-        self._pool_tokens = info.limits.pool_tokens
-
     def snapshot(self) -> Snapshot:
         """Returns the engine's load and rates now."""
-        return Snapshot(self._load(), self.throughput.rates(), self._pool_tokens)
+        replicas = self._replicas()
+        pool_tokens = sum(replica.pool_tokens for replica in replicas)
+        return Snapshot(self._load(), self.throughput.rates(), pool_tokens, replicas)
+
+    def sample(self) -> None:
+        """Remembers the latest loads; must be called about once a second."""
+        self.throughput.sample()
+        if len(self.of_replicas) > 1:
+            for throughput in self.of_replicas:
+                throughput.sample()
+
+    async def keep_sampling(self) -> None:
+        """Samples until it is cancelled."""
+        while True:
+            self.sample()
+            await asyncio.sleep(SAMPLE_S)
+
+    def _load_of(self, rank: int) -> Load:
+        return self._replicas()[rank].load
 
     def failed(self, error: Exception) -> None:
         """Counts a request that ended with `error`."""
@@ -214,8 +258,7 @@ class Rates:
 class Throughput:
     """Rates over a sliding window of loads, from their differences.
 
-    `load` gives the engine's latest load, `clock` seconds. `sample` must be called about once a second: the status
-    line does so, or `run` in a process without one.
+    `load` gives the engine's latest load, `clock` seconds. `sample` must be called about once a second.
     """
 
     def __init__(self, load: Callable[[], Load], clock: Callable[[], float] = time.monotonic) -> None:
@@ -234,12 +277,6 @@ class Throughput:
         self._loads.append((now_s, load))
         while self._loads[0][0] < now_s - WINDOW_S:
             self._loads.popleft()
-
-    async def run(self) -> None:
-        """Samples until it is cancelled."""
-        while True:
-            self.sample()
-            await asyncio.sleep(SAMPLE_S)
 
     def rates(self) -> Rates:
         """Returns the rates from the oldest load in the window to the latest."""

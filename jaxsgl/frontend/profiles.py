@@ -17,7 +17,8 @@ from pathlib import Path
 
 from jaxsgl.config import ServerConfig
 from jaxsgl.errors import Forbidden, InvalidRequest, StartupError
-from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, EngineLink
+from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages import Answer, StartProfile, StopProfile
 
 MAX_STEPS = 1000
@@ -29,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 class Profiles:
     """Starts and stops profiles of the engine. Raises `StartupError` if --profile-dir can't be used."""
 
-    def __init__(self, config: ServerConfig, engine: EngineLink) -> None:
+    def __init__(self, config: ServerConfig, engine: Replicas) -> None:
         self._max_s = config.profile_max_s
         self._max_mb = config.profile_max_mb
         self._engine = engine
@@ -56,10 +57,19 @@ class Profiles:
         folder = await asyncio.to_thread(self._new_folder, self._root, name or f"profile-{time.time_ns() // 10**6}")
         started = False
         try:
-            answer = await self._engine.ask(
-                lambda number: StartProfile(number, str(folder), num_steps, by_stage, self._max_s, self._max_mb),
+            several = len(self._engine.links) > 1
+            answers = await self._engine.ask_each(
+                lambda rank, number: StartProfile(
+                    number,
+                    str(folder / f"replica{rank}" if several else folder),
+                    num_steps,
+                    by_stage,
+                    self._max_s,
+                    self._max_mb,
+                ),
                 ANSWER_LIMIT_S,
             )
+            answer = self._engine.together(answers)
             started = answer.ok
             return answer
         finally:

@@ -24,17 +24,17 @@ from jaxsgl import logs
 from jaxsgl.config import ServerConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.certificates import load_certificate
-from jaxsgl.frontend.engine_link import ENGINE_COMMAND, EngineLink
 from jaxsgl.frontend.exposition import StatusLine
 from jaxsgl.frontend.generation import FrontEnd, Generator, Peers, ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import HttpServer
 from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_file_limit
 from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, owned_engines
 from jaxsgl.frontend.profiles import Profiles
-from jaxsgl.frontend.watchdog import Watchdog
+from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.watchdog import watch
 from jaxsgl.frontend.workers import Workers
-from jaxsgl.logs import LogStyle
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 GRACE_S = 0.2  # calls that arrive at the end get an error that says why; a stopped gRPC server would say CANCELLED
@@ -97,25 +97,25 @@ class Share:
     """What one of several front-end processes has from its parent, which has taken the ports and owns the engine.
 
     Attributes:
-      engine: the link to the engine process.
+      engine: the links to the engine processes.
       peers: the other front-end processes.
       http: listens on the HTTP port.
       is_late: the other processes serve already, so nothing is accepted before this one can serve it.
     """
 
-    engine: EngineLink
+    engine: Replicas
     peers: Peers
     http: socket.socket
     is_late: bool = False
 
 
 class Server:
-    """Both ports and the engine process together, or what a `share` has of them. Made inside the loop that runs it.
+    """Both ports and the engine processes together, or what a `share` has of them. Made inside the loop that runs it.
 
     Raises `StartupError` for a certificate, a file of keys or a folder for profiles that doesn't work.
 
     Attributes:
-      engine: the link to the engine process.
+      engine: the links to the engine processes.
       metrics: what this process has counted.
       serving: set when requests may come.
     """
@@ -129,13 +129,13 @@ class Server:
         self._is_late = share is not None and share.is_late
         self._certificate = load_certificate(config)
         access = Access(config)
-        log_style = LogStyle(config.log_level, config.log_format)
-        self.engine = EngineLink(config.engine, log_style, engine_command) if share is None else share.engine
+        self.engine = Replicas(owned_engines(config, engine_command)) if share is None else share.engine
         self.serving = asyncio.Event()
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # asyncio's own would delay the end
-        self.metrics = Metrics(lambda: self.engine.load, log_lines=logs.line_counts())
+        self.metrics = Metrics(
+            lambda: self.engine.load, log_lines=logs.line_counts(), replicas=lambda: self.engine.each
+        )
         self._generator = Generator(self.engine, self._threads, self.metrics, config.request_timeout_s)
-        self._watchdog = Watchdog(self.engine, config.watchdog_s, config.keep_stuck_server)
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers
         profiles = Profiles(config, self.engine)
@@ -151,7 +151,7 @@ class Server:
         duties = [asyncio.create_task(duty) for duty in self._duties()]
         try:
             await asyncio.wait([death, *duties], return_when=asyncio.FIRST_COMPLETED)
-            # The watchdog ends with a reason, other duties by a bug only.
+            # The watchdog ends with the reason of a death, other duties by a bug only.
             reason = next((duty.result() for duty in duties if duty.done()), None) or death.result()
         finally:
             for task in (death, *duties):
@@ -166,7 +166,6 @@ class Server:
             log_listening(self._config, at)
         await self.engine.start()
         model = await self._load_model()
-        self.metrics.serve(model.info)
         self._generator.serve(model)
         at = at or await self._open_ports()
         await self.report_health()
@@ -191,16 +190,14 @@ class Server:
         await self._end_calls(reason)
 
     async def close(self) -> None:
-        """Ends connections and the engine process. Does not wait for threads that tokenize or download."""
+        """Ends connections and the engine processes. Does not wait for threads that tokenize or download."""
         await asyncio.gather(self._grpc.stop(), self._http.stop())
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self.engine.stuck is not None:
-            self.kill()  # it would not hear the request to end
         await self.engine.stop()
         logger.info("stopped")
 
     def kill(self) -> None:
-        """Ends the engine process at once."""
+        """Ends the engine processes at once."""
         self.engine.kill()
 
     async def report_health(self) -> None:
@@ -211,8 +208,8 @@ class Server:
         """Returns what runs beside the requests; the parent of several front-end processes does some of it for all."""
         certificate = [self._certificate.watch()] if self._certificate is not None else []
         if self._shares:
-            return [self.metrics.throughput.run(), *certificate]
-        return [self._watchdog.run(self.report_health), self._status.run(), *certificate]
+            return [self.metrics.keep_sampling(), *certificate]
+        return [watch(self.engine, self._config, self.report_health), self._status.run(), *certificate]
 
     async def _end_calls(self, reason: str) -> None:
         self.engine.fail(reason)

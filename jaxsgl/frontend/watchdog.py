@@ -2,7 +2,7 @@
 
 Pings the engine whenever it has been silent, and expects steps while requests run or wait, unless generation is paused.
 Counts its own ticks instead of seconds: a front end that was stopped itself (by a debugger, or a laptop's sleep) must
-not take that time for the engine's silence. server.py runs it; health endpoints read `EngineLink.refusal`.
+not take that time for the engine's silence. server.py and workers.py run `watch`; health endpoints read `refusal`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from jaxsgl import stacks
+from jaxsgl.config import ServerConfig
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.engine_link import EngineLink
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages import Ping
 
 MAX_TICK_S = 5.0
@@ -46,9 +48,9 @@ class Watchdog:
         self._asked = False
 
     async def run(self, report: Callable[[], Awaitable[None]]) -> str:
-        """Watches until the server must end, and returns why. Sets `EngineLink.stuck`; awaits `report` at each change.
+        """Watches until the engine must end, and returns why. Sets `EngineLink.stuck`; awaits `report` at each change.
 
-        The server must end once the engine has been stuck for `PATIENCE` times the limit.
+        It must end once it has been stuck for `PATIENCE` times the limit.
         """
         while True:
             await asyncio.sleep(self._tick_s)
@@ -57,7 +59,7 @@ class Watchdog:
                 await self._changed(stuck, report)
             reason = None if self._keep_alive else self._problem(PATIENCE * self._limit_s)
             if reason is not None:
-                logger.error("%s: ending %d open calls and the server", reason, self._engine.num_open)
+                logger.error("%s: ending it and %d open calls", reason, self._engine.num_open)
                 self._dump_stacks()
                 await asyncio.sleep(self.dump_s)
                 return reason
@@ -99,3 +101,32 @@ class Watchdog:
         """Logs where this process stands, and has the engine do so."""
         self._engine.dump_stacks()
         logger.error("stacks of the server process:\n%s%s", stacks.of_threads(), stacks.of_tasks())
+
+
+async def watch(replicas: Replicas, config: ServerConfig, report: Callable[[], Awaitable[None]]) -> str:
+    """Watches every replica, and ends one that stays stuck. Returns why the last one died, once all are dead.
+
+    Awaits `report` when one gets stuck, works again or dies.
+    """
+
+    async def follow(link: EngineLink) -> str:
+        watchdog = Watchdog(link, config.watchdog_s, config.keep_stuck_server)
+        death, verdict = asyncio.create_task(link.death()), asyncio.create_task(watchdog.run(report))
+        try:
+            await asyncio.wait({death, verdict}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            death.cancel()
+            verdict.cancel()
+        if not death.done():
+            link.kill()
+            link.died(verdict.result())
+        await report()
+        return await link.death()
+
+    following = [asyncio.create_task(follow(link)) for link in replicas.links]
+    try:
+        reasons = await asyncio.gather(*following)
+    finally:
+        for task in following:
+            task.cancel()
+    return reasons[-1]

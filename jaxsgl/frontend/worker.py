@@ -16,10 +16,11 @@ import sys
 from collections import deque
 
 from jaxsgl import logs, stacks
-from jaxsgl.config import EngineConfig, ServerConfig
+from jaxsgl.config import ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.counts import Counts, counts_of
 from jaxsgl.frontend.engine_link import EngineLink
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.server import Server, Share, live
 from jaxsgl.frontend.worker_channel import (
     AskCounts,
@@ -44,24 +45,13 @@ TOTAL_S = 5.0  # for the parent to answer
 class WorkerLink(EngineLink):
     """The link of a process that does not own the engine process: its parent does, and tells of its death."""
 
-    def __init__(self, config: EngineConfig, log_style: LogStyle, endpoints: Endpoints) -> None:
-        super().__init__(config, log_style, line=endpoints.line)
+    def __init__(self, endpoints: Endpoints) -> None:
+        super().__init__(endpoints.line)
         self._engine_endpoints = endpoints
 
     async def start(self) -> None:
         """Connects to the engine, which may be still to start."""
         self._connect(self._engine_endpoints)
-
-    def died(self, reason: str) -> None:
-        """Takes note of the engine's death: all open calls fail."""
-        self._die(reason)
-
-    async def stop(self) -> None:
-        """Hangs up."""
-        self._hang_up()
-
-    def kill(self) -> None:
-        """Leaves the engine process to its owner."""
 
 
 class Worker:
@@ -70,8 +60,10 @@ class Worker:
     def __init__(self, launch: WorkerLaunch, channel: Channel[ToWorker], http: socket.socket) -> None:
         config = launch.config
         self._channel = channel
-        self._link = WorkerLink(config.engine, LogStyle(config.log_level, config.log_format), launch.endpoints)
-        self._server = Server(config, share=Share(self._link, self, http, launch.is_late))
+        self._engine = Replicas([WorkerLink(endpoints) for endpoints in launch.endpoints])
+        for rank, reason in launch.dead.items():
+            self._engine.links[rank].died(reason)
+        self._server = Server(config, share=Share(self._engine, self, http, launch.is_late))
         self._totals: deque[asyncio.Future[Counts]] = deque()
 
     async def live(self) -> int:
@@ -108,10 +100,11 @@ class Worker:
                     os._exit(1)
                 case Drain():
                     return
-                case EngineDied(reason):
-                    self._link.died(reason)
-                case EngineStuck(reason):
-                    self._link.stuck = reason
+                case EngineDied(rank, reason):
+                    self._engine.links[rank].died(reason)
+                    await self._server.report_health()
+                case EngineStuck(rank, reason):
+                    self._engine.links[rank].stuck = reason
                     await self._server.report_health()
                 case AskCounts():
                     self._channel.send(self._own_counts())
@@ -121,7 +114,7 @@ class Worker:
                         total.set_result(counts)
 
     def _own_counts(self) -> Counts:
-        return counts_of(self._server.metrics, self._link.num_open)
+        return counts_of(self._server.metrics, self._engine.num_open)
 
 
 async def work(channel_end: socket.socket, http: socket.socket) -> int:

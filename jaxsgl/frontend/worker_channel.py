@@ -27,25 +27,29 @@ class WorkerLaunch(msgspec.Struct, frozen=True, tag="launch"):
     Attributes:
       number: 1, 2, ...; the one that takes a dead worker's place has its number.
       config: the server's, with both ports as they were taken.
-      endpoints: where the engine is; the line is this worker's alone.
+      endpoints: where each engine is, by rank; the line is this worker's alone.
+      dead: why replicas have died, by rank; nothing else is known of them.
       is_late: the server is ready, and this worker takes the place of one that died.
     """
 
     number: int
     config: ServerConfig
-    endpoints: Endpoints
+    endpoints: tuple[Endpoints, ...]
+    dead: dict[int, str] = {}
     is_late: bool = False
 
 
 class EngineDied(msgspec.Struct, frozen=True, tag="engine_died"):
-    """All open calls must fail with this reason, and the worker end."""
+    """The open calls on the replica `rank` must fail with this reason; with the last replica the worker ends."""
 
+    rank: int
     reason: str
 
 
 class EngineStuck(msgspec.Struct, frozen=True, tag="engine_stuck"):
-    """The watchdog's verdict has changed: why the engine is stuck, None if it works again."""
+    """The watchdog's verdict on the replica `rank` has changed: why it is stuck, None if it works again."""
 
+    rank: int
     reason: str | None
 
 

@@ -1,8 +1,8 @@
 """The parent of several front-end processes: what there must be once per server, not once per process.
 
-Takes the ports, owns the engine process, starts the workers and replaces one that dies, runs the watchdog and the
+Takes the ports, owns the engine processes, starts the workers and replaces one that dies, runs the watchdog and the
 status line, adds up counts, and passes on the end: a signal, or the engine's death. Never sees a request: each worker
-(worker.py) accepts its own connections and has a line of its own to the engine. server.py runs it in the place of a
+(worker.py) accepts its own connections and has lines of its own to the engines. server.py runs it in the place of a
 `Server`.
 """
 
@@ -24,11 +24,12 @@ from jaxsgl.config import ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.child_process import how_it_ended, start_child
 from jaxsgl.frontend.counts import Counts, counts_of, summed
-from jaxsgl.frontend.engine_link import ENGINE_COMMAND, EngineLink
 from jaxsgl.frontend.exposition import StatusLine
 from jaxsgl.frontend.listen import Addresses, address_of, log_listening, log_ready, reserve_port
 from jaxsgl.frontend.metrics import Metrics
-from jaxsgl.frontend.watchdog import MAX_TICK_S, TICKS, Watchdog
+from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, owned_engines
+from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.watchdog import MAX_TICK_S, TICKS, watch
 from jaxsgl.frontend.worker_channel import (
     AskCounts,
     AskTotal,
@@ -44,7 +45,6 @@ from jaxsgl.frontend.worker_channel import (
     WorkerReady,
     parents_end,
 )
-from jaxsgl.logs import LogStyle
 from jaxsgl.messages import PARENT_LINE, CloseLine, EngineInfo, OpenLine
 
 WORKER_COMMAND = (sys.executable, "-m", "jaxsgl.frontend.worker")
@@ -61,7 +61,7 @@ class WorkerProcess:
 
     Attributes:
       number: 1, 2, ...; a worker that takes a dead one's place has its number.
-      line: its line to the engine, which no other worker ever has.
+      line: its line to each engine, which no other worker ever has.
       ready: set when it takes requests.
       told: set while all that was asked of it is answered.
       counts: those that it told last.
@@ -128,10 +128,10 @@ class WorkerProcess:
 
 
 class Workers:
-    """The engine process and all workers, as one server. Must be made inside the event loop that runs it.
+    """The engine processes and all workers, as one server. Must be made inside the event loop that runs it.
 
     Attributes:
-      engine: the link to the engine process; no call is ever open on it.
+      engine: the links to the engine processes; no call is ever open on them.
     """
 
     def __init__(
@@ -143,10 +143,9 @@ class Workers:
         self._start_s = time.monotonic()
         self._config = config
         self._worker_command = worker_command
-        log_style = LogStyle(config.log_level, config.log_format)
-        self.engine = EngineLink(config.engine, log_style, engine_command, line=PARENT_LINE)
+        self._engines = owned_engines(config, engine_command, PARENT_LINE)
+        self.engine = Replicas(self._engines)
         self._metrics = Metrics(lambda: self.engine.load, log_lines=logs.line_counts())
-        self._watchdog = Watchdog(self.engine, config.watchdog_s, config.keep_stuck_server)
         self._status = StatusLine(self._metrics)
         self._sockets: list[socket.socket] = []  # one per worker, of the HTTP port, which outlives them; one of gRPC
         self._workers: list[WorkerProcess] = []
@@ -163,24 +162,24 @@ class Workers:
         death = asyncio.create_task(self.engine.death())
         duties = [
             asyncio.create_task(duty)
-            for duty in (self._watchdog.run(self._report_stuck), self._status.run(), self._watch_workers())
+            for duty in (watch(self.engine, self._config, self._report), self._status.run(), self._watch_workers())
         ]
         try:
             any_end: list[asyncio.Future[Any]] = [death, self._broken, *duties]
             await asyncio.wait(any_end, return_when=asyncio.FIRST_COMPLETED)
-            # The watchdog ends with a reason, other duties by a bug only.
+            # The watchdog ends with the reason of a death, other duties by a bug only.
             reason = next((duty.result() for duty in duties if duty.done()), None)
             reason = reason or (death.result() if death.done() else self._broken.result())
         finally:
             for task in (death, *duties):
                 task.cancel()
-        await self._end(EngineDied(reason), END_S)
+        await self._end([EngineDied(rank, reason) for rank in range(self._config.dp_size)], END_S)
         return 1
 
     async def drain(self) -> None:
         """Has every worker drain its calls and end."""
         logger.info("stopping: %d workers give their open calls %.0f s", len(self._workers), self._config.drain_s)
-        await self._end(Drain(), self._config.drain_s + END_S)
+        await self._end([Drain()], self._config.drain_s + END_S)
 
     async def close(self) -> None:
         """Ends what still runs."""
@@ -191,8 +190,6 @@ class Workers:
             await asyncio.wait(self._tasks)
         for taken in self._sockets:
             taken.close()
-        if self.engine.stuck is not None:
-            self.engine.kill()  # it would not hear the request to end
         await self.engine.stop()
         logger.info("stopped")
 
@@ -216,7 +213,7 @@ class Workers:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
                 raise StartupError(self._broken.result())
-            self._metrics.serve(ready.result())
+            ready.result()
         finally:
             ready.cancel()
         log_ready(self._config, at, time.monotonic() - self._start_s)
@@ -244,9 +241,13 @@ class Workers:
         self._last_line += 1
         worker = WorkerProcess(number, self._last_line)
         self._workers.append(worker)
-        self.engine.send(OpenLine(worker.line))
+        for link in self._engines:
+            with contextlib.suppress(EngineUnavailable):  # it is dead
+                link.send(OpenLine(worker.line))
         http = self._sockets[number - 1].fileno()
-        launch = WorkerLaunch(number, self._config, self.engine.endpoints.at(worker.line), is_late)
+        endpoints = tuple(link.endpoints.at(worker.line) for link in self._engines)
+        dead = {rank: str(link.refusal) for rank, link in enumerate(self._engines) if link.is_dead}
+        launch = WorkerLaunch(number, self._config, endpoints, dead, is_late)
         await worker.start(self._worker_command, launch, http)
         self._begin(self._follow(worker))
 
@@ -263,7 +264,7 @@ class Workers:
             match message:
                 case WorkerReady():
                     worker.ready.set()
-                    worker.send(EngineStuck(self.engine.stuck))
+                    self._tell_engines(worker)
                 case StartFailed(text):
                     worker.failure = text
                 case Counts():
@@ -279,8 +280,9 @@ class Workers:
 
     async def _replace(self, worker: WorkerProcess, how: str) -> None:
         """Starts another worker, unless this one never served or too many have died lately: that ends the server."""
-        with contextlib.suppress(EngineUnavailable):  # then all workers end anyway
-            self.engine.send(CloseLine(worker.line))
+        for link in self._engines:
+            with contextlib.suppress(EngineUnavailable):  # it is dead
+                link.send(CloseLine(worker.line))
         now_s = time.monotonic()
         self._deaths_s.append(now_s)
         while self._deaths_s[0] < now_s - DEATHS_S:
@@ -296,19 +298,25 @@ class Workers:
             logger.error("%s: ending the server", reason)
             self._broken.set_result(reason)
 
-    async def _end(self, order: Drain | EngineDied, limit_s: float) -> None:
+    async def _end(self, orders: Sequence[Drain | EngineDied], limit_s: float) -> None:
         """Tells all workers to end, and waits for that."""
         self._ending = True
         for worker in self._workers:
-            worker.send(order)
+            for order in orders:
+                worker.send(order)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=limit_s)
 
     # Once per server.
 
-    async def _report_stuck(self) -> None:
+    async def _report(self) -> None:
         for worker in self._workers:
-            worker.send(EngineStuck(self.engine.stuck))
+            self._tell_engines(worker)
+
+    def _tell_engines(self, worker: WorkerProcess) -> None:
+        """Tells a worker which engines are dead or stuck."""
+        for rank, link in enumerate(self._engines):
+            worker.send(EngineDied(rank, str(link.refusal)) if link.is_dead else EngineStuck(rank, link.stuck))
 
     async def _watch_workers(self) -> None:
         """Kills a worker whose loop has stood still for `--watchdog-s`; another takes its place."""

@@ -292,7 +292,7 @@ def main() -> int:
         time.sleep(0.03)
     else:
         follow_parent(sys.stdin.buffer, launch.endpoints)
-    logs.configure(launch.log_style, "engine")
+    logs.configure(launch.log_style, launch.name)
     logging.getLogger(__name__).debug("the fake engine starts")
     with open_mailbox(launch.endpoints) as mailbox:
         return serve(launch, mailbox)

@@ -10,8 +10,8 @@ from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.profiles import Profiles
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import MAX_UNREAD
-from jaxsgl.logs import LogStyle
 from jaxsgl.messages import ToMailbox
 
 
@@ -19,7 +19,7 @@ class PlayedLink(EngineLink):
     """Has no process: `sent` holds the messages to the engine, and the test calls `receive` with the engine's."""
 
     def __init__(self, max_unread: int = MAX_UNREAD) -> None:
-        super().__init__(EngineConfig(), LogStyle("info", "text"), max_unread=max_unread)
+        super().__init__(max_unread=max_unread)
         self.sent: list[ToMailbox] = []
 
     def send(self, message: ToMailbox) -> None:
@@ -29,7 +29,8 @@ class PlayedLink(EngineLink):
 def front_end_of(link: EngineLink, threads: Executor, model: ServedModel) -> FrontEnd:
     """A front end that serves `model`."""
     config = ServerConfig(EngineConfig(), port=0, grpc_port=0)
+    engine = Replicas([link])
     metrics = Metrics(lambda: link.load)
-    generator = Generator(link, threads, metrics, timeout_s=600.0)
+    generator = Generator(engine, threads, metrics, timeout_s=600.0)
     generator.serve(model)
-    return FrontEnd(config, Access(config), link, generator, metrics, Profiles(config, link))
+    return FrontEnd(config, Access(config), engine, generator, metrics, Profiles(config, engine))

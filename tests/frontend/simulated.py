@@ -17,9 +17,8 @@ from typing import Any
 import msgspec
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config import SchedulingConfig
 from jaxsgl.frontend.engine_link import EngineLink
-from jaxsgl.logs import LogStyle
 from jaxsgl.messages import PARENT_LINE, EngineInfo, EngineReady, FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.shared_mailbox import SharedMailbox
@@ -217,13 +216,9 @@ class SimulatedLink(EngineLink):
     """A front end's link over a simulated line. Its engine process dies by `died`."""
 
     def __init__(self, line: int | None, max_unread: int, to_engine: SimulatedLine) -> None:
-        super().__init__(EngineConfig(), LogStyle("info", "text"), max_unread=max_unread, line=line)
+        super().__init__(line, max_unread)
         self._to_engine = to_engine
         self._line = to_engine  # type: ignore[assignment]
-
-    def died(self, reason: str) -> None:
-        """The engine process has ended."""
-        self._die(reason)
 
     def end(self) -> None:
         """This front end dies: nothing leaves it any more."""

@@ -20,6 +20,7 @@ from jaxsgl.config import SchedulingConfig
 from jaxsgl.errors import EngineUnavailable, JaxsglError, StartupError
 from jaxsgl.frontend.generation import Generator, ServedModel
 from jaxsgl.frontend.metrics import Metrics
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages import (
     PARENT_LINE,
     CloseLine,
@@ -94,7 +95,7 @@ class FrontEndProcess:
         self.link = SimulatedLink(line, rng.choice([3, 20, 1000]), to_engine)
         self.metrics = Metrics(lambda: self.link.load, world.loop.time)
         timeout_s = rng.choice([0.3, FOREVER_S, FOREVER_S])
-        self.generator = Generator(self.link, world.threads, self.metrics, timeout_s)
+        self.generator = Generator(Replicas([self.link]), world.threads, self.metrics, timeout_s)
         world.links[self.line] = self.link
         world.begin(self._serve(world.tokenizer))
 

@@ -17,8 +17,8 @@ from fake_engine_process import Script
 from server_process import PATIENCE_S, ROOT, ids_request
 
 from jaxsgl.config import EngineConfig, ServerConfig
-from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.server import Server
 
 FAKE_ENGINE = [sys.executable, str(Path(__file__).parent / "fake_engine_process.py")]
@@ -48,7 +48,7 @@ async def leave(stub: pb_grpc.JaxsglStub, number: int, rng: random.Random) -> No
 
 
 @contextlib.asynccontextmanager
-async def serving(model: Path) -> AsyncIterator[tuple[EngineLink, str]]:
+async def serving(model: Path) -> AsyncIterator[tuple[Replicas, str]]:
     """A server in this process, whose tables can be looked at; and its address."""
     server = Server(ServerConfig(EngineConfig(model=str(model)), port=0, grpc_port=0), FAKE_ENGINE)
     try:
@@ -66,8 +66,8 @@ def test_two_hundred_disconnects_leave_nothing_behind(tmp_path: Path, caplog: py
             for start in range(0, 200, 20):
                 await asyncio.gather(*(leave(stub, start + i, rng) for i in range(20)))
             await until(lambda: link.num_open == 0)
-            assert not link._streams
-            assert not link._by_request_id
+            assert not link.links[0]._streams
+            assert not link.links[0]._by_request_id
             for reports in itertools.count(1):
                 call = stub.Generate(ids_request(Script.REPORT, stream=False, ignore_eos=True, max_tokens=3))
                 running, seen, aborts = (await call.read()).token_ids

@@ -25,6 +25,7 @@ from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages import EngineInfo, Replies, Reply
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.text.tokenizer import load_tokenizer
@@ -71,10 +72,11 @@ async def serving(link: PlayedLink, timeouts: Timeouts, folder: str) -> AsyncIte
     metrics = Metrics(lambda: link.load)
     config = ServerConfig(grpc_port=0)
     with ThreadPoolExecutor(1) as threads:
-        generator = Generator(link, threads, metrics, timeout_s=PATIENCE_S)
+        engine = Replicas([link])
+        generator = Generator(engine, threads, metrics, timeout_s=PATIENCE_S)
         info = EngineInfo("m", "FakeForCausalLM", "float32", Limits(1000, 200, 160), (1,), 16, 8, "xla", "cpu", 1, 1, 0)
         generator.serve(ServedModel(info, load_tokenizer(folder)))
-        front_end = FrontEnd(config, Access(config), link, generator, metrics, Profiles(config, link))
+        front_end = FrontEnd(config, Access(config), engine, generator, metrics, Profiles(config, engine))
         server = GrpcServer(front_end, None, timeouts)
         try:
             async with asyncio.timeout(PATIENCE_S):

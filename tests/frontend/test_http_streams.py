@@ -24,18 +24,18 @@ from starlette.responses import Response
 
 from jaxsgl.config import EngineConfig, ServerConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.http import errors
 from jaxsgl.frontend.http.connection import Connection
 from jaxsgl.frontend.http.sse import EventStream, event
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.server import Server
 
 FAKE_ENGINE = [sys.executable, str(Path(__file__).parent / "fake_engine_process.py")]
 
 
 @contextlib.asynccontextmanager
-async def serving(model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[EngineLink, str]]:
-    """Yields the engine link of a server in this process, so that its tables can be read, and the HTTP address."""
+async def serving(model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Replicas, str]]:
+    """Yields the engine links of a server in this process, so that its tables can be read, and the HTTP address."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the fake engine process imports jaxsgl too
     server = Server(ServerConfig(EngineConfig(model=str(model)), port=0, grpc_port=0), FAKE_ENGINE)
     try:
@@ -86,8 +86,8 @@ def test_two_hundred_disconnects_leave_nothing_behind(
             for start in range(0, 200, 20):
                 await asyncio.gather(*(leave(address, start + i, rng) for i in range(20)))
             await until(lambda: engine.num_open == 0)
-            assert not engine._streams
-            assert not engine._by_request_id
+            assert not engine.links[0]._streams
+            assert not engine.links[0]._by_request_id
             async with httpx.AsyncClient(base_url=f"http://{address}", timeout=PATIENCE_S) as http:
                 for reports in itertools.count(1):
                     body = generate_body(Script.REPORT, ignore_eos=True, max_new_tokens=3)

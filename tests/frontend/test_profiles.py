@@ -20,6 +20,7 @@ from smg_grpc_proto.generated import common_pb2
 from jaxsgl.config import Limits, ServerConfig
 from jaxsgl.errors import ConfigError, Forbidden, InvalidRequest, StartupError
 from jaxsgl.frontend.profiles import MAX_STEPS, Profiles
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages import Answer, EngineInfo, EngineReady, StartProfile, ToMailbox
 from tests.junk_http import VALUES
 
@@ -47,7 +48,8 @@ def start(
         link = EngineThatAnswers()
         link.receive(EngineReady(INFO))
         link.ok = ok
-        answer = await Profiles(ServerConfig(profile_dir=str(folder), **flags), link).start(name, num_steps, by_stage)
+        config = ServerConfig(profile_dir=str(folder), **flags)
+        answer = await Profiles(config, Replicas([link])).start(name, num_steps, by_stage)
         return answer, link.sent
 
     return asyncio.run(order())
@@ -113,7 +115,7 @@ def test_a_refused_order_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_without_a_folder_of_the_operators_nothing_is_recorded() -> None:
     async def main() -> None:
-        await Profiles(ServerConfig(), PlayedLink()).start("a", None, False)
+        await Profiles(ServerConfig(), Replicas([PlayedLink()])).start("a", None, False)
 
     with pytest.raises(Forbidden, match="--profile-dir"):
         asyncio.run(main())
@@ -125,7 +127,7 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) ->
     (tmp_path / "open").chmod(0o777)
     for folder in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "open"):
         with pytest.raises(StartupError, match="--profile-dir"):
-            Profiles(ServerConfig(profile_dir=str(folder)), PlayedLink())
+            Profiles(ServerConfig(profile_dir=str(folder)), Replicas([PlayedLink()]))
     for remote in ("gs://bucket/x", ""):
         with pytest.raises(ConfigError, match="--profile-dir"):
             ServerConfig(profile_dir=remote)

@@ -213,7 +213,7 @@ def test_a_worker_without_a_tokenizer_refuses_calls_that_need_it(
 def test_gateways_get_the_speed_of_busy_times(served: ServedModel) -> None:
     """A worker that has been idle would look slow otherwise, and the next burst of requests would avoid it."""
     busy = Busy(served.info, Load(), Rates(output_tokens_per_s=1.0, busy_tokens_per_s=500.0))
-    assert loads_response(busy, ()).loads[0].gen_throughput == 500.0
+    assert loads_response([busy], ()).loads[0].gen_throughput == 500.0
     assert load_record(busy, 1, None, False).gen_throughput == 500.0
 
 
@@ -259,13 +259,13 @@ def test_loads_hold_the_sections_asked_for(sglang: Stub, include: list[str], sec
 
 
 def test_loads_of_unknown_sections_and_ranks_are_refused() -> None:
-    check_loads_request(pb.GetLoadsRequest(dp_rank=0, include=SECTIONS))
+    check_loads_request(pb.GetLoadsRequest(dp_rank=0, include=SECTIONS), 1)
     for request, word in (
         (pb.GetLoadsRequest(include=["speed"]), "'speed'"),
         (pb.GetLoadsRequest(dp_rank=1), "dp_rank"),
     ):
         with pytest.raises(InvalidRequest, match=word):
-            check_loads_request(request)
+            check_loads_request(request, 1)
 
 
 def test_the_cache_is_flushed_when_nothing_runs(sglang: Stub) -> None:

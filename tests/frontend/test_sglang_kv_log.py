@@ -11,6 +11,7 @@ from jaxsgl.config import Limits
 from jaxsgl.frontend.grpc.sglang.kv_events import DataLoss, KvLog, KvStream, OutOfRange, batch_of, snapshot_chunks
 from jaxsgl.frontend.grpc.sglang.loads import Busy
 from jaxsgl.frontend.metrics import Rates
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages import CacheCleared, CacheEvent, CacheEvents, EngineInfo, PagesRemoved, PagesStored, WatchCache
 
 INFO = EngineInfo(
@@ -25,6 +26,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.link = PlayedLink()
+        self.all = Replicas([self.link])
 
     def answer_watch(self, *stored: PagesStored) -> None:
         command = next(message for message in self.link.sent if isinstance(message, WatchCache))
@@ -52,7 +54,7 @@ def page_of(log: KvLog, number: int) -> int:
 def test_numbers_start_at_1_and_go_on() -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.link)
+        log = KvLog(engine.all)
         assert await follow(log, engine) == [1]
         for page in (10, 11, 12):
             engine.tell(page)
@@ -67,7 +69,7 @@ def test_numbers_start_at_1_and_go_on() -> None:
 
 def test_the_engine_is_not_asked_before_the_first_subscriber() -> None:
     engine = Engine()
-    log = KvLog(engine.link)
+    log = KvLog(engine.all)
     engine.tell(10)
     assert not engine.link.sent
     assert log.last == 0
@@ -77,7 +79,7 @@ def test_the_engine_is_not_asked_before_the_first_subscriber() -> None:
 def test_the_log_is_bounded_and_reading_too_slowly_is_data_loss(max_batches: int, max_blocks: int) -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.link, max_batches, max_blocks)
+        log = KvLog(engine.all, max_batches, max_blocks)
         await follow(log, engine)
         for page in range(10):
             engine.tell(page)
@@ -92,7 +94,7 @@ def test_the_log_is_bounded_and_reading_too_slowly_is_data_loss(max_batches: int
 def test_a_batch_larger_than_the_log_is_lost_and_not_kept() -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.link, max_blocks=3)
+        log = KvLog(engine.all, max_blocks=3)
         await follow(log, engine)
         engine.link.receive(CacheEvents([PagesRemoved([1, 2, 3, 4])]))
         with pytest.raises(DataLoss):
@@ -107,8 +109,8 @@ def test_the_stream_of_a_slow_reader_ends_with_data_loss() -> None:
     async def scenario() -> None:
         engine = Engine()
         engine.link.accept()
-        log = KvLog(engine.link, max_batches=3)
-        stream = KvStream(log, engine.link, lambda: Busy(INFO, engine.link.load, Rates()), loads_at_once=False)
+        log = KvLog(engine.all, max_batches=3)
+        stream = KvStream(log, engine.all, lambda rank: Busy(INFO, engine.link.load, Rates()), loads_at_once=False)
         batches = stream.batches(0)
         first = asyncio.ensure_future(anext(batches))
         await asyncio.sleep(0.01)
@@ -125,7 +127,7 @@ def test_the_stream_of_a_slow_reader_ends_with_data_loss() -> None:
 def test_resuming_works_from_the_last_number_seen_and_from_the_next_one() -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.link, max_batches=3)
+        log = KvLog(engine.all, max_batches=3)
         with pytest.raises(OutOfRange):
             log.after(1)
         await follow(log, engine)
@@ -142,7 +144,7 @@ def test_resuming_works_from_the_last_number_seen_and_from_the_next_one() -> Non
 def test_a_snapshot_that_no_subscriber_waits_for_any_more_is_dropped() -> None:
     async def scenario() -> None:
         engine = Engine()
-        log = KvLog(engine.link)
+        log = KvLog(engine.all)
         asking = asyncio.ensure_future(log.snapshot())
         await asyncio.sleep(0)
         asking.cancel()
@@ -155,7 +157,7 @@ def test_a_snapshot_that_no_subscriber_waits_for_any_more_is_dropped() -> None:
 
 def test_a_snapshot_comes_in_chunks_with_parents_before_children() -> None:
     stored = [PagesStored([1, 2, 3, 4, 5], list(range(10)), None), PagesStored([6, 7], [20, 21, 22, 23], 2)]
-    first, *others = chunks = snapshot_chunks(stored, last=50, chunk_blocks=2)
+    first, *others = chunks = snapshot_chunks({0: stored}, last=50, chunk_blocks=2)
     assert [chunk.sequence_number for chunk in chunks] == [47, 48, 49, 50]
     assert [(chunk.snapshot.index, chunk.snapshot.count, chunk.snapshot.blocks) for chunk in chunks] == [
         (index, 4, 7) for index in range(4)
@@ -175,7 +177,7 @@ def test_a_snapshot_comes_in_chunks_with_parents_before_children() -> None:
 )
 def test_a_snapshots_numbers_fit_before_the_last_batch(num_pages: int, last: int, numbers: list[int]) -> None:
     stored = [PagesStored([page], [page], None) for page in range(num_pages)]
-    chunks = snapshot_chunks(stored, last, chunk_blocks=2)
+    chunks = snapshot_chunks({0: stored}, last, chunk_blocks=2)
     assert [chunk.sequence_number for chunk in chunks] == numbers
     assert sum(len(event.stored.blocks) for chunk in chunks for event in chunk.events) == num_pages
 

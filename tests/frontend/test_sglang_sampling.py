@@ -108,8 +108,6 @@ def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, Any], word: 
         {"lora_id": "adapter"},
         {"token_ids_logprob": [0]},
         {"return_hidden_states": True},
-        {"data_parallel_rank": 1},
-        {"data_parallel_rank": -1},
         {"return_logprob": True, "logprob_start_len": -2},
         {"return_logprob": True, "logprob_start_len": 2},
         {"return_logprob": True, "top_logprobs_num": -1},

@@ -35,13 +35,18 @@ def check_num_choices(num_prompts: int, n: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def start_all(generator: Generator, requests: Sequence[Request]) -> AsyncIterator[list[Generation]]:
-    """Submits prepared requests. Leaving the block before they end aborts them. Raises as `Generator.start`."""
+async def start_all(
+    generator: Generator, requests: Sequence[Request], rank: int | None = None
+) -> AsyncIterator[list[Generation]]:
+    """Submits prepared requests. Leaving the block before they end aborts them. Raises as `Generator.start`.
+
+    `rank` is the replica that must serve them; None: any.
+    """
     generations: list[Generation] = []
     pause = Pause()
     with contextlib.ExitStack() as stack:
         for request in requests:
-            generations.append(stack.enter_context(generator.start(request)))
+            generations.append(stack.enter_context(generator.start(request, rank=rank)))
             await pause.after(1)
         yield generations
 

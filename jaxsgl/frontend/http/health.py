@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from typing import Any
 
 from fastapi import APIRouter, Response
 from prometheus_client import generate_latest
@@ -31,18 +32,20 @@ def router(front_end: FrontEnd) -> APIRouter:
     registry = registry_of(front_end.metrics, front_end.config.model_name)
 
     @api.get("/health")
-    async def health() -> dict[str, str]:
-        """200 when requests make sense; 503 while the engine starts, is stuck or dead, and while the server stops."""
-        _check(front_end)
-        return {"status": "ok"}
+    async def health() -> dict[str, Any]:
+        """200 when requests make sense; 503 while the engine starts, is stuck or dead, and while the server stops.
+
+        With several replicas it is 200 as long as one serves; `problems` says why others don't.
+        """
+        return _status(front_end)
 
     @api.get("/health_generate")
-    async def health_generate() -> dict[str, str]:
+    async def health_generate() -> dict[str, Any]:
         """As /health, and a token has come since, of any request, unless generation is paused."""
-        _check(front_end)
+        status = _status(front_end)
         if not front_end.engine.load.paused:
             await probe.run()
-        return {"status": "ok"}
+        return status
 
     @api.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
     async def metrics() -> Response:
@@ -56,10 +59,11 @@ def router(front_end: FrontEnd) -> APIRouter:
     return api
 
 
-def _check(front_end: FrontEnd) -> None:
-    problem = front_end.engine.refusal
-    if problem is not None:
-        raise EngineUnavailable(problem)
+def _status(front_end: FrontEnd) -> dict[str, Any]:
+    engine = front_end.engine
+    if engine.refusal is not None:
+        raise EngineUnavailable(engine.refusal)
+    return {"status": "degraded", "problems": engine.problems} if engine.problems else {"status": "ok"}
 
 
 class _Probe:

@@ -51,8 +51,8 @@ def _page(front_end: FrontEnd) -> str:
     """Returns the page. Browsers send no key, so with one set it names neither the model nor the version."""
     engine, config = front_end.engine, front_end.config
     rows = {"State": engine.state}
-    if engine.state != "loading" and engine.refusal is not None:
-        rows["Reason"] = engine.refusal
+    if engine.state != "loading" and engine.problems:
+        rows["Reason"] = "; ".join(engine.problems)
     if not config.needs_key:
         rows |= {"Model": config.model_name, "Version": jaxsgl.__version__}
     else:

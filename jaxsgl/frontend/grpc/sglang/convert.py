@@ -49,6 +49,7 @@ class GenerateOptions:
       chunk_tokens: tokens in each chunk of a sample, except the first and the last.
       logprob_start: first prompt position whose log-probability is wanted; None: no position's.
       prefill_only: max_new_tokens is 0. The engine then samples one token, which is not sent.
+      rank: the replica that must serve it; None: any.
     """
 
     sampling: SamplingParams
@@ -56,6 +57,7 @@ class GenerateOptions:
     chunk_tokens: int
     logprob_start: int | None
     prefill_only: bool
+    rank: int | None = None
 
 
 def options_of(request: pb.GenerateRequest) -> GenerateOptions:
@@ -63,10 +65,6 @@ def options_of(request: pb.GenerateRequest) -> GenerateOptions:
     params = request.sampling_params
     _refuse_unsupported(request, _UNSUPPORTED_OF_REQUEST)
     _refuse_unsupported(params, _UNSUPPORTED_OF_SAMPLING)
-    if request.data_parallel_rank != 0:
-        raise InvalidRequest(
-            f"data_parallel_rank is {request.data_parallel_rank}, but this worker has rank 0 alone: leave it out"
-        )
     chunk_tokens = params.stream_interval if params.HasField("stream_interval") else 1
     if chunk_tokens < 1:
         raise InvalidRequest(f"stream_interval is {chunk_tokens}, but must be 1 and more")
@@ -80,6 +78,7 @@ def options_of(request: pb.GenerateRequest) -> GenerateOptions:
         chunk_tokens,
         logprob_start,
         prefill_only,
+        request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
     )
 
 

@@ -4,7 +4,8 @@
 when the batch that it wants next is gone, it has lost data and must start over. The engine sends its events from the
 first subscriber on, and a snapshot whenever a subscriber starts over. `KvStream` is one subscriber: a snapshot or the
 batches that it missed, then news, and the engine's load beside them. What the protocol calls a block is a page of our
-KV cache. Never knows a call's context; service.py runs the streams.
+KV cache. Replicas have one log and one count of batches; each batch says whose it is. Never knows a call's context;
+service.py runs the streams.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.errors import EngineUnavailable, JaxsglError
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.grpc.sglang.loads import Busy, load_record
+from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.messages import CacheCleared, CacheEvent, CacheEvents, Load, News, PagesRemoved, PagesStored, WatchCache
 
 MAX_BATCHES = 4096
@@ -42,15 +46,23 @@ class DataLoss(JaxsglError):
     grpc_status = "DATA_LOSS"
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """What a replica has cached, and the number of the last batch that this includes."""
+
+    pages: list[PagesStored]
+    last: int
+
+
 class KvLog:
-    """Follows the cache of `engine` for as long as the server lives. `last` is the last number used.
+    """Follows the caches of all replicas for as long as the server lives. `last` is the last number used.
 
     The first number follows `last`. It has to be larger than any that a server at the same address used before: a
     gateway that resumes after a restart would otherwise be told the new cache's news on top of the old one's.
     """
 
     def __init__(
-        self, engine: EngineLink, max_batches: int = MAX_BATCHES, max_blocks: int = MAX_BLOCKS, last: int = 0
+        self, engine: Replicas, max_batches: int = MAX_BATCHES, max_blocks: int = MAX_BLOCKS, last: int = 0
     ) -> None:
         self._engine = engine
         self._max_batches = max_batches
@@ -58,7 +70,8 @@ class KvLog:
         self._batches: deque[common_pb2.KvEventBatch] = deque()
         self._num_blocks = 0
         self._event_ids = itertools.count(1)
-        self._snapshots: dict[int, asyncio.Future[list[common_pb2.KvEventBatch]]] = {}
+        self._snapshots: dict[tuple[int, int], asyncio.Future[_Stored]] = {}  # by rank and number of the command
+        self._losses: list[asyncio.Task[None]] = []
         self._watching = False
         self._news = asyncio.Event()
         self.last = last
@@ -66,17 +79,29 @@ class KvLog:
     async def snapshot(self) -> list[common_pb2.KvEventBatch]:
         """Returns all that is cached now, in chunks; the last chunk's number is that of the last batch it includes.
 
-        Waits for the engine without a limit. Raises `EngineUnavailable`.
+        Waits for the engines without a limit. Raises `EngineUnavailable`, or `DataLoss` if one dies meanwhile.
         """
         if not self._watching:
             self._watching = True  # from now on: a subscriber that resumes later must find no gap
-            self._engine.watch(self._take)
-        number = self._engine.send_command(WatchCache)
-        self._snapshots[number] = asyncio.get_running_loop().create_future()
+            for rank, link in enumerate(self._engine.links):
+                link.watch(partial(self._take, rank))
+                if len(self._engine.links) > 1:
+                    self._losses.append(asyncio.create_task(self._lose_at_death_of(link)))
+        alive = {rank: link for rank, link in enumerate(self._engine.links) if not link.is_dead}
+        asked: dict[tuple[int, int], asyncio.Future[_Stored]] = {}
         try:
-            return await self._snapshots[number]
+            for rank, link in alive.items():
+                asked[rank, link.send_command(WatchCache)] = asyncio.get_running_loop().create_future()
+            self._snapshots.update(asked)
+            parts = {rank: await part for (rank, _), part in asked.items()}
         finally:
-            del self._snapshots[number]
+            for key in asked:
+                self._snapshots.pop(key, None)
+        # What came after the first answer comes again, behind the chunks.
+        chunks = snapshot_chunks(
+            {rank: part.pages for rank, part in parts.items()}, min(part.last for part in parts.values())
+        )
+        return chunks
 
     def after(self, number: int) -> int:
         """Returns the number of the last batch that a subscriber has seen if it asks to resume from `number`.
@@ -106,36 +131,50 @@ class KvLog:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
 
-    def _take(self, news: News) -> None:
+    async def _lose_at_death_of(self, link: EngineLink) -> None:
+        """Has all subscribers start over when a replica dies: they have no other way to forget what it had cached."""
+        await link.death()
+        self._batches.clear()
+        self._num_blocks = 0
+        self.last += 2  # so that the batch that any of them wants next is gone
+        for snapshot in self._snapshots.values():
+            if not snapshot.done():
+                snapshot.set_exception(DataLoss("a replica has died, and its cache with it: start from 0"))
+        self._wake()
+
+    def _take(self, rank: int, news: News) -> None:
         if not isinstance(news, CacheEvents):
             return
         if news.number is None:
-            self._append(news)
-        elif news.number in self._snapshots:
-            stored = [event for event in news.events if isinstance(event, PagesStored)]
-            chunks = snapshot_chunks(stored, self.last)
-            self.last = self.last or len(chunks)
-            snapshot = self._snapshots[news.number]
+            self._append(rank, news)
+        elif (rank, news.number) in self._snapshots:
+            snapshot = self._snapshots[rank, news.number]
             if not snapshot.done():
-                snapshot.set_result(chunks)
+                self.last = self.last or len(self._engine.links)
+                pages = [event for event in news.events if isinstance(event, PagesStored)]
+                snapshot.set_result(_Stored(pages, self.last))
 
-    def _append(self, news: CacheEvents) -> None:
+    def _append(self, rank: int, news: CacheEvents) -> None:
         self.last += 1
-        self._batches.append(batch_of(news.events, self.last, self._event_ids))
+        self._batches.append(batch_of(news.events, self.last, self._event_ids, rank))
         self._num_blocks += num_blocks(self._batches[-1])
         while len(self._batches) > self._max_batches or self._num_blocks > self._max_blocks:
             self._num_blocks -= num_blocks(self._batches.popleft())
+        self._wake()
+
+    def _wake(self) -> None:
         news_event, self._news = self._news, asyncio.Event()
         news_event.set()
 
 
 class KvStream:
-    """What one subscriber is sent. `busy` tells how busy the engine is.
+    """What one subscriber is sent. `busy` tells how busy the replica of a rank is.
 
-    The load goes with every batch, and alone when it changed without a batch or when nothing was sent for a while.
+    The load of a replica goes with each of its batches, and alone when it changed without a batch or when nothing was
+    sent for a while.
     """
 
-    def __init__(self, log: KvLog, engine: EngineLink, busy: Callable[[], Busy], loads_at_once: bool) -> None:
+    def __init__(self, log: KvLog, engine: Replicas, busy: Callable[[int], Busy], loads_at_once: bool) -> None:
         """`loads_at_once`: the subscriber takes loads before the first batch."""
         self._log = log
         self._engine = engine
@@ -143,9 +182,8 @@ class KvStream:
         self._loads_at_once = loads_at_once
         self._seen = 0
         self._num_records = 0
-        self._told: Load | None = None
-        self._told_s = 0.0
-        self._busy_since_s: float | None = None
+        self._told: dict[int, tuple[Load, float]] = {}  # by rank: the load that was sent last, and when
+        self._busy_since_s: dict[int, float] = {}  # by rank
 
     async def batches(self, start: int) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
         """Yields all there is to send, without end. Raises `OutOfRange`, `DataLoss` and `EngineUnavailable`."""
@@ -158,7 +196,7 @@ class KvStream:
             while (batch := self._log.get(self._seen + 1)) is not None:
                 self._seen += 1
                 yield self._with_load(batch)
-            if (load_only := self._load_only()) is not None:
+            for load_only in self._loads():
                 yield load_only
             await self._log.news(LOOK_S)
 
@@ -167,8 +205,9 @@ class KvStream:
         asking = asyncio.ensure_future(self._log.snapshot())
         try:
             while not asking.done():
-                if self._loads_at_once and (load_only := self._load_only()) is not None:
-                    yield load_only
+                if self._loads_at_once:
+                    for load_only in self._loads():
+                        yield load_only
                 self._check_engine()
                 await asyncio.wait({asking}, timeout=LOOK_S)
             for chunk in asking.result():
@@ -177,49 +216,54 @@ class KvStream:
         finally:
             asking.cancel()
 
-    def _load_only(self) -> common_pb2.KvEventBatch | None:
-        """Returns a batch with a load and no event, under the last number; None if there is nothing to say."""
+    def _loads(self) -> Iterator[common_pb2.KvEventBatch]:
+        """Yields, for each replica whose load is due, a batch with it and no event, under the last number."""
         self._check_engine()
-        due_s = HEARTBEAT_S if self._engine.load == self._told else LOOK_S
-        if time.monotonic() - self._told_s < due_s:
-            return None
-        batch = common_pb2.KvEventBatch(sequence_number=self._seen, timestamp=time.time(), dp_rank=0)
-        batch.load.CopyFrom(self._record(telemetry=True))
-        batch.load.load_only = True
-        return batch
+        for rank, link in enumerate(self._engine.links):
+            told, told_s = self._told.get(rank, (None, -HEARTBEAT_S))
+            due_s = HEARTBEAT_S if link.load == told else LOOK_S
+            if link.is_dead or time.monotonic() - told_s < due_s:
+                continue
+            batch = common_pb2.KvEventBatch(sequence_number=self._seen, timestamp=time.time(), dp_rank=rank)
+            batch.load.CopyFrom(self._record(rank, telemetry=True))
+            batch.load.load_only = True
+            yield batch
 
     def _with_load(self, batch: common_pb2.KvEventBatch) -> common_pb2.KvEventBatch:
         """Returns a copy with the load; the log's batch is shared by all subscribers."""
         copy = common_pb2.KvEventBatch()
         copy.CopyFrom(batch)
-        copy.load.CopyFrom(self._record(telemetry=not self._num_records))
+        copy.load.CopyFrom(self._record(batch.dp_rank, telemetry=not self._num_records))
         return copy
 
-    def _record(self, telemetry: bool) -> common_pb2.EngineLoad:
-        busy = self._busy()
+    def _record(self, rank: int, telemetry: bool) -> common_pb2.EngineLoad:
+        busy = self._busy(rank)
         self._num_records += 1
-        self._told, self._told_s = busy.load, time.monotonic()
-        return load_record(busy, self._num_records, self._silence_s(), telemetry)
+        self._told[rank] = busy.load, time.monotonic()
+        return load_record(busy, self._num_records, self._silence_s(rank), telemetry)
 
-    def _silence_s(self) -> float | None:
+    def _silence_s(self, rank: int) -> float | None:
         """Returns the seconds since the engine said something or was given work; None while it has none."""
-        if not self._engine.num_running:
-            self._busy_since_s = None
+        link = self._engine.links[rank]
+        if not link.num_running:
+            self._busy_since_s.pop(rank, None)
             return None
         now_s = time.monotonic()
-        self._busy_since_s = self._busy_since_s or now_s
-        return now_s - max(self._busy_since_s, self._engine.heard_s)
+        return now_s - max(self._busy_since_s.setdefault(rank, now_s), link.heard_s)
 
     def _check_engine(self) -> None:
         """Raises `EngineUnavailable` if the server stops. A stuck engine ends no stream: loads tell its silence."""
-        if self._engine.refusal is not None and self._engine.stuck is None:
-            raise EngineUnavailable(self._engine.refusal)
+        refusal = self._engine.refusal
+        if refusal is not None and all(link.stuck is None for link in self._engine.links):
+            raise EngineUnavailable(refusal)
 
 
-def batch_of(events: Sequence[CacheEvent], number: int, event_ids: Iterator[int]) -> common_pb2.KvEventBatch:
-    """Returns the batch `number` of these events."""
+def batch_of(
+    events: Sequence[CacheEvent], number: int, event_ids: Iterator[int], rank: int = 0
+) -> common_pb2.KvEventBatch:
+    """Returns the batch `number` of these events of the replica `rank`."""
     converted = [_event(event, event_id) for event, event_id in zip(events, event_ids, strict=False)]
-    return common_pb2.KvEventBatch(sequence_number=number, timestamp=time.time(), events=converted, dp_rank=0)
+    return common_pb2.KvEventBatch(sequence_number=number, timestamp=time.time(), events=converted, dp_rank=rank)
 
 
 def num_blocks(batch: common_pb2.KvEventBatch) -> int:
@@ -228,22 +272,23 @@ def num_blocks(batch: common_pb2.KvEventBatch) -> int:
 
 
 def snapshot_chunks(
-    stored: Sequence[PagesStored], last: int, chunk_blocks: int = CHUNK_BLOCKS
+    stored: Mapping[int, Sequence[PagesStored]], last: int, chunk_blocks: int = CHUNK_BLOCKS
 ) -> list[common_pb2.KvEventBatch]:
     """Returns all that is cached, as chunks whose numbers end at `last`; if that is 0 they start at 1.
 
     Args:
-      stored: parents before children.
+      stored: of each replica, by rank; parents before children.
       last: the number of the last batch that `stored` includes. There are at most as many chunks.
       chunk_blocks: blocks in a chunk at most, unless `last` asks for larger ones.
     """
-    total = sum(len(event.hashes) for event in stored)
+    total = sum(len(event.hashes) for events in stored.values() for event in events)
     if last:
         chunk_blocks = max(chunk_blocks, -(-total // last))
-    groups: list[list[CacheEvent]] = list(_groups(stored, chunk_blocks)) or [[]]
-    groups[0].insert(0, CacheCleared())
+    groups = [(rank, group) for rank, events in stored.items() for group in _groups(events, chunk_blocks)]
+    groups = groups or [(0, [])]
+    groups[0][1].insert(0, CacheCleared())
     first = last - len(groups) + 1 if last else 1
-    chunks = [batch_of(group, number, itertools.repeat(0)) for number, group in enumerate(groups, first)]
+    chunks = [batch_of(group, number, itertools.repeat(0), rank) for number, (rank, group) in enumerate(groups, first)]
     for index, chunk in enumerate(chunks):
         chunk.snapshot.CopyFrom(common_pb2.KvSnapshotChunk(index=index, count=len(chunks), blocks=total))
     return chunks

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from statistics import fmean
 
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
@@ -25,7 +26,7 @@ NO_DISAGGREGATION = "null"  # SGLang's word for a worker that does both prefill 
 
 @dataclass(frozen=True)
 class Busy:
-    """The engine at one moment, of which both shapes are made."""
+    """A replica at one moment, of which both shapes are made."""
 
     info: EngineInfo
     load: Load
@@ -59,18 +60,40 @@ class Busy:
         }
 
 
-def check_loads_request(request: pb.GetLoadsRequest) -> None:
+def check_loads_request(request: pb.GetLoadsRequest, num_replicas: int) -> None:
     """Raises `InvalidRequest` for a rank or a section that doesn't exist."""
-    if request.dp_rank != 0:
-        raise InvalidRequest(f"dp_rank is {request.dp_rank}, but this worker has rank 0 alone: leave it out")
+    if not 0 <= request.dp_rank < num_replicas:
+        raise InvalidRequest(f"dp_rank is {request.dp_rank}, but must be 0 to {num_replicas - 1}: leave it out")
     for section in request.include:
         if section not in SECTIONS:
             raise InvalidRequest(f"include holds {section[:50]!r}, but sections are {', '.join(SECTIONS)}")
 
 
-def loads_response(busy: Busy, include: Sequence[str]) -> pb.GetLoadsResponse:
-    """Returns the sections named by `include`, all if it is empty. Sections that this engine lacks stay empty."""
-    load = _core(busy)
+def loads_response(replicas: Sequence[Busy], include: Sequence[str], rank: int | None = None) -> pb.GetLoadsResponse:
+    """Returns the loads of all replicas, given by rank, or of the replica `rank` alone.
+
+    They hold the sections named by `include`, all if it is empty. Sections that this engine lacks stay empty.
+    """
+    loads = [_load(busy, number, include) for number, busy in enumerate(replicas) if rank in (None, number)]
+    running, waiting = sum(load.num_running_reqs for load in loads), sum(load.num_waiting_reqs for load in loads)
+    return pb.GetLoadsResponse(
+        timestamp=datetime.now(UTC).isoformat(),
+        version=f"jaxsgl-{jaxsgl.__version__}",
+        dp_rank_count=len(replicas),
+        loads=loads,
+        aggregate=pb.AggregateMetrics(
+            total_running_reqs=running,
+            total_waiting_reqs=waiting,
+            total_reqs=running + waiting,
+            avg_token_usage=fmean(load.token_usage for load in loads),
+            avg_throughput=fmean(load.gen_throughput for load in loads),
+            avg_utilization=fmean(load.utilization for load in loads),
+        ),
+    )
+
+
+def _load(busy: Busy, rank: int, include: Sequence[str]) -> pb.SchedulerLoad:
+    load = _core(busy, rank)
     wanted = set(include or ("all",))
     everything = "all" in wanted
     if everything or "memory" in wanted:
@@ -79,25 +102,13 @@ def loads_response(busy: Busy, include: Sequence[str]) -> pb.GetLoadsResponse:
         load.disaggregation.mode = NO_DISAGGREGATION
     if everything or "queues" in wanted:
         load.queues.CopyFrom(pb.QueueMetrics(**busy.queues()))
-    return pb.GetLoadsResponse(
-        timestamp=datetime.now(UTC).isoformat(),
-        version=f"jaxsgl-{jaxsgl.__version__}",
-        dp_rank_count=1,
-        loads=[load],
-        aggregate=pb.AggregateMetrics(
-            total_running_reqs=load.num_running_reqs,
-            total_waiting_reqs=load.num_waiting_reqs,
-            total_reqs=load.num_total_reqs,
-            avg_token_usage=load.token_usage,
-            avg_throughput=load.gen_throughput,
-            avg_utilization=load.utilization,
-        ),
-    )
+    return load
 
 
-def _core(busy: Busy) -> pb.SchedulerLoad:
+def _core(busy: Busy, rank: int) -> pb.SchedulerLoad:
     load = busy.load
     return pb.SchedulerLoad(
+        dp_rank=rank,
         num_running_reqs=load.num_running,
         num_waiting_reqs=load.num_waiting,
         num_total_reqs=load.num_running + load.num_waiting,

@@ -57,7 +57,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         prepared = await self._generator.prepare(IdsPrompt(request.tokenized.input_ids), options.sampling, request_id)
         responses = Responses(request_id, options, prepared.prompt_ids)
         scored = options.sampling.logprobs is not None
-        with self._generator.start(prepared, text=bool(options.sampling.stop)) as generation:
+        with self._generator.start(prepared, text=bool(options.sampling.stop), rank=options.rank) as generation:
             async for piece in generation:
                 ready = responses.of(piece)
                 if scored:
@@ -76,7 +76,9 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     async def HealthCheck(
         self, request: pb.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> pb.HealthCheckResponse:
-        """Returns healthy if the engine's loop turns, and otherwise why not: as an answer, not as an error.
+        """Returns healthy if an engine's loop turns, and otherwise why not: as an answer, not as an error.
+
+        The message tells of replicas that don't serve while others do.
 
         While the engine starts, the answer is an error (`EngineUnavailable`): at the first other answer a gateway asks
         for the model, once.
@@ -86,7 +88,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
             await self._engine.check_alive(HEALTH_LIMIT_S)
         except EngineUnavailable as error:
             return pb.HealthCheckResponse(healthy=False, message=str(error))
-        return pb.HealthCheckResponse(healthy=True)
+        return pb.HealthCheckResponse(healthy=True, message="; ".join(self._engine.problems))
 
     @answers_errors
     async def GetModelInfo(
@@ -108,9 +110,11 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
 
     @answers_errors
     async def GetLoads(self, request: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
-        """Returns how busy the engine is."""
-        check_loads_request(request)
-        return loads_response(self._busy(), request.include)
+        """Returns how busy each replica is."""
+        ranks = range(len(self._engine.links))
+        check_loads_request(request, len(ranks))
+        rank = request.dp_rank if request.HasField("dp_rank") else None
+        return loads_response([self._busy(rank) for rank in ranks], request.include, rank)
 
     @answers_errors
     async def FlushCache(
@@ -156,7 +160,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         self, request: common_pb2.SubscribeKvEventsRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Streams what happens to the prefix cache, and the load, until the client leaves."""
-        self._busy()  # raises while the engine starts
+        _ = self._generator.model  # raises while the engine starts
         start = request.start_sequence_number
         if start:
             self._kv_log.after(start)  # gateways start over if they are refused here, but not after the metadata
@@ -192,5 +196,6 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         """Raises `Unsupported`."""
         raise Unsupported(_NO_LORA)
 
-    def _busy(self) -> Busy:
-        return Busy(self._generator.model.info, self._engine.load, self._metrics.throughput.rates())
+    def _busy(self, rank: int) -> Busy:
+        link = self._engine.links[rank]
+        return Busy(link.info or self._generator.model.info, link.load, self._metrics.of_replicas[rank].rates())

@@ -7,6 +7,7 @@ operators' endpoints abort, flush, pause, and say what is served.
 from __future__ import annotations
 
 import contextlib
+import json
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
@@ -67,8 +68,10 @@ def _add_generate(router: APIRouter, front_end: FrontEnd) -> None:
             for sample in range(n)
         ]
         if body.stream:
-            return EventStream(_stream(front_end, requests, writers))
-        return json_response(await until_gone(http, _whole(front_end, requests, writers, alone)))
+            return EventStream(_stream(front_end, requests, writers, body.data_parallel_rank))
+        return json_response(
+            await until_gone(http, _whole(front_end, requests, writers, alone, body.data_parallel_rank))
+        )
 
 
 async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
@@ -134,9 +137,11 @@ def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
     )
 
 
-async def _whole(front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer], alone: bool) -> bytes:
+async def _whole(
+    front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer], alone: bool, rank: int | None
+) -> bytes:
     """Returns the answer: an object for a choice that is `alone`, otherwise a list."""
-    async with start_all(front_end.generator, requests) as generations:
+    async with start_all(front_end.generator, requests, rank) as generations:
         samples = await whole(generations)
 
     def write() -> bytes:
@@ -147,11 +152,11 @@ async def _whole(front_end: FrontEnd, requests: Sequence[Request], writers: Sequ
 
 
 async def _stream(
-    front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer]
+    front_end: FrontEnd, requests: Sequence[Request], writers: Sequence[Writer], rank: int | None
 ) -> AsyncGenerator[bytes, None]:
     scored = requests[0].sampling.logprobs is not None
     async with (
-        start_all(front_end.generator, requests) as generations,
+        start_all(front_end.generator, requests, rank) as generations,
         contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered,
     ):
         async for number, piece in numbered:
@@ -239,9 +244,14 @@ def control_methods(config: ServerConfig) -> list[str]:
 def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
     @router.get("/internal_state")
     async def internal_state(check: bool = False) -> Response:
-        """What the scheduler knows, and why it admits no more; with `check` after accounting for all pages."""
-        answer = await front_end.engine.ask(lambda number: DumpState(number, check), ANSWER_LIMIT_S)
-        return Response(answer.text, media_type="application/json")
+        """What the scheduler knows, and why it admits no more; with `check` after accounting for all pages.
+
+        With several replicas, a list of what that of each knows.
+        """
+        answers = await front_end.engine.ask_each(lambda _, number: DumpState(number, check), ANSWER_LIMIT_S)
+        texts = [answer.text if answer.ok else json.dumps({"error": answer.text}) for answer in answers.values()]
+        several = len(front_end.engine.links) > 1
+        return Response(f"[{','.join(texts)}]" if several else texts[0], media_type="application/json")
 
     @router.get("/get_model_info")
     @router.get("/model_info")
@@ -271,9 +281,23 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
             **_flags(front_end.config),
             **msgspec.to_builtins(info),
             "max_total_num_tokens": info.limits.pool_tokens,
-            "internal_states": [_flat(front_end.engine.load)],
+            "internal_states": [_flat(link.load) for link in front_end.engine.links],
             "version": jaxsgl.__version__,
         }
+
+    @router.get("/get_load")
+    async def get_load() -> list[dict[str, int]]:
+        """How busy each replica is, in short."""
+        loads = [link.load for link in front_end.engine.links]
+        return [
+            {
+                "dp_rank": rank,
+                "num_reqs": load.num_running + load.num_waiting,
+                "num_waiting_reqs": load.num_waiting,
+                "num_tokens": load.used_tokens + load.waiting_tokens,
+            }
+            for rank, load in enumerate(loads)
+        ]
 
 
 def _flat(load: Load) -> dict[str, Any]:

@@ -79,6 +79,9 @@ class GenerateBody(Body):
     top_logprobs_num: TopLogprobs | None = None
     return_text_in_logprobs: Flag = None
     priority: Priority | None = None
+    data_parallel_rank: (
+        Annotated[int, Field(ge=0, le=MAX_INT, description="the replica that must serve it, of --dp-size")] | None
+    ) = None
     extra_key: CacheSalt | None = None
     cache_salt: Annotated[CacheSalt, Field(description="vLLM's word for extra_key")] | None = None
 

@@ -40,13 +40,14 @@ def router(front_end: FrontEnd) -> APIRouter:
     async def update_weights_from_disk(body: UpdateWeightsBody, http: HttpRequest) -> Response:
         """Serves the weights of another folder of the same model; if that fails, the old ones are served still."""
         mode, path, version = _mode(body), body.model_path, body.weight_version
-        asked = engine.ask(lambda number: UpdateWeights(number, path, mode, version), UPDATE_LIMIT_S)
-        answer = await until_gone(http, asked)
+        asked = engine.ask_each(lambda _, number: UpdateWeights(number, path, mode, version), UPDATE_LIMIT_S)
+        answers = await until_gone(http, asked)
+        answer = engine.together(answers)
         if not answer.ok:
             return _told(answer, "", num_paused_requests=0)
-        report = msgspec.json.decode(answer.text, type=UpdateReport)
-        message = f"the weights of {path} are served as version {report.weight_version}"
-        return _told(answer, message, num_paused_requests=report.num_continued)
+        reports = [msgspec.json.decode(answer.text, type=UpdateReport) for answer in answers.values()]
+        message = f"the weights of {path} are served as version {reports[0].weight_version}"
+        return _told(answer, message, num_paused_requests=sum(report.num_continued for report in reports))
 
     @router.get("/get_weight_version")
     @router.get("/weight_version")
