@@ -289,9 +289,7 @@ class ServerConfig:
         require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
         require(1 <= self.dp_size <= MAX_REPLICAS, "--dp-size", self.dp_size, f"1 to {MAX_REPLICAS}")
         if self.dp_size > 1 and self.engine.device_ids:
-            raise ConfigError(
-                "--device-ids names the devices of one replica, but --dp-size gives each its own: give one"
-            )
+            raise ConfigError("--dp-size gives each replica devices of its own, but --device-ids names some: give one")
         for name in ("request_timeout_s", "watchdog_s"):
             require(getattr(self, name) > 0, flag_name(name), getattr(self, name), "more than 0")
         require(
