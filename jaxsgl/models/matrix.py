@@ -153,6 +153,11 @@ def dequantized(weights: Weights, dtype: DTypeLike) -> jax.Array:
     return jnp.zeros_like(values).at[..., weights.order].set(values)
 
 
+def without_zeros(numbers: jax.Array, zero: jax.Array, group: int) -> jax.Array:
+    """The numbers `[..., in]` less their groups' zero points `[..., G]`, in the numbers' dtype."""
+    return numbers - _per_input(zero, group, numbers.shape[-1]).astype(numbers.dtype)
+
+
 def quantized_product(x_TD: jax.Array, weights: Matrix, dtype: DTypeLike) -> jax.Array:
     """`x [T, D]` times `weights [..., D]`, as `precision.product` returns it: `[T, ...]` in `dtype`.
 
@@ -209,12 +214,12 @@ def _native_product(rows_TD: jax.Array, weights: Matrix) -> jax.Array | None:
 def _in_column_order(weights: Matrix, dtype: DTypeLike) -> jax.Array:
     values = weights.numbers.astype(jnp.float32)
     if weights.zero is not None:
-        values = values - _per_input(weights.zero, weights).astype(jnp.float32)
-    return (values * _per_input(weights.scale, weights)).astype(dtype)
+        values = values - _per_input(weights.zero, weights.group, weights.shape[-1]).astype(jnp.float32)
+    return (values * _per_input(weights.scale, weights.group, weights.shape[-1])).astype(dtype)
 
 
-def _per_input(of_groups: jax.Array, weights: Matrix) -> jax.Array:
+def _per_input(of_groups: jax.Array, group: int, num_inputs: int) -> jax.Array:
     """`[..., G]` as `[..., in]`, or `[..., 1]` for one group."""
     if of_groups.shape[-1] == 1:
         return of_groups
-    return jnp.repeat(of_groups, weights.group, axis=-1)[..., : weights.shape[-1]]
+    return jnp.repeat(of_groups, group, axis=-1)[..., :num_inputs]

@@ -17,18 +17,20 @@ import math
 import shutil
 import time
 from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from safetensors.numpy import save
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
-from jaxsgl.models.quantization import AT_LOAD
+from jaxsgl.models.matrix import part_name, without_zeros
+from jaxsgl.models.quantization import AT_LOAD, WeightFormat
 from jaxsgl.weights.assembly import size
 from jaxsgl.weights.names import kv_scale_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
@@ -97,13 +99,20 @@ def restore_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) 
             "leave it out, or give the folder that was converted"
         )
     flat = dict(nnx.to_flat_state(abstract_model(arch, dtype)[1]))
-    _check_params(folder, {_name(path): param.shape for path, param in flat.items()}, stored, arch)
     abstract = {
         _name(path): jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(param, mesh))
         for path, param in flat.items()
     }
+    formats = _without_their_zeros(flat)
+    for name in formats:
+        scale = abstract[part_name(name, "scale")]
+        abstract[part_name(name, "zero")] = jax.ShapeDtypeStruct(scale.shape, jnp.int8, sharding=scale.sharding)
+    _check_params(folder, {name: array.shape for name, array in abstract.items()}, stored, arch)
     start_s = time.monotonic()
     arrays = _restore(folder / PARAMS, abstract)
+    for name, fmt in formats.items():
+        zero = arrays.pop(part_name(name, "zero"))
+        arrays[name] = _subtract(arrays[name], zero, fmt.group_of(arrays[name].shape[-1]), abstract[name].sharding)
     seconds, num_bytes = time.monotonic() - start_s, sum(array.nbytes for array in arrays.values())
     logger.info("weights: %s restored in %.1f s, %.2f GB/s", size(num_bytes), seconds, num_bytes / 1e9 / seconds)
     return nnx.from_flat_state([(path, param.replace(arrays[_name(path)])) for path, param in flat.items()])
@@ -138,6 +147,23 @@ def _check_params(
             f"them: {arch.name} wants shape {wanted.get(different[0])}, the folder has "
             f"{(stored.get(different[0]) or {}).get('shape')}; {CONVERT_AGAIN}"
         )
+
+
+def _without_their_zeros(flat: Mapping[tuple[Hashable, ...], nnx.Param[jax.Array]]) -> dict[str, WeightFormat]:
+    """The formats, by name, of matrices that were converted with zero points and are kept without (on a CPU)."""
+    numbers = {_name(path): param for path, param in flat.items() if param.get_metadata().get("part") == "numbers"}
+    formats: dict[str, WeightFormat] = {name: param.get_metadata("format") for name, param in numbers.items()}
+    return {
+        name: fmt
+        for name, fmt in formats.items()
+        if fmt.storage is not None and fmt.storage.has_zeros and not fmt.has_zeros
+    }
+
+
+@partial(jax.jit, static_argnames=("group", "sharding"), donate_argnames="numbers")
+def _subtract(numbers: jax.Array, zero: jax.Array, group: int, sharding: NamedSharding) -> jax.Array:
+    made: jax.Array = jax.lax.with_sharding_constraint(without_zeros(numbers, zero, group), sharding)
+    return made
 
 
 def _restore(folder: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

@@ -28,12 +28,15 @@ from jaxsgl.text.tokenizer import load_tokenizer
 from jaxsgl.weights import is_converted, load_kv_scales, load_params, save_converted
 from jaxsgl.weights.converted import LAYOUT_VERSION, MANIFEST
 from tests.checkpoints import make_checkpoint
+from tests.grids import daily
 from tests.plain_model import checkpoint_logits, mesh_of
 from tests.scripts.running import run_script
 from tests.text.small_tokenizers import save
+from tests.weights.stored_weights import quantize_folder
 from tests.weights.test_loading import rewrite
 
 TOKENS = list(range(3, 60))
+FLOAT32 = jnp.dtype("float32")
 
 # Runs with 4 devices: restores a folder onto 1, 2 and 4 of them, says how many rows of qkv each has, saves the logits.
 ON_FOUR_DEVICES = """
@@ -109,6 +112,23 @@ def test_another_dtype_is_converted_as_it_is_restored(pair: tuple[Path, Path]) -
     ):
         assert restored.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(restored), np.asarray(loaded))
+
+
+@pytest.mark.parametrize("name", daily(["gptq desc_act", "awq", "fp8 in blocks", "compressed-tensors int8"], every=2))
+def test_quantized_weights_are_restored_in_the_format_that_a_cpu_keeps(name: str, tmp_path: Path) -> None:
+    """The converted copy has them as the checkpoint does: of 4 bits, with offsets."""
+    original = quantize_folder(make_checkpoint("qwen2", tmp_path / "plain"), tmp_path / "original", name)
+    converted = convert(original, tmp_path / "converted")
+    arch = ModelArch.from_folder(converted)
+    assert arch.weight_format is not None
+    for kept in (arch, replace(arch, weight_format=arch.weight_format.on_cpu("bfloat16"))):
+        restored, loaded = (
+            {path: param[...] for path, param in nnx.to_flat_state(load_params(folder, kept, FLOAT32, mesh_of()))}
+            for folder in (converted, original)
+        )
+        assert {path: array.dtype for path, array in restored.items()} == {path: loaded[path].dtype for path in loaded}
+        for path, array in restored.items():
+            np.testing.assert_array_equal(array, loaded[path], err_msg=str(path))
 
 
 def test_scales_of_the_kv_cache_come_along(tmp_path: Path) -> None:
