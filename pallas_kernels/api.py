@@ -211,11 +211,13 @@ def grouped_product(
 ) -> jax.Array:
     """Each row times the weights of its expert; returns `[M, out]` in x's dtype, added up in float32.
 
+    Weights of a byte, int8 or float8, are multiplied in x's format and return float32: the caller scales the results.
+
     Only the weights of experts that have rows are read, where they lie. A row's result depends on no other row.
 
     Args:
         x: `[M, in]`, a row for each place; with `of_tokens` `[T, in]`, a row for each token, which stands at the places
-            of all its choices. Rounded to the weights' dtype.
+            of all its choices. Rounded to the weights' dtype, unless that is of a byte.
         groups: which places are whose, from `group_by_expert`. Places without an expert yield zeros.
         weights: `[E, out, in]`, as checkpoints store each expert's.
         of_tokens: whether x's rows are tokens' or places'.

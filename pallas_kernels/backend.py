@@ -72,7 +72,7 @@ class GroupedProduct(Protocol):
     """`grouped_product` on one backend."""
 
     def __call__(self, x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
-        """x `[T, in]` with `of_tokens`, else `[M, in]`, times weights `[E, out, in]`; `[M, out]` in x's dtype."""
+        """x `[T, in]` with `of_tokens`, else `[M, in]`, times weights `[E, out, in]`; `[M, out]` in `result_dtype`."""
         ...
 
 

@@ -64,6 +64,18 @@ def group_by_expert(experts: jax.Array, num_experts: int) -> Groups:
     return Groups(tokens, by_expert, sizes, place_of.reshape(num_tokens, num_choices))
 
 
+def product_dtype(x: jax.Array, weights: jax.Array) -> jnp.dtype:
+    """What rows and weights are multiplied in: the weights' dtype, or x's for weights of a byte."""
+    dtype: jnp.dtype = x.dtype if weights.dtype.itemsize == 1 else weights.dtype
+    return dtype
+
+
+def result_dtype(x: jax.Array, weights: jax.Array) -> jnp.dtype:
+    """What a product returns: x's dtype, or float32 for weights of a byte, whose scales the caller has yet to apply."""
+    dtype: jnp.dtype = jnp.dtype(jnp.float32) if weights.dtype.itemsize == 1 else x.dtype
+    return dtype
+
+
 def add_choices(y: jax.Array, groups: Groups, shares: jax.Array) -> jax.Array:
     """The sum over each token's k choices of its share times the row of its place: `[T, D]` in y's dtype.
 

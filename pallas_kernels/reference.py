@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Backend
-from pallas_kernels.experts import Groups
+from pallas_kernels.experts import Groups, product_dtype, result_dtype
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.paged_kv import PagedKv, refuse_conversion, to_numbers
 from pallas_kernels.qkv import FusedQkv
@@ -111,10 +111,10 @@ def _gather(pages: jax.Array, page_ids: jax.Array) -> jax.Array:
 
 def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
     """All rows times all experts in float32, of which each place keeps its own."""
-    rows = (x[groups.tokens] if of_tokens else x).astype(weights.dtype).astype(jnp.float32)
+    rows = (x[groups.tokens] if of_tokens else x).astype(product_dtype(x, weights)).astype(jnp.float32)
     products = jnp.einsum("mi,eoi->emo", rows, weights.astype(jnp.float32), precision="highest")
     is_mine = groups.experts == jnp.arange(groups.num_experts)[:, None]
-    return jnp.sum(jnp.where(is_mine[:, :, None], products, 0), axis=0).astype(x.dtype)
+    return jnp.sum(jnp.where(is_mine[:, :, None], products, 0), axis=0).astype(result_dtype(x, weights))
 
 
 BACKEND = Backend(

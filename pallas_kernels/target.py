@@ -32,6 +32,11 @@ class TargetDevice:
         return self.compute_capability is not None and self.compute_capability < 8.0
 
     @property
+    def converts_float8(self) -> bool:
+        """Whether it has instructions for float8, as Ada and what came after."""
+        return self.is_hopper or (self.compute_capability or 0) >= 8.9
+
+    @property
     def is_hopper(self) -> bool:
         """Whether it has TMA and wgmma (compute capability 9.0)."""
         return self.platform == "gpu" and is_hopper(self.kind)

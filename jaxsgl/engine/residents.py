@@ -28,9 +28,9 @@ from jax.sharding import Mesh
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.sizing import choose_context_length
 from jaxsgl.engine.warmup import CompileCounter
-from jaxsgl.errors import CheckpointError
+from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, Params
-from jaxsgl.models.quantization import weight_format
+from jaxsgl.models.quantization import AT_LOAD, weight_format
 from jaxsgl.weight_messages import MemoryTag
 from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
@@ -52,9 +52,18 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
 
 
 def as_kept(arch: ModelArch, dtype: jnp.dtype, platform: str) -> ModelArch:
-    """The model with its weights in the format in which the platform keeps them, beside others in `dtype`."""
+    """The model with its weights in the format in which the platform keeps them, beside others in `dtype`.
+
+    Raises `ConfigError` for experts that are to be quantized at load where no kernel multiplies them.
+    """
     fmt = arch.weight_format
-    return arch if fmt is None or platform != "cpu" else dataclasses.replace(arch, weight_format=fmt.on_cpu(dtype.name))
+    if fmt is None or platform == "gpu":
+        return arch
+    if platform == "cpu":
+        return dataclasses.replace(arch, weight_format=fmt.on_cpu(dtype.name))
+    if arch.mixture is not None and fmt.method == AT_LOAD:
+        raise ConfigError(f"{arch.name} has experts, which a {platform} can't quantize: leave --quantization out")
+    return dataclasses.replace(arch, weight_format=dataclasses.replace(fmt, on_experts=False))
 
 
 def read_params(

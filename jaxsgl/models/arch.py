@@ -57,7 +57,8 @@ class ModelArch:
       sinks: query heads have attention sinks.
       kv_cache_dtype: "fp8_e4m3" if the checkpoint was calibrated for a KV cache of it; None: as the weights.
       weight_format: how matrices are quantized; None: not at all.
-      expert_format: how the checkpoint has quantized its experts, which are dequantized as they are loaded.
+      expert_format: how the checkpoint has quantized its experts. They are dequantized as they are loaded, unless
+        `weight_format.of_experts` says otherwise.
       kv_copies: each kv head of the checkpoint stands for so many consecutive ones of `num_kv_heads`, which are equal.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
     """

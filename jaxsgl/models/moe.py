@@ -10,11 +10,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxsgl.errors import ConfigError
 from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp, Router
 from jaxsgl.models.layers import ACTIVATION_OF, MLP, vector
-from jaxsgl.models.matrix import Matrices
+from jaxsgl.models.matrix import Matrices, Matrix, Weights
 from jaxsgl.models.precision import product
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, part_index, sum_of_parts
 from pallas_kernels import Groups, add_choices, group_by_expert, grouped_product
@@ -27,11 +26,8 @@ class MoE(Matrices):
     """The experts of one layer and their router."""
 
     def __init__(self, arch: ModelArch, spec: MoeMlp, dtype: jnp.dtype) -> None:
-        if arch.weight_format is not None and arch.weight_format.storage is None:
-            raise ConfigError(
-                f"{arch.name} has experts, whose weights can't be quantized at load: leave --quantization out"
-            )
         d, e, f = arch.hidden_size, spec.num_experts, spec.ffn_size
+        fmt = None if arch.weight_format is None else arch.weight_format.of_experts
         self.spec = spec
         self.activation = arch.activation
         float32 = jnp.dtype(jnp.float32)
@@ -43,9 +39,9 @@ class MoE(Matrices):
         self.choice_bias = vector((e,), (None,), float32, mean=0.0) if spec.router.choice_bias else None
         # Of devices that share the model, each has some of the experts or a part of each one.
         experts, ffn = ("experts", None) if arch.by_experts else (None, "ffn")
-        self.declare("gate_up", (e, 2, f, d), (experts, None, ffn, None), dtype, None, fan_in=d)
+        self.declare("gate_up", (e, 2, f, d), (experts, None, ffn, None), dtype, fmt, fan_in=d)
         self.gate_up_bias = vector((e, 2, f), (experts, None, ffn), dtype, mean=0.0) if spec.bias else None
-        self.declare("down", (e, d, f), (experts, None, ffn), dtype, None, fan_in=f)
+        self.declare("down", (e, d, f), (experts, None, ffn), dtype, fmt, fan_in=f)
         self.down_bias = vector((e, d), (experts, None), dtype, mean=0.0) if spec.bias else None
         self.shared = MLP(arch, DenseMlp(spec.shared_ffn_size), dtype) if spec.shared_ffn_size else None
         if spec.shared_gate:
@@ -60,12 +56,12 @@ class MoE(Matrices):
         experts_Tk, shares_Tk = choose_experts(self.spec.router, logits_TE, bias_E)
         if is_token is not None:
             experts_Tk = jnp.where(is_token[:, None], experts_Tk, self.spec.num_experts)
-        gate_up = self._stack("gate_up")
-        num_experts = len(gate_up)  # on this device
+        gate_up = self.matrix("gate_up")
+        num_experts = gate_up.shape[0]  # on this device
         if num_experts < self.spec.num_experts:
             experts_Tk = experts_Tk - part_index() * num_experts  # those of other devices are none here
         groups = group_by_expert(experts_Tk, num_experts)
-        hidden_MF = grouped_product(x_TD, groups, gate_up.reshape(num_experts, -1, gate_up.shape[-1]), of_tokens=True)
+        hidden_MF = _product(x_TD, groups, gate_up, of_tokens=True)
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[...].reshape(num_experts, -1)
         gate, up = jnp.split(_plus(hidden_MF, gate_up_bias, groups), 2, axis=1)
         if self.spec.clamp is None:
@@ -75,14 +71,9 @@ class MoE(Matrices):
         down_bias = None if self.down_bias is None else self.down_bias[...]
         if down_bias is not None and num_experts == self.spec.num_experts:
             down_bias = on_first_part(down_bias)
-        y_MD = _plus(grouped_product(gated_MF, groups, self._stack("down")), down_bias, groups)
+        y_MD = _plus(_product(gated_MF, groups, self.matrix("down")), down_bias, groups)
         out_TD = add_choices(y_MD, groups, shares_Tk)
         return sum_of_parts(out_TD if self.shared is None else out_TD + self._shared(self.shared, x_TD))
-
-    def _stack(self, name: str) -> jax.Array:
-        weights = self.matrix(name)
-        assert isinstance(weights, jax.Array)
-        return weights
 
     def _shared(self, shared: MLP, x_TD: jax.Array) -> jax.Array:
         out_TD = sum_parts(shared(x_TD, summed=num_parts() == 1), x_TD)
@@ -129,6 +120,16 @@ def clamped_unit(clamp: Clamp, gate: jax.Array, up: jax.Array) -> jax.Array:
     gate = jnp.minimum(gate, clamp.limit)
     up = jnp.clip(up, -clamp.limit, clamp.limit)
     return gate * jax.nn.sigmoid(clamp.alpha * gate) * (up + 1)
+
+
+def _product(x: jax.Array, groups: Groups, weights: Weights, *, of_tokens: bool = False) -> jax.Array:
+    """Rows times the weights `[E, .., in]` of their experts: `[M, out]` in x's dtype. Scales are applied to the sums."""
+    numbers = weights.numbers if isinstance(weights, Matrix) else weights
+    sums_MN = grouped_product(x, groups, numbers.reshape(len(numbers), -1, numbers.shape[-1]), of_tokens=of_tokens)
+    if not isinstance(weights, Matrix):
+        return sums_MN
+    scale_MN = weights.scale.reshape(len(numbers), -1).at[groups.experts].get(mode="fill", fill_value=0)
+    return (sums_MN.astype(jnp.float32) * scale_MN).astype(x.dtype)
 
 
 def _plus(y: jax.Array, bias: jax.Array | None, groups: Groups) -> jax.Array:

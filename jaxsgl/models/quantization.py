@@ -54,6 +54,7 @@ class WeightFormat:
       has_zeros: numbers have an offset for each scale.
       reorders: columns stand in another order than inputs.
       vocabulary: whether the embedding and the output head are quantized, too.
+      on_experts: whether experts are kept so, too, if the format is one that their kernels multiply.
       storage: of the checkpoint's tensors; None: they are not quantized.
     """
 
@@ -63,11 +64,21 @@ class WeightFormat:
     has_zeros: bool = False
     reorders: bool = False
     vocabulary: bool = False
+    on_experts: bool = True
     storage: Storage | None = None
 
     def group_of(self, num_inputs: int) -> int:
         """How many of `num_inputs` share a scale."""
         return num_inputs if self.group is None else self.group
+
+    @property
+    def of_experts(self) -> WeightFormat | None:
+        """The format of experts' matrices: this one, if it has a scale per output; None: they are dequantized.
+
+        Their kernels multiply numbers, to whose sums scales are applied.
+        """
+        is_simple = self.group is None and not self.has_zeros and not self.reorders and self.numbers != "int4"
+        return self if is_simple and self.on_experts else None
 
     def on_cpu(self, dtype: str) -> WeightFormat:
         """The format in which a CPU keeps such weights beside others in `dtype`, without loss.

@@ -95,7 +95,7 @@ def _find(
     pieces = tuple(recipe.pieces(arch, found))
     shape = shape_of(pieces)
     if recipe.computed is not None:
-        return _Made(path, param, found, pieces, recipe.computed, shape, found[0].dtype)
+        return _Made(path, param, found, pieces, recipe.computed, shape, pieces[0].numbers.dtype)
     assert shape == param.shape, f"parameter {path} is filled with shape {shape}, but has {param.shape}"
     return _Made(path, param, found, pieces, None, shape, param.dtype)
 

@@ -44,11 +44,13 @@ class Mxfp4:
 
     Attributes:
       shape: `(E, out, in)`.
-      nbytes: of the decoded numbers.
+      dtype, nbytes: of the decoded numbers.
 
     Raises:
       CheckpointError: the tensors don't fit each other.
     """
+
+    dtype = np.dtype(ml_dtypes.bfloat16)
 
     def __init__(self, blocks: npt.NDArray[Any], scales: npt.NDArray[Any], name: str) -> None:
         if blocks.dtype != np.uint8 or scales.dtype != np.uint8 or blocks.shape != (*scales.shape, BLOCK // 2):
@@ -58,7 +60,7 @@ class Mxfp4:
             )
         self._blocks, self._scales, self._name = blocks, scales, name
         self.shape = (*scales.shape[:-1], scales.shape[-1] * BLOCK)
-        self.nbytes = math.prod(self.shape) * 2
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, box: tuple[slice, ...], /) -> npt.NDArray[Any]:
         """Numbers of a part, bfloat16."""

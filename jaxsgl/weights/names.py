@@ -34,8 +34,12 @@ class Numbers(Protocol):
         """Lengths of the axes."""
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the numbers."""
+
+    @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes of all numbers."""
 
     def __getitem__(self, box: tuple[slice, ...], /) -> npt.NDArray[Any]:
         """The numbers of a part."""

@@ -2,8 +2,8 @@
 
 Weights that are quantized at load are read as `names.py` says, and a part (`models/matrix.py`) is computed on the
 devices from its whole matrix. Of a quantized checkpoint, each row of a part is computed by the host where it is copied
-(`stored_matrix.py`); `names.py` and `experts.py` only say which row of which tensor goes where. Experts are dequantized
-there. The loader calls `recipe_of` for every parameter.
+(`stored_matrix.py`); `names.py` and `experts.py` only say which row of which tensor goes where. Experts in a format
+that their kernels don't multiply are dequantized there. The loader calls `recipe_of` for every parameter.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
@@ -53,7 +54,7 @@ def _of_stored(recipe: Recipe, fmt: WeightFormat, part: str) -> Recipe:
 
 
 def _of_experts(path: Path, recipe: Recipe, arch: ModelArch) -> Recipe:
-    """What `recipe` makes of experts' tensors, dequantized if these are quantized."""
+    """What `recipe` makes of experts' tensors for a parameter that isn't quantized: dequantized if these are."""
     fmt = arch.expert_format
     if fmt is None or path[3:] not in (("gate_up",), ("down",)):
         return recipe
@@ -118,11 +119,11 @@ class StoredPieces:
 
     def _rows(self, matrix: StoredMatrix, rows: npt.NDArray[np.intp]) -> Rows:
         if self.part == "numbers":
-            return Rows(rows, matrix.numbers, matrix.shape[1], jnp.dtype(self.fmt.numbers).itemsize)
+            return Rows(rows, matrix.numbers, matrix.shape[1], self.fmt.numbers)
         if self.part == WEIGHTS:
-            return Rows(rows, matrix.weights, matrix.shape[1], 4)
-        compute, itemsize = (matrix.scale, 4) if self.part == "scale" else (matrix.zero, 1)
-        return Rows(rows, compute, matrix.num_groups, itemsize)
+            return Rows(rows, matrix.weights, matrix.shape[1], jnp.float32)
+        compute, dtype = (matrix.scale, jnp.float32) if self.part == "scale" else (matrix.zero, jnp.int8)
+        return Rows(rows, compute, matrix.num_groups, dtype)
 
 
 class Rows:
@@ -131,15 +132,15 @@ class Rows:
     Args:
       rows: `[...]`, the indices of the rows.
       compute: returns the rows `[R, C]` of a slice or of indices `[R]`.
-      num_columns, itemsize: C, and the bytes of a number.
+      num_columns, dtype: C, and the dtype of a number.
     """
 
     def __init__(
-        self, rows: npt.NDArray[np.intp], compute: Callable[[Any], npt.NDArray[Any]], num_columns: int, itemsize: int
+        self, rows: npt.NDArray[np.intp], compute: Callable[[Any], npt.NDArray[Any]], num_columns: int, dtype: DTypeLike
     ) -> None:
         self._rows, self._compute = rows, compute
-        self.shape = (*rows.shape, num_columns)
-        self.nbytes = math.prod(self.shape) * itemsize
+        self.shape, self.dtype = (*rows.shape, num_columns), jnp.dtype(dtype)
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, box: tuple[slice, ...], /) -> npt.NDArray[Any]:
         """Rows of a part, cut."""

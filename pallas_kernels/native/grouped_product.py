@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from pallas_kernels.experts import Groups
 from pallas_kernels.native import library
 
-_STEPS = {jnp.dtype(jnp.bfloat16): (16, 32), jnp.dtype(jnp.float32): (16, 16)}  # of the weights' out and in
+# Of the weights' out and in.
+_STEPS = {jnp.dtype(jnp.bfloat16): (16, 32), jnp.dtype(jnp.float32): (16, 16), jnp.dtype(jnp.int8): (16, 32)}
 
 
 def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> str | None:
     """Why x times weights `[E, out, in]` can't run here, because of the arrays or of this machine; or None."""
     if x.dtype != jnp.float32 or weights.dtype not in _STEPS:
-        return f"it takes float32 rows and bfloat16 or float32 weights, not {x.dtype} and {weights.dtype}"
+        return f"it takes float32 rows and bfloat16, float32 or int8 weights, not {x.dtype} and {weights.dtype}"
     steps = _STEPS[weights.dtype]
     if any(size % step for size, step in zip(weights.shape[1:], steps, strict=True)):
         return f"the weights are {weights.shape}; with {weights.dtype} it takes multiples of {steps}"
@@ -27,8 +28,12 @@ def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> 
 
 
 def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens: bool, interpret: bool) -> jax.Array:
-    """See `backend.GroupedProduct`. With bfloat16 weights the rows are rounded to it, as in `product.rows_product`."""
+    """See `backend.GroupedProduct`. Rows are rounded as in `product.rows_product` and `product.int8_product`."""
     shape = jax.ShapeDtypeStruct((groups.num_places, weights.shape[1]), jnp.float32)
+    if weights.dtype == jnp.int8:
+        integers = jax.ffi.ffi_call(library.GROUPED_INT8_PRODUCT, shape)
+        sums: jax.Array = integers(x, groups.tokens, groups.sizes, weights, of_tokens=of_tokens)
+        return sums
     call = jax.ffi.ffi_call(library.GROUPED_PRODUCT, shape)
     way = library.product_way() if weights.dtype == jnp.bfloat16 else "widened"
     out: jax.Array = call(x, groups.tokens, groups.sizes, weights, of_tokens=of_tokens, way=way)

@@ -23,7 +23,8 @@ from pallas_kernels.own_folder import own_folder
 from pallas_kernels.target import processor_flags, processor_maker
 
 PAGED_ATTENTION, ROWS_PRODUCT = "jaxsgl_paged_attention", "jaxsgl_rows_product"
-INT8_PRODUCT, GROUPED_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_product"
+GROUPED_PRODUCT = "jaxsgl_grouped_product"
+INT8_PRODUCT, GROUPED_INT8_PRODUCT = "jaxsgl_int8_product", "jaxsgl_grouped_int8_product"
 AMX_VARIABLE = "JAXSGL_AMX"  # in the environment: 0 keeps products from using AMX
 
 _FOLDER = Path(__file__).parent
@@ -124,7 +125,7 @@ def tile_refusal(kernels: ctypes.CDLL) -> str | None:
 
 def _register(library: ctypes.CDLL, suffix: str = "") -> None:
     """Give XLA the library's functions, under their names and a suffix."""
-    for target in (PAGED_ATTENTION, ROWS_PRODUCT, INT8_PRODUCT, GROUPED_PRODUCT):
+    for target in (PAGED_ATTENTION, ROWS_PRODUCT, GROUPED_PRODUCT, INT8_PRODUCT, GROUPED_INT8_PRODUCT):
         function = jax.ffi.pycapsule(getattr(library, target.removeprefix("jaxsgl_")))
         jax.ffi.register_ffi_target(f"{target}{suffix}", function, platform="cpu")
 

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "blocks.h"
+#include "grouped_product.h"
 #include "integers.h"
 #include "product.h"
 
@@ -26,13 +27,10 @@ constexpr float kLargest = 32767;     // of a packed number
 constexpr float kLeast = 1e-30f;      // blocks of smaller numbers are zeros: their scale has no inverse
 
 // y = x weights^T.
-struct Int8Product {
-  const float* x;         // [T, in]
-  const int8_t* weights;  // [out, in]
-  const float* scales;    // [out, groups]
-  float* y;               // [T, out]
-  int64_t tokens, in, out, groups;
-  int64_t block;  // inputs: those of a group, or kMostInputs if there is one group
+struct Int8Product : ProductOf<int8_t> {
+  const float* scales;          // [out, groups], or null: 1
+  int64_t groups = 1;
+  int64_t block = kMostInputs;  // inputs: those of a group, or kMostInputs if there is one group
 
   int64_t blocks() const { return (in + block - 1) / block; }
   int depth(int64_t b) const { return int(std::min(block, in - b * block)); }
@@ -70,7 +68,7 @@ void PackTokens(const Int8Product& p, int64_t first, int tokens, const Tokens& t
       for (int t = 0; t < T; ++t) {
         float scale = 0;
         if (tile * T + t < tokens)
-          scale = PackBlock(p.x + (first + tile * T + t) * p.in + b * p.block, depth, integers + t * depth);
+          scale = PackBlock(p.Row(first + tile * T + t) + b * p.block, depth, integers + t * depth);
         else
           std::memset(integers + t * depth, 0, depth * sizeof(int16_t));
         for (int lane = t; lane < kLanes; lane += T) scales[lane] = scale;
@@ -138,14 +136,66 @@ void MultiplyRows(const Int8Product& p, int64_t begin, int64_t first, int tokens
   for (int t = 0; t < tokens; ++t) {
     float* const y = p.y + (first + t) * p.out + begin;
     for (int r = 0; r < kRows; ++r)
-      y[r] = sums[t / T][r / R][r % R * T + t % T] * (p.groups == 1 ? p.scales[begin + r] : 1.0f);
+      y[r] = sums[t / T][r / R][r % R * T + t % T] * (p.groups == 1 && p.scales ? p.scales[begin + r] : 1.0f);
   }
 }
 
+// Calls f with the number of tokens in a tile, as a constant: no sum depends on it.
+template <typename Function>
+void WithTile(int64_t tokens, const Function& f) {
+  if (tokens == 1)
+    f(std::integral_constant<int, 1>());
+  else if (tokens == 2)
+    f(std::integral_constant<int, 2>());
+  else
+    f(std::integral_constant<int, 4>());
+}
+
+// Where `tokens` packed tokens lie, in tiles of T, from `begin` on.
+template <int T>
+Tokens TokensAt(char* begin, const Int8Product& p, int64_t tokens) {
+  const int64_t tiles = (tokens + T - 1) / T;
+  return {reinterpret_cast<int16_t*>(begin), reinterpret_cast<float*>(begin + tiles * T * p.in * sizeof(int16_t))};
+}
+
+template <int T>
+int64_t BytesOfTokens(const Int8Product& p, int64_t tokens) {
+  const int64_t tiles = (tokens + T - 1) / T;
+  return tiles * (T * p.in * sizeof(int16_t) + p.blocks() * kLanes * sizeof(float));
+}
+
+// Rows of experts; their results aren't scaled.
+struct IntegerPieces {
+  using Weight = int8_t;
+  static constexpr int64_t kMost = kMostTokens, kRows = jaxsgl::kRows;
+
+  static int64_t TokensFrom(const ProductOf<int8_t>& p, int64_t first) { return std::min(kMost, p.tokens - first); }
+
+  static int64_t PackedBytes(const ProductOf<int8_t>& p, int64_t first) {
+    int64_t bytes = 0;
+    WithTile(TokensFrom(p, first), [&](auto t) { bytes = BytesOfTokens<t()>({p, nullptr}, TokensFrom(p, first)); });
+    return bytes;
+  }
+
+  static void PackRows(const ProductOf<int8_t>& of, int64_t first, char* packed) {
+    const Int8Product p{of, nullptr};
+    const int tokens = int(TokensFrom(of, first));
+    WithTile(tokens, [&](auto t) { PackTokens<t()>(p, first, tokens, TokensAt<t()>(packed, p, tokens)); });
+  }
+
+  static void Multiply(const ProductOf<int8_t>& of, int64_t first, int64_t begin, int64_t rows, char* packed) {
+    const Int8Product p{of, nullptr};
+    const int tokens = int(TokensFrom(of, first));
+    WithTile(tokens, [&](auto t) {
+      for (int64_t row = begin; row < begin + rows; row += kRows)
+        MultiplyRows<t()>(p, row, first, tokens, TokensAt<t()>(packed, p, tokens));
+    });
+  }
+};
+
 template <int T>
 void MultiplyTokens(ffi::ThreadPool pool, const Int8Product& p, int64_t first, int tokens) {
-  const int64_t tiles = (tokens + T - 1) / T;
-  const Tokens packed{Packed<int16_t>(tiles * T * p.in), Packed<float>(tiles * p.blocks() * kLanes)};
+  const Tokens packed = TokensAt<T>(Packed<char>(BytesOfTokens<T>(p, tokens)), p, tokens);
   PackTokens<T>(p, first, tokens, packed);
   const int64_t steps = p.out / kRows, share = std::clamp<int64_t>(steps / (8 * pool.num_threads()), 1, 16);
   InParallel(pool, int((steps + share - 1) / share), [&](int i) {
@@ -157,18 +207,29 @@ void MultiplyTokens(ffi::ThreadPool pool, const Int8Product& p, int64_t first, i
 ffi::Error MultiplyInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> weights,
                         ffi::Buffer<ffi::F32> scales, int64_t group, ffi::ResultBuffer<ffi::F32> y) {
   const int64_t groups = scales.dimensions()[1];
-  const Int8Product p{x.typed_data(), weights.typed_data(), scales.typed_data(), y->typed_data(), x.dimensions()[0],
-                      x.dimensions()[1], weights.dimensions()[0], groups, groups == 1 ? kMostInputs : group};
+  const Int8Product p{{x.typed_data(), weights.typed_data(), y->typed_data(), x.dimensions()[0], x.dimensions()[1],
+                       weights.dimensions()[0]},
+                      scales.typed_data(),
+                      groups,
+                      groups == 1 ? kMostInputs : group};
   if (p.block > kMostInputs || p.block % 32 || p.in % 32 || p.out % 16)
     return {ffi::ErrorCode::kInvalidArgument, "groups have 32 to 512 inputs, weights multiples of 32 by 16"};
-  if (p.tokens == 1) {
-    MultiplyTokens<1>(pool, p, 0, 1);
-  } else if (p.tokens == 2) {
-    MultiplyTokens<2>(pool, p, 0, 2);
-  } else {
+  WithTile(p.tokens, [&](auto t) {
     for (int64_t first = 0; first < p.tokens; first += kMostTokens)
-      MultiplyTokens<4>(pool, p, first, int(std::min<int64_t>(kMostTokens, p.tokens - first)));
-  }
+      MultiplyTokens<t()>(pool, p, first, int(std::min<int64_t>(kMostTokens, p.tokens - first)));
+  });
+  return ffi::Error::Success();
+}
+
+// As GroupedProduct of product.cc, with int8 weights [E, out, in].
+ffi::Error GroupedInt8Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> tokens,
+                              ffi::Buffer<ffi::S32> sizes, ffi::Buffer<ffi::S8> weights, bool of_tokens,
+                              ffi::ResultBuffer<ffi::F32> y) {
+  const Grouped g{x.typed_data(), of_tokens ? tokens.typed_data() : nullptr, sizes.typed_data(), y->typed_data(),
+                  sizes.dimensions()[0], y->dimensions()[0], weights.dimensions()[2], weights.dimensions()[1]};
+  if (!SizesFit(g)) return {ffi::ErrorCode::kInvalidArgument, "the experts' sizes exceed the places"};
+  if (g.in % 32 || g.out % 16) return {ffi::ErrorCode::kInvalidArgument, "weights have multiples of 16 by 32"};
+  MultiplyGroups<IntegerPieces>(pool, g, weights.typed_data());
   return ffi::Error::Success();
 }
 
@@ -182,4 +243,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(int8_product, jaxsgl::MultiplyInt8,
                                   .Arg<ffi::Buffer<ffi::S8>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("group")
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(grouped_int8_product, jaxsgl::GroupedInt8Product,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Attr<bool>("of_tokens")
                                   .Ret<ffi::Buffer<ffi::F32>>());

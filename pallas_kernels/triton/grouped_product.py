@@ -13,19 +13,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.experts import Groups, row_tiles
+from pallas_kernels.experts import Groups, product_dtype, result_dtype, row_tiles
+from pallas_kernels.paged_kv import FLOAT8
+from pallas_kernels.target import target_device
 from pallas_kernels.triton.common import MIN_DOT
 from pallas_kernels.triton.tiles import load_rows, store_rows
 
 _MOST_ROWS = 128
 # Chosen by hand: two stages and more of both sides fit 99 KiB of shared memory. Not measured.
 _NUM_COLUMNS, _BYTES_DEEP = 128, 128
+_MOST_BYTES = 2**31  # of weights of a byte each: see `tiles` for offsets
 
 
 def refuse_grouped_product(x: jax.Array, groups: Groups, weights: jax.Array) -> str | None:
     """Why this backend can't take x and weights `[E, out, in]`, or None when it can."""
     if any(size % MIN_DOT for size in weights.shape[1:]):
         return f"the weights are {weights.shape}; it takes multiples of {(MIN_DOT, MIN_DOT)}"
+    if weights.dtype.itemsize == 1 and weights.size > _MOST_BYTES:
+        return f"the weights are {weights.size} {weights.dtype}; of those of a byte it takes {_MOST_BYTES}"
+    if weights.dtype == FLOAT8 and not (target_device().converts_float8 or target_device().platform == "cpu"):
+        return f"{target_device().kind} has no instructions for float8"
     return None
 
 
@@ -36,16 +43,16 @@ def grouped_product(x: jax.Array, groups: Groups, weights: jax.Array, of_tokens:
     average = -(-groups.num_places // num_experts)
     num_rows = min(max(pl.next_power_of_2(average), MIN_DOT), _MOST_ROWS)
     num_columns = _largest_factor(num_out, _NUM_COLUMNS)
-    depth = _largest_factor(num_in, _BYTES_DEEP // weights.dtype.itemsize)
+    depth = _largest_factor(num_in, _BYTES_DEEP // product_dtype(x, weights).itemsize)
     tiles = row_tiles(groups, num_rows)
     y: jax.Array = pl.pallas_call(
         functools.partial(_kernel, num_rows=num_rows, num_columns=num_columns, depth=depth, of_tokens=of_tokens),
-        out_shape=jax.ShapeDtypeStruct((groups.num_places, num_out), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((groups.num_places, num_out), result_dtype(x, weights)),
         grid=(len(tiles.experts), num_out // num_columns),
         compiler_params=plgpu.CompilerParams(num_warps=8 if num_rows >= 64 else 4, num_stages=3),
         interpret=interpret,
         name="grouped_product",
-    )(x.astype(weights.dtype), groups.tokens, tiles.experts, tiles.begins, tiles.ends, weights)
+    )(x.astype(product_dtype(x, weights)), groups.tokens, tiles.experts, tiles.begins, tiles.ends, weights)
     return y
 
 
@@ -82,7 +89,7 @@ def _kernel(
     def add(step: jax.Array, total: jax.Array) -> jax.Array:
         inputs = (step * depth, depth)
         left = load_rows(x_ref, (row,), is_row, inputs)
-        right = load_rows(weights_ref, (expert, column), None, inputs)
+        right = load_rows(weights_ref, (expert, column), None, inputs).astype(left.dtype)
         # float32 stays float32: the default would round it to TF32.
         precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
         return total + lax.dot(left, right.T, precision=precision, preferred_element_type=jnp.float32)

@@ -14,11 +14,12 @@ from flax import nnx
 
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.residents import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model, moe
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp, Router
 from jaxsgl.models.moe import MoE, choose_experts, clamped_unit
-from jaxsgl.models.quantization import weight_format
+from jaxsgl.models.quantization import Storage, WeightFormat, weight_format
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels import group_by_expert
@@ -167,7 +168,14 @@ def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path, changes: dict
         read(tmp_path, num_key_value_heads=2, **changes)
 
 
-def test_quantization_of_experts_is_refused(tmp_path: Path) -> None:
+def test_experts_are_quantized_at_load_where_a_kernel_multiplies_them(tmp_path: Path) -> None:
     arch = read(tmp_path, num_key_value_heads=2, **QWEN3_MOE)
-    with pytest.raises(ConfigError, match="experts, whose weights can't be quantized"):
-        abstract_model(replace(arch, weight_format=weight_format("int8", None)), jnp.dtype("bfloat16"))
+    flagged, dtype = replace(arch, weight_format=weight_format("int8", None)), jnp.dtype("bfloat16")
+    for platform in ("cpu", "gpu"):
+        _, params = abstract_model(as_kept(flagged, dtype, platform), dtype)
+        assert params["layers"][0]["mlp"]["down"].dtype == jnp.int8
+    with pytest.raises(ConfigError, match="has experts, which a tpu can't quantize: leave --quantization out"):
+        as_kept(flagged, dtype, "tpu")
+    stored = replace(flagged, weight_format=WeightFormat("fp8", "float8_e4m3fn", storage=Storage("plain")))
+    _, params = abstract_model(as_kept(stored, dtype, "tpu"), dtype)
+    assert params["layers"][0]["mlp"]["down"].dtype == dtype and params["layers"][0]["attention"]["o"].dtype != dtype

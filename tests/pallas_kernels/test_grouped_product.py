@@ -25,22 +25,29 @@ CHOICES = {
     "nowhere": np.full((3, 2), -1),
 }
 BACKENDS = ("xla", "native")
+DTYPES = ["float32", "bfloat16", "int8", "float8_e4m3fn"]
 
 
 def arrays(experts: np.ndarray, num_out: int, num_in: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(num_out + num_in)
     x = jnp.asarray(rng.normal(size=(len(experts), num_in)), jnp.float32)
-    return x, jnp.asarray(rng.normal(size=(NUM_EXPERTS, num_out, num_in)), dtype)
+    shape = (NUM_EXPERTS, num_out, num_in)
+    return x, jnp.asarray(rng.integers(-128, 128, shape) if dtype == "int8" else rng.normal(size=shape), dtype)
 
 
 def right(x: jax.Array, experts: np.ndarray, weights: jax.Array) -> np.ndarray:
     """`[T, k, out]` in float64; zeros where a choice is no expert."""
-    rows = np.asarray(x.astype(weights.dtype), np.float64)
+    rows = np.asarray(x if weights.dtype.itemsize == 1 else x.astype(weights.dtype), np.float64)
     out = np.zeros((*experts.shape, weights.shape[1]))
     for (token, choice), expert in np.ndenumerate(experts):
         if 0 <= expert < NUM_EXPERTS:
             out[token, choice] = np.asarray(weights[expert], np.float64) @ rows[token]
     return out
+
+
+def assert_close_to_integers(found: np.ndarray, expected: np.ndarray, dtype: Any) -> None:
+    """Rows are rounded to integers of 16 bits (`product_int8.cc`)."""
+    np.testing.assert_allclose(found, expected, atol=2e-4 * np.abs(expected).max())
 
 
 def refuse_native_elsewhere(backend: str) -> None:
@@ -50,24 +57,27 @@ def refuse_native_elsewhere(backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "choices", "shape", "dtype"),
-    pairwise(["reference", *BACKENDS], list(CHOICES), [(48, 64), (112, 96)], ["float32", "bfloat16"]),
+    pairwise(["reference", *BACKENDS], list(CHOICES), [(48, 64), (112, 96)], DTYPES),
 )
 def test_each_token_is_multiplied_with_its_experts(
     backend: str, choices: str, shape: tuple[int, int], dtype: str
 ) -> None:
     refuse_native_elsewhere(backend)
+    if (backend, dtype) == ("native", "float8_e4m3fn"):
+        pytest.skip("XLA multiplies it")
     experts = CHOICES[choices]
     x, weights = arrays(experts, *shape, dtype)
     groups = group_by_expert(jnp.asarray(experts, jnp.int32), NUM_EXPERTS)
     expected = right(x, experts, weights)
     by_place = np.asarray(grouped_product(x[groups.tokens], groups, weights, backend=backend))
-    assert_close(by_place[np.asarray(groups.place_of)], expected, jnp.float32)
+    check = assert_close_to_integers if (backend, dtype) == ("native", "int8") else assert_close
+    check(by_place[np.asarray(groups.place_of)], expected, jnp.float32)
     by_token = np.asarray(grouped_product(x, groups, weights, of_tokens=True, backend=backend))
     np.testing.assert_array_equal(by_token, by_place)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_token_gets_the_same_sum_whatever_stands_beside_it(backend: str, dtype: str) -> None:
     refuse_native_elsewhere(backend)
     rng = np.random.default_rng(1)
@@ -119,7 +129,8 @@ def test_tiles_hold_every_place_once_and_one_expert_each() -> None:
 @pytest.mark.parametrize(
     ("choices", "shape", "dtype", "of_tokens"),
     daily([("padding", (48, 64), "bfloat16", True), ("one expert", (112, 96), "float32", False),
-           ("spread", (32, 16), "float32", True), ("one token", (16, 64), "bfloat16", False)], every=2),
+           ("spread", (48, 64), "int8", True), ("spread", (32, 16), "float32", True),
+           ("padding", (32, 64), "float8_e4m3fn", True), ("one token", (16, 64), "bfloat16", False)], every=2),
 )  # fmt: skip
 def test_the_kernel_for_gpus_multiplies_each_token_with_its_experts(
     choices: str, shape: tuple[int, int], dtype: str, of_tokens: bool

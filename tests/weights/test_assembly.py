@@ -90,7 +90,7 @@ def test_single_numbers_fill_a_vector() -> None:
 
 def test_a_part_may_be_computed_as_it_is_read() -> None:
     class Doubled:
-        shape, nbytes = (4, 2), 32
+        shape, nbytes, dtype = (4, 2), 32, np.dtype(np.float32)
 
         def __getitem__(self, box: tuple[slice, ...]) -> npt.NDArray:
             return counted(4, 2)[box] * 2
@@ -115,7 +115,7 @@ def test_a_recipe_that_leaves_gaps_is_a_bug(pieces: list[Piece], words: str) -> 
 
 def test_a_failed_read_ends_the_load() -> None:
     class Unreadable:
-        shape, nbytes = (2,), 8
+        shape, nbytes, dtype = (2,), 8, np.dtype(np.float32)
 
         def __getitem__(self, box: tuple[slice, ...]) -> npt.NDArray:
             raise OSError("the disk is gone")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
+from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.weights import load_params
 from tests.checkpoints import make_checkpoint
 from tests.plain_model import mesh_of
@@ -115,6 +118,17 @@ def test_experts_in_mxfp4_are_decoded(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found["layers", layer, "mlp", "down"], down)
         in_halves = np.stack([gate_up[:, ::2], gate_up[:, 1::2]], axis=1)
         np.testing.assert_array_equal(found["layers", layer, "mlp", "gate_up"], in_halves)
+
+
+def test_experts_in_mxfp4_may_be_quantized_again_at_load(tmp_path: Path) -> None:
+    folder = make_checkpoint("gpt_oss", tmp_path, intermediate_size=64)
+    pack(folder, seed=1)
+    arch = replace(ModelArch.from_folder(folder), weight_format=FORMATS_AT_LOAD["int8"])
+    params = load_params(folder, arch, jnp.dtype("bfloat16"), mesh_of())
+    decoded = parameters(folder)["layers", 1, "mlp", "down"]
+    mlp: Any = params["layers"][1]["mlp"]
+    found = np.asarray(mlp["down"][...], np.float32) * np.asarray(mlp["down_scale"][...])
+    assert (np.abs(found - decoded) <= np.abs(decoded).max(-1, keepdims=True) / 253).all()
 
 
 def test_experts_in_mxfp4_of_another_size_are_refused(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def quantized(folder: Path, flag: str) -> tuple[ModelArch, nnx.State]:
     return arch, load_params(folder, arch, jnp.dtype("float32"), mesh_of())
 
 
-@pytest.mark.parametrize(("kind", "flag"), [("qwen3", "int8"), ("llama_linear_rope_bias", "fp8")])
+@pytest.mark.parametrize(
+    ("kind", "flag"), [("qwen3", "int8"), ("llama_linear_rope_bias", "fp8"), ("qwen3_moe", "int8")]
+)
 def test_every_matrix_is_rounded_to_the_nearest_numbers_of_its_rows(kind: str, flag: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path)
     plain: Any = load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
@@ -141,8 +143,21 @@ def test_matrices_that_are_multiplied_at_once_need_one_order_of_inputs(tmp_path:
         load_params(folder, ModelArch.from_folder(folder), jnp.dtype("float32"), mesh_of())
 
 
+@pytest.mark.parametrize(
+    "name", daily(["compressed-tensors int8", "compressed-tensors fp8 per channel", "fp8 per tensor"], every=3)
+)
+def test_experts_with_a_scale_per_output_stay_quantized(name: str, tmp_path: Path) -> None:
+    folder = quantize_folder(make_checkpoint("qwen3_moe", tmp_path / "plain"), tmp_path / "stored", name)
+    arch = ModelArch.from_folder(folder)
+    params: Any = load_params(folder, arch, jnp.dtype("float32"), mesh_of())
+    experts = params["layers"][arch.num_layers - 1]["mlp"]
+    assert experts["gate_up"][...].dtype.itemsize == 1 and experts["gate_up_scale"][...].shape[-1] == 1
+    logits, expected = plain_logits(arch, params, TOKENS), checkpoint_logits(folder / "meant", TOKENS)
+    assert np.linalg.norm(logits - expected) < 1e-3 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize(("kind", "name"), [("qwen3_moe", "gptq desc_act"), ("glm4_moe", "fp8 in blocks")])
-def test_experts_are_dequantized_as_they_are_loaded(kind: str, name: str, tmp_path: Path) -> None:
+def test_experts_in_groups_are_dequantized_as_they_are_loaded(kind: str, name: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
     plain = make_checkpoint(kind, tmp_path / "plain", **changes)
     folder = quantize_folder(plain, tmp_path / "stored", name)
