@@ -123,7 +123,7 @@ def clamped_unit(clamp: Clamp, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def _product(x: jax.Array, groups: Groups, weights: Weights, *, of_tokens: bool = False) -> jax.Array:
-    """Rows times the weights `[E, .., in]` of their experts: `[M, out]` in x's dtype. Scales are applied to the sums."""
+    """Rows times the weights `[E, .., in]` of their experts: `[M, out]` in x's dtype. Scales are applied to sums."""
     numbers = weights.numbers if isinstance(weights, Matrix) else weights
     sums_MN = grouped_product(x, groups, numbers.reshape(len(numbers), -1, numbers.shape[-1]), of_tokens=of_tokens)
     if not isinstance(weights, Matrix):

@@ -149,7 +149,7 @@ def _check_params(
         )
 
 
-def _without_their_zeros(flat: Mapping[tuple[Hashable, ...], nnx.Param[jax.Array]]) -> dict[str, WeightFormat]:
+def _without_their_zeros(flat: Mapping[Any, Any]) -> dict[str, WeightFormat]:
     """The formats, by name, of matrices that were converted with zero points and are kept without (on a CPU)."""
     numbers = {_name(path): param for path, param in flat.items() if param.get_metadata().get("part") == "numbers"}
     formats: dict[str, WeightFormat] = {name: param.get_metadata("format") for name, param in numbers.items()}
