@@ -67,7 +67,7 @@ def test_a_server_answers_by_its_quantized_weights_and_by_those_of_an_update(nam
     other_format = checkpoint("fp8 per tensor" if name == "awq" else "awq", tmp_path / "other", seed=1)
     flags = ("--model", str(folders[0]), *FLAGS, *(("--quantization", name) if name in FORMATS_AT_LOAD else ()))
     with running_server(tmp_path, flags) as server:
-        with httpx.Client(base_url=f"http://{server.http_address}", timeout=60) as http:
+        with httpx.Client(base_url=f"http://{server.http_address}", timeout=120) as http:
             answers = []
             for version, folder in enumerate(folders):
                 if version > 0:
