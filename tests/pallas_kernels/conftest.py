@@ -70,7 +70,8 @@ def each_way(request: pytest.FixtureRequest, native_runs_here: None) -> Iterator
         if request.param == "narrow":
             suffix = request.getfixturevalue("narrow_kernels")
             patch.setattr(library, "has_pairs", lambda: False)
-            for constant in ("PAGED_ATTENTION", "ROWS_PRODUCT", "INT8_PRODUCT", "GROUPED_PRODUCT"):
+            integers = ("INT8_PRODUCT", "GROUPED_INT8_PRODUCT")
+            for constant in ("PAGED_ATTENTION", "ROWS_PRODUCT", "GROUPED_PRODUCT", *integers):
                 patch.setattr(library, constant, f"{getattr(library, constant)}{suffix}")
         jax.clear_caches()  # the way is chosen while tracing
         yield

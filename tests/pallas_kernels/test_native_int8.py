@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import group_by_expert, grouped_product
 from pallas_kernels.native import product
 from pallas_kernels.native.product import refuse_int8
 from tests.grids import pairwise
@@ -71,6 +72,22 @@ def test_a_row_comes_out_the_same_whatever_stands_beside_it(group: int) -> None:
     together = int8_product(x, numbers, scale, group or 1024)
     for count in (1, 2, 3, 8, 16, 65):
         np.testing.assert_array_equal(int8_product(x[:count], numbers, scale, group or 1024), together[:count])
+
+
+@in_each_way
+def test_rows_get_the_products_with_the_weights_of_their_experts() -> None:
+    rng = np.random.default_rng(0)
+    x, numbers, _ = inputs(90, 3 * 48, 1056, 0)
+    experts = rng.integers(0, 4, (90, 2))  # the last one is none
+    experts[:70, 0] = 1  # more rows than are packed at a time
+    experts[:, 1] = np.where(np.arange(90) == 5, 2, 3)
+    groups = group_by_expert(jnp.asarray(experts, jnp.int32), 3)
+    weights = numbers.reshape(3, 48, 1056)
+    out = np.asarray(grouped_product(jnp.asarray(x), groups, jnp.asarray(weights), of_tokens=True, backend="native"))
+    ones = np.ones((48, 1), np.float32)
+    of_experts = [int8_product(x, weights[expert], ones, 1056) for expert in range(3)] + [np.zeros((90, 48))]
+    for (token, choice), expert in np.ndenumerate(experts):
+        np.testing.assert_array_equal(out[groups.place_of[token, choice]], of_experts[expert][token])
 
 
 @in_each_way
