@@ -54,7 +54,7 @@ class Profiles:
                 f"output_dir is {name!r}, but must be the name of a new folder below the server's --profile-dir, of up "
                 "to 64 letters, digits, dots, dashes and underscores: leave it out, or send such a name"
             )
-        folder = await asyncio.to_thread(self._new_folder, self._root, name or f"profile-{time.time_ns() // 10**6}")
+        folder = await asyncio.to_thread(self._new_folder, self._root, name or f"profile-{time.time_ns()}")
         started = False
         try:
             several = len(self._engine.links) > 1

@@ -45,5 +45,7 @@ def test_no_body_gets_a_5xx(server: ServerProcess, mode: GenerationMode) -> None
 
             check()
             http.post("/continue_generation")  # after a pause no generation would be answered
+            http.post("/resume_memory_occupation")  # nor without the weights
+        http.post("/update_weight_version", json={"new_version": "default"})
         assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models"} <= {*paths}
         assert post(http, "/v1/completions", prompt="abc", max_tokens=3)["choices"][0]["text"] == "abc"

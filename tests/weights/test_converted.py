@@ -170,7 +170,7 @@ def test_another_layout_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
     converted = convert(make_checkpoint("llama_tied", tmp_path / "original"), tmp_path / "converted")
-    (converted / "params" / "manifest.ocdbt").write_bytes(b"broken")
+    (converted / "params" / "_METADATA").write_bytes(b"broken")
     with pytest.raises(CheckpointError, match=r"params can't be restored \(.*convert the original checkpoint again"):
         load(converted)
 
