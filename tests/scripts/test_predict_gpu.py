@@ -128,3 +128,20 @@ def test_the_kept_results_are_predicted_line_by_line(tmp_path: Path) -> None:
         assert line["step_us"] > line["floor_us"]
         if "decode 256" in line["step"] or "extend" in line["step"]:  # small batches add up parts, of products too
             assert line["small_per_layer"] <= (20 if "30b-a3b" in line["step"] else 5)
+
+
+def test_the_kept_steps_of_eight_devices_exchange_two_sums_a_layer() -> None:
+    results = json.loads(KEPT.with_name("compiled_steps_tp8.json").read_text())["results"]
+    assert {"qwen3-8b-tp8", "qwen3-30b-a3b-tp8", "qwen3-235b-a22b-tp8"} <= {
+        each["program"].split()[0] for each in results
+    }
+    for result in results:
+        assert not result["problems"]
+        facts, report = result["facts"], result["launches"]
+        size = result["program"].split()[2]
+        residual = int(size) * facts["hidden_size"] * facts["weight_itemsize"]
+        sums = [each for each in report["exchanged"] if each["kind"] == "all-reduce"]
+        assert [(each["bytes"], each["count"]) for each in sums] == [(residual, 2 * facts["num_layers"] + 1)]
+        assert report["layer_kinds"]["all-reduce"] == 2
+    for found in predict(results, 1024):
+        assert found.floor_us < found.step_us and found.links_us > 0
