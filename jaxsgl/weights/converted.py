@@ -32,7 +32,7 @@ from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.matrix import part_name, without_zeros
 from jaxsgl.models.quantization import AT_LOAD, WeightFormat
 from jaxsgl.weights.assembly import size
-from jaxsgl.weights.names import kv_scale_of
+from jaxsgl.weights.other_tensors import kv_scale_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 from jaxsgl.weights.tensor_files import TensorFiles
 

@@ -2,13 +2,13 @@
 
 A checkpoint stores projections as `[out, in]`; ours are `[..., in]`. A recipe says for each part of a parameter which
 numbers of which tensor fill it. It only makes views of the tensors (cuts, reshapes, transposes), so that the loader can
-read what one device needs and leave the rest. Knows no files; `loading.py` reads this table.
+read what one device needs and leave the rest. Knows no files; `loading.py` reads this table. Tensors that make no
+parameter are in `other_tensors.py`.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from jaxsgl.models import ModelArch
 from jaxsgl.models.rope import split_half_order
-from jaxsgl.weights import stored_matrix
 
 Path = tuple[Hashable, ...]  # of a parameter within the model, as ("layers", 3, "mlp", "down")
 Place = tuple[int | slice, ...]  # a part of a parameter, by its leading axes; slices have step 1, () is all of it
@@ -289,35 +288,18 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
 }
 # Where the decoder is a part of a larger model: what its tensors' names begin with, and those of the other parts.
 _WITH_TOWER = ("language_model.", ("vision_tower.", "multi_modal_projector."))
-PREFIXES = {"Gemma3ForConditionalGeneration": _WITH_TOWER, "Mistral3ForConditionalGeneration": _WITH_TOWER}
-_NO_PREFIX: tuple[str, tuple[str, ...]] = ("", ())
-
-# What scales K, V or both of a layer's KV cache in float8, by the end of the tensor's name: compressed-tensors and its
-# older form, ModelOpt, Quark. Scales of queries and probabilities belong to attention in float8, which ours is not.
-KV_SCALES = {
-    "k_scale": "k", "attn.k_scale": "k", "k_proj.k_scale": "k", "qkv_proj.k_scale": "k", "k_proj.output_scale": "k",
-    "v_scale": "v", "attn.v_scale": "v", "v_proj.v_scale": "v", "qkv_proj.v_scale": "v", "v_proj.output_scale": "v",
-    "kv_scale": "kv", "attn.kv_scale": "kv",
-}  # fmt: skip
-_UNUSED_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
-_OF_ATTENTION = re.compile(re.escape(_ATTENTION).replace(r"\{\}", r"(\d+)") + r"(.+)")
+_PREFIXES = {"Gemma3ForConditionalGeneration": _WITH_TOWER, "Mistral3ForConditionalGeneration": _WITH_TOWER}
 
 
-_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-# Architectures whose checkpoints have layers behind the last one, which predict further tokens.
-_PREDICT_MORE = ("Glm4MoeForCausalLM",)
-
-
-def kv_scale_of(name: str) -> tuple[int, str] | None:
-    """The layer, and "k", "v" or "kv" for both, whose cache a tensor of that name scales; None for any other tensor."""
-    match = _OF_ATTENTION.fullmatch(name)
-    return None if match is None or match[2] not in KV_SCALES else (int(match[1]), KV_SCALES[match[2]])
+def prefixes(arch: ModelArch) -> tuple[str, tuple[str, ...]]:
+    """What the names of the decoder's tensors begin with, and those of the model's other parts."""
+    return _PREFIXES.get(arch.name, ("", ()))
 
 
 def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     """The recipe of the parameter at `path`, with the layers' indices filled in."""
     own = OF_FAMILY.get(arch.name, {})
-    prefix, _ = PREFIXES.get(arch.name, _NO_PREFIX)
+    prefix, _ = prefixes(arch)
 
     def named(sources: tuple[Source, ...], layer: Hashable = None) -> tuple[Source, ...]:
         return tuple(Source(prefix + source.name.format(layer), source.axes) for source in sources)
@@ -339,27 +321,3 @@ def _stack_layers(of_layer: Pieces, arch: ModelArch, tensors: tuple[Tensor, ...]
     for layer in range(arch.num_layers):
         for place, numbers in of_layer(arch, tensors[layer * per_layer : (layer + 1) * per_layer]):
             yield Piece((layer, *place), numbers)
-
-
-def is_harmless(name: str, arch: ModelArch) -> bool:
-    """Whether a tensor may be left unread: rope's constants, a tied head's copy, what predicts further tokens, scales,
-    and the parts beside the decoder.
-
-    The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
-    """
-    prefix, others = PREFIXES.get(arch.name, _NO_PREFIX)
-    if name.startswith(others):
-        return True
-    name = name.removeprefix(prefix)
-    of_attention = _OF_ATTENTION.fullmatch(name)
-    if of_attention is not None and (of_attention[2] in KV_SCALES or of_attention[2].endswith(_UNUSED_SCALES)):
-        return True
-    if name.startswith("mtp.") or name.endswith("rotary_emb.inv_freq"):
-        return True
-    behind = _OF_LAYER.match(name) if arch.name in _PREDICT_MORE else None
-    if behind is not None and int(behind[1]) >= arch.num_layers:
-        return True
-    fmt = arch.weight_format
-    if fmt is not None and fmt.storage is not None and stored_matrix.is_unused(name, fmt):
-        return True
-    return arch.tie_embeddings and name == "lm_head.weight"

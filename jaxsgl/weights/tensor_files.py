@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights.names import Source, is_harmless, sizes
+from jaxsgl.weights.names import Source, sizes
+from jaxsgl.weights.other_tensors import is_harmless
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

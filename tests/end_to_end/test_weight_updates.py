@@ -63,12 +63,14 @@ def prompt(number: int) -> list[int]:
 
 
 def generate(http: httpx.Client, number: int) -> tuple[str, list[int], int]:
-    """The version of the weights, the tokens, and how many of the prompt's were cached."""
-    body = {"input_ids": prompt(number), "sampling_params": PARAMS}
-    answer = http.post("/generate", json=body)
-    assert answer.status_code == 200, answer.text
-    meta = answer.json()["meta_info"]
-    return meta["weight_version"], answer.json()["output_ids"], meta["cached_tokens"]
+    """The version of the weights, which every event names, the tokens, and how many of the prompt's were cached."""
+    body = {"input_ids": prompt(number), "sampling_params": PARAMS, "stream": True}
+    with http.stream("POST", "/generate", json=body) as answer:
+        assert answer.status_code == 200, answer.read()
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    told = [json.loads(line.removeprefix("data: ")) for line in lines]
+    (version,) = {event["meta_info"]["weight_version"] for event in told}
+    return version, told[-1]["output_ids"], told[-1]["meta_info"]["cached_tokens"]
 
 
 def update(http: httpx.Client, folder: Path, version: str, **more: Any) -> httpx.Response:

@@ -29,7 +29,7 @@ def load(folder: Path, scales: dict[str, Any]) -> KvScales:
     (folder / "config.json").write_text(json.dumps({**LLAMA, "num_key_value_heads": 2}))
     tensors = {"model.norm.weight": torch.ones(1)}
     for name, scale in scales.items():
-        full = name if name.startswith("model.") else LAYER.format(0) + name
+        full = name if "model." in name else LAYER.format(0) + name
         tensors[full] = scale if isinstance(scale, torch.Tensor) else torch.tensor(scale)
     save_file(tensors, folder / "model.safetensors")
     return load_kv_scales(folder, ModelArch.from_folder(folder))
@@ -59,6 +59,11 @@ def test_scales_of_k_and_v_are_found_by_name(of_k: str, of_v: str, tmp_path: Pat
 def test_one_scale_holds_for_k_and_v(name: str, tmp_path: Path) -> None:
     scales = load(tmp_path, {name: 0.5})
     assert scales.k[0] == scales.v[0] == 0.5
+
+
+def test_scales_of_a_decoder_within_a_larger_model_are_found(tmp_path: Path) -> None:
+    scales = load(tmp_path, {"language_model.model.layers.1.self_attn.k_proj.k_scale": 0.5})
+    assert told(scales) == [None, 0.5, None, 0.5]
 
 
 def test_a_scale_of_one_costs_nothing(tmp_path: Path) -> None:
