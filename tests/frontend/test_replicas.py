@@ -7,6 +7,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,7 +57,7 @@ def hold(server: ServerProcess, rank: int, rid: str, ends: dict[str, tuple[float
         last = ""
         with connect(server) as http:
             body = at(rank, Script.PAUSE, stream=True) | {"rid": rid}
-            with http.stream("POST", "/generate", json=body) as answer:
+            with suppress(httpx.RemoteProtocolError), http.stream("POST", "/generate", json=body) as answer:
                 for line in answer.iter_lines():
                     last = line or last
         ends[rid] = (time.monotonic(), last)
@@ -142,7 +144,16 @@ def test_a_replica_killed_under_load_ends_its_calls_alone(start_server: Start, f
             answer = http.post("/generate", json=generate_body(20 + number, 30, max_new_tokens=3))
             assert answer.status_code == 200, answer.text
         assert loads(http) == [4, 0]
-        os.kill(pids[0], signal.SIGKILL)
+    if flags:  # a worker that starts now learns that a replica is dead
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        workers = [int(pid) for pid in children if "jaxsgl.frontend.worker" in Path(f"/proc/{pid}/cmdline").read_text()]
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: len(ends) == 8, "ends of all calls")
+        with connect(server) as http:
+            assert http.post("/generate", json=generate_body(5, max_new_tokens=3)).status_code == 200
+            assert http.get("/health").json()["problems"] == [problem]
+    os.kill(pids[0], signal.SIGKILL)
     assert server.wait_for_exit() == 1
     for call in calls:
         call.join(timeout=5)
