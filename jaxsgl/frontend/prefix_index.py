@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 MAX_PAGES = 4096  # of a prompt that are looked at: a few milliseconds of the event loop
+MAX_KNOWN_PAGES = 1 << 18  # of a replica: 50 MB; more than a pool has, unless its pages are of few tokens
 
 
 def page_names(prompt_ids: Sequence[int], page_size: int, cache_salt: str = "") -> list[int]:
@@ -29,10 +30,10 @@ def page_names(prompt_ids: Sequence[int], page_size: int, cache_salt: str = "") 
 
 
 class PrefixIndex:
-    """The pages that each replica was sent, at most `max_pages[rank]` of them."""
+    """The pages that each replica was sent, at most `max_pages[rank]` of them, and `MAX_KNOWN_PAGES`."""
 
     def __init__(self, max_pages: Iterable[int]) -> None:
-        self._max_pages = tuple(max_pages)
+        self._max_pages = [min(most, MAX_KNOWN_PAGES) for most in max_pages]
         self._pages: list[OrderedDict[int, None]] = [OrderedDict() for _ in self._max_pages]
 
     def num_pages(self, rank: int) -> int:
