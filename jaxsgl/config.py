@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from jaxsgl.disaggregation import DisaggregationConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.flags import check_choices, flag, flag_name, require
 
@@ -160,6 +161,7 @@ class EngineConfig:
         "prompt tokens extended in one step; -1: a prompt is never cut into chunks (default: 512 on CPU, else 2048)",
     )
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
     attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)
@@ -288,6 +290,8 @@ class ServerConfig:
         workers = self.tokenizer_worker_num
         require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
         require(1 <= self.dp_size <= MAX_REPLICAS, "--dp-size", self.dp_size, f"1 to {MAX_REPLICAS}")
+        if self.dp_size > 1 and self.engine.disaggregation.disaggregation_mode == "prefill":
+            raise ConfigError("--disaggregation-mode prefill goes with --dp-size 1: start one server per replica")
         if self.dp_size > 1 and self.engine.device_ids:
             raise ConfigError("--dp-size gives each replica devices of its own, but --device-ids names some: give one")
         for name in ("request_timeout_s", "watchdog_s"):
@@ -334,10 +338,13 @@ class ServerConfig:
 
     def engine_of(self, rank: int) -> EngineConfig:
         """The configuration of the replica `rank`, which has `--tp` devices of its own."""
+        engine, flags = self.engine, self.engine.disaggregation
+        if flags.is_on and flags.disaggregation_host is None:  # a prefill server listens where the HTTP port does
+            engine = replace(engine, disaggregation=replace(flags, disaggregation_host=self.host))
         if self.dp_size == 1:
-            return self.engine
-        first = rank * self.engine.tp
-        return replace(self.engine, device_ids=tuple(range(first, first + self.engine.tp)))
+            return engine
+        first = rank * engine.tp
+        return replace(engine, device_ids=tuple(range(first, first + engine.tp)))
 
     @property
     def model_name(self) -> str:

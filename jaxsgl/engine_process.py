@@ -47,6 +47,8 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         logger.exception("the engine failed to start")
         mailbox.fail(f"the engine failed to start: {_in_one_line(error)}")
         return 1
+    if scheduler.wake_fd is not None:
+        mailbox.wake_at(scheduler.wake_fd)
     mailbox.announce(engine.info)
     try:
         overlap = not launch.config.disable_overlap_schedule

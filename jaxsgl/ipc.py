@@ -108,11 +108,16 @@ class EngineMailbox:
         self._in.connect(endpoints.to_engine)
         self._out.connect(endpoints.from_engine)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._poller = _poller(self._in)
+
+    def wake_at(self, fd: int) -> None:
+        """Lets `receive` return, perhaps without a message, when the file descriptor `fd` is readable."""
+        self._poller.register(fd, zmq.POLLIN)
 
     def receive(self, block: bool) -> list[ToEngine]:
         """Returns all messages that wait, in order; if `block`, waits for at least one."""
         if block:
-            self._in.poll()
+            self._poller.poll()
         messages: list[ToEngine] = []
         while True:
             try:
@@ -149,11 +154,16 @@ class EngineLines:
         self._in.bind(endpoints.to_engine)
         self._out: dict[int, zmq.Socket[bytes]] = {}
         self._decoder = msgspec.msgpack.Decoder(ToMailbox)
+        self._poller = _poller(self._in)
+
+    def wake_at(self, fd: int) -> None:
+        """See `EngineMailbox`."""
+        self._poller.register(fd, zmq.POLLIN)
 
     def receive(self, block: bool) -> list[ToMailbox]:
         """See `Transport`."""
         if block:
-            self._in.poll()
+            self._poller.poll()
         messages: list[ToMailbox] = []
         while True:
             try:
@@ -231,6 +241,12 @@ class EngineLine:
         self._in.close(linger=0)
         self._out.close(linger=0)
         self._context.term()
+
+
+def _poller(socket: zmq.Socket[bytes]) -> zmq.Poller:
+    poller = zmq.Poller()
+    poller.register(socket, zmq.POLLIN)
+    return poller
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION, Limits
+from jaxsgl.disaggregation import TransferLoad
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.weight_messages import WeightOrder
 
@@ -260,9 +261,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       num_retracted: waiting samples that have run before.
       paused: nothing is launched until generation is continued.
       totals: counters.
-      step_times: how long steps took since the start of the engine, for step_times.py: packed, since each load
-        carries it and only a scrape reads it.
+      step_times: how long steps took since the start, for step_times.py: packed, since only a scrape reads it.
       weight_version: of the weights that made the tokens that come with this load, and of those served now.
+      transfer: of a prefill or decode worker. Its requests on the way count as waiting too.
     """
 
     num_running: int = 0
@@ -275,6 +276,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     totals: Totals = msgspec.field(default_factory=Totals)
     step_times: bytes = b""
     weight_version: str = DEFAULT_WEIGHT_VERSION
+    transfer: TransferLoad | None = None
 
 
 class RefusalKind(enum.Enum):
@@ -285,6 +287,7 @@ class RefusalKind(enum.Enum):
     WAITED = "waited"  # it waited too long for its admission
     RAN = "ran"  # it ran too long
     FAILED = "failed"  # the server failed at it, and would again
+    PEER = "peer"  # the worker of its other leg is gone
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):

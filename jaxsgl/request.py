@@ -195,11 +195,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
+class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
+    """Where the two legs of a request meet, if prefill and decode run in different workers.
+
+    Attributes:
+      host, port: where the prefill worker listens for decode workers.
+      number: of the room, the same for both legs.
+    """
+
+    host: str
+    port: int
+    number: int
+
+
 class Request(msgspec.Struct, frozen=True, tag="generate"):
     """One tokenized request, as it travels from the front end to the scheduler.
 
     `priority` is ignored unless the server schedules by it: the higher number goes first, or the lower one if the
-    server's flags say so. Cached prefixes are shared among requests of an equal `cache_salt` alone.
+    server's flags say so. Cached prefixes are shared among requests of an equal `cache_salt` alone. With a `room` this
+    is the leg of the request that this worker computes; without, all of it.
     """
 
     request_id: str
@@ -207,6 +221,7 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    room: Rendezvous | None = None
 
 
 def check_counts(stop_token_ids: Sized, stop: Sized, logit_bias: Sized) -> None:

@@ -50,6 +50,10 @@ class Transport(Protocol):
         """Returns what has come over all lines, each line's in order; if `block`, waits for at least one."""
         ...
 
+    def wake_at(self, fd: int) -> None:
+        """Lets `receive` return when the file descriptor `fd` is readable, too."""
+        ...
+
     def connect(self, line: int) -> None:
         """Connects a line."""
         ...
@@ -110,6 +114,10 @@ class SharedMailbox:
     def num_unanswered(self) -> int:
         """Commands that have not been answered, of all lines."""
         return len(self._unanswered)
+
+    def wake_at(self, fd: int) -> None:
+        """Lets `receive` return, perhaps without a message, when the file descriptor `fd` is readable."""
+        self._transport.wake_at(fd)
 
     def receive(self, block: bool) -> list[ToEngine]:
         """Returns the messages for the scheduler that wait, in order; if `block`, waits for a message of any kind."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 from jaxsgl.config import EngineConfig
@@ -23,7 +24,7 @@ def build(config: EngineConfig, limited: bool = True) -> tuple[Engine, Scheduler
         caller waits for all answers, sets them aside.
     """
     retract_every()  # fails now, not after minutes
-    engine = Engine(config)
+    engine = Engine(config, moves_pages=config.disaggregation.is_on)
     return engine, build_scheduler(config, engine, limited)
 
 
@@ -32,7 +33,14 @@ def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) 
     scheduling = config.scheduling
     if not limited:
         scheduling = replace(scheduling, queue_timeout_s=None, running_timeout_s=None)
-    return Scheduler(
+    make: Callable[..., Scheduler] = Scheduler
+    if config.disaggregation.is_on:
+        if not limited:
+            raise ConfigError("--disaggregation-mode needs servers behind a gateway, see docs/scale-out.md")
+        from jaxsgl.leg_wiring import make_leg_scheduler  # other servers know nothing of it
+
+        make = make_leg_scheduler(config, engine)
+    return make(
         engine.capacity,
         engine.buckets,
         engine.arch.eos_token_ids,

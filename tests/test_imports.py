@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMON = {"config", "flags", "request", "errors", "logs", "stacks"}
+COMMON = {"config", "disaggregation", "flags", "request", "errors", "logs", "stacks"}
 ALLOWED = {
     "text": {"messages"},
     "frontend": {"messages", "weight_messages", "ipc", "step_times", "text"},
-    "scheduler": {"cache", "batch", "messages", "weight_messages", "step_times"},
+    "scheduler": {"cache", "batch", "messages", "weight_messages", "step_times", "transfer.frames", "transfer.wire"},
+    "transfer": set(),
     "cache": set(),
     "batch": {"cache.pages"},
     "engine": {"batch", "models", "weights", "messages", "weight_messages", "cache.pages", "pallas_kernels"},
     "models": {"pallas_kernels"},
     "weights": {"models", "pallas_kernels"},
 }
-THIRD_PARTY_FREE_OF_JAX = ("scheduler", "cache", "batch", "text", "frontend")
+THIRD_PARTY_FREE_OF_JAX = ("scheduler", "transfer", "cache", "batch", "text", "frontend")
 
 
 def imports_of(path: Path) -> set[str]:

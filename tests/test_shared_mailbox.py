@@ -53,6 +53,9 @@ class Lines:
         coming, self.coming = self.coming, []
         return coming
 
+    def wake_at(self, fd: int) -> None:
+        raise AssertionError("nothing else wakes the engine here")
+
     def connect(self, line: int) -> None:
         self.sent[line] = []
 

@@ -18,6 +18,7 @@ TIER_OF_FOLDER = {
     "cache": "unit",
     "scheduler": "unit",
     "text": "unit",
+    "transfer": "unit",
     "engine": "device",
     "models": "device",
     "pallas_kernels": "device",

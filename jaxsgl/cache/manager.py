@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from jaxsgl.cache.audit import LastOwners, audit
 from jaxsgl.cache.events import CacheObserver
 from jaxsgl.cache.pages import (
@@ -125,6 +127,27 @@ class CacheManager:
     def sent(self, rows: Iterable[int]) -> None:
         """A step that carries what `PageTable.unsent` has of `rows` is launched next."""
         self.table.sent(rows)
+
+    def land(self, token_ids: IntArray, first_page: int, num_pages: int, owner: str, salt: bytes = b"") -> IntArray:
+        """Caches KV that was computed elsewhere, `num_pages` pages from `first_page` on, as a prefix of `token_ids`.
+
+        Returns the pages to be filled before the next step, which stand for the last ones of those: what is cached by
+        now is left out. [] if the prefix before `first_page` was evicted. There must be as many pages available.
+        Nothing is locked, so they may be evicted like any prefix. `owner` is a name for the report of a leak.
+        """
+        token_pages = as_pages(token_ids, self.page_size)[: first_page + num_pages]
+        match = self.prefixes.match(token_pages, salt)
+        num_cached = len(match.pages)
+        if num_cached < first_page or num_cached == len(token_pages):
+            return match.pages[:0]
+        self.prefixes.lock(match.handle)
+        pages = self._allocate(len(token_pages) - num_cached)
+        self._last_owners.of_page[pages] = owner
+        done = self.prefixes.insert(token_pages, np.concatenate((match.pages, pages)), None, salt)
+        self.prefixes.unlock(match.handle)
+        if self._observer is not None and not salt:
+            _tell_stored(self._observer, token_pages, done)
+        return pages
 
     def release(self, lease: Lease, token_ids: IntArray) -> None:
         """Ends the lease: full pages of `token_ids` go to the prefix cache, the rest and the row are freed."""

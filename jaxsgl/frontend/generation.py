@@ -17,15 +17,17 @@ from typing import Protocol, TypeVar
 
 from jaxsgl import logs
 from jaxsgl.config import ServerConfig
+from jaxsgl.disaggregation import ALL_IN_ONE
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.access import Access, cache_namespace
 from jaxsgl.frontend.counts import Counts
+from jaxsgl.frontend.legs import leg_sampling
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
-from jaxsgl.request import Request, SamplingParams, check_num_scores, check_request
+from jaxsgl.request import Rendezvous, Request, SamplingParams, check_num_scores, check_request
 from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.prompts import Prompt, tokenize_all
 from jaxsgl.text.sample import End, Piece, Sample, join
@@ -44,6 +46,7 @@ _REFUSALS = {
     RefusalKind.WAITED: EngineUnavailable,  # as in SGLang: gateways send it to another worker then
     RefusalKind.RAN: TimedOut,
     RefusalKind.FAILED: RequestFailed,
+    RefusalKind.PEER: EngineUnavailable,
 }
 
 logger = logging.getLogger(__name__)
@@ -144,11 +147,14 @@ class Generator:
     """Serves prompts with one model.
 
     Long prompts are tokenized in `threads`; `metrics` counts each request; a request that takes longer than `timeout_s`
-    seconds is ended.
+    seconds is ended; `mode` says which leg of requests this server computes.
     """
 
-    def __init__(self, engine: Replicas, threads: Executor, metrics: Metrics, timeout_s: float) -> None:
+    def __init__(
+        self, engine: Replicas, threads: Executor, metrics: Metrics, timeout_s: float, mode: str = ALL_IN_ONE
+    ) -> None:
         self._engine = engine
+        self._mode = mode
         self._threads = threads
         self._metrics = metrics
         self._timeout_s = timeout_s
@@ -167,13 +173,20 @@ class Generator:
         self._engine.accept()
 
     async def prepare(
-        self, prompt: Prompt, sampling: SamplingParams, request_id: str, priority: int = 0, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        room: Rendezvous | None = None,
     ) -> Request:
         """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready.
 
-        Prefixes are shared with requests of the same tenant and of an equal `cache_salt` alone.
+        Prefixes are shared with requests of the same tenant and of an equal `cache_salt` alone. With a `room`, the
+        request has the parameters of this server's leg.
         """
-        (request,) = await self.prepare_all([prompt], [sampling], [request_id], priority, cache_salt)
+        (request,) = await self.prepare_all([prompt], [sampling], [request_id], priority, cache_salt, [room])
         return request
 
     async def prepare_all(
@@ -183,6 +196,7 @@ class Generator:
         request_ids: Sequence[str],
         priority: int = 0,
         cache_salt: str = "",
+        rooms: Sequence[Rendezvous | None] = (),
     ) -> list[Request]:
         """Tokenizes and checks all prompts of one call, like `prepare`. Other calls go on meanwhile."""
         logs.name_unnamed_request(request_ids[0])
@@ -198,8 +212,10 @@ class Generator:
                     model.tokenizer.check_text_comes_back("stop strings")
             limits, requests, pause = model.info.limits, list[Request](), Pause()
             tokenized = await self.tokenize_all(prompts)
-            for ids, sampling, request_id in zip(tokenized, samplings, request_ids, strict=True):
-                requests.append(Request(request_id, ids, sampling, priority, namespace))
+            rooms = rooms or [None] * len(prompts)
+            for ids, sampling, request_id, room in zip(tokenized, samplings, request_ids, rooms, strict=True):
+                of_leg = sampling if room is None else leg_sampling(sampling, self._mode)
+                requests.append(Request(request_id, ids, of_leg, priority, namespace, room))
                 check_request(requests[-1], limits)
                 await pause.after(1 + len(ids) // TOKENS_LIKE_A_REQUEST)
             check_num_scores(requests, limits)

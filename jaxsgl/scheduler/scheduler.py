@@ -77,6 +77,7 @@ class Scheduler:
     Attributes:
       state: what plans are made from.
       last_plan: of the last step that was decided.
+      wake_fd: a file descriptor that is readable when there is news besides messages; None: there never is.
 
     Raises:
       CheckpointError: the model has more EOS tokens than the step can hold back until min_tokens.
@@ -124,6 +125,7 @@ class Scheduler:
             totals=Totals(),
         )
         self.last_plan: StepPlan | None = None
+        self.wake_fd: int | None = None
         self._requests = self.state.requests
         self._retraction_warning = RetractionWarning(capacity, config.schedule_conservativeness, clock)
         sampling = SamplingRows(capacity.num_rows)

@@ -101,11 +101,14 @@ class Gateway:
 
 @contextlib.contextmanager
 def running_gateway(folder: Path, workers: Sequence[str], flags: Sequence[str] = ()) -> Iterator[Gateway]:
-    """Starts a gateway over workers' gRPC addresses, which needn't be ready; ends it by its process id."""
+    """Starts a gateway over workers' gRPC addresses, which needn't be ready; ends it by its process id.
+
+    Without `workers`, `flags` say which there are.
+    """
     log = folder / "gateway.log"
     port, metrics_port = free_ports(2)
     command = [
-        str(SMG), "launch", "--worker-urls", *(f"grpc://{worker}" for worker in workers),
+        str(SMG), "launch", *(("--worker-urls", *(f"grpc://{worker}" for worker in workers)) if workers else ()),
         "--host", "127.0.0.1", "--port", str(port),
         "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port),
         "--shutdown-grace-period-secs", "1", "--worker-startup-check-interval", "1", *flags,

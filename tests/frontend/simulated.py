@@ -189,6 +189,9 @@ class EngineThread:
         coming, self._coming = self._coming, []
         return coming
 
+    def wake_at(self, fd: int) -> None:
+        raise AssertionError("nothing else wakes the engine here")
+
     def connect(self, line: int) -> None:
         self.lines[line] = self._line_to(line)
 

@@ -102,7 +102,9 @@ def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, Any], word: 
     [
         {"mm_inputs": pb.MultimodalInputs(image_urls=["http://a/b.png"])},
         {"mm_inputs": pb.MultimodalInputs(pixel_values=pb.TensorData(data=b"1234", shape=[1], dtype="float32"))},
-        {"disaggregated_params": pb.DisaggregatedParams(bootstrap_host="a", bootstrap_port=1, bootstrap_room=1)},
+        {"disaggregated_params": pb.DisaggregatedParams(bootstrap_host="", bootstrap_port=1, bootstrap_room=1)},
+        {"disaggregated_params": pb.DisaggregatedParams(bootstrap_host="a", bootstrap_port=-1, bootstrap_room=1)},
+        {"disaggregated_params": pb.DisaggregatedParams(bootstrap_host="a", bootstrap_port=1, bootstrap_room=-1)},
         {"custom_logit_processor": "gASV"},
         {"input_embeds": [0.5]},
         {"lora_id": "adapter"},
@@ -116,7 +118,7 @@ def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, Any], word: 
     ids=lambda of_request: list(of_request)[-1],
 )
 def test_a_refusal_of_a_request_field_names_it(of_request: dict[str, object]) -> None:
-    name = list(of_request)[-1].removeprefix("top_").removesuffix("_num")
+    name = list(of_request)[-1].removeprefix("top_").removesuffix("_num").replace("disaggregated_params", "bootstrap")
     with pytest.raises(InvalidRequest, match=name):
         options_of(ask(1, of_request=of_request))
 

@@ -17,7 +17,9 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxsgl.disaggregation import DEFAULT_PORT
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.request import (
     BOUNDS,
     LOGIT_BIAS_BOUNDS,
@@ -27,6 +29,7 @@ from jaxsgl.request import (
     MAX_STOP_TOKEN_IDS,
     PRIORITY_BOUNDS,
     Bounds,
+    Rendezvous,
     SamplingParams,
 )
 
@@ -147,6 +150,37 @@ def salt_of(body: Body) -> str:
     if cache_salt is not None and extra_key is not None:
         raise InvalidRequest("cache_salt and extra_key are both given, but mean the same: send one of them")
     return cache_salt or extra_key or ""
+
+
+def rooms_of(body: Body, num_prompts: int) -> list[Rendezvous | None]:
+    """Returns where the prefill and the decode leg of each prompt meet, as gateways add it; None: there is one leg.
+
+    Raises `InvalidRequest`. The fields are no part of the API for clients, so no schema has them.
+    """
+    given = body.model_extra or {}
+    if given.get("bootstrap_room") is None and given.get("bootstrap_host") is None:
+        return [None] * num_prompts
+    of_prompts: list[Rendezvous | None] = []
+    for number in range(num_prompts):
+        host, port, room = (
+            _entry(name, given.get(name), number, num_prompts)
+            for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+        )
+        if not isinstance(host, str) or not isinstance(room, int) or not isinstance(port, int | None):
+            raise InvalidRequest("bootstrap_host must be a text, bootstrap_port and bootstrap_room integers")
+        of_prompts.append(rendezvous(host, port or DEFAULT_PORT, room))
+    return of_prompts
+
+
+def _entry(name: str, given: object, number: int, num_prompts: int) -> object:
+    """Returns the value of a prompt: gateways send one for all, or a list."""
+    if not isinstance(given, list):
+        if num_prompts > 1 and name == "bootstrap_room":
+            raise InvalidRequest(f"one bootstrap_room is given for {num_prompts} prompts: send a list of them")
+        return given
+    if len(given) != num_prompts:
+        raise InvalidRequest(f"{name} has {len(given)} entries for {num_prompts} prompts: send one per prompt")
+    return given[number]
 
 
 def refuse_special_tokens(skip_special_tokens: bool | None) -> None:

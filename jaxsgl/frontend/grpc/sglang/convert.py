@@ -13,15 +13,16 @@ from typing import Any
 
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
+from jaxsgl.disaggregation import DEFAULT_PORT
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.messages import TokenLogprob
-from jaxsgl.request import FinishReason, SamplingParams, check_counts
+from jaxsgl.request import FinishReason, Rendezvous, SamplingParams, check_counts
 from jaxsgl.text.sample import End, Piece
 
 # Field -> what to do instead. Ignoring one of them would give an answer that the client did not ask for.
 _UNSUPPORTED_OF_REQUEST = {
     "mm_inputs": "only text models are served",
-    "disaggregated_params": "prefill and decode run in the same worker: route the request to one worker",
     "custom_logit_processor": "it would run code of the client's; use logit_bias",
     "input_embeds": "send tokenized.input_ids",
     "lora_id": "no LoRA adapters are loaded",
@@ -50,6 +51,7 @@ class GenerateOptions:
       logprob_start: first prompt position whose log-probability is wanted; None: no position's.
       prefill_only: max_new_tokens is 0. The engine then samples one token, which is not sent.
       rank: the replica that must serve it; None: any.
+      room: where the prefill and the decode leg of the request meet; None: this server computes all of it.
     """
 
     sampling: SamplingParams
@@ -58,6 +60,7 @@ class GenerateOptions:
     logprob_start: int | None
     prefill_only: bool
     rank: int | None = None
+    room: Rendezvous | None = None
 
 
 def options_of(request: pb.GenerateRequest) -> GenerateOptions:
@@ -79,7 +82,16 @@ def options_of(request: pb.GenerateRequest) -> GenerateOptions:
         logprob_start,
         prefill_only,
         request.data_parallel_rank if request.HasField("data_parallel_rank") else None,
+        _room(request),
     )
+
+
+def _room(request: pb.GenerateRequest) -> Rendezvous | None:
+    """Returns where the legs meet, if a gateway says so. It says 0 where it knows no port: SGLang's default."""
+    given = request.disaggregated_params
+    if not given.ByteSize():
+        return None
+    return rendezvous(given.bootstrap_host, given.bootstrap_port or DEFAULT_PORT, given.bootstrap_room)
 
 
 def _refuse_unsupported(message: Any, unsupported: dict[str, str]) -> None:
@@ -148,6 +160,11 @@ class Responses:
         self._options = options
         self._prompt_ids = prompt_ids
         self._samples = [_Sample() for _ in range(options.sampling.n)]
+
+    def begun(self) -> pb.GenerateResponse:
+        """An empty chunk. A gateway gives up on a prefill server that says nothing for 3 s, whatever it computes."""
+        chunk = pb.GenerateStreamChunk(prompt_tokens=len(self._prompt_ids))
+        return pb.GenerateResponse(request_id=self._request_id, chunk=chunk)
 
     def num_scores(self, piece: Piece) -> int:
         """Log-probabilities that `of(piece)` has to write."""

@@ -124,6 +124,7 @@ def _server_args(info: EngineInfo, config: ServerConfig) -> dict[str, Any]:
     """Returns the engine's flags under their names, and what gateways look for under SGLang's names."""
     flags = public_flags(config.engine)
     del flags["model"]
+    disaggregation = flags.pop("disaggregation")
     return flags | {
         "model_path": info.model_path,
         "tokenizer_path": info.model_path,
@@ -138,7 +139,7 @@ def _server_args(info: EngineInfo, config: ServerConfig) -> dict[str, Any]:
         "dtype": info.dtype,
         "kv_cache_dtype": info.kv_cache_dtype,
         "attention_backend": info.attention_backend,
-        "disaggregation_mode": "null",
+        **disaggregation,
     }
 
 

@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import fmean
+from typing import Any
 
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 import jaxsgl
+from jaxsgl.disaggregation import ALL_IN_ONE
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.metrics import Rates
 from jaxsgl.messages import EngineInfo, Load
 
 GIB = 1 << 30
 SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
-NO_DISAGGREGATION = "null"  # SGLang's word for a worker that does both prefill and decode
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,18 @@ class Busy:
             "paused": load.num_running if load.paused else 0,
             "retracted": load.num_retracted,
         }
+
+    def disaggregation(self) -> dict[str, Any]:
+        """Fields of the disaggregation section, under SGLang's names of its queues."""
+        transfer = self.load.transfer
+        if transfer is None:
+            return {"mode": ALL_IN_ONE}
+        names = {
+            "prefill": ("prefill_prealloc_queue_reqs", "prefill_inflight_queue_reqs"),
+            "decode": ("decode_prealloc_queue_reqs", "decode_transfer_queue_reqs"),
+        }[transfer.mode]
+        counts = zip(names, (transfer.num_bootstrapping, transfer.num_moving), strict=True)
+        return {"mode": transfer.mode, **dict(counts)}
 
     def memory(self) -> dict[str, float | int]:
         """Fields of both shapes' memory section. Graphs take none: compiled programs own no memory between steps."""
@@ -99,7 +112,7 @@ def _load(busy: Busy, rank: int, include: Sequence[str]) -> pb.SchedulerLoad:
     if everything or "memory" in wanted:
         load.memory.CopyFrom(pb.MemoryMetrics(**busy.memory()))
     if everything or "disagg" in wanted:
-        load.disaggregation.mode = NO_DISAGGREGATION
+        load.disaggregation.CopyFrom(pb.DisaggregationMetrics(**busy.disaggregation()))
     if everything or "queues" in wanted:
         load.queues.CopyFrom(pb.QueueMetrics(**busy.queues()))
     return load
@@ -152,5 +165,5 @@ def load_record(busy: Busy, sample: int, silence_s: float | None, telemetry: boo
         record.max_total_num_tokens = busy.info.limits.pool_tokens
         record.memory.CopyFrom(common_pb2.EngineMemory(**busy.memory()))
         record.queues.CopyFrom(common_pb2.EngineQueues(**busy.queues()))
-        record.disaggregation.mode = NO_DISAGGREGATION
+        record.disaggregation.mode = busy.disaggregation()["mode"]
     return record

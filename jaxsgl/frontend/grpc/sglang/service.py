@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +41,7 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
 
     def __init__(self, front_end: FrontEnd) -> None:
         self._config = front_end.config
+        self._is_prefill = front_end.config.engine.disaggregation.disaggregation_mode == "prefill"
         self._engine = front_end.engine
         self._generator = front_end.generator
         self._metrics = front_end.metrics
@@ -54,10 +56,15 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         """Streams chunks and completions. A cancelled call aborts the request; so does Abort, and then it completes."""
         request_id = request.request_id or uuid.uuid4().hex
         options = options_of(request)
-        prepared = await self._generator.prepare(IdsPrompt(request.tokenized.input_ids), options.sampling, request_id)
+        prompt = IdsPrompt(request.tokenized.input_ids)
+        prepared = await self._generator.prepare(prompt, options.sampling, request_id, room=options.room)
+        if options.room is not None:
+            options = replace(options, sampling=prepared.sampling)
         responses = Responses(request_id, options, prepared.prompt_ids)
         scored = options.sampling.logprobs is not None
         with self._generator.start(prepared, text=bool(options.sampling.stop), rank=options.rank) as generation:
+            if options.room is not None and self._is_prefill:
+                await write(context, responses.begun())
             async for piece in generation:
                 ready = responses.of(piece)
                 if scored:

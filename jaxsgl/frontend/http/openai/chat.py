@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import salt_of
+from jaxsgl.frontend.http.bodies import rooms_of, salt_of
 from jaxsgl.frontend.http.calls import start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import (
     ChatChoice,
@@ -53,7 +53,8 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest)
     prompt = chat_prompt(body, generator.model.tokenizer, with_tools=body.tool_choice != "none")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = new_head("chatcmpl", kind, front_end.config.model_name)
-    request = await generator.prepare(prompt, sampling, head.id, body.priority or 0, salt_of(body))
+    (room,) = rooms_of(body, 1)
+    request = await generator.prepare(prompt, sampling, head.id, body.priority or 0, salt_of(body), room)
     if body.stream:
         usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], sampling.n)
         return EventStream(_stream(front_end, request, head, usage))

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import salt_of
+from jaxsgl.frontend.http.bodies import rooms_of, salt_of
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import (
     Head,
@@ -49,7 +49,8 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, http:
     head = new_head("cmpl", "text_completion", front_end.config.model_name)
     ids = [head.id] if len(prompts) == 1 else [f"{head.id}-{number}" for number in range(len(prompts))]
     samplings = [sampling] * len(prompts)
-    requests = await front_end.generator.prepare_all(prompts, samplings, ids, body.priority or 0, salt)
+    rooms = rooms_of(body, len(prompts))
+    requests = await front_end.generator.prepare_all(prompts, samplings, ids, body.priority or 0, salt, rooms)
     texts = await _echoed(front_end, body, prompts, requests)
     usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], sampling.n)
     tokenizer = front_end.generator.model.tokenizer

@@ -25,7 +25,14 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.flags import public_flags
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import StrictJson, refuse_not_built, refuse_special_tokens, salt_of, sampling_params
+from jaxsgl.frontend.http.bodies import (
+    StrictJson,
+    refuse_not_built,
+    refuse_special_tokens,
+    rooms_of,
+    salt_of,
+    sampling_params,
+)
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Writer
@@ -84,7 +91,8 @@ async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     ids = _ids(body.rid, prompts)
     salt = salt_of(body)
     samplings = [_sampling(body, params) for params in each]
-    return await front_end.generator.prepare_all(prompts, samplings, ids, body.priority or 0, salt)
+    rooms = rooms_of(body, len(prompts))
+    return await front_end.generator.prepare_all(prompts, samplings, ids, body.priority or 0, salt, rooms)
 
 
 def _is_batch(body: GenerateBody) -> bool:
@@ -305,10 +313,12 @@ def _flat(load: Load) -> dict[str, Any]:
     fields = msgspec.structs.asdict(load)
     del fields["step_times"]  # /metrics shows them
     totals = msgspec.structs.asdict(fields.pop("totals"))
+    fields["transfer"] = None if load.transfer is None else msgspec.structs.asdict(load.transfer)
     return {**fields, **{f"{name}_total": count for name, count in totals.items()}}
 
 
 def _flags(config: ServerConfig) -> dict[str, Any]:
     """Returns the flags of server and engine by name, without the secret ones."""
     flags = public_flags(config)
-    return {**flags.pop("engine"), **flags}
+    engine = flags.pop("engine")
+    return {**engine.pop("disaggregation"), **engine, **flags}

@@ -1,0 +1,47 @@
+"""Which leg of a request this server computes, and what is left of the request's parameters then.
+
+A gateway sends the same request to a prefill and a decode server, with the same room. Knows no protocol; generation.py
+applies it to requests of all protocols.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxsgl.disaggregation import ALL_IN_ONE
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.request import Rendezvous, SamplingParams
+
+MAX_HOST_CHARS = 255
+MAX_ROOM = (1 << 63) - 1
+
+
+def rendezvous(host: str, port: int, number: int) -> Rendezvous:
+    """Returns where the legs meet. Raises `InvalidRequest` for an address or a number that can't be one."""
+    if not 1 <= len(host) <= MAX_HOST_CHARS:
+        raise InvalidRequest(f"bootstrap_host has {len(host)} characters, but must have 1 to {MAX_HOST_CHARS}")
+    if not 1 <= port <= 65535:
+        raise InvalidRequest(f"bootstrap_port is {port}, but must be 1 to 65535")
+    if not 0 <= number <= MAX_ROOM:
+        raise InvalidRequest(f"bootstrap_room is {number}, but must be 0 to {MAX_ROOM}")
+    return Rendezvous(host, port, number)
+
+
+def leg_sampling(sampling: SamplingParams, mode: str) -> SamplingParams:
+    """Returns what the server of `mode` does of a request that has a room.
+
+    Prefill computes the prompt and its log-probabilities, with one token that no client sees. Decode does all the rest.
+
+    Raises:
+      InvalidRequest: the server computes whole requests.
+    """
+    if mode == ALL_IN_ONE:
+        raise InvalidRequest(
+            "the request names a bootstrap_room, but this server computes prefill and decode itself: leave "
+            "bootstrap_* out, or start it with --disaggregation-mode"
+        )
+    if mode == "decode":
+        return msgspec.structs.replace(sampling, prompt_logprobs=None)
+    return SamplingParams(
+        temperature=0.0, max_tokens=1, logprobs=sampling.logprobs, prompt_logprobs=sampling.prompt_logprobs
+    )

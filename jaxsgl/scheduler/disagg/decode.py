@@ -1,0 +1,263 @@
+"""`DecodeRooms`: the decode legs of requests, from their arrival until the scheduler has them.
+
+Owns which room is in which state, and the staging memory in which pages arrive. Events in, actions out; see rooms.py.
+Pages stay in staging memory until the scheduler can take the request: a transfer holds neither pages nor locks of the
+KV pool, so none can fill it up, dead or alive. What is granted may be less than the prompt; decode computes the rest.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxsgl.messages import Refusal
+from jaxsgl.request import Request
+from jaxsgl.scheduler.disagg.rooms import (
+    Action,
+    Drop,
+    Refuse,
+    RoomLimits,
+    Send,
+    lost,
+    refusal_of,
+    taken,
+    too_many,
+)
+from jaxsgl.transfer.frames import Ack, Done, Fail, Grant, Open, Pages, Room
+from jaxsgl.transfer.wire import Bytes, Peer
+
+
+class DecodeState(enum.Enum):
+    """Where a decode leg stands."""
+
+    BOOTSTRAPPING = "bootstrapping"  # waits for staging memory here
+    RECEIVING = "receiving"  # granted; waits for prefill's pages
+    READY = "ready"  # all pages are here; waits for room in the scheduler
+
+
+@dataclass(slots=True)
+class _Leg:
+    """A decode leg: pages first .. end - 1 of its prompt come from `peer`."""
+
+    request: Request
+    room: Room
+    peer: Peer
+    num_pages: int  # of its prompt that may come
+    state: DecodeState = DecodeState.BOOTSTRAPPING
+    first: int = 0
+    end: int = 0
+    parts: dict[int, Bytes] = field(default_factory=dict)  # by their first page
+    num_received: int = 0
+    weight_version: str = ""
+    done: Done | None = None
+
+
+class Received(NamedTuple):
+    """A request whose pages first .. first + n - 1 are here, as `parts` in their order; computed by `weight_version`.
+
+    No pages if the weights have changed on the way: the scheduler computes the prompt itself then.
+    """
+
+    request: Request
+    first: int
+    num_pages: int
+    parts: tuple[Bytes, ...]
+    weight_version: str
+
+
+class DecodeRooms:
+    """All decode legs.
+
+    Args:
+      limits: what they may take.
+      num_cached: gives how many leading pages of a request's prompt are cached now.
+      weight_version: gives the version of the weights here.
+    """
+
+    def __init__(
+        self, limits: RoomLimits, num_cached: Callable[[Request], int], weight_version: Callable[[], str]
+    ) -> None:
+        self._limits = limits
+        self._num_cached = num_cached
+        self._version = weight_version
+        self._legs: dict[Room, _Leg] = {}
+        self._rooms: dict[str, Room] = {}
+        self._queue: deque[Room] = deque()  # BOOTSTRAPPING, in order of arrival
+        self._ready: OrderedDict[Room, None] = OrderedDict()  # in order of completion
+        self._staged = 0  # pages that are granted and not handed over
+
+    @property
+    def num_rooms(self) -> int:
+        """Requests here."""
+        return len(self._legs)
+
+    @property
+    def num_bootstrapping(self) -> int:
+        """Requests without a grant."""
+        return len(self._queue)
+
+    @property
+    def num_receiving(self) -> int:
+        """Requests whose pages are on their way, or wait for room in the scheduler."""
+        return len(self._legs) - len(self._queue)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether a request waits for the scheduler, with all its pages."""
+        return bool(self._ready)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Staging memory that is taken or promised."""
+        return self._staged * self._limits.page_bytes
+
+    def state_of(self, request_id: str) -> DecodeState | None:
+        """Where the request stands; None: it has no room here."""
+        room = self._rooms.get(request_id)
+        return None if room is None else self._legs[room].state
+
+    def request_ids(self) -> list[str]:
+        """Of all requests here."""
+        return list(self._rooms)
+
+    def request(self, request_id: str) -> Request | None:
+        """The request of that id, if it has a room here."""
+        leg = self._leg_of(request_id)
+        return None if leg is None else leg.request
+
+    # The request.
+
+    def check(self, request: Request, room: Room) -> list[Action]:
+        """Refuses a request that can't have a room."""
+        if room in self._legs:
+            return [Refuse(request.request_id, taken(room))]
+        if self.num_rooms >= self._limits.max_rooms:
+            return [Refuse(request.request_id, too_many(self._limits.max_rooms))]
+        return []
+
+    def arrived(self, request: Request, room: Room, peer: Peer, num_pages: int) -> list[Action]:
+        """The gateway has sent the decode leg of a checked request, whose prefill is at `peer`."""
+        self._legs[room] = _Leg(request, room, peer, num_pages)
+        self._rooms[request.request_id] = room
+        self._queue.append(room)
+        return [Send(peer, Open(room)), *self._grant_waiting()]
+
+    def aborted(self, request_id: str) -> list[Action]:
+        """The client has left."""
+        leg = self._leg_of(request_id)
+        if leg is None:
+            return []
+        self._remove(leg)
+        told = Send(leg.peer, Fail(leg.room, "the client has left"))
+        return [told, Drop(request_id, leg.request.sampling.n), *self._grant_waiting()]
+
+    # The pages.
+
+    def pages(self, peer: Peer, pages: Pages, payload: Bytes) -> list[Action]:
+        """Pages have come. Twice the same are one."""
+        leg = self._leg_at(peer, pages.room)
+        if leg is None or leg.state is not DecodeState.RECEIVING or pages.first_page in leg.parts:
+            return []
+        if not leg.first <= pages.first_page <= pages.first_page + pages.num_pages <= leg.end or not pages.num_pages:
+            text = (
+                f"pages {pages.first_page} to {pages.first_page + pages.num_pages} came, but {leg.first} to {leg.end}"
+            )
+            return self._give_up(leg, lost(f"{text} were granted"))
+        leg.parts[pages.first_page] = payload
+        leg.num_received += pages.num_pages
+        return self._completed(leg)
+
+    def done(self, peer: Peer, done: Done) -> list[Action]:
+        """Prefill has computed the prompt, and sent pages up to `done.end_page`."""
+        leg = self._leg_at(peer, done.room)
+        if leg is None or leg.state is not DecodeState.RECEIVING:
+            return []
+        leg.done = done
+        return self._completed(leg)
+
+    def ready(self) -> Received | None:
+        """The request that waits longest for the scheduler, with all its pages."""
+        if not self._ready:
+            return None
+        leg = self._legs[next(iter(self._ready))]
+        version = leg.weight_version
+        assert leg.done is not None
+        if {leg.done.weight_version, self._version()} != {version}:
+            return Received(leg.request, leg.first, 0, (), version)
+        parts = tuple(leg.parts[first] for first in sorted(leg.parts))
+        return Received(leg.request, leg.first, leg.num_received, parts, version)
+
+    def taken(self, request_id: str) -> list[Action]:
+        """The scheduler has the request now, and its pages are copied."""
+        leg = self._leg_of(request_id)
+        assert leg is not None and leg.state is DecodeState.READY
+        self._remove(leg)
+        return self._grant_waiting()
+
+    # The other leg.
+
+    def failed(self, peer: Peer, fail: Fail) -> list[Action]:
+        """Prefill has given the request up. Once all pages are here, that doesn't matter."""
+        leg = self._leg_at(peer, fail.room)
+        if leg is None or leg.state is DecodeState.READY:
+            return []
+        self._remove(leg)
+        refusal = refusal_of(fail.kind, f"prefill: {fail.text}")
+        return [Refuse(leg.request.request_id, refusal), *self._grant_waiting()]
+
+    def left(self, peer: Peer, reason: str) -> list[Action]:
+        """There is no connection to `peer` any more. Requests whose pages are all here go on."""
+        legs = [leg for leg in self._legs.values() if leg.peer == peer and leg.state is not DecodeState.READY]
+        for leg in legs:
+            self._remove(leg)
+        return [*(Refuse(leg.request.request_id, lost(reason)) for leg in legs), *self._grant_waiting()]
+
+    # Within.
+
+    def _leg_of(self, request_id: str) -> _Leg | None:
+        room = self._rooms.get(request_id)
+        return None if room is None else self._legs[room]
+
+    def _leg_at(self, peer: Peer, room: Room) -> _Leg | None:
+        leg = self._legs.get(room)
+        return leg if leg is not None and leg.peer == peer else None
+
+    def _grant_waiting(self) -> list[Action]:
+        """Grants memory in order of arrival, while there is some for all pages of a request."""
+        actions: list[Action] = []
+        while self._queue:
+            leg = self._legs[self._queue[0]]
+            first = min(self._num_cached(leg.request), leg.num_pages)
+            num_pages = min(leg.num_pages - first, self._limits.staging_pages)
+            if num_pages and self._staged + num_pages > self._limits.staging_pages:
+                break
+            self._queue.popleft()
+            self._staged += num_pages
+            leg.first, leg.end, leg.weight_version = first, first + num_pages, self._version()
+            leg.state = DecodeState.RECEIVING
+            actions.append(Send(leg.peer, Grant(leg.room, first, num_pages, leg.weight_version)))
+        return actions
+
+    def _completed(self, leg: _Leg) -> list[Action]:
+        """Acknowledges, once all pages that prefill has sent are here."""
+        if leg.done is None or leg.num_received < leg.done.end_page - leg.first:
+            return []
+        leg.state = DecodeState.READY
+        self._ready[leg.room] = None
+        return [Send(leg.peer, Ack(leg.room))]
+
+    def _give_up(self, leg: _Leg, refusal: Refusal) -> list[Action]:
+        self._remove(leg)
+        told = Send(leg.peer, Fail(leg.room, refusal.text, refusal.kind.value))
+        return [told, Refuse(leg.request.request_id, refusal), *self._grant_waiting()]
+
+    def _remove(self, leg: _Leg) -> None:
+        del self._legs[leg.room], self._rooms[leg.request.request_id]
+        self._ready.pop(leg.room, None)
+        if leg.state is DecodeState.BOOTSTRAPPING:
+            self._queue.remove(leg.room)
+        else:
+            self._staged -= leg.end - leg.first

@@ -1,0 +1,366 @@
+"""`PrefillRooms`: the prefill legs of requests, from their arrival until decode has their pages.
+
+Owns which room is in which state, and what staging memory is promised, being filled and on its way out. Events in,
+actions out; see rooms.py. A prompt is computed only once decode has granted memory for its pages, so that what is
+computed can leave at once and no page is held for a decode worker that doesn't come.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxsgl.messages import Refusal
+from jaxsgl.request import Request
+from jaxsgl.scheduler.disagg.rooms import (
+    Action,
+    Answer,
+    Drop,
+    Gather,
+    Refuse,
+    RoomLimits,
+    Send,
+    Start,
+    lost,
+    refusal_of,
+    taken,
+    too_many,
+)
+from jaxsgl.transfer.frames import FRAME_BYTES, Done, Fail, Grant, Room, page_frames
+from jaxsgl.transfer.wire import Peer
+
+MAX_REFUSED = 1024  # rooms that ended before decode asked for them, and are remembered
+
+
+class PrefillState(enum.Enum):
+    """Where a prefill leg stands."""
+
+    BOOTSTRAPPING = "bootstrapping"  # waits for decode's grant
+    WAITING = "waiting"  # granted; waits for staging memory
+    EXTENDING = "extending"  # the scheduler has it
+    SENDING = "sending"  # computed; pages are on their way, or not acknowledged yet
+
+
+@dataclass(slots=True)
+class _Leg:
+    """A prefill leg. Pages up to `end` of its prompt go to `peer`; those before `next` are being copied or sent."""
+
+    request: Request
+    room: Room
+    since_s: float
+    state: PrefillState = PrefillState.BOOTSTRAPPING
+    peer: Peer | None = None
+    next: int = 0
+    end: int = 0
+    num_gathering: int = 0
+    answered: bool = False  # by the scheduler
+    acked: bool = False  # by decode
+
+
+@dataclass(slots=True)
+class _Orphan:
+    """What decode has said of a room whose request has not come from the gateway yet."""
+
+    peer: Peer
+    since_s: float
+    grant: Grant | None = None
+
+
+class PrefillRooms:
+    """All prefill legs.
+
+    Args:
+      limits: what they may take.
+      weight_version: gives the version of the weights that compute now.
+      clock: gives seconds.
+    """
+
+    def __init__(self, limits: RoomLimits, weight_version: Callable[[], str], clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._version = weight_version
+        self._clock = clock
+        self._legs: dict[Room, _Leg] = {}
+        self._rooms: dict[str, Room] = {}
+        self._num_in: Counter[PrefillState] = Counter()
+        self._orphans: OrderedDict[Room, _Orphan] = OrderedDict()  # in order of time
+        self._refused: OrderedDict[Room, Fail] = OrderedDict()  # before decode has asked for them
+        self._queue: deque[Room] = deque()  # WAITING, in order of their grants
+        self._promised = 0  # pages that started requests may still have copied
+        self._gathering = 0  # pages that are being copied, of ended requests too
+        self._unsent: Counter[Peer] = Counter()  # bytes that wires hold
+
+    @property
+    def num_rooms(self) -> int:
+        """Requests here, and rooms whose request has not come."""
+        return len(self._legs) + len(self._orphans)
+
+    @property
+    def num_bootstrapping(self) -> int:
+        """Requests that are not computed yet, since decode has not granted them memory, or there is none here."""
+        return self._num_in[PrefillState.BOOTSTRAPPING] + self._num_in[PrefillState.WAITING]
+
+    @property
+    def num_sending(self) -> int:
+        """Requests that are computed, and whose pages are not all acknowledged."""
+        return self._num_in[PrefillState.SENDING]
+
+    @property
+    def staged_bytes(self) -> int:
+        """Staging memory that is taken or promised."""
+        return (self._promised + self._gathering) * self._limits.page_bytes + self._unsent.total()
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages are being copied to the host."""
+        return self._gathering > 0
+
+    def state_of(self, request_id: str) -> PrefillState | None:
+        """Where the request stands; None: it has no room here."""
+        room = self._rooms.get(request_id)
+        return None if room is None else self._legs[room].state
+
+    def request_ids(self) -> list[str]:
+        """Of all requests here."""
+        return list(self._rooms)
+
+    # The request.
+
+    def arrived(self, request: Request, room: Room) -> list[Action]:
+        """The gateway has sent the prefill leg of a request."""
+        if room in self._legs:
+            return [Refuse(request.request_id, taken(room))]
+        if self.num_rooms >= self._limits.max_rooms and room not in self._orphans:
+            return [Refuse(request.request_id, too_many(self._limits.max_rooms))]
+        self._refused.pop(room, None)
+        leg = self._legs[room] = _Leg(request, room, self._clock())
+        self._rooms[request.request_id] = room
+        self._num_in[leg.state] += 1
+        orphan = self._orphans.pop(room, None)
+        if orphan is None:
+            return []
+        leg.peer = orphan.peer
+        return [] if orphan.grant is None else self._grant(leg, orphan.grant)
+
+    def aborted(self, request_id: str) -> list[Action]:
+        """The client has left."""
+        leg = self._leg_of(request_id)
+        return (
+            []
+            if leg is None
+            else [*self._give_up(leg, "the client has left", None), Drop(request_id, leg.request.sampling.n)]
+        )
+
+    def refused_at_arrival(self, room: Room, refusal: Refusal) -> list[Action]:
+        """A request of `room` was refused before it had a leg: decode must not wait for it, nor generate."""
+        orphan = self._orphans.pop(room, None)
+        return self._tell(None if orphan is None else orphan.peer, Fail(room, refusal.text, refusal.kind.value))
+
+    def refused(self, request_id: str, refusal: Refusal) -> list[Action]:
+        """The scheduler has refused or failed the request, and tells its client so; decode must not generate."""
+        leg = self._leg_of(request_id)
+        return [] if leg is None else self._give_up(leg, refusal.text, refusal.kind.value)
+
+    def launched(self, request_id: str, num_pages: int, is_last: bool) -> list[Action]:
+        """A step is launched after which the first `num_pages` pages of the prompt are full; perhaps all of it."""
+        leg = self._leg_of(request_id)
+        if leg is None or leg.state is not PrefillState.EXTENDING:
+            return []
+        actions: list[Action] = []
+        stop = min(num_pages, leg.end)
+        if stop > leg.next:  # fewer after a retraction, when what was sent is computed again
+            actions.append(Gather(leg.room, request_id, leg.next, stop))
+            leg.num_gathering += 1
+            self._promised -= stop - leg.next
+            self._gathering += stop - leg.next
+            leg.next = stop
+        if is_last:
+            self._move(leg, PrefillState.SENDING)
+            self._promised -= leg.end - leg.next
+            leg.end = leg.next
+            actions += self._done(leg)
+        return actions
+
+    def ended(self, request_id: str) -> bool:
+        """The scheduler has answered the request; returns whether the answer must wait for decode."""
+        leg = self._leg_of(request_id)
+        if leg is None:
+            return False
+        leg.answered = True
+        if leg.acked:
+            self._remove(leg)
+        return not leg.acked
+
+    # The pages.
+
+    def gathered(self, room: Room, request_id: str, first: int, data: np.ndarray) -> list[Action]:
+        """Pages from `first` on, `[n, ...]`, are on the host."""
+        self._gathering -= len(data)
+        leg = self._leg_of(request_id)
+        if leg is None or leg.room != room:
+            return self._start_waiting()
+        assert leg.peer is not None
+        per_frame = max(FRAME_BYTES // self._limits.page_bytes, 1)
+        self._unsent[leg.peer] += len(data) * self._limits.page_bytes
+        leg.num_gathering -= 1
+        frames = page_frames(room, first, data, per_frame)
+        return [*(Send(leg.peer, message, payload) for message, payload in frames), *self._done(leg)]
+
+    def sent(self, peer: Peer, num_bytes: int) -> list[Action]:
+        """Pages have left this process."""
+        if peer in self._unsent:
+            self._unsent[peer] -= num_bytes
+        return self._start_waiting()
+
+    # The other leg.
+
+    def opened(self, peer: Peer, room: Room) -> list[Action]:
+        """Decode has the request, too."""
+        known = self._legs.get(room) or self._orphans.get(room)
+        if known is not None:
+            if known.peer is None:
+                known.peer = peer
+            return [] if known.peer == peer else [_fail(peer, room, taken(room))]
+        refused = self._refused.pop(room, None)
+        if refused is not None:
+            return [Send(peer, refused)]
+        if self.num_rooms >= self._limits.max_rooms:
+            return [_fail(peer, room, too_many(self._limits.max_rooms))]
+        self._orphans[room] = _Orphan(peer, self._clock())
+        return []
+
+    def granted(self, peer: Peer, grant: Grant) -> list[Action]:
+        """Decode has memory for pages of the prompt. It may say so before the request is here."""
+        leg, orphan = self._legs.get(grant.room), self._orphans.get(grant.room)
+        if leg is not None and leg.peer == peer:
+            return self._grant(leg, grant)
+        if orphan is not None and orphan.peer == peer:
+            orphan.grant = grant
+            return []
+        return [_fail(peer, grant.room, lost(f"the prefill worker has no room {grant.room.number} any more"))]
+
+    def acked(self, peer: Peer, room: Room) -> list[Action]:
+        """Decode has all pages: the client gets the answer as soon as the scheduler has one."""
+        leg = self._legs.get(room)
+        if leg is None or leg.peer != peer or leg.state is not PrefillState.SENDING:
+            return []
+        leg.acked = True
+        if not leg.answered:
+            return []
+        self._remove(leg)
+        return [Answer(leg.request.request_id)]
+
+    def failed(self, peer: Peer, fail: Fail) -> list[Action]:
+        """Decode has given the request up."""
+        orphan, leg = self._orphans.get(fail.room), self._legs.get(fail.room)
+        if orphan is not None and orphan.peer == peer:
+            del self._orphans[fail.room]
+        if leg is None or leg.peer != peer:
+            return []
+        self._remove(leg)
+        return [Refuse(leg.request.request_id, refusal_of(fail.kind, f"decode: {fail.text}")), *self._start_waiting()]
+
+    def left(self, peer: Peer, reason: str) -> list[Action]:
+        """There is no connection to `peer` any more."""
+        self._unsent.pop(peer, None)
+        for room in [room for room, orphan in self._orphans.items() if orphan.peer == peer]:
+            del self._orphans[room]
+        legs = [leg for leg in self._legs.values() if leg.peer == peer]
+        for leg in legs:
+            self._remove(leg)
+        return [*(Refuse(leg.request.request_id, lost(reason)) for leg in legs), *self._start_waiting()]
+
+    def expire(self) -> list[Action]:
+        """Ends legs that decode has not opened, and rooms that no request came for, within `partner_s`.
+
+        A leg that decode has opened may wait for its grant as long as decode lives.
+        """
+        due_s, text = self._clock() - self._limits.partner_s, f"within {self._limits.partner_s:g} s"
+        actions: list[Action] = []
+        for leg in list(self._legs.values()):  # in order of time
+            if leg.since_s > due_s:
+                break
+            if leg.peer is None:
+                reason = lost(f"no decode worker has asked for bootstrap_room {leg.room.number} {text}")
+                actions += [*self._give_up(leg, reason.text, reason.kind.value), Refuse(leg.request.request_id, reason)]
+        while self._orphans and next(iter(self._orphans.values())).since_s <= due_s:
+            room, orphan = self._orphans.popitem(last=False)
+            actions.append(
+                _fail(orphan.peer, room, lost(f"the prefill worker got no request for room {room.number} {text}"))
+            )
+        return actions
+
+    # Within.
+
+    def _leg_of(self, request_id: str) -> _Leg | None:
+        room = self._rooms.get(request_id)
+        return None if room is None else self._legs[room]
+
+    def _grant(self, leg: _Leg, grant: Grant) -> list[Action]:
+        if leg.state is not PrefillState.BOOTSTRAPPING:
+            return []  # said twice
+        if grant.weight_version != self._version():
+            text = f"the weights are {self._version()} at prefill, but {grant.weight_version} at decode: update both"
+            refusal = lost(text)
+            actions = self._give_up(leg, refusal.text, refusal.kind.value)
+            return [*actions, Refuse(leg.request.request_id, refusal)]
+        leg.next = max(grant.first_page, 0)
+        leg.end = leg.next + min(max(grant.num_pages, 0), self._limits.staging_pages)
+        self._move(leg, PrefillState.WAITING)
+        self._queue.append(leg.room)
+        return self._start_waiting()
+
+    def _start_waiting(self) -> list[Action]:
+        """Starts legs in order while there is staging memory for all that they will send."""
+        actions: list[Action] = []
+        while self._queue:
+            leg = self._legs[self._queue[0]]
+            num_bytes = (leg.end - leg.next) * self._limits.page_bytes
+            if num_bytes and self.staged_bytes + num_bytes > self._limits.staging_bytes:
+                break
+            self._queue.popleft()
+            self._promised += leg.end - leg.next
+            self._move(leg, PrefillState.EXTENDING)
+            actions.append(Start(leg.request))
+        return actions
+
+    def _done(self, leg: _Leg) -> list[Action]:
+        """Says so, once the prompt is computed and its last pages are handed to the wire."""
+        if leg.state is not PrefillState.SENDING or leg.num_gathering:
+            return []
+        assert leg.peer is not None
+        return [Send(leg.peer, Done(leg.room, leg.end, self._version()))]
+
+    def _give_up(self, leg: _Leg, text: str, kind: str | None) -> list[Action]:
+        """Removes a leg and tells decode."""
+        self._remove(leg)
+        return [*self._tell(leg.peer, Fail(leg.room, text, kind)), *self._start_waiting()]
+
+    def _tell(self, peer: Peer | None, fail: Fail) -> list[Action]:
+        """Tells decode of the end of a room: now, or when it asks for it."""
+        if peer is not None:
+            return [Send(peer, fail)]
+        self._refused[fail.room] = fail
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
+        return []
+
+    def _move(self, leg: _Leg, state: PrefillState) -> None:
+        self._num_in[leg.state] -= 1
+        self._num_in[state] += 1
+        leg.state = state
+
+    def _remove(self, leg: _Leg) -> None:
+        self._num_in[leg.state] -= 1
+        del self._legs[leg.room], self._rooms[leg.request.request_id]
+        if leg.state is PrefillState.WAITING:
+            self._queue.remove(leg.room)
+        elif leg.state is PrefillState.EXTENDING:
+            self._promised -= leg.end - leg.next
+
+
+def _fail(peer: Peer, room: Room, refusal: Refusal) -> Send:
+    return Send(peer, Fail(room, refusal.text, refusal.kind.value))

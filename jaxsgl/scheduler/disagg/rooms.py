@@ -1,0 +1,116 @@
+"""What both legs of a request share: actions, limits and the words for clients.
+
+The two state machines, prefill.py and decode.py, take events and return actions; `scheduler.py` of this package carries
+the actions out. They know no sockets, no pages' ids and no threads, and read no clock but the one that they are given.
+
+    decode                                            prefill
+    BOOTSTRAPPING  --Open-------------------------->  BOOTSTRAPPING    until decode has memory for the pages
+        | staging memory
+    RECEIVING      --Grant(pages that it lacks)---->  WAITING          until there is staging memory here, too
+        |                                             EXTENDING        in the scheduler; pages leave after each chunk
+        |          <-Pages, Pages, ..---------------
+        |          <-Done---------------------------  SENDING
+    READY          --Ack--------------------------->  (answered)
+        | pages into the prefix cache
+    (in the scheduler, like any request)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from jaxsgl.messages import Refusal, RefusalKind
+from jaxsgl.request import Request
+from jaxsgl.transfer.frames import Message, Room
+from jaxsgl.transfer.wire import Bytes, Peer
+
+
+class Start(NamedTuple):
+    """Give `request` to the scheduler, as if it had just arrived."""
+
+    request: Request
+
+
+class Send(NamedTuple):
+    """Send `message`, with the bytes of its pages if it has any."""
+
+    peer: Peer
+    message: Message
+    payload: Bytes | None = None
+
+
+class Gather(NamedTuple):
+    """Copy pages first .. stop - 1 of the request's prompt to the host, behind the steps launched so far."""
+
+    room: Room
+    request_id: str
+    first: int
+    stop: int
+
+
+class Refuse(NamedTuple):
+    """End the request, wherever it is, and tell its client why."""
+
+    request_id: str
+    refusal: Refusal
+
+
+class Drop(NamedTuple):
+    """End all samples of the request as aborted."""
+
+    request_id: str
+    num_samples: int
+
+
+class Answer(NamedTuple):
+    """Let the client have the replies that were held back."""
+
+    request_id: str
+
+
+Action: TypeAlias = Start | Send | Gather | Refuse | Drop | Answer
+
+
+@dataclass(frozen=True)
+class RoomLimits:
+    """What rooms may take.
+
+    Attributes:
+      page_bytes: of one page on the host.
+      staging_bytes: of pages on the host at once, on their way.
+      max_rooms: requests that wait for their other leg, or are being sent or received.
+      partner_s: seconds that a leg waits for a sign of the other one.
+    """
+
+    page_bytes: int
+    staging_bytes: int
+    max_rooms: int
+    partner_s: float
+
+    @property
+    def staging_pages(self) -> int:
+        """The most pages that one request may have in staging memory; the rest it computes itself."""
+        return self.staging_bytes // self.page_bytes
+
+
+def lost(reason: str) -> Refusal:
+    """The refusal of a request whose other leg is gone."""
+    return Refusal(RefusalKind.PEER, f"{reason}: send the request again")
+
+
+def too_many(max_rooms: int) -> Refusal:
+    """The refusal of a request beyond the limit."""
+    text = f"{max_rooms} requests wait for prefill or decode (--max-queued-requests): try again later"
+    return Refusal(RefusalKind.OVERLOADED, text)
+
+
+def taken(room: Room) -> Refusal:
+    """The refusal of a second request with the same room and prompt."""
+    return Refusal(RefusalKind.INVALID, f"bootstrap_room {room.number} is taken by a running request: draw another")
+
+
+def refusal_of(kind: str | None, text: str) -> Refusal:
+    """The refusal that the other leg has sent. A kind that this version doesn't know counts as a loss."""
+    known = {known.value: known for known in RefusalKind}
+    return Refusal(known.get(kind or "", RefusalKind.PEER), text)

@@ -1,0 +1,334 @@
+"""`TcpWire`: frames over TCP, the transport that needs nothing installed and no registry.
+
+A decode worker connects to the address that a request names. Each connection has a thread that reads and one that
+writes; pages are received into their own memory and sent from where they lie. A worker that is silent says `Ping` every
+second, and one that isn't heard for `timeout_s` is dead: however long a request queues there, its worker is heard.
+Memory for pages is taken only for rooms whose `Grant` went out over the same connection; other pages are read and
+dropped. Meant for a private network: there is neither encryption nor a key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import select
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxsgl.errors import StartupError
+from jaxsgl.transfer.frames import (
+    HEAD_BYTES,
+    PROTOCOL,
+    Done,
+    Fail,
+    Geometry,
+    Grant,
+    Hello,
+    Message,
+    Pages,
+    Ping,
+    Room,
+    WireError,
+    decode,
+    decode_head,
+    encode,
+)
+from jaxsgl.transfer.wire import Bytes, Event, Left, News, Peer, Sent
+
+PING_S = 1.0
+CONNECT_S = 3.0
+
+logger = logging.getLogger(__name__)
+
+
+class TcpWire:
+    """The connections of one worker.
+
+    Args:
+      mode: "prefill", which listens, or "decode", which connects.
+      geometry: of this worker's pages; a worker with another one is refused.
+      listen: host and port; port 0 takes a free one. None: doesn't listen.
+      timeout_s: seconds of silence after which a worker counts as dead.
+
+    Raises:
+      StartupError: the port can't be bound.
+    """
+
+    def __init__(
+        self, mode: str, geometry: Geometry, listen: tuple[str, int] | None = None, timeout_s: float = 5.0
+    ) -> None:
+        self.hello = Hello(PROTOCOL, mode, geometry)
+        self.timeout_s = timeout_s
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._numbers = itertools.count(1)
+        self._links: dict[Peer, _Link] = {}
+        self._by_address: dict[tuple[str, int], Peer] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._listener = None if listen is None else _listen(listen)
+        if self._listener is not None:
+            threading.Thread(target=self._accept, args=(self._listener,), name="kv-accept", daemon=True).start()
+        threading.Thread(target=self._tick, name="kv-tick", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """On which it listens."""
+        assert self._listener is not None
+        return int(self._listener.getsockname()[1])
+
+    def connect(self, host: str, port: int) -> Peer:
+        """See `Wire`."""
+        with self._lock:
+            peer = self._by_address.get((host, port))
+            if peer is None:
+                link = self._new_link(f"the prefill worker at {host}:{port}", None)
+                peer = self._by_address[host, port] = link.peer
+                threading.Thread(target=link.run, args=((host, port),), name="kv-read", daemon=True).start()
+            return peer
+
+    def send(self, peer: Peer, message: Message, payload: np.ndarray | None = None) -> None:
+        """See `Wire`. `payload` must not change any more."""
+        link = self._links.get(peer)
+        if link is not None:
+            link.send(message, payload)
+
+    def poll(self) -> Sequence[Event]:
+        """See `Wire`."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_read, 4096)
+        events: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                events.append(self._events.get_nowait())
+        return events
+
+    def wait(self, timeout_s: float) -> None:
+        """See `Wire`."""
+        select.select([self._wake_read], [], [], timeout_s)
+
+    def fileno(self) -> int:
+        """See `Wire`."""
+        return self._wake_read
+
+    def close(self) -> None:
+        """See `Wire`."""
+        self._closed.set()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        for link in list(self._links.values()):
+            link.end("this worker shuts down")
+
+    def tell(self, event: Event) -> None:
+        """Queues an event; called by the threads of connections."""
+        self._events.put(event)
+        self._wake()
+
+    def forget(self, peer: Peer, reason: str, level: int) -> None:
+        """A connection has ended; called once by its thread."""
+        with self._lock:
+            self._links.pop(peer, None)
+            for address in [address for address, other in self._by_address.items() if other == peer]:
+                del self._by_address[address]
+        if not self._closed.is_set():
+            logger.log(level, "%s", reason)
+        self.tell(Left(peer, reason))
+
+    def _new_link(self, name: str, sock: socket.socket | None) -> _Link:
+        link = _Link(self, next(self._numbers), name, sock)
+        self._links[link.peer] = link
+        return link
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, (host, port, *_) = listener.accept()
+            except OSError:
+                if self._closed.wait(0.1):  # also out of file descriptors: the next try may succeed
+                    return
+                continue
+            with self._lock:
+                link = self._new_link(f"the decode worker at {host}:{port}", sock)
+            threading.Thread(target=link.run, name="kv-read", daemon=True).start()
+
+    def _tick(self) -> None:
+        """Wakes the loop, so that it finds what has expired."""
+        while not self._closed.wait(PING_S):
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+
+class _Link:
+    """One connection: the reader is the thread of `run`, the writer a thread that it starts."""
+
+    def __init__(self, wire: TcpWire, peer: Peer, name: str, sock: socket.socket | None) -> None:
+        self.peer = peer
+        self._wire = wire
+        self._name = name
+        self._sock = sock
+        self._out: queue.SimpleQueue[tuple[Message, np.ndarray | None] | None] = queue.SimpleQueue()
+        self._granted: dict[Room, int] = {}  # pages that may still come
+        self._reason: str | None = None
+        self._greeted = False
+        self._scratch: Bytes | None = None
+
+    def send(self, message: Message, payload: np.ndarray | None) -> None:
+        """Queues a frame."""
+        if isinstance(message, Grant):
+            self._granted[message.room] = message.num_pages
+        elif isinstance(message, Fail):
+            self._granted.pop(message.room, None)
+        self._out.put((message, payload))
+
+    def end(self, reason: str) -> None:
+        """Closes the connection, whose threads then end. The first reason counts."""
+        if self._reason is None:
+            self._reason = reason
+        self._out.put(None)
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def run(self, address: tuple[str, int] | None = None) -> None:
+        """Connects to `address` if given, reads until the connection ends, and tells the reason."""
+        writer: threading.Thread | None = None
+        try:
+            if address is not None:
+                self._sock = socket.create_connection(address, timeout=CONNECT_S)
+            assert self._sock is not None
+            _set_options(self._sock, self._wire.timeout_s)
+            writer = threading.Thread(target=self._write, args=(self._sock,), name="kv-write", daemon=True)
+            writer.start()
+            self._greet(self._sock)
+            while True:
+                self._wire.tell(self._read(self._sock))
+        except WireError as error:
+            self.end(f"{self._name} is refused: {error}")
+        except OSError as error:
+            self.end(f"{self._name} is not reachable: {error}")
+        except Exception as error:
+            logger.exception("the connection to %s failed", self._name)
+            self.end(f"the connection to {self._name} failed: {type(error).__name__}")
+        if writer is not None:
+            writer.join()
+        if self._sock is not None:
+            self._sock.close()
+        assert self._reason is not None
+        probed = address is None and not self._greeted  # by a gateway, to see whether the port is open
+        self._wire.forget(self.peer, self._reason, logging.INFO if probed else logging.WARNING)
+
+    def _greet(self, sock: socket.socket) -> None:
+        theirs, mine = self._read(sock).message, self._wire.hello
+        if not isinstance(theirs, Hello):
+            raise WireError(f"it began with {theirs}, not with a greeting")
+        if theirs.protocol != mine.protocol:
+            raise WireError(
+                f"its protocol is {theirs.protocol}, but {mine.protocol} here: run the same version on both"
+            )
+        if theirs.mode == mine.mode:
+            raise WireError(f"both workers have --disaggregation-mode {mine.mode}: one must be prefill, one decode")
+        difference = mine.geometry.mismatch(theirs.geometry)
+        self._greeted = True
+        if difference is not None:
+            raise WireError(difference)
+
+    def _read(self, sock: socket.socket) -> News:
+        """Returns the next message that isn't a sign of life."""
+        geometry = self._wire.hello.geometry
+        while True:
+            head = decode_head(self._receive(sock, HEAD_BYTES), geometry.max_payload_bytes)
+            message = decode(self._receive(sock, head.message_bytes), head.payload_bytes, geometry.page_bytes)
+            if isinstance(message, Pages):
+                payload = self._take_pages(sock, message, head.payload_bytes)
+                if payload is not None:
+                    return News(self.peer, message, payload)
+            elif not isinstance(message, Ping):
+                if isinstance(message, Done | Fail):
+                    self._granted.pop(message.room, None)
+                return News(self.peer, message)
+
+    def _take_pages(self, sock: socket.socket, pages: Pages, num_bytes: int) -> Bytes | None:
+        """Returns the bytes of pages that were granted; reads others and returns None."""
+        left = self._granted.get(pages.room, 0) - pages.num_pages
+        if left >= 0:
+            self._granted[pages.room] = left
+            payload = np.empty(num_bytes, dtype=np.uint8)
+            self._fill(sock, memoryview(payload.data))
+            return payload
+        if self._scratch is None or len(self._scratch) < num_bytes:
+            self._scratch = np.empty(num_bytes, dtype=np.uint8)
+        self._fill(sock, memoryview(self._scratch.data)[:num_bytes])
+        return None
+
+    def _receive(self, sock: socket.socket, num_bytes: int) -> bytearray:
+        data = bytearray(num_bytes)
+        self._fill(sock, memoryview(data))
+        return data
+
+    def _fill(self, sock: socket.socket, view: memoryview) -> None:
+        """Receives all of `view`. Raises OSError if nothing comes for `timeout_s` seconds, or the other side closes."""
+        while view:
+            try:
+                count = sock.recv_into(view, len(view), socket.MSG_WAITALL)
+            except (BlockingIOError, TimeoutError):
+                raise OSError(f"nothing was heard for {self._wire.timeout_s:g} s") from None
+            if not count:
+                raise OSError("it has closed the connection")
+            view = view[count:]
+
+    def _write(self, sock: socket.socket) -> None:
+        try:
+            self._send_frame(sock, self._wire.hello, None)
+            while True:
+                try:
+                    item = self._out.get(timeout=PING_S)
+                except queue.Empty:
+                    item = Ping(), None
+                if item is None:
+                    return
+                self._send_frame(sock, *item)
+        except OSError as error:
+            self.end(f"{self._name} is not reachable: {error}")
+
+    def _send_frame(self, sock: socket.socket, message: Message, payload: np.ndarray | None) -> None:
+        if payload is None:
+            sock.sendall(encode(message))
+            return
+        data = np.ascontiguousarray(payload).view(np.uint8).reshape(-1).data
+        sock.sendall(encode(message, len(data)))
+        sock.sendall(data)
+        assert isinstance(message, Pages)
+        self._wire.tell(Sent(self.peer, message.room, len(data)))
+
+
+def _listen(address: tuple[str, int]) -> socket.socket:
+    host, port = address
+    try:
+        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server(address, family=family, backlog=128)
+    except OSError as error:
+        raise StartupError(
+            f"{host}:{port} can't be bound for KV transfers ({error}): choose another --disaggregation-bootstrap-port"
+        ) from None
+
+
+def _set_options(sock: socket.socket, timeout_s: float) -> None:
+    """Lets reads that get nothing for `timeout_s` fail; the socket stays blocking, so that one call fills a page."""
+    sock.settimeout(None)
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

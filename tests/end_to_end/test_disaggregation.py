@@ -1,0 +1,218 @@
+"""Prefill and decode in servers of their own, behind the real gateway: the same answers as from one server for both."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.end_to_end.gateway import PATIENCE_S, Gateway, Worker, free_ports, running_gateway, wait_for
+from tests.end_to_end.precision import EXACT_FLAGS
+from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer, running_server
+from tests.end_to_end.texts import filler
+from tests.grids import NIGHTLY
+
+pytestmark = pytest.mark.foreign
+
+MODEL = "tiny"
+FLAGS = (
+    "--served-model-name", MODEL, "--page-size", "16", "--max-running-requests", "8", "--decode-buckets", "8",
+    "--extend-buckets", "64", "--chunked-prefill-size", "64", *EXACT_FLAGS,
+)  # fmt: skip
+ENDS_WITHIN_S = 10.0
+
+
+class Fleet:
+    """A gateway over a prefill server and a decode server."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._num_starts = 0
+        self.prefill: Worker
+        self.decode: Worker
+        self.port, *ports = free_ports(5)
+        self._ports = {"prefill": ports[:2], "decode": ports[2:]}
+        self.restart("prefill")
+        self.restart("decode")
+        flags = (
+            "--pd-disaggregation", "--prefill", f"grpc://{self.prefill.address}", str(self.port),
+            "--decode", f"grpc://{self.decode.address}", "--health-check-interval-secs", "1",
+            "--health-success-threshold", "1", "--disable-retries",
+        )  # fmt: skip
+        self.gateway: Gateway = stack.enter_context(running_gateway(folder, (), flags))
+
+    def restart(self, who: str) -> None:
+        """Starts the server of that mode, at the ports that it always has."""
+        ports = ("--grpc-port", str(self._ports[who][0]), "--port", str(self._ports[who][1]))
+        bootstrap = ("--disaggregation-bootstrap-port", str(self.port)) if who == "prefill" else ()
+        worker = Worker(self._start(who, ("--disaggregation-mode", who, *bootstrap, *ports)))
+        if who == "prefill":
+            self.prefill = worker
+        else:
+            self.decode = worker
+
+    def _start(self, name: str, flags: tuple[str, ...]) -> RunningServer:
+        self._num_starts += 1
+        folder = self._folder / f"{name}{self._num_starts}"
+        folder.mkdir()
+        return self._stack.enter_context(running_server(folder, (*FLAGS, *flags)))
+
+    def client(self, url: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+
+    @property
+    def through(self) -> openai.OpenAI:
+        return self.client(self.gateway.url)
+
+    @property
+    def direct(self) -> openai.OpenAI:
+        """The prefill server as one for both, which it is for requests without a room."""
+        return self.client(f"http://{self.prefill.http}")
+
+    def wait_until_ready(self) -> None:
+        wait_for(lambda: len(self.gateway.healthy()) == 2, "healthy servers", START_TIMEOUT_S)
+
+    def transfer(self, worker: Worker) -> dict[str, Any]:
+        state: dict[str, Any] = httpx.get(f"http://{worker.http}/get_server_info", timeout=PATIENCE_S).json()
+        return dict(state["internal_states"][0]["transfer"])
+
+    def holds_nothing(self, worker: Worker) -> bool:
+        return self.transfer(worker)["staged_bytes"] == 0 and worker.running == 0
+
+    def check_that_nothing_is_left(self, *workers: Worker) -> None:
+        for worker in workers:
+            wait_for(partial(self.holds_nothing, worker), "end of rooms")
+            state = httpx.get(f"http://{worker.http}/internal_state?check=true", timeout=PATIENCE_S).json()
+            assert state["leaks"] == [], state
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with contextlib.ExitStack() as stack:
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
+        fleet.wait_until_ready()
+        yield fleet
+
+
+def completion(prompt: list[int] | str, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 8, **more}
+
+
+def prompts() -> list[str]:
+    lengths = range(1, 49) if NIGHTLY else (1, 2, 9, 30, 47)
+    return [filler(seed=number, num_sentences=number) for number in lengths]
+
+
+def test_tokens_equal_those_of_one_server(fleet: Fleet) -> None:
+    before = fleet.decode.output_tokens
+    with ThreadPoolExecutor(4) as threads:
+        ours = list(threads.map(lambda text: fleet.through.completions.create(**completion(text)), prompts()))
+        own = list(threads.map(lambda text: fleet.direct.completions.create(**completion(text)), prompts()))
+    for mine, through in zip(own, ours, strict=True):
+        assert through.choices[0].text == mine.choices[0].text
+        assert through.choices[0].finish_reason == mine.choices[0].finish_reason
+        assert through.usage is not None and mine.usage is not None
+        assert through.usage.prompt_tokens == mine.usage.prompt_tokens
+    assert fleet.decode.output_tokens > before
+    assert fleet.transfer(fleet.decode)["moved_bytes"] == fleet.transfer(fleet.prefill)["moved_bytes"] > 0
+    fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
+
+
+def test_streams_samples_and_chats_equal_those_of_one_server(fleet: Fleet) -> None:
+    for extra in ({"n": 3}, {"logprobs": 2}, {"stop": ["a"]}, {"presence_penalty": 1.0}):
+        asked = completion(filler(seed=77, num_sentences=12), **extra)
+        own, through = fleet.direct.completions.create(**asked), fleet.through.completions.create(**asked)
+        assert [choice.text for choice in through.choices] == [choice.text for choice in own.choices], extra
+        streamed = ["" for _ in own.choices]
+        for chunk in fleet.through.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.text
+        assert streamed == [choice.text for choice in own.choices], extra
+    chat: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi?"}], "temperature": 0}
+    chat |= {"max_tokens": 8, "logprobs": True}
+    mine, through_chat = fleet.direct.chat.completions.create(**chat), fleet.through.chat.completions.create(**chat)
+    assert through_chat.choices[0].message.content == mine.choices[0].message.content
+    assert through_chat.choices[0].logprobs is not None and mine.choices[0].logprobs is not None
+    of_own = [entry.logprob for entry in mine.choices[0].logprobs.content or ()]
+    assert [entry.logprob for entry in through_chat.choices[0].logprobs.content or ()] == pytest.approx(
+        of_own, abs=1e-4
+    )
+    fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
+
+
+def test_prompt_log_probabilities_come_from_the_prefill_server(fleet: Fleet) -> None:
+    text = filler(seed=5, num_sentences=9)
+    body = {
+        "text": text, "sampling_params": {"max_new_tokens": 4, "temperature": 0.0},
+        "return_logprob": True, "logprob_start_len": 0, "model": MODEL,
+    }  # fmt: skip
+    own = httpx.post(f"http://{fleet.prefill.http}/generate", json=body, timeout=PATIENCE_S).json()
+    got = httpx.post(f"{fleet.gateway.url}/generate", json=body, timeout=PATIENCE_S).json()
+    got = got[0] if isinstance(got, list) else got
+    scores = [entry[0] for entry in own["meta_info"]["input_token_logprobs"]]
+    through = [entry[0] for entry in got["meta_info"]["input_token_logprobs"]]
+    assert through[1:] == pytest.approx(scores[1:], abs=1e-4)
+
+
+def outcome(fleet: Fleet, seed: int, stream: bool) -> str:
+    """How a call with a long prompt of its own ended."""
+    asked = completion(filler(seed=seed, num_sentences=170), stream=stream)
+    try:
+        answer = fleet.through.completions.create(**asked)
+        return "done" if not stream or all(True for _ in answer) else "empty"
+    except openai.APITimeoutError:
+        return "hung"
+    except openai.APIError as error:
+        return str(error)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="servers start anew")
+@pytest.mark.parametrize(
+    ("who", "how"),
+    [("decode", signal.SIGSTOP), ("prefill", signal.SIGSTOP), ("decode", signal.SIGKILL), ("prefill", signal.SIGKILL)],
+)
+def test_calls_end_in_time_if_a_server_stops_or_dies_while_pages_move(
+    fleet: Fleet, who: str, how: signal.Signals
+) -> None:
+    """The other server serves on and holds nothing; the one that stopped or died serves again."""
+    victim: Worker = getattr(fleet, who)
+    other = fleet.prefill if who == "decode" else fleet.decode
+    pids = [victim.server.process.pid, victim.server.engine_pid]
+    with ThreadPoolExecutor(3) as threads:
+        seeds = [(["decode", "prefill"].index(who) * 2 + (how is signal.SIGKILL)) * 10 + n for n in range(3)]
+        calls = [threads.submit(outcome, fleet, 5000 + seed, seed % 2 == 0) for seed in seeds]
+        wait_for(lambda: fleet.transfer(fleet.decode)["num_moving"] > 0, "pages on their way")
+        for pid in pids:
+            os.kill(pid, how)
+        ended = [call.result(timeout=ENDS_WITHIN_S) for call in calls]
+    assert all(how_it_ended not in ("hung", "") for how_it_ended in ended)
+    assert any(how_it_ended != "done" for how_it_ended in ended), ended
+    fleet.check_that_nothing_is_left(other)
+    if how is signal.SIGSTOP:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    else:
+        victim.server.process.wait(PATIENCE_S)
+        fleet.restart(who)
+    fleet.wait_until_ready()
+    text = filler(seed=9000 + seeds[0], num_sentences=20)
+    wait_for(lambda: answers(fleet, text), "an answer after the trouble")
+    own = fleet.direct.completions.create(**completion(text))
+    assert fleet.through.completions.create(**completion(text)).choices[0].text == own.choices[0].text
+    fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
+
+
+def answers(fleet: Fleet, text: str) -> bool:
+    """Whether calls succeed; the gateway may need a moment to find a server that is back."""
+    with contextlib.suppress(openai.APIError):
+        return bool(fleet.through.completions.create(**completion(text)).choices)
+    return False

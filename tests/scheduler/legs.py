@@ -1,0 +1,143 @@
+"""Workers that compute one leg of each request, with fake engines: what the tests of disaggregation drive."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.disaggregation import TransferLoad
+from jaxsgl.messages import Abort, RefusalKind, Reply
+from jaxsgl.request import FinishReason, Rendezvous, Request
+from jaxsgl.scheduler.disagg.legs import DecodeScheduler, LegScheduler, PrefillScheduler
+from jaxsgl.scheduler.disagg.rooms import RoomLimits
+from jaxsgl.scheduler.req import Key
+from jaxsgl.testing import FakeEngine, FakeHandle
+from tests.checked import CheckedScheduler
+from tests.scheduler.memory_wire import MemoryWire, Network
+
+PREFILL = ("prefill", 8998)
+
+
+class CheckedPrefill(PrefillScheduler, CheckedScheduler):
+    """A prefill scheduler that checks itself."""
+
+
+class CheckedDecode(DecodeScheduler, CheckedScheduler):
+    """A decode scheduler that checks itself."""
+
+
+class LegWorker:
+    """A scheduler, its engine and its wire, driven turn by turn as the loop does.
+
+    Attributes:
+      outputs, prompt_logprobs: what clients got, by sample and by request.
+      ended: how each sample ended, or why its request was refused.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        address: tuple[str, int] | None,
+        sizes: Capacity,
+        clock: Callable[[], float] = lambda: 0.0,
+        *,
+        staging_pages: int = 1000,
+        max_rooms: int = 1000,
+        overlap: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.engine = FakeEngine(sizes)
+        self.wire = MemoryWire(network, address)
+        page_bytes = self.engine.page_layout.page_bytes
+        kind = CheckedDecode if address is None else CheckedPrefill
+        self.scheduler: LegScheduler = kind(
+            sizes,
+            BucketSet.derive(sizes),
+            kwargs.pop("eos", ()),
+            engine=self.engine,
+            wire=self.wire,
+            limits=RoomLimits(page_bytes, staging_pages * page_bytes, max_rooms, 30.0),
+            weight_version=lambda: self.engine.weight_version,
+            clock=clock,
+            **kwargs,
+        )
+        self.sizes = sizes
+        self.unread_allowed = int(overlap)
+        self.in_flight: deque[FakeHandle] = deque()
+        self.outputs: dict[Key, list[int]] = {}
+        self.replies: list[Reply] = []
+        self.ended: dict[Key, FinishReason | RefusalKind] = {}
+        self.requests: dict[str, Request] = {}
+
+    def receive(self, message: Request | Abort) -> None:
+        if isinstance(message, Request):
+            self.requests[message.request_id] = message
+        self.scheduler.receive([message])
+        self.settle()
+
+    def turn(self) -> None:
+        """One turn of the loop."""
+        inputs = self.scheduler.launch()
+        if inputs is not None:
+            self.in_flight.append(self.engine.submit(inputs))
+        if self.in_flight and (inputs is None or len(self.in_flight) > self.unread_allowed):
+            oldest = self.in_flight.popleft()
+            self.scheduler.collect(oldest.tokens(), oldest.scores())
+        self.settle()
+
+    def settle(self) -> None:
+        """Takes the replies. Every sample ends once, and says nothing after."""
+        self.scheduler.check()
+        for reply in self.scheduler.take_replies():
+            self.replies.append(reply)
+            samples = range(self.requests[reply.request_id].sampling.n)
+            if reply.refusal is not None:
+                left = [(reply.request_id, i) for i in samples if (reply.request_id, i) not in self.ended]
+                assert left, f"{reply.request_id} has ended, and is refused"
+                self.ended.update(dict.fromkeys(left, reply.refusal.kind))
+                continue
+            key = (reply.request_id, reply.index)
+            assert key not in self.ended, f"{key} has ended: {reply}"
+            self.outputs.setdefault(key, []).extend(reply.token_ids)
+            if reply.finish_reason is not None:
+                self.ended[key] = reply.finish_reason
+
+    @property
+    def transfer(self) -> TransferLoad:
+        transfer = self.scheduler.load(0).transfer
+        assert transfer is not None
+        return transfer
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.in_flight or self.wire.events) or not self.scheduler.is_idle
+
+    def check_empty(self) -> None:
+        """Nothing is left: no rooms, no staging memory, no page but cached ones."""
+        scheduler = self.scheduler
+        assert isinstance(scheduler, PrefillScheduler | DecodeScheduler)
+        assert (scheduler.rooms.num_rooms, scheduler.rooms.staged_bytes) == (0, 0)
+        assert scheduler.is_idle and scheduler.cache.num_available == self.sizes.num_pages - 1
+        assert scheduler.load(0).used_tokens == 0
+        scheduler.check()
+
+
+def at(request: Request, number: int, address: tuple[str, int] = PREFILL) -> Request:
+    """`request` with a room."""
+    return Request(
+        request.request_id, request.prompt_ids, request.sampling, request.priority, request.cache_salt,
+        Rendezvous(*address, number),
+    )  # fmt: skip
+
+
+def run(network: Network, *workers: LegWorker, turns: int = 2000) -> None:
+    """Turns and delivers until nothing happens any more."""
+    for _ in range(turns):
+        network.deliver_all()
+        for worker in workers:
+            worker.turn()
+        if not (any(network.on_way.values()) or any(worker.is_busy for worker in workers)):
+            return
+    raise AssertionError(f"not done after {turns} turns")

@@ -1,0 +1,296 @@
+"""Prefill and decode in different workers: what clients get, and what is left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxsgl.messages import Abort, RefusalKind
+from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.scheduler.disagg.decode import DecodeState
+from jaxsgl.scheduler.disagg.legs import DecodeScheduler, PrefillScheduler
+from jaxsgl.scheduler.disagg.prefill import PrefillState
+from jaxsgl.testing import RetractEvery
+from tests.scheduler.legs import PREFILL, LegWorker, at, run
+from tests.scheduler.memory_wire import Network
+from tests.scheduler.serving import capacity, expected, request
+
+
+class Pair:
+    """A prefill worker and a decode worker."""
+
+    def __init__(self, pages: int = 200, decode_pages: int = 200, chunk: int = 128, **decode: Any) -> None:
+        self.now_s = 0.0
+        self.network = Network()
+        sizes = capacity(num_pages=pages, max_extend_tokens=chunk)
+        self.prefill = LegWorker(self.network, PREFILL, sizes, lambda: self.now_s)
+        self.decode = LegWorker(self.network, None, capacity(num_pages=decode_pages), lambda: self.now_s, **decode)
+        self.number = 0
+
+    @property
+    def computed_by_decode(self) -> int:
+        return self.decode.scheduler.state.totals.extend_tokens
+
+    def send(self, request: Request) -> None:
+        """Both legs, as a gateway sends them."""
+        self.number += 1
+        leg = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=request.sampling.prompt_logprobs)
+        self.prefill.receive(at(Request(request.request_id, request.prompt_ids, leg), self.number))
+        self.decode.receive(at(request, self.number))
+
+    def run(self) -> None:
+        run(self.network, self.prefill, self.decode)
+
+    def check_empty(self) -> None:
+        self.prefill.check_empty()
+        self.decode.check_empty()
+
+
+def test_decode_computes_at_most_a_page_of_the_prompt_and_yields_the_same_tokens() -> None:
+    pair = Pair(chunk=16)
+    for length in (1, 3, 4, 5, 8, 9, 63, 64, 100):
+        prompt = list(range(length, 2 * length))
+        before = pair.computed_by_decode
+        pair.send(request(f"r{length}", prompt, 6))
+        pair.run()
+        assert pair.decode.outputs[f"r{length}", 0] == expected(prompt, 6)
+        assert pair.computed_by_decode - before <= 4
+        assert pair.prefill.ended[f"r{length}", 0] is FinishReason.LENGTH
+    pair.check_empty()
+
+
+def test_a_prompt_of_many_chunks_is_computed_once_and_sent_while_it_is_computed() -> None:
+    pair = Pair(chunk=16)
+    prompt = list(range(100))
+    pair.send(request("a", prompt, 3))
+    in_time = 0
+    while ("a", 0) not in pair.prefill.ended:
+        pair.network.deliver_all()
+        pair.prefill.turn()
+        pair.decode.turn()
+        assert isinstance(pair.prefill.scheduler, PrefillScheduler)
+        if pair.prefill.scheduler.rooms.state_of("a") is PrefillState.EXTENDING:
+            in_time = pair.prefill.transfer.moved_bytes
+    pair.run()
+    assert pair.prefill.scheduler.state.totals.extend_tokens == len(prompt)
+    assert in_time > pair.decode.engine.page_layout.page_bytes * 10
+    assert pair.decode.outputs["a", 0] == expected(prompt, 3)
+    pair.check_empty()
+
+
+def test_what_decode_has_cached_is_not_sent_again() -> None:
+    pair = Pair()
+    for name in "ab":
+        before = pair.decode.transfer
+        pair.send(request(name, range(40), 3))
+        pair.run()
+    assert pair.decode.transfer == before
+    assert pair.decode.outputs["b", 0] == expected(range(40), 3)
+    pair.check_empty()
+
+
+def test_samples_of_one_prompt_share_its_pages() -> None:
+    pair = Pair()
+    sampling = SamplingParams(temperature=0.0, max_tokens=5, n=3)
+    pair.send(Request("a", list(range(30)), sampling))
+    pair.run()
+    assert [pair.decode.outputs["a", index] for index in range(3)] == [expected(range(30), 5)] * 3
+    assert pair.computed_by_decode <= 3 * 4
+    pair.check_empty()
+
+
+def test_the_prefill_leg_ends_with_the_log_probabilities_of_the_prompt() -> None:
+    pair = Pair(chunk=16)
+    sampling = SamplingParams(temperature=0.0, max_tokens=5, logprobs=0, prompt_logprobs=0)
+    pair.number += 1
+    pair.prefill.receive(at(Request("a", list(range(30)), SamplingParams(max_tokens=1, prompt_logprobs=0)), 1))
+    pair.decode.receive(at(Request("a", list(range(30)), SamplingParams(temperature=0.0, max_tokens=5, logprobs=0)), 1))
+    pair.run()
+    (last,) = pair.prefill.replies
+    assert last.prompt_logprobs is not None and len(last.prompt_logprobs) == 29
+    assert sum(reply.logprob is not None for reply in pair.decode.replies) == sampling.max_tokens
+    pair.check_empty()
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("turns", range(0, 16, 3))
+def test_an_abort_in_any_state_leaves_nothing_and_harms_no_neighbour(turns: int, who: str) -> None:
+    """The neighbours take the pages at once."""
+    pair = Pair(pages=40, decode_pages=40, chunk=16)
+    pair.send(request("a", range(100), 20))
+    for _ in range(turns):
+        pair.network.deliver_all()
+        pair.prefill.turn()
+        pair.decode.turn()
+    for worker in (pair.prefill, pair.decode):
+        if who == "both" or worker is getattr(pair, who):
+            worker.receive(Abort("a"))
+    for number in range(3):
+        pair.send(request(f"b{number}", range(number, 60 + number), 20))
+    pair.run()
+    for number in range(3):
+        assert pair.decode.outputs[f"b{number}", 0] == expected(range(number, 60 + number), 20)
+    assert {("a", 0)} <= pair.decode.ended.keys() & pair.prefill.ended.keys()
+    pair.check_empty()
+
+
+def test_a_prompt_that_prefill_refuses_is_not_generated_by_decode() -> None:
+    for refused_first in (True, False):
+        pair = Pair(pages=10)
+        leg, whole = at(request("a", range(60), 1), 1), at(request("a", range(60), 4), 1)
+        first, second = (pair.prefill, pair.decode) if refused_first else (pair.decode, pair.prefill)
+        first.receive(leg if refused_first else whole)
+        pair.network.deliver_all()
+        pair.prefill.turn()
+        second.receive(whole if refused_first else leg)
+        pair.run()
+        assert pair.decode.ended["a", 0] is RefusalKind.INVALID
+        assert not pair.decode.outputs
+        pair.check_empty()
+
+
+def test_a_request_that_is_retracted_on_decode_finishes_or_can_be_aborted() -> None:
+    pair = Pair(retract_also=RetractEvery(3))
+    for name in "abc":
+        pair.send(request(name, range(ord(name), ord(name) + 30), 12))
+    retracted: list[str] = []
+    for _ in range(40):
+        pair.network.deliver_all()
+        pair.prefill.turn()
+        pair.decode.turn()
+        plan = pair.decode.scheduler.last_plan
+        if plan is not None and plan.retract and not retracted:
+            retracted = [req.request_id for req in plan.retract]
+            pair.decode.receive(Abort(retracted[0]))
+    pair.run()
+    assert pair.decode.ended[retracted[0], 0] is FinishReason.ABORT
+    for name in set("abc") - set(retracted):
+        assert pair.decode.outputs[name, 0] == expected(range(ord(name), ord(name) + 30), 12)
+    assert pair.decode.scheduler.state.totals.retractions > 1
+    pair.check_empty()
+
+
+def test_ten_thousand_rooms_without_a_partner_take_bounded_memory_and_expire() -> None:
+    network = Network()
+    now_s = [0.0]
+    prefill = LegWorker(network, PREFILL, capacity(), lambda: now_s[0], max_rooms=50)
+    decode = LegWorker(network, None, capacity(), lambda: now_s[0], max_rooms=50)
+    for number in range(10_000):
+        side = prefill if number % 2 else decode
+        side.receive(at(request(f"r{number}", range(number % 37, 40), 1), number))
+        assert side.transfer.num_bootstrapping <= 50
+    run(network, prefill, decode)
+    assert prefill.transfer.num_bootstrapping == 50
+    now_s[0] = 31.0
+    run(network, prefill, decode)
+    assert set(prefill.ended.values()) | set(decode.ended.values()) == {
+        RefusalKind.OVERLOADED,
+        RefusalKind.PEER,
+    }
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_burst_beyond_decodes_rows_and_staging_memory_fails_no_request() -> None:
+    """A window of 4 and a burst of 32; requests that only queue at decode are not given up."""
+    now_s = [0.0]
+    network = Network()
+    prefill = LegWorker(network, PREFILL, capacity(), lambda: now_s[0])
+    decode = LegWorker(network, None, capacity(rows=4, num_pages=60), lambda: now_s[0], staging_pages=25)
+    pair = Pair()
+    pair.network, pair.prefill, pair.decode = network, prefill, decode
+    for number in range(32):
+        pair.send(request(f"r{number}", range(number, number + 40), 30))
+    for _ in range(3000):
+        network.deliver_all()
+        prefill.turn()
+        decode.turn()
+        now_s[0] += 1.0
+        assert decode.transfer.staged_bytes <= 25 * decode.engine.page_layout.page_bytes
+    for number in range(32):
+        assert decode.outputs[f"r{number}", 0] == expected(range(number, number + 40), 30)
+    assert set(prefill.ended.values()) == {FinishReason.LENGTH}
+    pair.check_empty()
+
+
+def test_staging_memory_full_of_dead_transfers_comes_free_without_new_work() -> None:
+    network = Network()
+    prefill = LegWorker(network, PREFILL, capacity(), staging_pages=12)
+    decode = LegWorker(network, None, capacity(), staging_pages=12)
+    for number in range(6):
+        decode.receive(at(request(f"r{number}", range(number, number + 30), 4), number))
+        prefill.receive(at(request(f"r{number}", range(number, number + 30), 1), number))
+    assert decode.transfer.staged_bytes
+    network.deliver_all()
+    prefill.turn()
+    network.cut(next(iter(network.links)))
+    run(network, prefill, decode)
+    assert set(decode.ended.values()) == set(prefill.ended.values()) == {RefusalKind.PEER}
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_prompt_larger_than_staging_memory_is_sent_in_part_and_completed_by_decode() -> None:
+    network = Network()
+    prefill = LegWorker(network, PREFILL, capacity(), staging_pages=5)
+    decode = LegWorker(network, None, capacity(), staging_pages=9)
+    prefill.receive(at(request("a", range(60), 1), 1))
+    decode.receive(at(request("a", range(60), 4), 1))
+    run(network, prefill, decode)
+    assert decode.outputs["a", 0] == expected(range(60), 4)
+    assert decode.scheduler.state.totals.extend_tokens == 60 - 5 * 4
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_two_running_requests_of_one_room_and_prompt_are_not_mixed_up() -> None:
+    pair = Pair()
+    pair.send(request("a", range(30), 4))
+    pair.number -= 1
+    pair.send(request("b", range(5, 30), 4))  # the same room, another prompt
+    pair.number -= 1
+    pair.send(request("c", range(30), 4))  # the same room and prompt
+    pair.run()
+    assert pair.decode.outputs["a", 0] == expected(range(30), 4)
+    assert pair.decode.outputs["b", 0] == expected(range(5, 30), 4)
+    assert pair.decode.ended["c", 0] is pair.prefill.ended["c", 0] is RefusalKind.INVALID
+    pair.check_empty()
+
+
+def test_pages_of_other_weights_are_not_used() -> None:
+    pair = Pair()
+    pair.decode.engine.weight_version = "v2"
+    pair.send(request("a", range(30), 4))
+    pair.run()
+    assert pair.decode.ended["a", 0] is pair.prefill.ended["a", 0] is RefusalKind.PEER
+    (text,) = {reply.refusal.text for reply in pair.decode.replies if reply.refusal}
+    assert "v2" in text and "default" in text
+    pair.decode.engine.weight_version = "default"
+    pair.send(request("b", range(30), 4))
+    pair.network.deliver_all()
+    pair.prefill.turn()
+    assert isinstance(pair.decode.scheduler, DecodeScheduler)
+    assert pair.decode.scheduler.rooms.state_of("b") is DecodeState.RECEIVING
+    pair.decode.engine.weight_version = "v2"  # while pages are on their way
+    pair.run()
+    assert pair.computed_by_decode == 30
+    pair.check_empty()
+
+
+def test_a_request_without_a_room_is_served_whole_by_either_worker() -> None:
+    pair = Pair()
+    for worker in (pair.prefill, pair.decode):
+        worker.receive(request("a", range(30), 4))
+    pair.run()
+    assert pair.prefill.outputs == pair.decode.outputs == {("a", 0): expected(range(30), 4)}
+    pair.check_empty()
+
+
+def test_a_prefill_worker_that_is_not_there_fails_the_request_at_once() -> None:
+    network = Network()
+    decode = LegWorker(network, None, capacity())
+    decode.receive(at(request("a", range(30), 4), 1))
+    run(network, decode)
+    assert decode.ended["a", 0] is RefusalKind.PEER
+    decode.check_empty()

@@ -1,0 +1,191 @@
+"""Frames over loopback: pages arrive as they were, unlike workers are refused, silence is death, memory is bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxsgl.errors import StartupError
+from jaxsgl.transfer.frames import (
+    PROTOCOL,
+    Done,
+    Fail,
+    Geometry,
+    Grant,
+    Hello,
+    Open,
+    Pages,
+    encode,
+    page_bytes_of,
+    page_frames,
+    room_of,
+)
+from jaxsgl.transfer.tcp import TcpWire
+from jaxsgl.transfer.wire import Event, Left, News, Sent
+
+SHAPE = (2, 2, 2, 16, 8)
+GEOMETRY = Geometry(16, "bfloat16", SHAPE, page_bytes_of(SHAPE, 2), "tiny")
+ROOM = room_of(7, [1, 2, 3])
+PATIENCE_S = 30.0
+
+
+def until(wire: TcpWire, enough: Callable[[list[Event]], bool]) -> list[Event]:
+    """What happens until it is enough."""
+    events: list[Event] = []
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not enough(events):
+        assert time.monotonic() < deadline_s, events
+        wire.wait(0.1)
+        events += wire.poll()
+    return events
+
+
+def messages(events: list[Event]) -> list[object]:
+    return [event.message for event in events if isinstance(event, News)]
+
+
+def left(events: list[Event]) -> bool:
+    return any(isinstance(event, Left) for event in events)
+
+
+def reason(events: list[Event]) -> str:
+    (reason,) = [event.reason for event in events if isinstance(event, Left)]
+    return reason
+
+
+@contextlib.contextmanager
+def pair(
+    theirs: Geometry = GEOMETRY, mode: str = "decode", timeout_s: float = 5.0
+) -> Iterator[tuple[TcpWire, TcpWire]]:
+    prefill = TcpWire("prefill", GEOMETRY, ("127.0.0.1", 0), timeout_s)
+    decode = TcpWire(mode, theirs, None, timeout_s)
+    try:
+        yield prefill, decode
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def test_pages_arrive_in_order_with_their_bytes_and_the_sender_learns_that_they_left() -> None:
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 1 << 16, (9, *SHAPE), dtype=np.uint16)
+    with pair() as (prefill, decode):
+        peer = decode.connect("127.0.0.1", prefill.port)
+        assert decode.connect("127.0.0.1", prefill.port) == peer
+        decode.send(peer, Open(ROOM))
+        decode.send(peer, Grant(ROOM, 3, 9, "v1"))
+        opened = until(prefill, lambda events: len(messages(events)) == 2)
+        assert messages(opened) == [Open(ROOM), Grant(ROOM, 3, 9, "v1")]
+        at_prefill = opened[0].peer
+        for message, payload in page_frames(ROOM, 3, data, 4):
+            prefill.send(at_prefill, message, payload)
+        prefill.send(at_prefill, Done(ROOM, 12, "v1"))
+        got = until(decode, lambda events: len(messages(events)) == 4)
+        assert messages(got) == [Pages(ROOM, 3, 4), Pages(ROOM, 7, 4), Pages(ROOM, 11, 1), Done(ROOM, 12, "v1")]
+        payloads = [event.payload for event in got if isinstance(event, News) and event.payload is not None]
+        assert np.concatenate(payloads).tobytes() == data.tobytes()
+        sent = until(prefill, lambda events: sum(isinstance(event, Sent) for event in events) == 3)
+        assert sum(event.num_bytes for event in sent if isinstance(event, Sent)) == data.nbytes
+
+
+def test_pages_beyond_a_grant_take_no_memory() -> None:
+    data = np.zeros((4, *SHAPE), dtype=np.uint16)
+    with pair() as (prefill, decode):
+        peer = decode.connect("127.0.0.1", prefill.port)
+        decode.send(peer, Grant(ROOM, 0, 4, "v1"))
+        at_prefill = until(prefill, lambda events: bool(messages(events)))[0].peer
+        for room in (room_of(8, [1]), ROOM, ROOM):
+            for message, payload in page_frames(room, 0, data, 4):
+                prefill.send(at_prefill, message, payload)
+        prefill.send(at_prefill, Done(ROOM, 4, "v1"))
+        got = until(decode, lambda events: Done(ROOM, 4, "v1") in messages(events))
+        assert messages(got) == [Pages(ROOM, 0, 4), Done(ROOM, 4, "v1")]
+        decode.send(peer, Grant(ROOM, 0, 4, "v1"))
+        decode.send(peer, Fail(ROOM, "the client has left"))
+        until(prefill, lambda events: len(messages(events)) == 2)
+        prefill.send(at_prefill, *page_frames(ROOM, 0, data, 4)[0])
+        prefill.send(at_prefill, Open(ROOM))
+        assert messages(until(decode, lambda events: bool(messages(events)))) == [Open(ROOM)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"page_size": 64}, ("page size", "16", "64", "--page-size")),
+        ({"dtype": "fp8_e4m3"}, ("dtype", "bfloat16", "fp8_e4m3", "--kv-cache-dtype")),
+        ({"page_shape": (2, 2, 4, 16, 8)}, ("shape", "(2, 2, 2, 16, 8)", "(2, 2, 4, 16, 8)")),
+        ({"weights": "other"}, ("model", "tiny", "other")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_workers_that_differ_are_refused_on_both_sides_with_both_values(
+    change: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pair(msgspec.structs.replace(GEOMETRY, **change)) as (prefill, decode):
+        decode.connect("127.0.0.1", prefill.port)
+        texts = [reason(until(wire, left)) for wire in (decode, prefill)]
+    assert any(all(word in text for word in words) for text in texts), texts
+
+
+def test_two_workers_of_one_mode_and_strangers_are_refused() -> None:
+    with pair(mode="prefill") as (prefill, other):
+        other.connect("127.0.0.1", prefill.port)
+        assert "--disaggregation-mode prefill" in reason(until(other, left))
+    with pair() as (prefill, _):
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", encode(Hello(PROTOCOL + 1, "decode", GEOMETRY)), encode(Open(ROOM))):
+            with socket.create_connection(("127.0.0.1", prefill.port)) as stranger:
+                stranger.sendall(junk)
+                assert "refused" in reason(until(prefill, left))
+
+
+def test_a_frame_that_announces_too_much_is_refused_before_memory_is_taken() -> None:
+    with pair() as (prefill, _), socket.create_connection(("127.0.0.1", prefill.port)) as stranger:
+        stranger.sendall(encode(Hello(PROTOCOL, "decode", GEOMETRY)))
+        stranger.sendall(encode(Pages(ROOM, 0, 1 << 30), 1 << 40))
+        assert "are the most" in reason(until(prefill, left))
+
+
+def test_a_worker_that_says_nothing_is_dead_and_one_that_only_waits_is_not() -> None:
+    with pair(timeout_s=1.5) as (prefill, decode):
+        decode.connect("127.0.0.1", prefill.port)
+        with socket.create_connection(("127.0.0.1", prefill.port)) as silent:
+            silent.sendall(encode(Hello(PROTOCOL, "decode", GEOMETRY)))
+            assert "nothing was heard for 1.5 s" in reason(until(prefill, left))
+        assert not left(list(decode.poll()))
+
+
+def test_a_connection_that_breaks_is_told_and_made_anew() -> None:
+    with pair() as (prefill, decode):
+        peer = decode.connect("127.0.0.1", prefill.port)
+        decode.send(peer, Open(ROOM))
+        until(prefill, lambda events: bool(messages(events)))
+        port = prefill.port
+        prefill.close()
+        assert f"127.0.0.1:{port}" in reason(until(decode, left))
+        decode.send(peer, Open(ROOM))  # dropped
+        again = TcpWire("prefill", GEOMETRY, ("127.0.0.1", port))
+        other = decode.connect("127.0.0.1", port)
+        assert other != peer
+        decode.send(other, Open(ROOM))
+        assert messages(until(again, lambda events: bool(messages(events)))) == [Open(ROOM)]
+        again.close()
+
+
+def test_a_worker_that_is_not_there_is_told_at_once() -> None:
+    with pair() as (prefill, decode):
+        port = prefill.port
+        prefill.close()
+        decode.connect("127.0.0.1", port)
+        assert "not reachable" in reason(until(decode, left))
+
+
+def test_a_port_that_is_taken_fails_the_start() -> None:
+    with pair() as (prefill, _), pytest.raises(StartupError, match="--disaggregation-bootstrap-port"):
+        TcpWire("prefill", GEOMETRY, ("127.0.0.1", prefill.port))
