@@ -63,8 +63,8 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         responses = Responses(request_id, options, prepared.prompt_ids)
         scored = options.sampling.logprobs is not None
         with self._generator.start(prepared, text=bool(options.sampling.stop), rank=options.rank) as generation:
-            if options.room is not None and self._is_prefill:
-                await write(context, responses.begun())
+            if options.room is not None:  # a gateway hears of the other leg's end only once it has heard of both
+                await (write(context, responses.begun()) if self._is_prefill else context.send_initial_metadata(()))
             async for piece in generation:
                 ready = responses.of(piece)
                 if scored:
