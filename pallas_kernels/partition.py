@@ -37,6 +37,8 @@ SEQUENCE, BEGIN, END, POSITION, SPLIT = range(5)
 _MAX_SPLITS = 8
 # ... and by this many times as many programs as run at once, beyond which merging costs more than it saves.
 _MAX_WAVES = 8
+# Splits of a sequence up to which their merge is written out: two kernels of an H200 at 66, hundreds at 264.
+_WRITTEN_OUT = 72
 
 # A chain in fixed point: an item takes a part of it.
 _CHAIN = 1 << 16
@@ -206,6 +208,8 @@ def merge_splits(partials: jax.Array, lse: jax.Array, count: jax.Array, sinks: j
         count: `[S]` items of each sequence; one without any (a padding row) yields zeros.
         sinks: `[N]`, or None.
     """
+    if partials.shape[0] > _WRITTEN_OUT:
+        return _merge_many(partials, lse, count, sinks)
     # Written out over the splits, not as reductions: XLA then makes one elementwise kernel of it, or two.
     is_there = [(split < count)[:, None] for split in range(partials.shape[0])]
     lses = [jnp.where(there, lse[split], EMPTY_LSE) for split, there in enumerate(is_there)]
@@ -218,4 +222,17 @@ def merge_splits(partials: jax.Array, lse: jax.Array, count: jax.Array, sinks: j
     if sinks is not None:
         total += jnp.exp2(sinks * LOG2_E - top)
     # Where anything is seen the total is at least 1, the weight of the top split.
+    return merged / jnp.maximum(total, 1.0)[..., None]
+
+
+def _merge_many(partials: jax.Array, lse: jax.Array, count: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """`merge_splits` as reductions, three kernels or so: written out, 264 splits were 200 kernels for an H200."""
+    is_there = (jnp.arange(partials.shape[0])[:, None] < count)[..., None]
+    lses = jnp.where(is_there, lse, EMPTY_LSE)
+    top = jnp.max(lses, axis=0)
+    weights = jnp.where(is_there, jnp.exp2(lses - top), 0.0)
+    merged = jnp.sum(weights[..., None] * jnp.where(is_there[..., None], partials, 0.0), axis=0)
+    total = jnp.sum(weights, axis=0)
+    if sinks is not None:
+        total += jnp.exp2(sinks * LOG2_E - top)
     return merged / jnp.maximum(total, 1.0)[..., None]

@@ -150,7 +150,14 @@ def test_batches_of_few_items_have_no_chains(num_seqs: int, is_chained: bool) ->
     assert plan_for(num_seqs).is_chained is is_chained
 
 
-@pytest.mark.parametrize("most", [1, 2, 7])
+def test_the_merge_of_very_many_splits_stays_small() -> None:
+    """One row on a device with a single kv head: written out, it was 200 kernels of an H200."""
+    shapes = (264, 1, 8, 128), (264, 1, 8), (1,)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert len(jax.make_jaxpr(functools.partial(merge_splits, sinks=None))(*arrays).eqns) < 40
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 150])
 def test_merged_splits_equal_one_softmax_and_absent_ones_count_nothing(most: int) -> None:
     rng = np.random.default_rng(most)
     count = np.array([0, *rng.integers(1, most + 1, 2)])  # a padding row, and two that have something
