@@ -163,6 +163,34 @@ def test_prompt_log_probabilities_come_from_the_prefill_server(fleet: Fleet) -> 
     assert through[1:] == pytest.approx(scores[1:], abs=1e-4)
 
 
+def test_a_gateway_that_speaks_http_to_the_servers_gets_the_same_answers(fleet: Fleet, tmp_path: Path) -> None:
+    flags = (
+        "--pd-disaggregation", "--prefill", f"http://{fleet.prefill.http}", str(fleet.port),
+        "--decode", f"http://{fleet.decode.http}", "--health-check-interval-secs", "1",
+        "--health-success-threshold", "1", "--disable-retries",
+    )  # fmt: skip
+    moved = fleet.transfer(fleet.decode)["moved_bytes"]
+    with running_gateway(tmp_path, (), flags) as gateway:
+        wait_for(lambda: len(gateway.healthy()) == 2, "healthy servers", START_TIMEOUT_S)
+        for number, extra in enumerate(({}, {"n": 3}, {"logprobs": 1})):
+            asked = completion(filler(seed=300 + number, num_sentences=20), **extra)
+            through = fleet.client(gateway.url).completions.create(**asked)
+            own = fleet.direct.completions.create(**asked)
+            assert [choice.text for choice in through.choices] == [choice.text for choice in own.choices], extra
+        body = {
+            "text": filler(seed=310, num_sentences=9), "sampling_params": {"max_new_tokens": 4, "temperature": 0.0},
+            "return_logprob": True, "logprob_start_len": 0, "model": MODEL,
+        }  # fmt: skip
+        answers = [
+            httpx.post(f"{url}/generate", json=body, timeout=PATIENCE_S).json()
+            for url in (gateway.url, f"http://{fleet.prefill.http}")
+        ]
+        scores = [[entry[0] for entry in answer["meta_info"]["input_token_logprobs"]] for answer in answers]
+        assert scores[0][1:] == pytest.approx(scores[1][1:], abs=1e-4)
+    assert fleet.transfer(fleet.decode)["moved_bytes"] > moved
+    fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
+
+
 def outcome(fleet: Fleet, seed: int, stream: bool) -> str:
     """How a call with a long prompt of its own ended."""
     asked = completion(filler(seed=seed, num_sentences=170), stream=stream)
