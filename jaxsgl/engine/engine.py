@@ -26,7 +26,7 @@ from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, step_failure
-from jaxsgl.engine.memory import Memory, least_free_memory, loading_weights, start_jax
+from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
@@ -40,6 +40,7 @@ from jaxsgl.messages import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.weights import load_kv_scales, resolve_model_folder
+from jaxsgl.weights.sharding import bytes_on_each_device
 from pallas_kernels.gpu_compiler import log_compiler
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ class Engine:
             config.dtype, config.kv_cache_dtype, arch, platform, cpu_multiplies_bfloat16=cpu_multiplies_bfloat16
         )
         self.arch = as_kept(arch, dtype, platform)
+        graphdef, shapes = abstract_model(self.arch, dtype, activations)
+        check_weights_fit(device, jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
         kv_scales = None
         with loading_weights(device, jax_share):
             params = read_params(config, folder, self.arch, dtype, mesh)
@@ -120,7 +123,6 @@ class Engine:
             jax.block_until_ready(params)  # so that memory in use is what will stay in use
 
         page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype, mesh.size)
-        graphdef, _ = abstract_model(self.arch, dtype, activations)
         abstract = abstract_params(params)
 
         def spec_of(capacity: Capacity) -> ProgramSpec:

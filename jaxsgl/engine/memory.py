@@ -115,6 +115,26 @@ def free_memory(device: jax.Device, mem_fraction_static: float, jax_share: float
     return Memory(device.platform, min(int(whole * mem_fraction_static) - used, all_bytes), all_bytes, account)
 
 
+def check_weights_fit(device: jax.Device, jax_share: float, weight_bytes: int, num_devices: int) -> None:
+    """Before anything is read. Raises `ConfigError` if the weights of each of `num_devices` are too many for `device`.
+
+    A device that doesn't tell its memory, as a CPU, passes.
+    """
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        return
+    limit = int(stats["bytes_limit"])
+    usable = int(limit * (1 - HEADROOM))
+    if weight_bytes <= usable:
+        return
+    needed = num_devices * -(-weight_bytes // usable)
+    whole = f"the device's {_gib(limit / jax_share if device.platform == 'gpu' else limit)}"
+    raise ConfigError(
+        f"the weights take {_gib(weight_bytes)} on each of {num_devices} devices, but JAX may use {_gib(limit)} of "
+        f"{whole}: give --tp {needed} or more, --quantization, or a smaller model"
+    )
+
+
 @contextmanager
 def loading_weights(device: jax.Device, jax_share: float) -> Iterator[None]:
     """Turns what XLA raises inside for lack of memory into a `StartupError` that says what may help."""

@@ -3,14 +3,15 @@
 A program for each number of pages of `page_counts`, compiled and run once at the start, so that none is compiled while
 serving. An engine that moves no pages makes none of this. A gather is padded with the dummy page up to the next
 program; an insert is cut into programs that fit exactly, so that its data is not copied on the host. The pool is
-donated to an insert and written in place. Under a mesh each device gathers and inserts its own heads. Called by
-`engine`; knows nothing about who owns a page.
+donated to an insert and written in place. Under a mesh each device gathers and inserts its own heads; of heads that
+devices have copies of, the host form has one. Called by `engine`; knows nothing about who owns a page.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -44,20 +45,20 @@ def reserved_bytes(page_bytes: int) -> int:
 
 def layout_of(shape: KvShape) -> PageLayout:
     """The host form of a page."""
-    dtype = kv_cache_flag(shape.dtype)
-    return PageLayout(
-        shape.num_layers, shape.num_kv_heads, shape.page_size, shape.head_dim, dtype, shape.dtype.itemsize
-    )
+    dtype, num_heads = kv_cache_flag(shape.dtype), shape.num_kv_heads // shape.kv_copies
+    return PageLayout(shape.num_layers, num_heads, shape.page_size, shape.head_dim, dtype, shape.dtype.itemsize)
 
 
-def gather_pages(kv: KvBuffers, pages: jax.Array) -> jax.Array:
-    """`[n, layers, 2, K, page_size, H]` of `pages [n]`."""
-    layers = [jnp.stack((k[pages], v[pages]), axis=1) for k, v in zip(kv.k, kv.v, strict=True)]
+def gather_pages(kv: KvBuffers, pages: jax.Array, copies: int = 1) -> jax.Array:
+    """`[n, layers, 2, K, page_size, H]` of `pages [n]`, one of each `copies` consecutive heads."""
+    layers = [jnp.stack((k[pages, ::copies], v[pages, ::copies]), axis=1) for k, v in zip(kv.k, kv.v, strict=True)]
     return jnp.stack(layers, axis=1)
 
 
-def insert_pages(kv: KvBuffers, pages: jax.Array, data: jax.Array) -> KvBuffers:
-    """`kv` with `data [n, layers, 2, K, page_size, H]` at `pages [n]`."""
+def insert_pages(kv: KvBuffers, pages: jax.Array, data: jax.Array, copies: int = 1) -> KvBuffers:
+    """`kv` with `data [n, layers, 2, K, page_size, H]` at `pages [n]`, each head `copies` times."""
+    if copies > 1:
+        data = jnp.repeat(data, copies, axis=3)
     k = tuple(
         layer.at[pages].set(data[:, i, 0], mode="promise_in_bounds", unique_indices=True)
         for i, layer in enumerate(kv.k)
@@ -92,7 +93,7 @@ class PageIo:
 
     def __init__(self, kv: KvBuffers, shape: KvShape, mesh: Mesh, *, progress: bool = False) -> None:
         self.layout = layout_of(shape)
-        self._dtype = shape.dtype
+        self._dtype, self._copies = shape.dtype, shape.kv_copies
         self._counts = page_counts(shape.page_bytes)
         keys = [PageProgramKey(kind, count) for count in self._counts for kind in ("gather", "insert")]
         lowerings = {key: lambda key=key: self._traced(key, kv, mesh).lower() for key in keys}
@@ -157,12 +158,14 @@ class PageIo:
 
     def _traced(self, key: PageProgramKey, kv: KvBuffers, mesh: Mesh) -> jax.stages.Traced:
         pages: Any = jax.ShapeDtypeStruct((key.num_pages,), jnp.int32, sharding=replicated(mesh))
-        on_host = host_pages_sharding(mesh)
+        on_host = host_pages_sharding(mesh) if self._copies == 1 else replicated(mesh)
         if key.kind == "gather":
-            return jax.jit(gather_pages, out_shardings=on_host).trace(kv, pages)
+            gather = partial(gather_pages, copies=self._copies)
+            return jax.jit(gather, out_shardings=on_host).trace(kv, pages)
         data = jax.ShapeDtypeStruct(self.layout.shape(key.num_pages), self._dtype, sharding=on_host)
         in_place = jax.tree.map(lambda _: kv_sharding(mesh), kv)
-        return jax.jit(insert_pages, donate_argnums=0, out_shardings=in_place).trace(kv, pages, data)
+        insert = partial(insert_pages, copies=self._copies)
+        return jax.jit(insert, donate_argnums=0, out_shardings=in_place).trace(kv, pages, data)
 
 
 def _all_ready(arrays: Sequence[Any]) -> bool:  # JAX's types lack `is_ready`

@@ -40,6 +40,7 @@ class KvShape:
       page_size: tokens per page.
       dtype: of keys and values.
       num_devices: that share the kv heads.
+      kv_copies: so many consecutive kv heads are equal.
     """
 
     num_layers: int
@@ -48,6 +49,7 @@ class KvShape:
     page_size: int
     dtype: jnp.dtype
     num_devices: int = 1
+    kv_copies: int = 1
 
     @property
     def page_bytes(self) -> int:
@@ -67,7 +69,8 @@ def choose_page_size(config: EngineConfig, head_dim: int, platform: str) -> int:
 
 def kv_shape(arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int = 1) -> KvShape:
     """The shape of a page of `arch` on `num_devices` that share it."""
-    return KvShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, page_size, dtype, num_devices)
+    copies = arch.kv_copies
+    return KvShape(arch.num_layers, arch.num_kv_heads, arch.head_dim, page_size, dtype, num_devices, copies)
 
 
 def plan_capacity(

@@ -24,13 +24,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.matrix import part_name, without_zeros
 from jaxsgl.models.quantization import AT_LOAD, WeightFormat
+from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from jaxsgl.weights.assembly import size
 from jaxsgl.weights.other_tensors import kv_scale_of
 from jaxsgl.weights.sharding import check_divisible, param_sharding
@@ -99,10 +100,8 @@ def restore_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) 
             "leave it out, or give the folder that was converted"
         )
     flat = dict(nnx.to_flat_state(abstract_model(arch, dtype)[1]))
-    abstract = {
-        _name(path): jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=param_sharding(param, mesh))
-        for path, param in flat.items()
-    }
+    as_stored = dict(nnx.to_flat_state(abstract_model(arch.on_devices(1, by_experts=arch.by_experts), dtype)[1]))
+    abstract = {_name(path): _place(as_stored[path], param, mesh) for path, param in flat.items()}
     formats = _without_their_zeros(flat)
     for name in formats:
         scale = abstract[part_name(name, "scale")]
@@ -115,7 +114,43 @@ def restore_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) 
         arrays[name] = _subtract(arrays[name], zero, fmt.group_of(arrays[name].shape[-1]), abstract[name].sharding)
     seconds, num_bytes = time.monotonic() - start_s, sum(array.nbytes for array in arrays.values())
     logger.info("weights: %s restored in %.1f s, %.2f GB/s", size(num_bytes), seconds, num_bytes / 1e9 / seconds)
-    return nnx.from_flat_state([(path, param.replace(arrays[_name(path)])) for path, param in flat.items()])
+    params = []
+    for path, param in flat.items():
+        array = arrays.pop(_name(path))
+        if array.shape != param.shape:
+            array = _copy_kv_heads(
+                array, arch, param.get_metadata("axes").index("kv_heads"), param_sharding(param, mesh)
+            )
+        params.append((path, param.replace(array)))
+    return nnx.from_flat_state(params)
+
+
+def _place(stored: nnx.Param[Any], param: nnx.Param[Any], mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Where a stored parameter is read to: the parameter's place; if kv heads are copied, parts along the last axis."""
+    sharding = param_sharding(param, mesh)
+    if stored.shape != param.shape:
+        axis = TENSOR_AXIS if stored.shape[-1] % mesh.size == 0 else None
+        sharding = NamedSharding(mesh, PartitionSpec(*(None for _ in stored.shape[1:]), axis))
+    return jax.ShapeDtypeStruct(stored.shape, param.dtype, sharding=sharding)
+
+
+@partial(jax.jit, static_argnames=("arch", "axis", "sharding"))
+def _copy_kv_heads(stored: jax.Array, arch: ModelArch, axis: int, sharding: NamedSharding) -> jax.Array:
+    """`[.., K, rows, ..]` for our K of the stored K, which is `axis`.
+
+    Rows are a kv head's G query heads, then its key and its value; or scales of norms, G of queries or one of keys.
+    """
+    groups, copies = arch.num_heads // arch.stored_kv_heads, arch.kv_copies
+    heads = jnp.moveaxis(stored, axis, 0)
+    rows = jnp.moveaxis(heads, axis + 1, 1)  # [K, rows, ..]
+    num_queries = groups if rows.shape[1] > 1 else 0
+    queries, others = rows[:, :num_queries], rows[:, num_queries:]
+    shared = queries.reshape(arch.num_kv_heads, num_queries // copies, *rows.shape[2:])
+    made = jnp.concatenate([shared, jnp.repeat(others, copies, axis=0)], axis=1)
+    placed: jax.Array = jax.lax.with_sharding_constraint(
+        jnp.moveaxis(jnp.moveaxis(made, 1, axis + 1), 0, axis), sharding
+    )
+    return placed
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def random_params(arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, seed: int) -> P
     """Random parameters, for tests and benchmarks of speed: a tree like `abstract_model`'s, made on the devices.
 
     They keep activations and logits near unit scale. The same seed gives the same values on every mesh (JAX's default
-    generator is elementwise, so it can be sharded).
+    generator is elementwise, so it can be sharded), unless it has more devices than kv heads: copies of these differ.
     """
     check_divisible(arch, mesh)
     _, abstract = abstract_model(arch, dtype)

@@ -8,6 +8,7 @@ loaders and the engine call it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.errors import ConfigError
-from jaxsgl.models import ModelArch
+from jaxsgl.models import ModelArch, Params
 from jaxsgl.models.tensor_parallel import DATA_AXIS, TENSOR_AXIS
 
 MESH_AXIS_OF = {"kv_heads": TENSOR_AXIS, "ffn": TENSOR_AXIS, "vocab": TENSOR_AXIS, "experts": TENSOR_AXIS}
@@ -76,6 +77,15 @@ def model_on_devices(arch: ModelArch, num_devices: int, *, by_experts: bool) -> 
         way_out += ", or --ep, which splits the experts instead"
     _refuse(shared, num_devices, way_out)
     return shared
+
+
+def bytes_on_each_device(params: Params, mesh: Mesh) -> int:
+    """Bytes of (abstract) parameters on each device."""
+    total = 0
+    for _, param in nnx.to_flat_state(params):
+        shape = param_sharding(param, mesh).shard_shape(param.shape)
+        total += math.prod(shape) * param.dtype.itemsize
+    return total
 
 
 def _divides(arch: ModelArch, number: int, by_experts: bool) -> bool:

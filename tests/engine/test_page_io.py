@@ -159,3 +159,14 @@ def test_sizes_of_programs_are_bounded_in_bytes() -> None:
     assert page_counts(20 << 20) == (1, 2)
     assert page_counts(1 << 30) == (1,)
     assert page_io.reserved_bytes(20 << 20) == 4 * 2 * (20 << 20)
+
+
+def test_copies_of_kv_heads_leave_once_and_come_back_to_all() -> None:
+    shape = replace(SHAPE, num_kv_heads=2 * SHAPE.num_kv_heads, kv_copies=2)
+    kv = allocate_kv(shape, 30, mesh_of())
+    io, pages = PageIo(kv, shape, mesh_of()), (3, 7)
+    assert io.layout == PageIo(allocate_kv(SHAPE, 2, mesh_of()), SHAPE, mesh_of()).layout
+    data = random_pages(io, 2)
+    kv = io.insert(kv, Insert(1, pages, data))
+    np.testing.assert_array_equal(np.asarray(kv.k[0])[:, ::2], np.asarray(kv.k[0])[:, 1::2])
+    assert_pages(io, kv, pages, data)

@@ -1,0 +1,91 @@
+"""Answers of models shared by virtual devices of a CPU. A program: JAX has one number of devices per process.
+
+python -m tests.end_to_end.mesh_answers < cases.json > answers.json
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+import jax
+
+from jaxsgl.config import SchedulingConfig
+from jaxsgl.llm import LLM, Completion
+from jaxsgl.request import SamplingParams
+
+NUM_DEVICES = 8
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+FLAGS: dict[str, Any] = {
+    "page_size": 4,
+    "chunked_prefill_size": 16,
+    "context_length": 128,
+    "max_running_requests": 4,
+    "max_total_tokens": 400,
+    "decode_buckets": (4,),
+    "extend_buckets": (20,),
+    "compilation_cache_dir": "",  # the tests' own
+}
+GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+# Every kind of step: chunks, more requests than rows, filters, edits, scores of outputs and of prompts.
+REQUESTS: list[tuple[list[int], SamplingParams]] = [
+    (list(range(3, 40)), GREEDY),
+    ([9] * 7, GREEDY),
+    (list(range(60, 45, -1)), GREEDY),
+    ([50, 51, 52], SamplingParams(max_tokens=9, temperature=1.0, seed=1, ignore_eos=True)),
+    ([7, 5, 3], SamplingParams(max_tokens=9, temperature=1.5, top_k=20, top_p=0.9, seed=2, ignore_eos=True)),
+    (
+        [11, 12, 13, 14],
+        SamplingParams(max_tokens=8, temperature=0.5, frequency_penalty=0.7, seed=3, logprobs=2, ignore_eos=True),
+    ),
+    (list(range(100, 120)), SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1, ignore_eos=True)),
+]
+
+
+def main() -> None:
+    """Answers the cases of standard input: each has a folder, flags and what `answers` takes."""
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    for case in json.load(sys.stdin):
+        print(json.dumps(answers(**case)), flush=True)
+
+
+def answers(folder: str, flags: dict[str, Any], other: str | None = None, only_greedy: bool = False) -> dict[str, Any]:
+    """Tokens and scores of `REQUESTS`, and what the programs exchange; then tokens with the weights of `other`."""
+    llm = LLM(folder, **FLAGS, scheduling=SchedulingConfig(enable_mixed_chunk=True), **flags)
+    requests = REQUESTS[:3] if only_greedy else REQUESTS
+    prompts, params = (list(each) for each in zip(*requests, strict=True))
+    found: dict[str, Any] = {
+        "completions": [_public(each) for each in llm.generate(prompts, params, progress=False)],
+        "collectives": {
+            key.kind + (f" {key.shape.kind}" if hasattr(key.shape, "kind") else ""): Counter(
+                COLLECTIVE.findall(done.compiled.as_text() or "")
+            )
+            for key, done in llm.engine.programs.compilations.items()
+        },
+    }
+    if other is not None:
+        llm.release_memory_occupation()
+        llm.resume_memory_occupation()
+        found["resumed"] = _tokens(llm)
+        llm.update_weights(other)
+        found["updated"] = _tokens(llm)
+    found["recompiles"] = llm.engine.recompiles
+    llm.close()
+    return found
+
+
+def _tokens(llm: LLM) -> list[list[int]]:
+    prompts = [prompt for prompt, _ in REQUESTS[:3]]
+    return [list(each.token_ids) for each in llm.generate(prompts, GREEDY, progress=False)]
+
+
+def _public(completion: Completion) -> dict[str, Any]:
+    scores = (*completion.logprobs, *(completion.prompt_logprobs or ()))
+    return {"token_ids": completion.token_ids, "logprobs": [each.logprob for each in scores]}
+
+
+if __name__ == "__main__":
+    main()

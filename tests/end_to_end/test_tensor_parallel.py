@@ -1,0 +1,146 @@
+"""Models shared by several devices answer as on one, and the devices exchange no more than they must."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from jaxsgl.wiring import RETRACT_VARIABLE
+from tests.checkpoints import make_checkpoint
+from tests.end_to_end.mesh_answers import FLAGS, REQUESTS
+from tests.end_to_end.servers import check_log, running_server
+from tests.grids import NIGHTLY
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", RETRACT_VARIABLE: "7"}
+SIZES = {"num_attention_heads": 8, "vocab_size": 200, "intermediate_size": 112}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 16},
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 48},
+}
+NUM_LAYERS = 3
+# Kinds of checkpoints. Most have 2 kv heads, of which 4 and 8 devices have copies.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama_untied_llama3_rope": {**SIZES, "num_key_value_heads": 4},
+    "qwen3": {**SIZES, "num_hidden_layers": 3},
+    "gemma3": {},
+    "olmo2": {},
+    **EXPERTS,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on `tp` devices."""
+
+    kind: str
+    tp: int
+    ep: bool = False
+    flags: tuple[tuple[str, str], ...] = ()
+    updated: bool = False  # whether memory is released and weights are exchanged, too
+
+    @property
+    def sums(self) -> int:
+        """How many sums over devices a step has: of the embedding, of each attention and each MLP; of OLMo's norm."""
+        return 1 + (3 if self.kind == "olmo2" else 2) * NUM_LAYERS
+
+
+DAILY = [Case("olmo2", 4, updated=True), Case("qwen3_moe", 2, ep=True)]
+NIGHTLY_CASES = [
+    *(Case(kind, tp) for kind in KINDS for tp in (2, 4, 8)),
+    *(Case(kind, tp, ep=True) for kind in EXPERTS for tp in (2, 4, 8)),
+    Case("qwen3", 4, flags=(("quantization", "int8"),), updated=True),
+    Case("qwen3_moe", 2, ep=True, flags=(("quantization", "int8"),)),
+    Case("qwen3", 2, flags=(("quantization", "fp8"), ("kv_cache_dtype", "fp8_e4m3"))),
+]
+
+
+def answers_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.end_to_end.mesh_answers"],
+        input=json.dumps(cases), capture_output=True, text=True, env=ENVIRONMENT, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.timeout(7200 if NIGHTLY else 900)
+def test_devices_that_share_a_model_give_the_answers_of_one(tmp_path: Path) -> None:
+    """With overlap, mixed steps, chunks and retraction: greedy, sampled and edited tokens, and scores."""
+    cases = NIGHTLY_CASES if NIGHTLY else DAILY
+    folder = {
+        (kind, seed): str(make_checkpoint(kind, tmp_path / f"{kind} {seed}", seed=seed, **KINDS[kind]))
+        for kind in dict.fromkeys(each.kind for each in cases)
+        for seed in (0, 1)
+    }
+
+    def job(case: Case, flags: dict[str, Any]) -> dict[str, Any]:
+        other = folder[case.kind, 1] if case.updated else None
+        return {"folder": folder[case.kind, 0], "flags": {**dict(case.flags), **flags}, "other": other}
+
+    of_one = {(case.kind, case.flags): job(case, {}) for case in sorted(cases, key=lambda case: case.updated)}
+    found = answers_of([*of_one.values(), *(job(case, {"tp": case.tp, "ep": case.ep}) for case in cases)])
+    expected = dict(zip(of_one, found, strict=False))
+    for case, answer in zip(cases, found[len(of_one) :], strict=True):
+        check_equal(answer, expected[case.kind, case.flags], case)
+        assert answer["recompiles"] == 0, case
+        exchanged = answer["collectives"]
+        sums = {"all-reduce": case.sums, "all-gather": 1}
+        assert exchanged["forward decode"] == exchanged["forward extend"] == sums, case
+        assert exchanged["sampled"] == exchanged["filtered"] == {"all-to-all": 1, "all-gather": 1}, case
+        assert exchanged["set_row"] == exchanged["set_pages"] == {}, case
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="two servers for each kind; by night")
+@pytest.mark.parametrize("case", [Case(kind, 4, ep=kind in EXPERTS) for kind in KINDS], ids=str)
+def test_a_server_on_several_devices_gives_the_tokens_of_one(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overlap, mixed steps, chunks and retraction, several requests at once."""
+    monkeypatch.setenv(RETRACT_VARIABLE, "7")
+    folder = make_checkpoint(case.kind, tmp_path / "model", **KINDS[case.kind])
+    alone = tokens_served(folder, tmp_path / "one", [])
+    shared = tokens_served(folder, tmp_path / "several", ["--tp", str(case.tp), *["--ep"] * case.ep])
+    assert shared == alone
+
+
+def tokens_served(model: Path, folder: Path, flags: list[str]) -> list[list[int]]:
+    folder.mkdir()
+    for name, value in FLAGS.items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        flags = [*flags, f"--{name.replace('_', '-')}", text]
+    sampling = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
+    prompts = [prompt for prompt, _ in REQUESTS] * 2
+    with running_server(folder, ["--model", str(model), "--enable-mixed-chunk", *flags]) as server:
+        url = f"http://{server.http_address}/generate"
+
+        def ask(prompt: list[int]) -> list[int]:
+            answer = httpx.post(url, json={"input_ids": prompt, "sampling_params": sampling}, timeout=120)
+            return list(answer.raise_for_status().json()["output_ids"])
+
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            tokens = list(threads.map(ask, prompts))
+        check_log(server)
+    return tokens
+
+
+def check_equal(answer: dict[str, Any], expected: dict[str, Any], case: Case) -> None:
+    # Rows are rounded for int8 products in blocks of inputs, and a float8 cache rounds what sums differ in.
+    atol = 3e-3 if case.flags else 1e-4
+    for mine, other in zip(answer["completions"], expected["completions"], strict=True):
+        assert mine["token_ids"] == other["token_ids"], case
+        np.testing.assert_allclose(mine["logprobs"], other["logprobs"], atol=atol, err_msg=str(case))
+    if case.updated:
+        greedy = [each["token_ids"] for each in expected["completions"][:3]]
+        assert answer["resumed"] == expected["resumed"] == greedy, case
+        assert answer["updated"] == expected["updated"] != greedy, case

@@ -1,0 +1,121 @@
+"""What several devices compute of their parts is what one device computes of the whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxsgl.batch.sampling import SamplingArrays
+from jaxsgl.engine import sampler, vocabulary
+from jaxsgl.engine.on_mesh import each_device
+from jaxsgl.models.matrix import Matrices, dequantized
+from jaxsgl.models.precision import product
+from jaxsgl.models.quantization import WeightFormat
+from jaxsgl.models.tensor_parallel import of_this_part, sum_of_parts
+from jaxsgl.weights.sharding import logits_sharding, make_mesh, param_sharding, replicated
+
+NUM_DEVICES = 4
+NUM_IN, NUM_OUT, GROUP = 96, 6, 64  # a device has 24 inputs: parts begin inside groups, and the last group is cut
+
+
+def test_parts_of_several_devices_are_those_of_one() -> None:
+    """The checks below, in a process with as many devices."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(NUM_DEVICES)}
+    command = [sys.executable, "-m", "tests.engine.test_on_mesh"]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_on_one_device_a_program_stays_as_it_is() -> None:
+    def program(x: jax.Array) -> jax.Array:
+        return vocabulary.greedy(sum_of_parts(x))
+
+    mesh = make_mesh()
+    assert each_device(program, mesh, (jnp.ones((2, 64)),), replicated(mesh)) is program
+    assert logits_sharding(mesh) == replicated(mesh)
+    text = str(jax.make_jaxpr(program)(jnp.ones((2, 64))))
+    assert text == str(jax.make_jaxpr(sampler.greedy)(jnp.ones((2, 64))))
+
+
+class Down(Matrices):
+    def __init__(self, fmt: WeightFormat) -> None:
+        self.declare("down", (NUM_OUT, NUM_IN), (None, "ffn"), jnp.dtype("float32"), fmt, fan_in=NUM_IN)
+
+
+def check_no_part_gets_the_scales_of_another() -> None:
+    rng, mesh = np.random.default_rng(0), make_mesh(jax.devices())
+    for zeros in (False, True):
+        for reorders in (False, True):
+            for group in (GROUP, None):
+                fmt = WeightFormat("test", "int8", group=group, has_zeros=zeros, reorders=reorders)
+                module = Down(fmt)
+                for name, param in vars(module).items():
+                    if isinstance(param, nnx.Param):
+                        module_param: nnx.Param[jax.Array] = param
+                        module_param[...] = jnp.asarray(numbers(rng, name, param.shape), param.dtype)
+                x = jnp.asarray(rng.normal(size=(5, NUM_IN)), jnp.float32)
+                expected = x @ dequantized(module.matrix("down"), jnp.float32).T
+                graphdef, params = nnx.split(module)
+
+                def of_part(params: Any, x: jax.Array, graphdef: Any = graphdef) -> jax.Array:
+                    weights = nnx.merge(graphdef, params).matrix("down")
+                    return sum_of_parts(product(of_this_part(x, axis=1), weights))
+
+                placed = nnx.from_flat_state(
+                    [
+                        (path, param.replace(jax.device_put(param[...], param_sharding(param, mesh))))
+                        for path, param in nnx.to_flat_state(params)
+                    ]
+                )
+                arguments = (placed, jax.device_put(x, replicated(mesh)))
+                found = jax.jit(each_device(of_part, mesh, arguments, replicated(mesh)))(*arguments)
+                np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3, err_msg=str(fmt))
+
+
+def numbers(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    if name == "down_order":
+        return rng.permutation(shape[0])
+    if name == "down_scale":
+        return rng.uniform(0.5, 2.0, shape) * 10.0 ** rng.integers(-3, 1, shape)  # another's would be far off
+    return rng.integers(-5, 6, shape)
+
+
+def check_tokens_and_scores_are_those_of_one_device() -> None:
+    rng, mesh = np.random.default_rng(1), make_mesh(jax.devices())
+    num_rows = 6  # not a multiple of the devices
+    logits = rng.normal(0, 3, (num_rows, 400)).astype(np.float32)
+    logits[:2] = np.round(logits[:2])  # many equal ones, on several devices
+    sampling = SamplingArrays(
+        np.array([0, 1, 5, 0, 30, 0], np.int32), np.arange(num_rows, dtype=np.int32),
+        np.array([0, 1, 1, 1, 2, 0.5], np.float32), np.array([1, 1, 1, 0.8, 0.9, 1], np.float32),
+        np.array([0, 0, 0, 0, 0, 0.1], np.float32),
+    )  # fmt: skip
+    positions = np.arange(num_rows, dtype=np.int32) + 7
+
+    def choose(logits: jax.Array, sampling: Any, positions: jax.Array) -> Any:
+        best = vocabulary.greedy(logits)
+        drawn = [vocabulary.sample(logits, sampling, positions, best, filtered=filtered) for filtered in (False, True)]
+        return best, drawn, vocabulary.by_rows(sampler.score, logits, best)
+
+    alone = jax.jit(choose)(logits, sampling, positions)
+    arguments = (
+        jax.device_put(logits, logits_sharding(mesh)), *jax.device_put((sampling, positions), replicated(mesh))
+    )  # fmt: skip
+    shardings = jax.tree.map(lambda _: replicated(mesh), alone)
+    shared = jax.jit(each_device(choose, mesh, arguments, shardings))(*arguments)
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(shared), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+if __name__ == "__main__":
+    assert jax.device_count() == NUM_DEVICES
+    check_no_part_gets_the_scales_of_another()
+    check_tokens_and_scores_are_those_of_one_device()
