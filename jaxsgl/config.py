@@ -16,6 +16,7 @@ import msgspec
 from jaxsgl.disaggregation import DisaggregationConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.flags import check_choices, flag, flag_name, require
+from jaxsgl.host_kv_config import HostKvConfig
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 AUTO = "auto"
@@ -162,6 +163,7 @@ class EngineConfig:
     )
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
+    host_kv: HostKvConfig = field(default_factory=HostKvConfig)
     disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
     attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)
@@ -211,6 +213,10 @@ class EngineConfig:
             raise ConfigError(
                 "--max-itl-ms cuts prompts into chunks, which --chunked-prefill-size -1 forbids: give one"
             )
+        if self.host_kv.is_on and self.disaggregation.is_on:
+            raise ConfigError("--host-kv-gib does not work with --disaggregation-mode yet: give one of the two")
+        if self.host_kv.is_on and self.disable_radix_cache:
+            raise ConfigError("--host-kv-gib keeps prefixes, which --disable-radix-cache does not share: give one")
         for name in ("decode_buckets", "extend_buckets"):
             sizes = getattr(self, name)
             require(all(size >= 1 for size in sizes), flag_name(name), sizes, "sizes of 1 and more")

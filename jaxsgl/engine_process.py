@@ -36,7 +36,7 @@ def main() -> int:
 def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     try:
         # Imported here, so that a broken JAX installation is reported like any other failure to start.
-        from jaxsgl import wiring
+        from jaxsgl import kept_prefixes, wiring
         from jaxsgl.scheduler.loop import run_loop
 
         engine, scheduler = wiring.build(launch.config)
@@ -52,7 +52,8 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     mailbox.announce(engine.info)
     try:
         overlap = not launch.config.disable_overlap_schedule
-        run_loop(scheduler, engine, mailbox, overlap, launch.config.check_every_step, engine.residents)
+        run_loop(scheduler, engine, mailbox, overlap, launch.config.check_every_step, engine.residents, pages=engine)
+        kept_prefixes.keep(launch.config, engine, scheduler)
     except Exception as error:
         logger.exception("the engine failed")
         mailbox.fail(f"the engine failed ({type(error).__name__}); the server's log says more")  # clients read this

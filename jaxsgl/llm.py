@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 
 from tqdm import tqdm
 
+from jaxsgl import kept_prefixes
 from jaxsgl.config import BUNDLED_MODEL, DEFAULT_WEIGHT_VERSION, EngineConfig
 from jaxsgl.engine.residents import Tree
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed
@@ -167,7 +168,11 @@ class LLM:
                 residents.resume_memory(tag, staged)
 
     def close(self) -> None:
-        """Gives the model's and the cache's memory back; the object can't be used afterwards."""
+        """Gives the model's and the cache's memory back; the object can't be used afterwards.
+
+        With `kv_file` in `host_kv`, keeps what is cached there before.
+        """
+        kept_prefixes.keep(self.config, self.engine, self._scheduler)
         self.engine.close()
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -210,7 +215,8 @@ class LLM:
             mailbox = _OfflineMailbox(requests, self.tokenizer, bar)
             try:
                 overlap = not self.config.disable_overlap_schedule
-                run_loop(self._scheduler, self.engine, mailbox, overlap, self.config.check_every_step)
+                check = self.config.check_every_step
+                run_loop(self._scheduler, self.engine, mailbox, overlap, check, pages=self.engine)
             except BaseException:  # Ctrl-C too: unfinished requests are dropped, and the next call starts clean
                 self._scheduler = build_scheduler(self.config, self.engine, limited=False)
                 raise

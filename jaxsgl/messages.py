@@ -17,6 +17,7 @@ import msgspec
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION, Limits
 from jaxsgl.disaggregation import TransferLoad
 from jaxsgl.request import FinishReason, Request
+from jaxsgl.tier_messages import HostLoad
 from jaxsgl.weight_messages import WeightOrder
 
 PARENT_LINE = 0  # of the process that started the engine; other front-end processes have the lines 1, 2, ...
@@ -221,12 +222,10 @@ class Totals(msgspec.Struct, array_like=True):
       cached_prompt_tokens: of those, found in the prefix cache.
       output_tokens: read from the device.
       steps: launched; several decode steps in one program are one.
-      decode_rows, decode_rows_padded: sequences of decode steps, and rows of the programs that ran them; each of
-        several steps in one program counts.
+      decode_rows, decode_rows_padded: sequences of decode steps, and rows of their programs, of each of several steps.
       extend_tokens, extend_tokens_padded: likewise tokens of extend steps.
       retractions: running samples that were taken back to the queue.
-      short_of_tokens, short_of_rows, short_of_chunk: steps at which admission stopped while requests waited, by what
-        there was no room for: in the pool, in the batch, in the step.
+      short_of_tokens, short_of_rows, short_of_chunk: steps at which requests waited for room in pool, batch, step.
       recompiles: programs compiled while serving; more than 0 is a bug.
       leaks: pages, rows and locks that the leak check found lost or in two places; more than 0 is a bug.
       failed_requests: requests that were ended because the work for them raised an exception; more than 0 is a bug.
@@ -253,8 +252,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """How busy the engine is after a turn of the loop.
 
     Attributes:
-      num_running: samples that hold a row.
-      num_waiting: samples that wait for admission.
+      num_running, num_waiting: samples that hold a row, and samples that wait for admission.
       waiting_tokens: prompt tokens of those, cached or not.
       used_tokens: KV slots in pages that running samples own or lock.
       cached_tokens: KV slots in pages that only the prefix cache holds; they are evicted when needed.
@@ -264,6 +262,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       step_times: how long steps took since the start, for step_times.py: packed, since only a scrape reads it.
       weight_version: of the weights that made the tokens that come with this load, and of those served now.
       transfer: of a prefill or decode worker. Its requests on the way count as waiting too.
+      host: the host tier.
     """
 
     num_running: int = 0
@@ -277,6 +276,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     step_times: bytes = b""
     weight_version: str = DEFAULT_WEIGHT_VERSION
     transfer: TransferLoad | None = None
+    host: HostLoad = msgspec.field(default_factory=HostLoad)
 
 
 class RefusalKind(enum.Enum):

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from jaxsgl import kept_prefixes
+from jaxsgl.cache.arena import allocate, pages_per_turn
+from jaxsgl.cache.host_pages import HostPages
+from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
+from jaxsgl.engine.memory import free_host_bytes
 from jaxsgl.errors import ConfigError
 from jaxsgl.scheduler.plan import RetractAlso
+from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # for tests
 
@@ -24,7 +33,7 @@ def build(config: EngineConfig, limited: bool = True) -> tuple[Engine, Scheduler
         caller waits for all answers, sets them aside.
     """
     retract_every()  # fails now, not after minutes
-    engine = Engine(config, moves_pages=config.disaggregation.is_on)
+    engine = Engine(config, moves_pages=config.disaggregation.is_on or config.host_kv.is_on)
     return engine, build_scheduler(config, engine, limited)
 
 
@@ -40,7 +49,8 @@ def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) 
         from jaxsgl.leg_wiring import make_leg_scheduler  # other servers know nothing of it
 
         make = make_leg_scheduler(config, engine)
-    return make(
+    tier, loads = _host_tier(config, engine)
+    scheduler = make(
         engine.capacity,
         engine.buckets,
         engine.arch.eos_token_ids,
@@ -50,7 +60,28 @@ def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) 
         max_queued_requests=config.max_queued_requests if limited else None,
         max_queued_tokens=config.max_queued_tokens if limited else None,
         retract_also=_retract_also(),
+        tier=tier,
+        loads=loads,
     )
+    kept_prefixes.take(config, engine, scheduler)
+    return scheduler
+
+
+def _host_tier(config: EngineConfig, engine: Engine) -> tuple[HostTier | None, LoadRule | None]:
+    """The tier that flags ask for. Raises `ConfigError` if there is no memory for it."""
+    host = config.host_kv
+    if not host.is_on:
+        return None, None
+    while engine.poll_gathers(wait=True):
+        pass  # those of a scheduler before this one
+    layout = engine.page_layout
+    arena = allocate(layout.shape(1), layout.host_dtype, host, engine.capacity.num_pages, free_host_bytes())
+    logger.info(
+        "host memory holds %d pages of KV, %.2f GiB, beside the %d of the pool",
+        len(arena), arena.nbytes / 2**30, engine.capacity.num_pages - 1,
+    )  # fmt: skip
+    tier = HostTier(HostPages(arena), host.host_kv_write_policy, pages_per_turn(layout.page_bytes))
+    return tier, LoadRule(engine.load_token_s, host.host_kv_load_timeout_s)
 
 
 def retract_every() -> int | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxsgl.cache.events import page_hashes
 from jaxsgl.cache.pages import DUMMY_PAGE
-from jaxsgl.cache.prefix import PrefixCache
+from jaxsgl.cache.prefix import Edge
 from jaxsgl.messages import CacheCleared, CacheEvent, PagesRemoved, PagesStored
 
 
@@ -41,21 +41,20 @@ class CacheMirror:
                     self.prefixes.clear()
 
 
-def cached_prefixes(prefixes: PrefixCache) -> dict[int, tuple[int, ...]]:
-    """What a mirror must hold: all tokens up to the end of each page, by the hash that the page must have.
+def cached_prefixes(edges: Iterable[Edge]) -> dict[int, tuple[int, ...]]:
+    """What a mirror must hold: all tokens up to the end of each page of any tier, by the hash that the page must have.
 
     What is cached under a salt is none of its business.
     """
     prefix_of_page: dict[int, tuple[int, ...]] = {DUMMY_PAGE: ()}
     found = {}
-    for edge in prefixes.edges():
+    for edge in edges:
         prefix = prefix_of_page[edge.parent]
         for tokens, page in zip(edge.token_pages.tolist(), edge.pages.tolist(), strict=True):
             prefix += tuple(tokens)
             prefix_of_page[page] = prefix
             if not edge.salt:
                 found[prefix_hash(prefix, len(tokens))] = prefix
-    assert sorted(prefix_of_page) == sorted([DUMMY_PAGE, *prefixes.owned_pages().tolist()])
     return found
 
 

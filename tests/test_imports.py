@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMON = {"config", "disaggregation", "flags", "request", "errors", "logs", "stacks"}
+COMMON = {"config", "disaggregation", "host_kv_config", "flags", "request", "errors", "logs", "stacks"}
 ALLOWED = {
     "text": {"messages"},
-    "frontend": {"messages", "weight_messages", "ipc", "step_times", "text"},
-    "scheduler": {"cache", "batch", "messages", "weight_messages", "step_times", "transfer.frames", "transfer.wire"},
+    "frontend": {"messages", "weight_messages", "tier_messages", "ipc", "step_times", "text"},
+    "scheduler": {
+        "cache",
+        "batch",
+        "messages",
+        "weight_messages",
+        "tier_messages",
+        "step_times",
+        "transfer.frames",
+        "transfer.wire",
+    },
     "transfer": set(),
     "cache": set(),
     "batch": {"cache.pages"},

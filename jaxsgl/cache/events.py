@@ -28,6 +28,10 @@ class CacheObserver(Protocol):
         """`pages [n]` were evicted or flushed."""
         ...
 
+    def moved(self, pages: IntArray, to: IntArray) -> None:
+        """What `pages [n]` held is cached as `to [n]` now: in the other tier, see `CacheManager.num_page_ids`."""
+        ...
+
     def cleared(self) -> None:
         """The cache is empty now."""
         ...

@@ -10,12 +10,13 @@ Knows token ids and lengths, but no request states, budgets or batches. Called b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from jaxsgl.cache.audit import LastOwners, audit
 from jaxsgl.cache.events import CacheObserver
+from jaxsgl.cache.host_pages import HostPage, extend_names
 from jaxsgl.cache.pages import (
     DUMMY_PAGE,
     IntArray,
@@ -27,7 +28,8 @@ from jaxsgl.cache.pages import (
     pages_for,
     tokens_in,
 )
-from jaxsgl.cache.prefix import Insertion, Match, Peek, PrefixCache
+from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, PrefixCache
+from jaxsgl.cache.tiers import HostTier
 
 _RETIRED = b"\xff"  # begins the salts of what was retired; a request's salt is UTF-8, where this byte can't stand
 
@@ -36,18 +38,24 @@ class CacheManager:
     """Pages, rows and prefixes of one KV pool.
 
     Attributes:
+      tier: pages in host memory; None if there is no such tier.
       num_evicted: pages that were evicted so far.
     """
 
-    def __init__(self, num_pages: int, page_size: int, table: PageTable, prefixes: PrefixCache) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, table: PageTable, prefixes: PrefixCache, tier: HostTier | None = None
+    ) -> None:
         self.page_size = page_size
         self.table = table
         self.prefixes = prefixes
+        self.tier = tier
         self.num_evicted = 0
         self._num_retired = 0
         self._allocator = PageAllocator(num_pages)
         self._observer: CacheObserver | None = None
         self._last_owners = LastOwners(num_pages, len(table.pages))
+        if tier is not None:
+            tier.host.on_gone = self._gone_from_host
 
     @property
     def num_pages(self) -> int:
@@ -74,6 +82,17 @@ class CacheManager:
         """KV slots in pages that only the prefix cache holds: eviction may take them at any time."""
         return tokens_in(self.prefixes.num_evictable, self.page_size)
 
+    @property
+    def num_page_ids(self) -> int:
+        """Numbers by which an observer is told of pages: those of the pool, then those of places in host memory."""
+        return self.num_pages + (0 if self.tier is None else self.tier.host.num_pages)
+
+    def edges(self) -> Iterator[Edge]:
+        """All that is cached in any tier, parents before children, by the numbers that an observer is told."""
+        yield from self.prefixes.edges()
+        if self.tier is not None:
+            yield from self.tier.edges(self.num_pages)
+
     def observe(self, observer: CacheObserver) -> None:
         """Tells `observer` of all changes of the prefix cache from now on; there is only one observer."""
         self._observer = observer
@@ -86,13 +105,19 @@ class CacheManager:
         """What `match` would find; changes nothing."""
         return self.prefixes.peek(as_pages(token_ids[:-1], self.page_size), salt)
 
-    def acquire(self, match: Match, owner: str = "", salt: bytes = b"") -> Lease:
-        """Takes a row and locks the prefix matched under `salt` for `owner`, a name for the report of a leak."""
+    def acquire(self, match: Match, owner: str = "", salt: bytes = b"", names: list[bytes] | None = None) -> Lease:
+        """Takes a row and locks the prefix matched under `salt` for `owner`, a name for the report of a leak.
+
+        `names` are those of the request's pages, as far as they are known, if there is a tier.
+        """
         self.prefixes.lock(match.handle)
         row, num_pages = self.table.take_row(), len(match.pages)
         self.table.put(row, 0, match.pages)
         self._last_owners.of_row[row] = owner
-        return Lease(row, num_pages, tokens_in(num_pages, self.page_size), num_pages, match.handle, owner, salt)
+        if self.tier is not None and names is not None:
+            self.tier.reused(names, match.pages)
+        num_tokens = tokens_in(num_pages, self.page_size)
+        return Lease(row, num_pages, num_tokens, num_pages, match.handle, owner, salt, names)
 
     def grow(self, lease: Lease, num_tokens: int) -> None:
         """Allocates pages so that the lease holds `num_tokens` tokens; evicts if need be."""
@@ -102,6 +127,14 @@ class CacheManager:
             self.table.pages[lease.row, lease.num_pages : needed] = pages
             self._last_owners.of_page[pages] = lease.owner
             lease.num_pages, lease.num_tokens = needed, tokens_in(needed, self.page_size)
+
+    def grow_loaded(self, lease: Lease, num_pages: int) -> IntArray:
+        """Allocates `num_pages` more, which an insert fills and not a step; all pages of the lease must be full."""
+        first = lease.num_pages
+        self.grow(lease, tokens_in(first + num_pages, self.page_size))
+        pages = self.table.pages[lease.row, first : lease.num_pages].copy()
+        self.table.put(lease.row, first, pages)
+        return pages
 
     def share(self, lease: Lease, token_ids: IntArray) -> None:
         """Gives the full pages of `token_ids`, whose KV is stored or in flight, to the prefix cache.
@@ -116,8 +149,11 @@ class CacheManager:
         row = self.table.pages[lease.row]
         token_pages = as_pages(token_ids, self.page_size)
         done = self.prefixes.insert(token_pages, row[:num_full], lease.handle, lease.salt)
+        if self.tier is not None and lease.names is not None:
+            extend_names(lease.names, token_pages, lease.salt)
+            self.tier.entered(lease.names, done.pages, done.num_existing, token_pages, lease.salt)
         if self._observer is not None and not lease.salt:
-            _tell_stored(self._observer, token_pages, done)
+            self._tell_stored(self._observer, token_pages, done, lease.names)
         self.prefixes.lock(done.handle)
         self.prefixes.unlock(lease.handle)
         self._allocator.free(row[lease.num_shared : done.num_existing])
@@ -146,7 +182,7 @@ class CacheManager:
         done = self.prefixes.insert(token_pages, np.concatenate((match.pages, pages)), None, salt)
         self.prefixes.unlock(match.handle)
         if self._observer is not None and not salt:
-            _tell_stored(self._observer, token_pages, done)
+            self._tell_stored(self._observer, token_pages, done, None)
         return pages
 
     def release(self, lease: Lease, token_ids: IntArray) -> None:
@@ -161,9 +197,12 @@ class CacheManager:
         self.table.free_row(lease.row)
 
     def flush(self) -> None:
-        """Drops every cached prefix that no request uses."""
+        """Drops every cached prefix that no request uses, and all that is in host memory."""
         pages = self.prefixes.flush()
         self._allocator.free(pages)
+        if self.tier is not None:
+            self.tier.left(pages)
+            self.tier.host.clear()
         if self._observer is not None and len(pages):
             if self.prefixes.num_pages:
                 self._observer.removed(pages)
@@ -176,21 +215,29 @@ class CacheManager:
         Pages that `leases` hold stay theirs. What these leases share from now on is found by none either.
         """
         self._allocator.free(self.prefixes.flush())
+        if self.tier is not None:
+            self.tier.clear()
         self._num_retired += 1
         prefix = _RETIRED + self._num_retired.to_bytes(8, "big")
         self.prefixes.rename(prefix)
         for lease in leases:
-            lease.salt = prefix + lease.salt
+            lease.salt, lease.names = prefix + lease.salt, None
         if self._observer is not None:
             self._observer.cleared()
 
-    def leaks(self, leases: Iterable[Lease]) -> list[str]:
-        """What is wrong with pages, rows and locks, given all leases; see `audit`."""
-        return audit(self._allocator, self.table, self.prefixes, list(leases), self._last_owners)
+    @property
+    def is_original(self) -> bool:
+        """Whether all that is cached was computed by the weights of the start."""
+        return not self._num_retired
 
-    def check(self, leases: Iterable[Lease]) -> None:
+    def leaks(self, leases: Iterable[Lease], loading: Iterable[HostPage] = ()) -> list[str]:
+        """What is wrong with pages, rows and locks, given all leases, and all host pages that requests wait for."""
+        found = audit(self._allocator, self.table, self.prefixes, list(leases), self._last_owners)
+        return found if self.tier is None else found + self.tier.wrong(self.prefixes.owned_pages(), loading)
+
+    def check(self, leases: Iterable[Lease], loading: Iterable[HostPage] = ()) -> None:
         """Raises AssertionError if `leaks` finds anything, with what it finds."""
-        leaks = self.leaks(leases)
+        leaks = self.leaks(leases, loading)
         assert not leaks, "; ".join(leaks)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -215,14 +262,33 @@ class CacheManager:
             evicted = self.prefixes.evict(missing)
             self.num_evicted += len(evicted)
             self._allocator.free(evicted)
+            if self.tier is not None:
+                evicted = self._move_to_host(self.tier, evicted)
             if self._observer is not None:
                 self._observer.removed(evicted)
         return self._allocator.allocate(count)
 
+    def _move_to_host(self, tier: HostTier, evicted: IntArray) -> IntArray:
+        """Returns those of the `evicted` pages that are in no tier; the others go on in host memory."""
+        hosted, slots = tier.left(evicted)
+        if self._observer is not None and len(hosted):
+            self._observer.moved(hosted, self.num_pages + slots)
+        return np.setdiff1d(evicted, hosted)
 
-def _tell_stored(observer: CacheObserver, token_pages: IntArray, done: Insertion) -> None:
-    """Tells `observer` of the pages that the cache took, if any."""
-    first = done.num_existing
-    if first < len(done.pages):
-        parent = int(done.pages[first - 1]) if first else DUMMY_PAGE
-        observer.stored(token_pages[first:], done.pages[first:], parent)
+    def _gone_from_host(self, slots: Sequence[int]) -> None:
+        if self._observer is not None:
+            self._observer.removed(self.num_pages + np.array(slots, np.int32))
+
+    def _tell_stored(
+        self, observer: CacheObserver, token_pages: IntArray, done: Insertion, names: list[bytes] | None
+    ) -> None:
+        """Tells `observer` of the pages that the cache took, if any; those that are hosted have been stored before."""
+        first = done.num_existing
+        if self.tier is not None and names is not None:
+            slots = np.array(self.tier.hosted_slots(names[first : len(done.pages)]), np.int32)
+            if len(slots):
+                observer.moved(self.num_pages + slots, done.pages[first : first + len(slots)])
+            first += len(slots)
+        if first < len(done.pages):
+            parent = int(done.pages[first - 1]) if first else DUMMY_PAGE
+            observer.stored(token_pages[first:], done.pages[first:], parent)

@@ -186,6 +186,7 @@ class Lease:
       handle: the locked prefix of `num_shared` pages.
       owner: the request's name, for the report of a leak.
       salt: of the request; its pages are shared with requests of an equal salt alone.
+      names: of its leading full pages, as far as they are known, if there is a host tier; see host_pages.py.
     """
 
     row: int
@@ -195,3 +196,4 @@ class Lease:
     handle: Hashable
     owner: str
     salt: bytes = b""
+    names: list[bytes] | None = None

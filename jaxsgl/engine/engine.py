@@ -23,6 +23,7 @@ from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
+from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, step_failure
@@ -202,6 +203,11 @@ class Engine:
     def page_layout(self) -> PageLayout:
         """What a page is in its host form."""
         return layout_of(self._page_shape)
+
+    @property
+    def load_token_s(self) -> float:
+        """Seconds that a token takes from host memory to the pool, as measured at the start."""
+        return 0.0 if self._page_io is None else self._page_io.load_page_s / tokens_in(1, self._page_shape.page_size)
 
     def apply(self, op: EngineOp) -> None:
         """Submits an operation on pages; never waits for the device. Only if the engine `moves_pages`."""

@@ -118,16 +118,18 @@ class OwnedEngine(EngineLink):
         self.died(reason)
 
     async def _end(self, process: asyncio.subprocess.Process, watcher: asyncio.Task[None]) -> None:
-        """Waits up to `STOP_S` for a process that listens or is about to end; kills any other."""
+        """Waits up to `STOP_S` for a process that listens or is about to end, longer for one that writes a file of
+        prefixes; kills any other."""
+        stop_s = STOP_S + self._config.host_kv.keep_s
         if self._death is not None:
             await asyncio.wait({watcher}, timeout=STOP_S)
         elif self._info is not None:
             with contextlib.suppress(EngineUnavailable):
                 self.send(Shutdown())
-                await asyncio.wait({watcher}, timeout=STOP_S)
+                await asyncio.wait({watcher}, timeout=stop_s)
         if process.returncode is None:
             if self._info is not None:
-                logger.warning("the engine process %d did not end within %.0f s: killing it", process.pid, STOP_S)
+                logger.warning("the engine process %d did not end within %.0f s: killing it", process.pid, stop_s)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         await watcher

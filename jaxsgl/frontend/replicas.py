@@ -23,6 +23,7 @@ from jaxsgl.frontend.router import ReplicaLoad, Router
 from jaxsgl.messages import Answer, Command, EngineInfo, Load, Ping, Totals
 from jaxsgl.request import Request
 from jaxsgl.step_times import merged as merged_times
+from jaxsgl.tier_messages import HostLoad
 
 STATES = ("ready", "paused", "stuck", "draining", "loading", "dead")  # the state of all is that of the first of these
 
@@ -283,4 +284,5 @@ def total(links: Sequence[EngineLink]) -> Load:
         totals=Totals(**counters),
         step_times=merged_times(load.step_times for load in loads),
         weight_version=alive[0].weight_version,
+        host=HostLoad(**{name: sum(getattr(load.host, name) for load in loads) for name in HostLoad.__struct_fields__}),
     )

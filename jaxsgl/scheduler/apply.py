@@ -26,6 +26,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable
 from jaxsgl.messages import Reply, TokenLogprob
+from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
 from jaxsgl.scheduler.req import Req, State
@@ -75,6 +76,7 @@ class InFlightStep:
       silent: requests whose chunk isn't their last, so that its token means nothing.
       scored: chunks whose prompt tokens are scored.
       num_chunks: how many of `reqs`, from the first, are extended; the others decode.
+      extend_tokens: by which they are extended.
     """
 
     reqs: Sequence[Req]
@@ -82,6 +84,7 @@ class InFlightStep:
     silent: frozenset[Req] = frozenset()
     scored: Sequence[ScoredChunk] = ()
     num_chunks: int = 0
+    extend_tokens: int = 0
 
     def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:
         """(place in the batch, request, its tokens) of each request that waits for tokens of this step.
@@ -104,15 +107,24 @@ class Applier:
       builder: makes the batches.
       sampling: sampling parameters by row, which the builder reads.
       stopwatch: is told of admissions, first tokens, ends and steps.
+      copies: carries out what is copied to the host tier and from it; None if there is no such tier.
     """
 
-    def __init__(self, state: SchedulerState, builder: Builder, sampling: SamplingRows, stopwatch: Stopwatch) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        builder: Builder,
+        sampling: SamplingRows,
+        stopwatch: Stopwatch,
+        copies: Copies | None = None,
+    ) -> None:
         self._state = state
         self._cache = state.cache
         self._requests = state.requests
         self._builder = builder
         self._sampling = sampling
         self._stopwatch = stopwatch
+        self._copies = copies
         self._in_flight: deque[InFlightStep] = deque()
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
@@ -135,6 +147,8 @@ class Applier:
                 self._admit(admission)
             except Exception as error:
                 raise RequestFailure(admission.req) from error
+        if self._copies is not None:
+            self._copies.carry_out(plan)
         if plan.chunks:
             return self._extend(plan)
         return self._decode(plan) if plan.decodes else None
@@ -147,6 +161,8 @@ class Applier:
         for chunk in plan.chunks:
             assert chunk.req.lease is not None
             self._cache.share(chunk.req.lease, chunk.req.stored_ids())
+        if self._copies is not None:
+            self._copies.share_loaded(plan)
 
     def collect(self, tokens: npt.NDArray[np.int32], scores: StepScores) -> list[Reply]:
         """Gives what the oldest step in flight yields to its requests, and ends those that stop; their replies.
@@ -159,6 +175,8 @@ class Applier:
         if state.latency is not None:
             state.latency.collected(step_s)
         step = self._in_flight.popleft()
+        if self._copies is not None and step.extend_tokens:
+            self._copies.computed(step.extend_tokens, step_s)
         replies: list[Reply] = []
         for chunk in step.scored:
             try:
@@ -195,6 +213,9 @@ class Applier:
 
     def take_back(self, req: Req) -> None:
         """Moves a running request to the head of the queue; its pages come free at once."""
+        if self._copies is not None:
+            self._copies.left(req)
+            self._copies.name_pages(req)
         self._cache.drop(req.retract())
         self._requests.moved(req)
         self._state.failed_admission = None
@@ -203,6 +224,8 @@ class Applier:
     def end(self, req: Req, share: bool = True) -> None:
         """Ends a request in whatever state it is; what it computed stays in the prefix cache if it is to `share`."""
         stored = req.stored_ids() if share else None
+        if self._copies is not None:
+            self._copies.left(req)
         lease = req.finish()
         if not req.output_ids:
             self._stopwatch.ended(req.key)
@@ -220,9 +243,13 @@ class Applier:
     def _admit(self, admission: Admission) -> None:
         req, state = admission.req, self._state
         planned = req.matchable_ids[: admission.cached_tokens + 1]  # the plan's ledger locked no more than this
-        lease = self._cache.acquire(self._cache.match(planned, req.cache_salt), req.name, req.cache_salt)
+        names = None if self._copies is None else req.page_names
+        lease = self._cache.acquire(self._cache.match(planned, req.cache_salt), req.name, req.cache_salt, names)
         assert lease.num_tokens == admission.cached_tokens, f"{req.name}: the cache changed since the plan"
-        req.admit(lease, admission.cached_tokens)
+        if self._copies is not None and admission.load_pages:
+            req.admit(lease, admission.cached_tokens, *self._copies.begin_load(admission))
+        else:
+            req.admit(lease, admission.cached_tokens)
         self._stopwatch.admitted(req.key)
         self._requests.moved(req)
         state.num_admitted += 1
@@ -258,7 +285,7 @@ class Applier:
         silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
         numbers = [req.lease_number for req in reqs]
         rows = [work.row for work in works]
-        self._launched(inputs, InFlightStep(reqs, numbers, silent, scored, len(plan.chunks)), rows)
+        self._launched(inputs, InFlightStep(reqs, numbers, silent, scored, len(plan.chunks), first), rows)
         if self._state.latency is not None:
             kv_tokens = sum(work.start + len(work.token_ids) for work in works)
             pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)

@@ -247,8 +247,8 @@ class CacheJournal:
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
-        self._hash_of_page = np.zeros(cache.num_pages, dtype=np.int64)
-        self._is_told: npt.NDArray[np.bool_] = np.zeros(cache.num_pages, dtype=bool)
+        self._hash_of_page = np.zeros(cache.num_page_ids, dtype=np.int64)
+        self._is_told: npt.NDArray[np.bool_] = np.zeros(cache.num_page_ids, dtype=bool)
         self._events: list[CacheEvent] = []
         for edge in self._edges():
             self._name(edge.token_pages, edge.pages, edge.parent)
@@ -275,13 +275,18 @@ class CacheJournal:
         if len(told):
             self._events.append(PagesRemoved(self._hash_of_page[told].tolist()))
 
+    def moved(self, pages: IntArray, to: IntArray) -> None:
+        """See `CacheObserver`."""
+        self._hash_of_page[to], self._is_told[to] = self._hash_of_page[pages], self._is_told[pages]
+        self._is_told[pages] = False
+
     def cleared(self) -> None:
         """See `CacheObserver`."""
         self._is_told[:] = False
         self._events.append(CacheCleared())
 
     def _edges(self) -> Iterator[Edge]:
-        return (edge for edge in self._cache.prefixes.edges() if not edge.salt)
+        return (edge for edge in self._cache.edges() if not edge.salt)
 
     def _name(self, token_pages: IntArray, pages: IntArray, parent: int) -> None:
         self._hash_of_page[pages] = page_hashes(token_pages, self._hash_at(parent))

@@ -39,6 +39,7 @@ class Draft:
       ledger: the pages after all what-ifs.
       decoding: running requests that decode, without those taken back.
       admissions: requests to admit, with what they will hold.
+      loads: of those, the ones whose prefix goes on in the host tier, with the pages that they load from it.
       taken_back: requests to take back to the queue.
     """
 
@@ -47,6 +48,7 @@ class Draft:
         self.ledger = Ledger(view.cache)
         self.decoding = list(view.requests.decoding.values())
         self.admissions: dict[Req, Claim] = {}
+        self.loads: dict[Req, int] = {}
         self.taken_back: dict[Req, None] = {}
         self._peeks: dict[Req, Peek] = {}
 
@@ -56,6 +58,20 @@ class Draft:
         if prefix is None:
             prefix = self._peeks[req] = self.view.cache.peek(req.matchable_ids, req.cache_salt)
         return prefix
+
+    def pages_to_load(self, req: Req, prefix: Peek) -> int:
+        """Pages behind the cached `prefix` of `req` that it should load from the host tier."""
+        cache, rule = self.view.cache, self.view.loads
+        if rule is None or cache.tier is None or req.scores_prompt:
+            return 0
+        most = cache.pages_for(cache.page_floor(len(req.matchable_ids) - 1))  # a token is left to compute
+        count = len(cache.tier.run_of(req.page_names[:most], prefix.num_pages))
+        return count if rule.pays(cache.tokens_of(count)) else 0
+
+    @property
+    def loading(self) -> list[Req]:
+        """PREFETCHING requests, without those taken back."""
+        return [req for req in self.view.requests.prefetching.values() if req not in self.taken_back]
 
     @property
     def admitted(self) -> list[Req]:
@@ -117,6 +133,8 @@ class ExtendStep:
         self._whole_prompts = view.capacity.whole_prompts
         self._pages_taken = sum(req.needs_page for req in mixed)
         self._chunks: dict[Claim, int] = {}
+        self._loading = [Claim.held(req) for req in draft.loading]
+        self._loading += [draft.admissions[req] for req in draft.loads]
 
     def add_continuing(self, claims: Sequence[Claim], prompts_wait: bool) -> None:
         """Adds the next chunks of admitted requests, in equal shares; of half the step, if `prompts_wait` too."""
@@ -170,10 +188,10 @@ class ExtendStep:
 
     def _is_held_back(self, req: Req, prefix: Peek) -> bool:
         draft = self._draft
-        if not self._cache.prefixes.keeps or not self._chunks:
+        if not self._cache.prefixes.keeps or not (self._chunks or self._loading):
             return False
         if self._in_progress is None:
-            self._in_progress = PrefixesInProgress(self._cache, self._chunks)
+            self._in_progress = PrefixesInProgress(self._cache, [*self._loading, *self._chunks])
         return self._in_progress.cover(req, prefix) and not draft.view.policy.goes_first(req, draft.num_admitted)
 
     def _admit(self, req: Req, prefix: Peek) -> bool:
@@ -181,9 +199,10 @@ class ExtendStep:
         claim = Claim.planned(req, prefix, self._cache)
         self._ledger.lock(prefix)  # before anything else: what it locks can't be evicted for it
         pages = pages_to_come(claim, claim.tokens_to_come, self._cache)
+        num_to_load = self._draft.pages_to_load(req, prefix)
         if not self._fits(claim, pages):
             self.no_room = NoRoom.TOKENS
-        else:
+        elif not num_to_load:
             self._add(claim, self._budget.num_tokens)
             if claim not in self._chunks:  # what is left of the step holds no page of it
                 self.no_room = NoRoom.CHUNK
@@ -191,6 +210,9 @@ class ExtendStep:
             self._ledger.unlock(prefix)
             return False
         self._draft.admissions[req] = claim
+        if num_to_load:
+            self._draft.loads[req] = num_to_load
+            self._loading.append(claim)
         self._all_go_on = self._all_go_on and req.sampling.ignore_eos
         self._most_output = max(self._most_output, req.max_new_tokens)
         if self._forecast is not None:

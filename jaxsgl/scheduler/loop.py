@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from jaxsgl.batch.engine_api import StepEngine, StepHandle
+from jaxsgl.batch.engine_api import PageEngine, StepEngine, StepHandle
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
 from jaxsgl.request import Request
@@ -38,12 +38,14 @@ def run_loop(
     overlap: bool,
     check_every_step: bool = False,
     residents: Residents | None = None,
+    pages: PageEngine | None = None,
 ) -> None:
     """Serves until a `Shutdown` message comes.
 
     With `check_every_step` a leak raises AssertionError, for tests. `residents` are the engine's weights and KV pool,
-    if operators may exchange them.
+    if operators may exchange them. `pages` is the engine's part that moves pages, if flags need it.
     """
+    assert pages is not None or scheduler.cache.tier is None, "a host tier needs the engine's operations on pages"
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
     leak_check = LeakCheck(scheduler)
@@ -57,6 +59,9 @@ def run_loop(
             else:
                 control.handle(message)
         inputs = scheduler.launch()
+        if pages is not None:
+            for op in scheduler.take_ops():  # before the step, which may write to the pages that they free
+                pages.apply(op)
         if inputs is not None:
             if control.is_active:
                 control.before_step(inputs)
@@ -65,6 +70,8 @@ def run_loop(
         if collects:
             step = in_flight.popleft()
             scheduler.collect(step.tokens(), step.scores())
+        if pages is not None and scheduler.awaits_gathers:
+            scheduler.take_gathers(pages.poll_gathers(wait=not (collects or in_flight)))
         news = control.after_turn(collects) if control.is_active else []
         version = residents.weight_version if residents is not None else DEFAULT_WEIGHT_VERSION
         replies = scheduler.take_replies()  # first, as the load of an idle scheduler is exact

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
@@ -18,8 +18,10 @@ from jaxsgl.scheduler.budget import NewTokenRatio, PageCount
 from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.policy import Policy
+from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable
+from jaxsgl.tier_messages import HostLoad
 
 
 class NoRoom(enum.Enum):
@@ -48,6 +50,9 @@ class SchedulerState:
       extended_last: whether the last step extended prompts.
       steps_in_flight: steps that are launched and not collected.
       num_admitted: admissions so far.
+      loads: when loading from the host tier pays; None if there is no such tier.
+      num_ops: operations on pages so far, which numbers them.
+      host_totals: counters of the host tier since the start, as far as they are not those of `HostTier`.
     """
 
     config: SchedulingConfig
@@ -66,6 +71,9 @@ class SchedulerState:
     extended_last: bool = False
     steps_in_flight: int = 0
     num_admitted: int = 0
+    loads: LoadRule | None = None
+    num_ops: int = 0
+    host_totals: HostLoad = field(default_factory=HostLoad)
 
 
 RetractAlso: TypeAlias = Callable[[SchedulerState], Sequence[Req]]
@@ -79,10 +87,24 @@ class Chunk(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """Give `req` a row and lock its cached prefix of `cached_tokens` tokens."""
+    """Give `req` a row and lock its cached prefix of `cached_tokens` tokens, behind which it loads `load_pages`."""
 
     req: Req
     cached_tokens: int
+    load_pages: int = 0
+
+
+class Write(NamedTuple):
+    """Copy `pages` of the pool to the host tier."""
+
+    pages: tuple[int, ...]
+
+
+class LoadPages(NamedTuple):
+    """Load the next `num_pages` pages of the prefix of `req` from the host tier."""
+
+    req: Req
+    num_pages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +115,8 @@ class StepPlan:
       retract: requests that go back to the queue because pages ran out.
       preempt: requests that go back to the queue for one of higher priority.
       admit: waiting requests that get a row and their prefix.
+      copies: pages to the host tier and from it, before the step.
+      recompute: requests that stop loading, since there is no room for the next page.
       chunks: what is extended.
       decodes: requests that decode, in the step of the chunks if there are any.
       num_steps: decode steps of the program.
@@ -104,6 +128,8 @@ class StepPlan:
     retract: tuple[Req, ...]
     preempt: tuple[Req, ...]
     admit: tuple[Admission, ...]
+    copies: tuple[Write | LoadPages, ...]
+    recompute: tuple[Req, ...]
     chunks: tuple[Chunk, ...]
     decodes: tuple[Req, ...]
     num_steps: int
@@ -120,6 +146,8 @@ class StepPlan:
             ("decode", f"{len(self.decodes)}" if self.decodes else ""),
             ("steps", f"{self.num_steps}" if self.num_steps > 1 else ""),
             ("admit", " ".join(f"{_name(entry.req)} ({entry.cached_tokens} cached)" for entry in self.admit)),
+            ("write", " ".join(str(len(copy.pages)) for copy in self.copies if isinstance(copy, Write))),
+            ("load", " ".join(f"{_name(c.req)}+{c.num_pages}" for c in self.copies if isinstance(c, LoadPages))),
             ("retract", " ".join(map(_name, self.retract))),
             ("preempt", " ".join(map(_name, self.preempt))),
             ("blocked by", self.blocked.value if self.blocked else ""),

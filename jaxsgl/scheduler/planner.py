@@ -22,7 +22,8 @@ from jaxsgl.scheduler.budget import HORIZON_STEPS, Claim
 from jaxsgl.scheduler.extend_step import Draft, ExtendStep, new_pages
 from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.failure import blame
-from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
+from jaxsgl.scheduler.plan import Admission, Chunk, LoadPages, NoRoom, SchedulerState, StepPlan, Write
+from jaxsgl.scheduler.prefetch import plan_loads
 from jaxsgl.scheduler.req import Req
 
 LEAST_USED = 0.75  # of the rows of several decode steps; the others have all their tokens before the last step
@@ -78,7 +79,7 @@ class _Planner(Draft):
             decodes, chunks = [], self._chunks([]) if has_prompts else []
         if not chunks:
             extending = any(req not in self.taken_back for req in view.requests.extending.values())
-            return self._decode_plan(prompts_wait=extending)
+            return self._decode_plan(prompts_wait=extending or self._is_loading)
         if any(claim.req.scores_prompt for claim, _ in chunks):
             decodes = []  # the program that scores prompts takes no decodes
         pages = sum(new_pages(claim, count, view.cache) for claim, count in chunks)
@@ -97,6 +98,7 @@ class _Planner(Draft):
         self, num_pages: int, chunks: tuple[Chunk, ...], decodes: Sequence[Req], num_steps: int = 1
     ) -> StepPlan:
         self.ledger.take(num_pages)
+        copies, recompute = self._copies() if self.view.loads is not None else ((), ())
         failed = self._failed_admission
         if failed is not None:
             steps_left = max(failed.steps - num_steps, 0) if decodes else failed.steps
@@ -104,7 +106,9 @@ class _Planner(Draft):
         return StepPlan(
             retract=tuple(self._retract),
             preempt=tuple(self._preempt),
-            admit=tuple(Admission(req, claim.kv_len) for req, claim in self.admissions.items()),
+            admit=tuple(Admission(req, claim.kv_len, self.loads.get(req, 0)) for req, claim in self.admissions.items()),
+            copies=copies,
+            recompute=recompute,
             chunks=chunks,
             decodes=tuple(decodes),
             num_steps=num_steps,
@@ -114,6 +118,24 @@ class _Planner(Draft):
             failed_admission=failed,
             pages=self.ledger.count,
         )
+
+    @property
+    def _is_loading(self) -> bool:
+        """Whether a request waits for pages of the host tier."""
+        return bool(self.loads or (self.view.requests.prefetching and self.loading))
+
+    def _copies(self) -> tuple[tuple[Write | LoadPages, ...], tuple[Req, ...]]:
+        """What is written to the host tier and loaded from it, and the requests that must stop loading."""
+        tier = self.view.cache.tier
+        assert tier is not None
+        copies: list[Write | LoadPages] = [Write(tier.to_write())] if tier.has_to_write else []
+        if not self._is_loading:
+            return tuple(copies), ()
+        loads, stuck = plan_loads(self.loading, self.loads, tier.most_pages, self.ledger.available)
+        for req, num_pages in loads:
+            self.ledger.take(num_pages)
+            copies.append(LoadPages(req, num_pages))
+        return tuple(copies), tuple(stuck)
 
     def _retracted_for_room(self) -> list[Req]:
         """The requests that can store their next token, after retracting as many others as that takes.
@@ -185,13 +207,14 @@ class _Planner(Draft):
             self._blocked, self._failed_admission = view.blocked, view.failed_admission
             return []
         while True:
-            continuing = [
-                Claim.held(req) for req in view.requests.extending.values() if req not in self.taken_back
-            ] + list(self.admissions.values())
+            continuing = [Claim.held(req) for req in view.requests.extending.values() if req not in self.taken_back] + [
+                claim for req, claim in self.admissions.items() if req not in self.loads
+            ]
             waiting = self._waiting_in_order()
             head = next(waiting, None)
             if head is None and not continuing:
-                self._note_failure(None, HORIZON_STEPS)
+                if not self._is_loading:
+                    self._note_failure(None, HORIZON_STEPS)
                 return []
             step = ExtendStep(self, mixed, continuing)
             step.add_continuing(continuing, prompts_wait=head is not None)
@@ -202,9 +225,9 @@ class _Planner(Draft):
             self._blocked = self._blocked or step.no_room
             step.add_leftovers(continuing)
             chunks = step.finished()
-            if not (chunks or continuing or first is None):
+            if not (chunks or continuing or first is None or self._is_loading):
                 self._note_failure(first, 0 if view.failed_admission is None else step.steps_short)
-            if chunks or not continuing or self.decoding or view.steps_in_flight:
+            if chunks or not continuing or self.decoding or view.steps_in_flight or self._is_loading:
                 return chunks
             self._retract_one(preemption.retractable(self.admitted))
 

@@ -13,7 +13,7 @@ from jaxsgl.scheduler.req import Req, State
 
 def retractable(admitted: Iterable[Req]) -> list[Req]:
     """Requests that go on; one whose last token is in flight is about to give its pages back anyway."""
-    return [req for req in admitted if req.state is State.EXTENDING or req.can_launch]
+    return [req for req in admitted if req.state in (State.PREFETCHING, State.EXTENDING) or req.can_launch]
 
 
 def in_order_of_loss(reqs: Collection[Req], rank: Callable[[Req], int]) -> list[Req]:

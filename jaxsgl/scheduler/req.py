@@ -12,6 +12,9 @@ WAITING ---admit---> EXTENDING -----'--last chunk launched---> RUNNING --'--stop
    |                     |                                        |                             ^
    '------ abort --------'------------------ abort ---------------'-----------------------------'
 
+With a host tier a request whose prefix goes on in host memory is PREFETCHING between WAITING and EXTENDING: its lease
+grows by pages that are loaded. It may be retracted and aborted as an EXTENDING one.
+
 Only apply.py calls the methods that change a request.
 """
 
@@ -24,6 +27,7 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
+from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import MAX_SEED, FinishReason, Request
@@ -35,13 +39,15 @@ class State(enum.Enum):
     """Where a request stands."""
 
     WAITING = "waiting"  # in the queue; holds nothing but what it has generated
+    PREFETCHING = "prefetching"  # admitted; holds row and pages; a part of its prefix is still to load from the host
     EXTENDING = "extending"  # admitted; holds row and pages; a chunk is still to launch
     RUNNING = "running"  # all its known tokens are launched; it decodes
     FINISHED = "finished"  # ended; holds nothing
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.EXTENDING, State.FINISHED}),
+    State.WAITING: frozenset({State.PREFETCHING, State.EXTENDING, State.FINISHED}),
+    State.PREFETCHING: frozenset({State.EXTENDING, State.WAITING, State.FINISHED}),
     State.EXTENDING: frozenset({State.RUNNING, State.WAITING, State.FINISHED}),
     State.RUNNING: frozenset({State.WAITING, State.FINISHED}),
     State.FINISHED: frozenset(),
@@ -70,7 +76,10 @@ class Req:
       priority: as the client sent it.
       cache_salt: keeps its prefixes apart from those of requests with another one.
       num_ahead: admissions before its arrival plus requests that waited then: as many may be admitted before it.
-      lease: what it holds of the cache while EXTENDING or RUNNING.
+      lease: what it holds of the cache while it is admitted.
+      page_names: of its leading full pages, if there is a host tier; [] without.
+      to_load: while PREFETCHING, the host pages that are still to load, in order; it pins them.
+      load_until_s: then, when it gives them up.
     """
 
     __slots__ = (
@@ -85,10 +94,12 @@ class Req:
         "leader",
         "lease",
         "lease_number",
+        "load_until_s",
         "max_new_tokens",
         "num_ahead",
         "num_launched",
         "output_ids",
+        "page_names",
         "prefilled",
         "priority",
         "prompt_ids",
@@ -97,6 +108,7 @@ class Req:
         "seed",
         "state",
         "stop_ids",
+        "to_load",
         "wants_scores",
     )  # fmt: skip
 
@@ -134,6 +146,9 @@ class Req:
         self.cache_salt = request.cache_salt.encode("utf-8", "surrogatepass")
         self.num_ahead = 0
         self.cached_tokens = 0
+        self.page_names: list[bytes] = []
+        self.to_load: list[HostPage] = []
+        self.load_until_s = 0.0
         self._prompt_logprobs: list[TokenLogprob] = []
 
     @property
@@ -215,15 +230,31 @@ class Req:
         edits = pack_edits(self.sampling, self.stop_ids, self.prompt_len)
         return row_setup(self.lease.row, edits, token_counts(self.prompt_ids, self.output_ids, vocab_size))
 
-    def admit(self, lease: Lease, cached_tokens: int) -> None:
-        """Takes its lease, of which the first `cached_tokens` tokens are cached."""
-        self._move(State.EXTENDING)
+    def admit(self, lease: Lease, cached_tokens: int, to_load: Sequence[HostPage] = (), until_s: float = 0.0) -> None:
+        """Takes its lease, of which the first `cached_tokens` tokens are cached; waits for `to_load`, if any."""
+        self._move(State.PREFETCHING if to_load else State.EXTENDING)
         self.lease = lease
+        self.to_load, self.load_until_s = list(to_load), until_s
         self.kv_len = cached_tokens
         self.extend_to = self.prompt_len + len(self.output_ids)
         if not self.output_ids:
             self.cached_tokens = cached_tokens
         self.lease_number += 1
+
+    def loaded(self, num_pages: int, num_tokens: int) -> None:
+        """Counts `num_pages` more of its prefix, which hold `num_tokens` tokens, as loaded."""
+        del self.to_load[:num_pages]
+        self.kv_len += num_tokens
+        if not self.output_ids:
+            self.cached_tokens += num_tokens
+        if not self.to_load:
+            self._move(State.EXTENDING)
+
+    def stop_loading(self) -> list[HostPage]:
+        """Takes no more pages from the host, and computes the rest; returns those that it gives up."""
+        pages, self.to_load = self.to_load, []
+        self._move(State.EXTENDING)
+        return pages
 
     def launch_chunk(self, num_tokens: int) -> bool:
         """Counts `num_tokens` more known tokens as in flight; with the last of them it runs, and True is returned."""

@@ -26,6 +26,7 @@ class RequestTable:
     Attributes:
       waiting: WAITING requests in their order: retracted ones first, then by arrival.
       admitted: requests that hold a lease, in order of admission.
+      prefetching: of those, the PREFETCHING ones.
       extending: of those, the EXTENDING ones: some of their known tokens are not launched yet.
       decoding: of those, the RUNNING ones that may decode another token.
       num_waiting_tokens: prompt tokens of the waiting requests.
@@ -35,6 +36,7 @@ class RequestTable:
     def __init__(self, config: SchedulingConfig, clock: Callable[[], float]) -> None:
         self.waiting: OrderedDict[Key, Req] = OrderedDict()
         self.admitted: dict[Key, Req] = {}
+        self.prefetching: dict[Key, Req] = {}
         self.extending: dict[Key, Req] = {}
         self.decoding: dict[Key, Req] = {}
         self.num_waiting_tokens = 0
@@ -76,9 +78,13 @@ class RequestTable:
                 self.decoding.pop(key, None)
         elif req.state is State.EXTENDING:
             self._leave_queue(req)
+            self.prefetching.pop(key, None)
             self.admitted[key] = self.extending[key] = req
+        elif req.state is State.PREFETCHING:
+            self._leave_queue(req)
+            self.admitted[key] = self.prefetching[key] = req
         else:
-            for reqs in (self.admitted, self.extending, self.decoding):
+            for reqs in (self.admitted, self.prefetching, self.extending, self.decoding):
                 reqs.pop(key, None)
             if req.state is State.WAITING:
                 self._enqueue(req)
@@ -136,12 +142,14 @@ class RequestTable:
             assert req.state is not State.FINISHED, f"{req.name} has ended, but is still in the table"
             assert (req.state is State.WAITING) == (self.waiting.get(req.key) is req), f"{req.name} is misfiled"
             assert (req.lease is not None) == (self.admitted.get(req.key) is req), f"{req.name} is misfiled"
+            assert (req.state is State.PREFETCHING) == (self.prefetching.get(req.key) is req), f"{req.name} is misfiled"
+            assert (req.state is State.PREFETCHING) == bool(req.to_load), f"{req.name} loads nothing"
             assert (req.state is State.EXTENDING) == (self.extending.get(req.key) is req), f"{req.name} is misfiled"
             assert req.can_launch == (self.decoding.get(req.key) is req), f"{req.name} is misfiled"
         known = {req.key for req in self.all()}
         for name, keys in (("waiting", self.waiting), ("admitted", self.admitted), ("decoding", self.decoding)):
             assert keys.keys() <= known, f"{name} holds requests that have ended: {keys.keys() - known}"
-        assert self.extending.keys() <= known
+        assert self.extending.keys() | self.prefetching.keys() <= known
         assert self.num_waiting_tokens == sum(req.prompt_len for req in self.waiting.values()), "waiting tokens"
         assert self._retracted <= self.waiting.keys(), "a retracted request doesn't wait"
         assert self._waiting_since.keys() | self._running_since.keys() == self._samples.keys(), "a request has no time"

@@ -14,37 +14,45 @@ import enum
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder
-from jaxsgl.batch.engine_api import StepScores
+from jaxsgl.batch.engine_api import PageEngine, StepScores
+from jaxsgl.batch.engine_ops import EngineOp, HostPages
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS, SamplingRows
+from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.cache.pages import PageTable
+from jaxsgl.cache.pages import Lease, PageTable
 from jaxsgl.cache.prefix import NaiveCache
 from jaxsgl.cache.radix import RadixCache
+from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION, SchedulingConfig
-from jaxsgl.errors import CheckpointError, InvalidRequest
+from jaxsgl.errors import CheckpointError
 from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply, Totals
-from jaxsgl.request import FinishReason, Request, check_request, max_new_tokens
+from jaxsgl.request import FinishReason, Request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier, MakeBuilder
 from jaxsgl.scheduler.budget import NewTokenRatio
+from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import RetractAlso, SchedulerState, StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
+from jaxsgl.scheduler.prefetch import LoadRule
+from jaxsgl.scheduler.queue_limits import QueueLimits
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.retraction_warning import RetractionWarning
 from jaxsgl.scheduler.stopwatch import Stopwatch
+from jaxsgl.tier_messages import HostLoad
 
 NO_SCORES = StepScores()
+NO_HOST = HostLoad()
 
 
 class PauseReason(enum.Enum):
@@ -73,8 +81,11 @@ class Scheduler:
       retract_also: names running requests to retract without need; for tests.
       make_builder: makes what builds batches, for a simulator that needs no arrays.
       clock: gives seconds.
+      tier: of the cache, in host memory; None: there is none.
+      loads: when loading from `tier` pays.
 
     Attributes:
+      queue_limits: what the queue takes.
       state: what plans are made from.
       last_plan: of the last step that was decided.
       wake_fd: a file descriptor that is readable when there is news besides messages; None: there never is.
@@ -97,12 +108,13 @@ class Scheduler:
         retract_also: RetractAlso | None = None,
         make_builder: MakeBuilder = BatchBuilder,
         clock: Callable[[], float] = time.monotonic,
+        tier: HostTier | None = None,
+        loads: LoadRule | None = None,
     ) -> None:
         self._limits = capacity.limits
+        self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seeds = random.Random(random_seed)
-        self._max_queued = max_queued_requests
-        self._max_queued_tokens = max_queued_tokens
         if len(self._eos_token_ids) > MAX_EOS_TOKEN_IDS:
             raise CheckpointError(
                 f"the model has {len(self._eos_token_ids)} EOS tokens, but {MAX_EOS_TOKEN_IDS} are the most: shorten "
@@ -110,7 +122,8 @@ class Scheduler:
             )
         table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
         prefixes = RadixCache(capacity.page_size) if radix_cache else NaiveCache()
-        cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes)
+        assert (tier is None) == (loads is None) and (tier is None or radix_cache)
+        cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes, tier)
         max_itl_ms = config.max_itl_ms
         self.state = SchedulerState(
             config=config,
@@ -123,6 +136,7 @@ class Scheduler:
             ratio=NewTokenRatio(config.schedule_conservativeness),
             latency=None if max_itl_ms is None else Latency(max_itl_ms / 1000, buckets, capacity.page_size),
             totals=Totals(),
+            loads=loads,
         )
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
@@ -131,7 +145,8 @@ class Scheduler:
         sampling = SamplingRows(capacity.num_rows)
         self._stopwatch = Stopwatch(clock)
         builder = make_builder(buckets, table, sampling, capacity.page_size)
-        self._applier = Applier(self.state, builder, sampling, self._stopwatch)
+        self._copies = None if tier is None or loads is None else Copies(self.state, tier, loads, clock)
+        self._applier = Applier(self.state, builder, sampling, self._stopwatch, self._copies)
         self._replies: list[Reply] = []
         self._pauses: set[PauseReason] = set()
 
@@ -144,7 +159,14 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether nothing can happen before the next message."""
         has_work = (self._requests.waiting or self._requests.admitted) and not self._pauses
+        if self._copies is not None:
+            has_work = has_work or self._copies.has_work(bool(self._pauses))
         return not (has_work or self.state.steps_in_flight or self._replies)
+
+    @property
+    def awaits_gathers(self) -> bool:
+        """Whether pages that the engine gathers are still to be taken."""
+        return self._copies is not None and self._copies.awaits_gathers
 
     @property
     def is_paused(self) -> bool:
@@ -215,6 +237,20 @@ class Scheduler:
         if self.state.totals.failed_requests != num_failed:
             self.check()
 
+    def take_ops(self) -> list[EngineOp]:
+        """Operations on pages that go to the engine before the step that was launched last."""
+        return [] if self._copies is None else self._copies.take_ops()
+
+    def take_gathers(self, gathers: Iterable[tuple[int, HostPages]]) -> None:
+        """Takes pages that the engine has gathered."""
+        if self._copies is not None:
+            self._copies.gathered(gathers)
+
+    def write_all(self, pages: PageEngine) -> None:
+        """Copies all that is cached to the host tier, if there is one; before the engine ends."""
+        if self._copies is not None:
+            self._copies.write_all(pages)
+
     def take_replies(self) -> list[Reply]:
         """All replies since the last call."""
         replies, self._replies = self._replies, []
@@ -234,6 +270,7 @@ class Scheduler:
             totals=msgspec.structs.replace(self.state.totals, recompiles=recompiles, leaks=leaks),
             step_times=self._stopwatch.step_times(self.is_idle),
             weight_version=weight_version,
+            host=NO_HOST if self._copies is None else self._copies.load(),
         )
 
     def pause(self, reason: PauseReason = PauseReason.OPERATOR) -> None:
@@ -264,7 +301,10 @@ class Scheduler:
 
     def retire_cache(self) -> None:
         """Lets no later request find KV that is cached now; running requests keep theirs. For new weights."""
-        self.cache.retire(req.lease for req in self._requests.admitted.values() if req.lease)
+        if self._copies is not None:
+            for req in list(self._requests.prefetching.values()):
+                self._copies.stop(req)
+        self.cache.retire(self._leases())
         self.state.failed_admission = None
 
     def flush_cache(self) -> None:
@@ -274,17 +314,23 @@ class Scheduler:
 
     def leaks(self) -> list[str]:
         """Pages, rows and locks that are lost or in two places, each in words; [] if all is well."""
-        return self.cache.leaks(req.lease for req in self._requests.admitted.values() if req.lease)
+        return self.cache.leaks(self._leases(), self._loading())
 
     def check(self) -> None:
         """Integrity of requests, rows and pages; raises AssertionError."""
         self._requests.check()
-        self.cache.check(req.lease for req in self._requests.admitted.values() if req.lease)
+        self.cache.check(self._leases(), self._loading())
         for req in self._requests.admitted.values():
             assert req.lease is not None and req.kv_len <= req.lease.num_tokens, f"{req.name} stores more than it holds"
 
+    def _leases(self) -> Iterator[Lease]:
+        return (req.lease for req in self._requests.admitted.values() if req.lease)
+
+    def _loading(self) -> Iterator[HostPage]:
+        return (page for req in self._requests.prefetching.values() for page in req.to_load)
+
     def _enqueue(self, request: Request) -> None:
-        refusal = self._refusal(request)
+        refusal = self.queue_limits.refusal(request, self._requests)
         if refusal is not None and refusal.kind is RefusalKind.OVERLOADED and self._make_way(request, refusal):
             refusal = None
         if refusal is not None:
@@ -299,29 +345,17 @@ class Scheduler:
         self._requests.add(samples)
         self._stopwatch.arrived(req.key for req in samples)
 
-    def _refusal(self, request: Request) -> Refusal | None:
-        """Why `request` can't be taken. The queue holds samples, but a request is taken or refused as a whole."""
-        try:
-            check_request(request, self._limits)
-        except InvalidRequest as error:
-            return Refusal(RefusalKind.INVALID, str(error))
-        waits = [
-            (self._max_queued, len(self._requests.waiting), "", "--max-queued-requests"),
-            (self._max_queued_tokens, self._requests.num_waiting_tokens, " prompt tokens", "--max-queued-tokens"),
-        ]
-        for most, count, what, flag in waits:
-            if most is not None and count >= most:
-                text = f"the queue is full: {count}{what} wait for admission, and {flag} is {most}: try again later"
-                return Refusal(RefusalKind.OVERLOADED, text)
-        return None
-
     def _samples(self, request: Request) -> list[Req]:
         """All samples of a request that was not refused; sample 0 leads the others."""
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)
         max_new = max_new_tokens(request, self._limits)
         leader = Req(request, max_new, self._eos_token_ids, seed)
-        others = (Req(request, max_new, self._eos_token_ids, seed, index, leader) for index in range(1, sampling.n))
+        others = [Req(request, max_new, self._eos_token_ids, seed, index, leader) for index in range(1, sampling.n)]
+        if self._copies is not None:
+            self._copies.name_pages(leader)
+            for req in others:
+                req.page_names = leader.page_names.copy()
         return [leader, *others]
 
     def _make_way(self, request: Request, refusal: Refusal) -> bool:
@@ -336,7 +370,9 @@ class Scheduler:
         return True
 
     def _end_overdue(self) -> None:
-        """Refuses requests that have waited too long, and ends those that have run too long."""
+        """Refuses requests that have waited too long, and ends those that have run too long, or loads that have."""
+        if self._copies is not None:
+            self._copies.end_overdue()
         for request_id, refusal in self._requests.overdue():
             self._refuse(request_id, refusal)
 

@@ -24,6 +24,9 @@ class Heard:
     def removed(self, pages: IntArray) -> None:
         self.events.append(("removed", pages.tolist(), 0))
 
+    def moved(self, pages: IntArray, to: IntArray) -> None:
+        self.events.append(("moved", pages.tolist(), int(to[0])))
+
     def cleared(self) -> None:
         self.events.append(("cleared", [], 0))
 

@@ -91,7 +91,7 @@ def test_more_pages_than_a_program_holds_take_several(monkeypatch: pytest.Monkey
     mesh, pages = mesh_of(), tuple(range(10, 21))
     kv = allocate_kv(SHAPE, 30, mesh)
     io = PageIo(kv, SHAPE, mesh)
-    assert len(io.compilations) == 6
+    assert len(io.compilations) == 4
     data = random_pages(io, 11)
     assert_pages(io, io.insert(kv, Insert(1, pages, data)), pages, data)
 
@@ -100,7 +100,7 @@ def test_pages_cross_devices() -> None:
     """The host form holds all heads in order, whether one device or two hold them; no device asks another."""
     program = """
 from tests.engine.test_page_io import *
-page_io.MOST_PAGES = 2
+page_io.MOST_PAGES = 4
 pools = [(mesh_of(n), allocate_kv(SHAPE, 30, mesh_of(n))) for n in (1, 2)]
 one, two = (PageIo(kv, SHAPE, mesh) for mesh, kv in pools)
 data, pages = random_pages(one, 7), (3, 1, 20, 29, 5, 6, 7)
@@ -144,7 +144,7 @@ def test_neither_program_copies_the_pool_and_every_format_keeps_its_bits(
 
 
 def test_formats_that_numpy_lacks_cross_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_io, "MOST_PAGES", 2)
+    monkeypatch.setattr(page_io, "MOST_PAGES", 1)
     for dtype, on_host in (("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")):
         shape, mesh = replace(SHAPE, dtype=jnp.dtype(dtype)), mesh_of()
         kv = allocate_kv(shape, 9, mesh)
@@ -155,10 +155,10 @@ def test_formats_that_numpy_lacks_cross_as_integers(monkeypatch: pytest.MonkeyPa
 
 
 def test_sizes_of_programs_are_bounded_in_bytes() -> None:
-    assert page_counts(1 << 20) == (1, 2, 4, 8, 16, 32, 64)
-    assert page_counts(20 << 20) == (1, 2)
+    assert page_counts(1 << 20) == (1, 4, 16, 64)
+    assert page_counts(20 << 20) == (1,)
     assert page_counts(1 << 30) == (1,)
-    assert page_io.reserved_bytes(20 << 20) == 4 * 2 * (20 << 20)
+    assert page_io.reserved_bytes(20 << 20) == 4 * (20 << 20)
 
 
 def test_copies_of_kv_heads_leave_once_and_come_back_to_all() -> None:

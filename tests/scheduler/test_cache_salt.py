@@ -63,5 +63,5 @@ def test_events_are_true_of_the_rest_while_salted_pages_come_and_go() -> None:
     for news in mailbox.other_news:
         if isinstance(news, CacheEvents):
             mirror.take(news.events)
-    assert mirror.prefixes == cached_prefixes(scheduler.cache.prefixes)
+    assert mirror.prefixes == cached_prefixes(scheduler.cache.edges())
     assert any(edge.salt for edge in scheduler.cache.prefixes.edges())

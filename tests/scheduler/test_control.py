@@ -234,7 +234,7 @@ def test_a_watcher_knows_the_cache_from_a_snapshot_and_the_events_after_it(watch
     script.insert(watched_from, [WatchCache(70)])
     script.insert(20, [WatchCache(71)])
     mailbox, scheduler = serve(capacity(num_pages=15, context=40), script, overlap=overlap)
-    cached = cached_prefixes(scheduler.cache.prefixes)
+    cached = cached_prefixes(scheduler.cache.edges())
     assert watched(mailbox, 70) == watched(mailbox, 71) == cached and cached
 
 
@@ -242,7 +242,7 @@ def test_events_right_before_a_second_watch_reach_the_first_watcher() -> None:
     """The abort stores two pages of output, in the same turn."""
     script: Script = [[WatchCache(70), request("a", PROMPT, 30)], *[[]] * 9, [Abort("a"), WatchCache(71)]]
     mailbox, scheduler = serve(capacity(), script)
-    cached = cached_prefixes(scheduler.cache.prefixes)
+    cached = cached_prefixes(scheduler.cache.edges())
     assert watched(mailbox, 70) == watched(mailbox, 71) == cached
     assert len(cached) == 12
 

@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.pages import pages_for
+from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH
 from jaxsgl.config import POLICIES, PRIORITY_POLICIES, SchedulingConfig
 from jaxsgl.messages import (
     Abort,
@@ -37,6 +38,7 @@ from jaxsgl.messages import (
 from jaxsgl.request import Request, SamplingParams
 from jaxsgl.scheduler.control import CacheJournal, Control
 from jaxsgl.scheduler.inspection import LeakCheck
+from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.testing import FakeEngine, FakeHandle, RetractEvery
 from jaxsgl.weight_messages import (
     MemoryTag,
@@ -50,6 +52,7 @@ from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler
 from tests.grids import count
 from tests.scheduler.answers import EOS, VOCAB, Answers
+from tests.scheduler.tiered import check_names, tier_of
 
 NUM_BASES = 3
 
@@ -85,6 +88,8 @@ class ServingMachine(RuleBasedStateMachine):
         retract_every=st.sampled_from([None, None, 2, 3, 7]),
         by_priority=st.booleans(),
         decode_steps=st.sampled_from([1, 2, 4, 7]),
+        host=st.sampled_from([None, None, (1, 1), (6, 2), (60, 3), (400, 64)]),
+        write_policy=st.sampled_from([WRITE_THROUGH, WRITE_AFTER_REUSE]),
     )
     def start(
         self,
@@ -99,6 +104,8 @@ class ServingMachine(RuleBasedStateMachine):
         retract_every: int | None,
         by_priority: bool,
         decode_steps: int,
+        host: tuple[int, int] | None,
+        write_policy: str,
     ) -> None:
         if by_priority and config.schedule_policy in PRIORITY_POLICIES:
             config = replace(
@@ -108,6 +115,8 @@ class ServingMachine(RuleBasedStateMachine):
         self.capacity = Capacity(page_size, num_pages, rows, context, min(chunk, context), VOCAB)
         self.config = config
         self.now_s = 0.0
+        self.tier = None if host is None or not radix else tier_of(self.capacity, host[0], write_policy, host[1])
+        self.holds_gathers = False
         self.scheduler = WatchedScheduler(
             self.capacity,
             BucketSet.derive(self.capacity, decode_steps=decode_steps),
@@ -116,6 +125,8 @@ class ServingMachine(RuleBasedStateMachine):
             radix_cache=radix,
             retract_also=None if retract_every is None else RetractEvery(retract_every),
             clock=lambda: self.now_s,
+            tier=self.tier,
+            loads=None if self.tier is None else LoadRule(0.0, timeout_s=3.0, least_tokens=1),
         )
         self.engine = FakeEngine(self.capacity)
         self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)
@@ -238,16 +249,20 @@ class ServingMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(turns=st.integers(1, 4))
-    def step(self, turns: int) -> None:
-        """Takes some turns of the loop."""
+    @rule(turns=st.integers(1, 4), holds_gathers=st.booleans())
+    def step(self, turns: int, holds_gathers: bool) -> None:
+        """Takes some turns of the loop, in which pages reach the host or are still on their way."""
+        self.holds_gathers = holds_gathers
         for _ in range(turns):
             self.turn()
+        self.holds_gathers = False
 
     def turn(self) -> None:
         was_paused = self.scheduler.is_paused
         inputs = self.scheduler.launch()
         assert inputs is None or not was_paused
+        for op in self.scheduler.take_ops():
+            self.engine.apply(op)
         if inputs is not None:
             self.in_flight.append(self.engine.submit(inputs))
         self.scheduler.check()
@@ -255,9 +270,13 @@ class ServingMachine(RuleBasedStateMachine):
         if collects:
             oldest = self.in_flight.popleft()
             self.scheduler.collect(oldest.tokens(), oldest.scores())
+        if self.scheduler.awaits_gathers and not self.holds_gathers:
+            self.scheduler.take_gathers(self.engine.poll_gathers())
         if self.control.is_active:
             self.news += self.control.after_turn(collects)
         self.settle()
+        if self.tier is not None:
+            check_names(self.tier, self.scheduler.cache)
         if self.scheduler.is_idle:
             self.leak_check.when_idle()
         self.take_answers()
@@ -288,7 +307,7 @@ class ServingMachine(RuleBasedStateMachine):
         self.check_load()
         if self.journal is not None:
             self.mirror.take(self.journal.take())
-            assert self.mirror.prefixes == cached_prefixes(self.scheduler.cache.prefixes)
+            assert self.mirror.prefixes == cached_prefixes(self.scheduler.cache.edges())
         for reply in self.scheduler.take_replies():
             self.answers.take(reply, self.now_s)
 

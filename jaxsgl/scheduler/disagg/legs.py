@@ -76,7 +76,7 @@ class LegScheduler(Scheduler, ABC):
                     super().receive([message])
             elif message.room is None:
                 super().receive([message])
-            elif (refusal := self._refusal(message)) is not None:
+            elif (refusal := self.queue_limits.refusal(message, self.state.requests)) is not None:
                 self._replies.append(Reply(message.request_id, refusal=refusal))
                 self._carry_out(self._refused_at_arrival(message, refusal))
             else:
