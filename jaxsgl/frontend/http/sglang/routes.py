@@ -310,10 +310,12 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
 
 def _flat(load: Load) -> dict[str, Any]:
     """Returns the load in one object; the names of its counters end in `_total`."""
-    fields = msgspec.structs.asdict(load)
+    fields = {
+        name: msgspec.structs.asdict(value) if isinstance(value, msgspec.Struct) else value
+        for name, value in msgspec.structs.asdict(load).items()
+    }
     del fields["step_times"]  # /metrics shows them
-    totals = msgspec.structs.asdict(fields.pop("totals"))
-    fields["transfer"] = None if load.transfer is None else msgspec.structs.asdict(load.transfer)
+    totals = fields.pop("totals")
     return {**fields, **{f"{name}_total": count for name, count in totals.items()}}
 
 
