@@ -96,9 +96,9 @@ def run(config: OfflineConfig, folder: Path) -> dict[str, Any]:
         check_request(request, limits)
     overlap = not config.engine.disable_overlap_schedule
     warm_up = random_jobs(*WARM_UP, vocab_size, config.seed + 1)
-    record_run(scheduler, engine, greedy_requests(warm_up), overlap)
+    record_run(scheduler, engine, greedy_requests(warm_up), overlap, pages=engine)
     scheduler = build_scheduler(config.engine, engine, limited=False)
-    recording, replies = record_run(scheduler, engine, requests, overlap, config.profile)
+    recording, replies = record_run(scheduler, engine, requests, overlap, config.profile, engine)
     engine.close()
     roofline = best(before, ceilings(device.platform))
     done = figures(recording, ModelWork.of(engine), roofline, requests, replies, config.at_running)

@@ -23,10 +23,15 @@ def page_names(prompt_ids: Sequence[int], page_size: int, cache_salt: str = "") 
     """
     names: list[int] = []
     name = hash(cache_salt)
-    for end in range(page_size, min(len(prompt_ids), MAX_PAGES * page_size) + 1, page_size):
+    for end in page_ends(len(prompt_ids), page_size)[:MAX_PAGES]:
         name = hash((name, *prompt_ids[end - page_size : end]))
         names.append(name)
     return names
+
+
+def page_ends(num_tokens: int, page_size: int) -> range:
+    """Returns where each whole page of `num_tokens` tokens ends."""
+    return range(page_size, num_tokens + 1, page_size)
 
 
 class PrefixIndex:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxsgl.frontend.prefix_index import PrefixIndex, page_names
+from jaxsgl.frontend.prefix_index import PrefixIndex, page_ends, page_names
 from jaxsgl.request import Request
 
 MIN_CACHED_SHARE = 0.3  # of the prompt's pages; with less cached, the least loaded replica is as good
@@ -80,7 +80,7 @@ class Router:
 
     def __init__(self, page_size: int, pool_tokens: Sequence[int]) -> None:
         self._page_size = page_size
-        self._index = PrefixIndex(max(1, tokens // page_size) for tokens in pool_tokens)
+        self._index = PrefixIndex(max(1, len(page_ends(tokens, page_size))) for tokens in pool_tokens)
 
     def send(self, request: Request, loads: Sequence[ReplicaLoad | None], rank: int | None = None) -> int:
         """Returns the replica for `request`, which is to be sent there: `rank` if given. `loads` are as in `choose`."""

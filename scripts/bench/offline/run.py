@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.offline.recording import Recording, RecordingEngine
-from jaxsgl.batch.engine_api import StepEngine, StepScores
+from jaxsgl.batch.engine_api import PageEngine, StepEngine, StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs, packed_len
 from jaxsgl.messages import FromEngine, News, Replies, Shutdown, StartProfile, ToEngine
 from jaxsgl.request import Request
@@ -28,13 +28,21 @@ _WORK_S = 0.5e-3  # seconds of Python while a step becomes ready
 
 
 def record_run(
-    scheduler: Scheduler, engine: StepEngine, requests: Sequence[Request], overlap: bool, profile: str | None = None
+    scheduler: Scheduler,
+    engine: StepEngine,
+    requests: Sequence[Request],
+    overlap: bool,
+    profile: str | None = None,
+    pages: PageEngine | None = None,
 ) -> tuple[Recording, list[FromEngine]]:
-    """Serves `requests` to their end. Returns the recording and all messages that were sent."""
+    """Serves `requests` to their end. Returns the recording and all messages that were sent.
+
+    `pages` is the engine again, if the scheduler has a host tier.
+    """
     recording = Recording()
     mailbox = RecordedMailbox(requests, recording, profile)
     try:
-        run_loop(scheduler, RecordingEngine(engine, recording), mailbox, overlap)
+        run_loop(scheduler, RecordingEngine(engine, recording), mailbox, overlap, pages=pages)
     finally:
         recording.close()
     return recording, mailbox.news()
