@@ -89,7 +89,7 @@ def test_programs_are_compiled_for_the_state_that_is_allocated_later(engine: Eng
 
 def small_memory(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     """The engine finds an accelerator with `free_bytes` left for everything."""
-    monkeypatch.setattr("jaxsgl.engine.engine.free_memory", lambda *_: Memory("gpu", free_bytes, free_bytes))
+    monkeypatch.setattr("jaxsgl.engine.engine.least_free_memory", lambda *_: Memory("gpu", free_bytes, free_bytes))
 
 
 def test_where_memory_is_short_the_pool_is_smaller_by_what_the_largest_step_takes(
