@@ -12,6 +12,7 @@ from jaxsgl.engine.memory import HEADROOM, free_host_bytes, free_memory
 from jaxsgl.engine.sizing import KvShape, choose_num_pages, choose_page_size
 from jaxsgl.engine.state import allocate_kv
 from jaxsgl.errors import ConfigError
+from jaxsgl.models.tensor_parallel import TENSOR_AXIS
 from pallas_kernels.tpu.common import refuse_pages
 from tests.plain_model import mesh_of
 
@@ -122,7 +123,7 @@ def test_buffers_are_zeros_of_the_mesh_one_pair_per_layer() -> None:
     leaves = jax.tree.leaves(buffers)
     assert len(buffers.k) == len(buffers.v) == 3
     assert {(leaf.shape, leaf.dtype.name) for leaf in leaves} == {((5, 2, 4, 8), "float16")}
-    assert all(leaf.sharding.spec[1] == "tp" for leaf in leaves)
+    assert all(leaf.sharding.spec[1] == TENSOR_AXIS for leaf in leaves)
     assert sum(leaf.nbytes for leaf in leaves) == 5 * shape.page_bytes
     assert not any(leaf.any() for leaf in leaves)
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == 6
