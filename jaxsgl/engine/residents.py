@@ -197,11 +197,8 @@ class EngineResidents:
         old, new = self.leaves, staged.leaves
         for index, place in enumerate(self._places):
             leaf, new[index] = new[index], None
-            if index < len(old):
-                old[index] = None  # type: ignore[call-overload]
-                old[index] = jax.device_put(leaf, place.sharding)
-            else:
-                old.append(jax.device_put(leaf, place.sharding))
+            del old[index : index + 1]  # none is there if the weights were released
+            old.insert(index, jax.device_put(leaf, place.sharding))
         jax.block_until_ready(old)
         self._folder, self._backup = staged.folder, None
         self.released -= {MemoryTag.WEIGHTS}

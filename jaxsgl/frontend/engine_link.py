@@ -86,8 +86,7 @@ class EngineLink:
     # Life: what the engine's owner does is in owned_engine.py.
 
     async def start(self) -> None:
-        """Connects to the engine, which may still be loading. Raises `StartupError`."""
-        raise NotImplementedError
+        """Connects to the engine, which may still be loading, unless it is connected. Raises `StartupError`."""
 
     async def stop(self) -> None:
         """Hangs up. May be called in any state."""

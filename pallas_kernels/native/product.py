@@ -18,14 +18,7 @@ _MOST_IN_GROUP = 512
 
 def refuse(x: jax.Array, weights: jax.Array) -> str | None:
     """Why x `[T, in]` times weights `[out, in]` can't run here, because of the arrays or of this machine; or None."""
-    if target_device().platform != "cpu":
-        return f"it needs a cpu, this is a {target_device().platform}"
-    if x.dtype != jnp.float32 or weights.dtype != jnp.bfloat16:
-        return f"it takes float32 rows and bfloat16 weights, not {x.dtype} and {weights.dtype}"
-    num_out, num_in = weights.shape
-    if num_in % _IN_STEP or num_out % _OUT_STEP:
-        return f"the weights are {weights.shape}; it takes multiples of {(_OUT_STEP, _IN_STEP)}"
-    return library.load()
+    return _refuse_arrays(x, weights, "bfloat16", "weights") or library.load()
 
 
 def rows_product(x: jax.Array, weights: jax.Array, way: str | None = None) -> jax.Array:
@@ -42,13 +35,8 @@ def rows_product(x: jax.Array, weights: jax.Array, way: str | None = None) -> ja
 
 def refuse_int8(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int) -> str | None:
     """Why `int8_product` can't run here, because of the arrays or of this machine; or None."""
-    if target_device().platform != "cpu":
-        return f"it needs a cpu, this is a {target_device().platform}"
-    if x.dtype != jnp.float32 or numbers.dtype != jnp.int8:
-        return f"it takes float32 rows and int8 numbers, not {x.dtype} and {numbers.dtype}"
-    num_out, num_in = numbers.shape
-    if num_in % _IN_STEP or num_out % _OUT_STEP:
-        return f"the weights are {numbers.shape}; it takes multiples of {(_OUT_STEP, _IN_STEP)}"
+    if reason := _refuse_arrays(x, numbers, "int8", "numbers"):
+        return reason
     if scale.shape[1] > 1 and (group % _IN_STEP or group > _MOST_IN_GROUP):
         return f"groups have {group} inputs; it takes multiples of {_IN_STEP} up to {_MOST_IN_GROUP}"
     return library.load()
@@ -64,3 +52,15 @@ def int8_product(x: jax.Array, numbers: jax.Array, scale: jax.Array, group: int)
     call = jax.ffi.ffi_call(library.INT8_PRODUCT, shape)
     out: jax.Array = call(x, numbers, scale, group=np.int64(group))
     return out
+
+
+def _refuse_arrays(x: jax.Array, weights: jax.Array, dtype: str, what: str) -> str | None:
+    """Why the kernels for weights of `dtype`, which errors call `what`, can't take these arrays on this platform."""
+    if target_device().platform != "cpu":
+        return f"it needs a cpu, this is a {target_device().platform}"
+    if x.dtype != jnp.float32 or weights.dtype != jnp.dtype(dtype):
+        return f"it takes float32 rows and {dtype} {what}, not {x.dtype} and {weights.dtype}"
+    num_out, num_in = weights.shape
+    if num_in % _IN_STEP or num_out % _OUT_STEP:
+        return f"the weights are {weights.shape}; it takes multiples of {(_OUT_STEP, _IN_STEP)}"
+    return None

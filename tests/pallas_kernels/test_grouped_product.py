@@ -57,14 +57,16 @@ def refuse_native_elsewhere(backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "choices", "shape", "dtype"),
-    pairwise(["reference", *BACKENDS], list(CHOICES), [(48, 64), (112, 96)], DTYPES),
+    [
+        case
+        for case in pairwise(["reference", *BACKENDS], list(CHOICES), [(48, 64), (112, 96)], DTYPES)
+        if (case[0], case[3]) != ("native", "float8_e4m3fn")  # XLA multiplies these
+    ],
 )
 def test_each_token_is_multiplied_with_its_experts(
     backend: str, choices: str, shape: tuple[int, int], dtype: str
 ) -> None:
     refuse_native_elsewhere(backend)
-    if (backend, dtype) == ("native", "float8_e4m3fn"):
-        pytest.skip("XLA multiplies it")
     experts = CHOICES[choices]
     x, weights = arrays(experts, *shape, dtype)
     groups = group_by_expert(jnp.asarray(experts, jnp.int32), NUM_EXPERTS)

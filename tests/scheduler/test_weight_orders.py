@@ -6,6 +6,7 @@ The fake engine's tokens tell by which weights they, and all KV behind them, wer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,9 +19,11 @@ from jaxsgl.messages import (
     CacheEvents,
     ContinueGeneration,
     FlushCache,
+    News,
     PauseGeneration,
     PauseMode,
     Ping,
+    Replies,
     ToEngine,
     WatchCache,
     Withdraw,
@@ -56,10 +59,12 @@ class Serving(ScriptedMailbox):
         super().__init__(script)
         self.versions: dict[str, list[str]] = {}  # of each request, those of its tokens
 
-    def send(self, news: object) -> None:
-        super().send(news)  # type: ignore[arg-type]
-        for reply in getattr(news, "replies", ()):
-            self.versions.setdefault(reply.request_id, []).extend(news.load.weight_version for _ in reply.token_ids)  # type: ignore[attr-defined]
+    def send(self, news: News) -> None:
+        super().send(news)
+        if isinstance(news, Replies):
+            for reply in news.replies:
+                versions = self.versions.setdefault(reply.request_id, [])
+                versions.extend(news.load.weight_version for _ in reply.token_ids)
 
     @property
     def answers(self) -> dict[int, Answer]:
@@ -67,10 +72,10 @@ class Serving(ScriptedMailbox):
 
 
 def run(
-    script: Script, overlap: bool = True, engine: FakeEngine | None = None, rows: int = 8, **config: object
+    script: Script, overlap: bool = True, engine: FakeEngine | None = None, rows: int = 8, **config: Any
 ) -> tuple[Serving, CheckedScheduler]:
     sizes = capacity(max_extend_tokens=16, rows=rows)
-    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(**config))  # type: ignore[arg-type]
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), SchedulingConfig(**config))
     engine = engine or FakeEngine(sizes)
     mailbox = Serving(script)
     run_loop(scheduler, engine, mailbox, overlap, check_every_step=True, residents=engine)
