@@ -84,6 +84,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[Completion]:
         """Completes all prompts (texts or lists of token ids) together; answers in their order, n for each.
@@ -92,6 +93,7 @@ class LLM:
           prompts: one prompt or many.
           sampling_params: for all prompts, or one for each; default `SamplingParams()`.
           priority: of all prompts, or one for each; counts with `enable_priority_scheduling`.
+          cache_salt: of all prompts, or one for each: cached prefixes are shared among prompts of an equal salt alone.
           progress: show a progress bar on standard error.
 
         Raises:
@@ -99,7 +101,7 @@ class LLM:
           RequestFailed: our own bug in the work for one prompt; the answers of the others are lost.
         """
         ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(ids, sampling_params, priority, progress)
+        return self._run(ids, sampling_params, priority, cache_salt, progress)
 
     def chat(
         self,
@@ -107,13 +109,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
+        cache_salt: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[Completion]:
         """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
         chats = [[_message(turn) for turn in turns] for turns in many]
-        return self._run([self.tokenizer.encode_chat(chat) for chat in chats], sampling_params, priority, progress)
+        ids = [self.tokenizer.encode_chat(chat) for chat in chats]
+        return self._run(ids, sampling_params, priority, cache_salt, progress)
 
     def flush_cache(self) -> None:
         """Drops all cached prefixes: later prompts are computed in full."""
@@ -189,6 +193,7 @@ class LLM:
         prompts: list[list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
+        cache_salt: str | Sequence[str],
         progress: bool,
     ) -> list[Completion]:
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -196,22 +201,16 @@ class LLM:
         if released:
             names = ", ".join(sorted(tag.value for tag in released))
             raise EngineUnavailable(f"the memory of {names} is released: call resume_memory_occupation first")
-        per_prompt = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(per_prompt) != len(prompts):
-            raise InvalidRequest(
-                f"{len(per_prompt)} sampling_params for {len(prompts)} prompts: give one for all, or one for each"
-            )
-        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
-        if len(priorities) != len(prompts):
-            raise InvalidRequest(f"{len(priorities)} priorities for {len(prompts)} prompts: give one for all, or each")
-        requests = [
-            Request(str(i), *parts) for i, parts in enumerate(zip(prompts, per_prompt, priorities, strict=True))
-        ]
+        given: list[tuple[str, Any, Any]] = [
+            ("sampling_params", params, SamplingParams), ("priorities", priority, int), ("salts", cache_salt, str)
+        ]  # fmt: skip
+        columns = [_per_prompt(what, value, kind, len(prompts)) for what, value, kind in given]
+        requests = [Request(str(i), *parts) for i, parts in enumerate(zip(prompts, *columns, strict=True))]
         for request in requests:
             if request.sampling.stop:
                 self.tokenizer.check_text_comes_back("stop strings")
             check_request(request, self.engine.capacity.limits)
-        with tqdm(total=sum(params.n for params in per_prompt), desc="requests", disable=not progress) as bar:
+        with tqdm(total=sum(request.sampling.n for request in requests), desc="requests", disable=not progress) as bar:
             mailbox = _OfflineMailbox(requests, self.tokenizer, bar)
             try:
                 overlap = not self.config.disable_overlap_schedule
@@ -275,6 +274,14 @@ class _OfflineMailbox:
                 self._bar.update()
                 if reply.finish_reason is None:
                     self._messages.append(Abort(*key))
+
+
+def _per_prompt(what: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
+    """Returns a value for each prompt, if one of type `kind` or a sequence of them is given."""
+    values = [given] * num_prompts if isinstance(given, kind) else list(given)
+    if len(values) != num_prompts:
+        raise InvalidRequest(f"{len(values)} {what} for {num_prompts} prompts: give one for all, or one for each")
+    return values
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

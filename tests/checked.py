@@ -59,12 +59,12 @@ class CheckedScheduler(Scheduler):
     def check(self) -> None:
         super().check()
         admitted = self._requests.admitted.values()
-        if any(req.cache_salt for req in admitted):
+        if any(req.namespace for req in admitted):
             salt_of: dict[int, bytes] = {}
             for req in admitted:
                 assert req.lease is not None
                 for page in self.cache.table.pages[req.lease.row, : req.lease.num_pages].tolist():
-                    assert salt_of.setdefault(page, req.cache_salt) == req.cache_salt, "requests of two salts share"
+                    assert salt_of.setdefault(page, req.namespace) == req.namespace, "requests of two salts share"
 
     def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
         inputs, as_launched = self._unread.popleft()

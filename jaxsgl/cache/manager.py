@@ -17,6 +17,7 @@ import numpy as np
 from jaxsgl.cache.audit import LastOwners, audit
 from jaxsgl.cache.events import CacheObserver
 from jaxsgl.cache.host_pages import HostPage, extend_names
+from jaxsgl.cache.namespaces import retired
 from jaxsgl.cache.pages import (
     DUMMY_PAGE,
     IntArray,
@@ -30,8 +31,6 @@ from jaxsgl.cache.pages import (
 )
 from jaxsgl.cache.prefix import Edge, Insertion, Match, Peek, PrefixCache
 from jaxsgl.cache.tiers import HostTier
-
-_RETIRED = b"\xff"  # begins the salts of what was retired; a request's salt is UTF-8, where this byte can't stand
 
 
 class CacheManager:
@@ -218,7 +217,7 @@ class CacheManager:
         if self.tier is not None:
             self.tier.clear()
         self._num_retired += 1
-        prefix = _RETIRED + self._num_retired.to_bytes(8, "big")
+        prefix = retired(self._num_retired)
         self.prefixes.rename(prefix)
         for lease in leases:
             lease.salt, lease.names = prefix + lease.salt, None

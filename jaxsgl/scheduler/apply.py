@@ -244,7 +244,7 @@ class Applier:
         req, state = admission.req, self._state
         planned = req.matchable_ids[: admission.cached_tokens + 1]  # the plan's ledger locked no more than this
         names = None if self._copies is None else req.page_names
-        lease = self._cache.acquire(self._cache.match(planned, req.cache_salt), req.name, req.cache_salt, names)
+        lease = self._cache.acquire(self._cache.match(planned, req.namespace), req.name, req.namespace, names)
         assert lease.num_tokens == admission.cached_tokens, f"{req.name}: the cache changed since the plan"
         if self._copies is not None and admission.load_pages:
             req.admit(lease, admission.cached_tokens, *self._copies.begin_load(admission))

@@ -56,7 +56,7 @@ class Draft:
         """The cached prefix of `req`, which is looked up once, since the cache doesn't change meanwhile."""
         prefix = self._peeks.get(req)
         if prefix is None:
-            prefix = self._peeks[req] = self.view.cache.peek(req.matchable_ids, req.cache_salt)
+            prefix = self._peeks[req] = self.view.cache.peek(req.matchable_ids, req.namespace)
         return prefix
 
     def pages_to_load(self, req: Req, prefix: Peek) -> int:

@@ -128,7 +128,7 @@ class PrefixesInProgress:
         ids = claim.req.known_ids
         start, stop = self._next_pages(claim.num_shared)
         if stop <= len(ids):
-            key = (claim.req.cache_salt, start, ids[start:stop].tobytes())
+            key = (claim.req.namespace, start, ids[start:stop].tobytes())
             self._prompts.setdefault(key, []).append(ids)
 
     def cover(self, req: Req, prefix: Peek) -> bool:
@@ -137,7 +137,7 @@ class PrefixesInProgress:
         start, stop = self._next_pages(prefix.num_pages)
         if stop >= len(ids):  # a match leaves one token to compute
             return False
-        prompts = self._prompts.get((req.cache_salt, start, ids[start:stop].tobytes()), ())
+        prompts = self._prompts.get((req.namespace, start, ids[start:stop].tobytes()), ())
         return any(np.array_equal(prompt[:start], ids[:start]) for prompt in prompts)
 
     def _next_pages(self, num_pages: int) -> tuple[int, int]:

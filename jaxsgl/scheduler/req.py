@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.cache.host_pages import HostPage
+from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import MAX_SEED, FinishReason, Request
@@ -74,7 +75,7 @@ class Req:
         nothing for it any more.
       prefilled: whether its whole prompt was launched once, so that the other samples find it in the cache.
       priority: as the client sent it.
-      cache_salt: keeps its prefixes apart from those of requests with another one.
+      namespace: prefixes are shared with requests of an equal one alone.
       num_ahead: admissions before its arrival plus requests that waited then: as many may be admitted before it.
       lease: what it holds of the cache while it is admitted.
       page_names: of its leading full pages, if there is a host tier; [] without.
@@ -84,7 +85,6 @@ class Req:
 
     __slots__ = (
         "_prompt_logprobs",
-        "cache_salt",
         "cached_tokens",
         "extend_to",
         "index",
@@ -96,6 +96,7 @@ class Req:
         "lease_number",
         "load_until_s",
         "max_new_tokens",
+        "namespace",
         "num_ahead",
         "num_launched",
         "output_ids",
@@ -143,7 +144,7 @@ class Req:
         self.lease_number = 0
         self.prefilled = False
         self.priority = request.priority
-        self.cache_salt = request.cache_salt.encode("utf-8", "surrogatepass")
+        self.namespace = namespace_of(request.cache_salt)
         self.num_ahead = 0
         self.cached_tokens = 0
         self.page_names: list[bytes] = []

@@ -51,6 +51,16 @@ def test_a_prompt_that_was_served_before_is_cached_in_whole_pages(llm: LLM) -> N
     assert first.token_ids == second.token_ids
 
 
+def test_prompts_share_prefixes_within_their_salt_alone(llm: LLM) -> None:
+    prompt = list(range(60, 110))
+    cached = [llm.generate(prompt, GREEDY, cache_salt=salt, progress=False)[0].cached_tokens for salt in "aaba"]
+    assert cached == [0, 48, 0, 48]
+    salted = llm.generate([prompt, prompt], GREEDY, cache_salt=["b", ""], progress=False)
+    assert [completion.cached_tokens for completion in salted] == [48, 0]
+    with pytest.raises(InvalidRequest, match="1 salts for 2 prompts"):
+        llm.generate([prompt, prompt], GREEDY, cache_salt=["a"])
+
+
 def test_flushing_drops_cached_prefixes_and_changes_no_output(llm: LLM) -> None:
     prompt = list(range(100, 150))
     first, cached = (llm.generate(prompt, GREEDY, progress=False)[0] for _ in range(2))

@@ -120,7 +120,7 @@ def test_the_same_prefix_is_inserted_by_another_request_during_a_load() -> None:
     stepper = begun()
     state = stepper.scheduler.state
     req = next(iter(state.requests.prefetching.values()))
-    names, salt = req.page_names, req.cache_salt
+    names, salt = req.page_names, req.namespace
     cache = stepper.scheduler.cache
     lease = cache.acquire(cache.match(np.array(A, np.int32), salt), "other", salt, names[:1].copy())
     cache.grow(lease, 48)

@@ -21,6 +21,7 @@ from jaxsgl.batch.engine_api import PageEngine, StepScores
 from jaxsgl.batch.engine_ops import Gather as GatherOp
 from jaxsgl.batch.engine_ops import Insert as InsertOp
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, full_pages
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.disaggregation import TransferLoad
@@ -312,8 +313,8 @@ class DecodeScheduler(LegScheduler):
     def _take(self, received: Received) -> None:
         """Copies the pages to the pool, as a prefix, and gives the request to the scheduler."""
         request, layout = received.request, self._engine.page_layout
-        ids, salt = _ids_and_salt(request)
-        pages = self.cache.land(ids, received.first, received.num_pages, request.request_id, salt).tolist()
+        ids, namespace = _ids_and_namespace(request)
+        pages = self.cache.land(ids, received.first, received.num_pages, request.request_id, namespace).tolist()
         missing_from = received.first + received.num_pages - len(pages)  # the cache has got those before meanwhile
         place = received.first
         for part in received.parts:
@@ -330,7 +331,7 @@ class DecodeScheduler(LegScheduler):
         super(LegScheduler, self).receive(self._aborts.pop(request.request_id, ()))
 
     def _num_cached(self, request: Request) -> int:
-        return self.cache.peek(*_ids_and_salt(request)).num_pages
+        return self.cache.peek(*_ids_and_namespace(request)).num_pages
 
     def _end_leg(self, request_id: str, replies: list[Reply]) -> None:
         self._aborts.pop(request_id, None)
@@ -368,8 +369,8 @@ class DecodeScheduler(LegScheduler):
         return []
 
 
-def _ids_and_salt(request: Request) -> tuple[IntArray, bytes]:
-    return np.array(request.prompt_ids, dtype=np.int32), request.cache_salt.encode("utf-8", "surrogatepass")
+def _ids_and_namespace(request: Request) -> tuple[IntArray, bytes]:
+    return np.array(request.prompt_ids, dtype=np.int32), namespace_of(request.cache_salt)
 
 
 def _room_of(request: Request) -> Room:
