@@ -17,6 +17,7 @@ from jaxsgl.disaggregation import DisaggregationConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.flags import check_choices, flag, flag_name, require
 from jaxsgl.host_kv_config import HostKvConfig
+from jaxsgl.media import MediaLimits
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 AUTO = "auto"
@@ -365,8 +366,10 @@ class Limits(msgspec.Struct, frozen=True):
       vocab_size: token ids go from 0 to vocab_size - 1.
       context_length: largest number of prompt and output tokens of one request.
       pool_tokens: tokens that the KV pool holds, without the dummy page.
+      media: what images and video frames it may bring; None: none, the model has no vision tower.
     """
 
     vocab_size: int
     context_length: int
     pool_tokens: int
+    media: MediaLimits | None = None

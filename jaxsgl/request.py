@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.media import MediaItem, check_media
 
 if TYPE_CHECKING:
     from jaxsgl.config import Limits
@@ -213,7 +214,8 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
 
     `priority` is ignored unless the server schedules by it: the higher number goes first, or the lower one if the
     server's flags say so. Cached prefixes are shared among requests of an equal `cache_salt` alone. With a `room` this
-    is the leg of the request that this worker computes; without, all of it.
+    is the leg of the request that this worker computes; without, all of it. `media` are its images and video frames in
+    the order of their placeholder tokens.
     """
 
     request_id: str
@@ -222,6 +224,7 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     priority: int = 0
     cache_salt: str = ""
     room: Rendezvous | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 def check_counts(stop_token_ids: Sized, stop: Sized, logit_bias: Sized) -> None:
@@ -247,6 +250,7 @@ def check_request(request: Request, limits: Limits) -> None:
         raise InvalidRequest("the prompt is empty: send at least one token")
     check_prompt_len(prompt_len, limits.context_length)
     check_token_ids("prompt", request.prompt_ids, limits.vocab_size)
+    check_media(request.media, request.prompt_ids, limits.media)
     check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", tuple(request.sampling.logit_bias), limits.vocab_size)
     asked = request.sampling.max_tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMON = {"config", "disaggregation", "host_kv_config", "flags", "request", "errors", "logs", "stacks"}
+COMMON = {"config", "disaggregation", "host_kv_config", "flags", "media", "request", "errors", "logs", "stacks"}
 ALLOWED = {
     "text": {"messages"},
     "frontend": {"messages", "weight_messages", "tier_messages", "ipc", "step_times", "text"},

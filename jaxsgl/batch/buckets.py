@@ -29,6 +29,7 @@ from jaxsgl.batch.sampling import Variant
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config import EngineConfig, Limits
 from jaxsgl.errors import ConfigError
+from jaxsgl.media import MediaLimits
 
 MIN_EXTEND_TOKENS = 16
 VARIANTS = (Variant(False), Variant(True), Variant(True, filtered=True), Variant(True, featured=True))
@@ -49,6 +50,7 @@ class Capacity:
       max_extend_tokens: the most tokens of one extend step.
       vocab_size: size of the vocabulary.
       whole_prompts: each prompt is extended in one step; else long ones are cut into chunks.
+      media: images and video frames of a request; None: the model has no vision tower.
     """
 
     page_size: int
@@ -58,6 +60,7 @@ class Capacity:
     max_extend_tokens: int
     vocab_size: int
     whole_prompts: bool = False
+    media: MediaLimits | None = None
 
     @property
     def max_mixed_decodes(self) -> int:
@@ -77,7 +80,7 @@ class Capacity:
     @property
     def limits(self) -> Limits:
         """The limits that requests are checked against."""
-        return Limits(self.vocab_size, self.context_length, self.pool_tokens)
+        return Limits(self.vocab_size, self.context_length, self.pool_tokens, self.media)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxsgl.frontend.prefix_index import PrefixIndex, page_ends, page_names
+from jaxsgl.media import hash_ids
 from jaxsgl.request import Request
 
 MIN_CACHED_SHARE = 0.3  # of the prompt's pages; with less cached, the least loaded replica is as good
@@ -84,7 +85,8 @@ class Router:
 
     def send(self, request: Request, loads: Sequence[ReplicaLoad | None], rank: int | None = None) -> int:
         """Returns the replica for `request`, which is to be sent there: `rank` if given. `loads` are as in `choose`."""
-        names = page_names(request.prompt_ids, self._page_size, request.cache_salt)
+        ids = hash_ids(request.prompt_ids, request.media).tolist() if request.media else request.prompt_ids
+        names = page_names(ids, self._page_size, request.cache_salt)
         chosen = choose(names, self._index, loads) if rank is None else rank
         self._index.add(chosen, names)
         return chosen

@@ -69,7 +69,7 @@ class Copies:
 
     def name_pages(self, req: Req) -> None:
         """Names the full pages of all that is known of `req`."""
-        extend_names(req.page_names, as_pages(req.known_ids, self._state.cache.page_size), req.namespace)
+        extend_names(req.page_names, as_pages(req.hash_ids, self._state.cache.page_size), req.namespace)
 
     def begin_load(self, admission: Admission) -> tuple[list[HostPage], float]:
         """Pins the pages that a request is to load; returns them, and the time until which it waits for them."""

@@ -125,7 +125,7 @@ class PrefixesInProgress:
 
     def add(self, claim: Claim) -> None:
         """Adds the prompt of a request that extends in the step that is being planned."""
-        ids = claim.req.known_ids
+        ids = claim.req.hash_ids
         start, stop = self._next_pages(claim.num_shared)
         if stop <= len(ids):
             key = (claim.req.namespace, start, ids[start:stop].tobytes())

@@ -30,6 +30,7 @@ from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
+from jaxsgl.media import MediaItem, hash_ids
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import MAX_SEED, FinishReason, Request
 
@@ -64,7 +65,8 @@ class Req:
       wants_scores: whether its replies carry log-probabilities.
       is_featured: whether the featured program samples for it.
       leader: sample 0 of the same request, whose prompt it waits for; None for sample 0 itself.
-      prompt_ids: `[n]` int32; one array shared by all samples.
+      prompt_ids: `[n]` int32, what steps embed; one array shared by all samples.
+      media: its images and video frames, whose placeholder tokens are among `prompt_ids`.
       output_ids: tokens read from the device so far.
       max_new_tokens: tokens it may generate, capped by context and pool.
       kv_len: tokens whose KV is stored or will be stored by steps in flight.
@@ -84,6 +86,7 @@ class Req:
     """
 
     __slots__ = (
+        "_prompt_hash_ids",
         "_prompt_logprobs",
         "cached_tokens",
         "extend_to",
@@ -96,6 +99,7 @@ class Req:
         "lease_number",
         "load_until_s",
         "max_new_tokens",
+        "media",
         "namespace",
         "num_ahead",
         "num_launched",
@@ -130,6 +134,10 @@ class Req:
         self.wants_scores = request.sampling.logprobs is not None or request.sampling.prompt_logprobs is not None
         self.is_featured = request.sampling.edits_logits or request.sampling.logprobs is not None
         self.prompt_ids: IntArray = leader.prompt_ids if leader else np.array(request.prompt_ids, dtype=np.int32)
+        self.media: tuple[MediaItem, ...] = request.media
+        self._prompt_hash_ids: IntArray = self.prompt_ids
+        if request.media:
+            self._prompt_hash_ids = leader._prompt_hash_ids if leader else hash_ids(self.prompt_ids, request.media)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
@@ -169,15 +177,18 @@ class Req:
 
     @property
     def known_ids(self) -> IntArray:
-        """Prompt and output so far."""
-        if not self.output_ids:
-            return self.prompt_ids
-        return np.concatenate((self.prompt_ids, np.array(self.output_ids, dtype=np.int32)))
+        """Prompt and output so far, as steps embed them."""
+        return self._with_output(self.prompt_ids)
+
+    @property
+    def hash_ids(self) -> IntArray:
+        """Prompt and output so far, as the prefix cache compares them: the same unless there is media."""
+        return self._with_output(self._prompt_hash_ids)
 
     @property
     def matchable_ids(self) -> IntArray:
-        """Tokens whose KV may come from the prefix cache; none if their logits are wanted."""
-        return self.prompt_ids[:0] if self.scores_prompt else self.known_ids
+        """The `hash_ids` of tokens whose KV may come from the prefix cache; none if their logits are wanted."""
+        return self.prompt_ids[:0] if self.scores_prompt else self.hash_ids
 
     @property
     def extend_left(self) -> int:
@@ -211,8 +222,8 @@ class Req:
         return self.state is State.RUNNING and self.num_launched < self.max_new_tokens
 
     def stored_ids(self) -> IntArray:
-        """Known token ids whose KV is stored or in flight: what may be shared."""
-        return self.known_ids[: self.kv_len]
+        """The `hash_ids` of tokens whose KV is stored or in flight: what may be shared."""
+        return self.hash_ids[: self.kv_len]
 
     def targets(self, start: int, stop: int) -> IntArray | None:
         """`[stop - start]` the prompt token behind each of a chunk's tokens, if its log-probability is wanted.
@@ -310,6 +321,9 @@ class Req:
         self.lease_number += 1
         lease, self.lease = self.lease, None
         return lease
+
+    def _with_output(self, ids: IntArray) -> IntArray:
+        return np.concatenate((ids, np.array(self.output_ids, dtype=np.int32))) if self.output_ids else ids
 
     def _move(self, state: State) -> None:
         assert state in TRANSITIONS[self.state], f"{self.key}: {self.state} can't become {state}"

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 1 << 16
@@ -37,9 +38,9 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     prompt_hash: int
 
 
-def room_of(number: int, prompt_ids: Sequence[int]) -> Room:
-    """Returns the room of a request."""
-    return Room(number, zlib.crc32(np.asarray(prompt_ids, dtype=np.int32).tobytes()))
+def room_of(number: int, hash_ids: Sequence[int] | npt.NDArray[np.int32]) -> Room:
+    """Returns the room of a request, whose prompt's `hash_ids` tell its images apart, too."""
+    return Room(number, zlib.crc32(np.asarray(hash_ids, dtype=np.int32).tobytes()))
 
 
 class Geometry(msgspec.Struct, frozen=True):

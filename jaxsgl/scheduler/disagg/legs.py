@@ -25,6 +25,7 @@ from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, full_pages
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.disaggregation import TransferLoad
+from jaxsgl.media import hash_ids
 from jaxsgl.messages import Abort, Load, Refusal, Reply
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.scheduler.budget import pages_held_for
@@ -370,9 +371,9 @@ class DecodeScheduler(LegScheduler):
 
 
 def _ids_and_namespace(request: Request) -> tuple[IntArray, bytes]:
-    return np.array(request.prompt_ids, dtype=np.int32), namespace_of(request.cache_salt)
+    return hash_ids(request.prompt_ids, request.media), namespace_of(request.cache_salt)
 
 
 def _room_of(request: Request) -> Room:
     assert request.room is not None
-    return room_of(request.room.number, request.prompt_ids)
+    return room_of(request.room.number, hash_ids(request.prompt_ids, request.media))

@@ -1,0 +1,195 @@
+"""Images and video frames of a request as values: pixels, where their placeholder tokens stand, and what names them.
+
+Two arrays of ids follow from a request: the step embeds `prompt_ids`, in which all images look alike (placeholder
+tokens); prefix cache, KV events, host tier and router compare `hash_ids`, in which each placeholder is replaced by a
+number made of the image's digest. So a prompt with another image never shares KV behind its first placeholder.
+
+Owns these values and their checks. Never knows files, protocols or devices. The front end (or `LLM`) makes the values,
+the scheduler hashes them, the engine encodes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.errors import InvalidRequest
+
+DIGEST_BYTES = 32
+CHANNELS = 3
+FIRST_HASH_ID = 1 << 20  # above all token ids, so that no text looks like an image
+_NUM_HASH_IDS = (1 << 31) - FIRST_HASH_ID
+_SGLANG_FIRST_PAD_ID = 1_000_000
+_SGLANG_PAD_IDS = 1 << 30
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+Grid: TypeAlias = tuple[int, int, int]
+
+
+class MediaItem(msgspec.Struct, frozen=True, array_like=True):
+    """A still image, or one temporal patch of a video (its frames by twos, as the model takes them).
+
+    A video of n temporal patches is n items, since the tower looks at each of them alone and each has placeholder
+    tokens of its own, behind its timestamp.
+
+    Attributes:
+      digest: SHA-256 of the pixels, the grid and the processor's settings; see `digest_of`.
+      offset, length: of its placeholder tokens in the prompt.
+      grid: (t, h, w) in patches. t is 1.
+      pixels: uint8 `[t * h * w, channels * temporal * patch * patch]`, the patches in the order of the model's merges;
+        see `patches_of`. They are RGB, resized, and not normalized yet.
+      pad_id: stands for each of its tokens among the `hash_ids`; None: numbers that are drawn from `digest`.
+    """
+
+    digest: bytes
+    offset: int
+    length: int
+    grid: Grid
+    pixels: bytes
+    pad_id: int | None = None
+
+    @property
+    def num_patches(self) -> int:
+        """Patches that the tower encodes."""
+        t, h, w = self.grid
+        return t * h * w
+
+    @property
+    def stop(self) -> int:
+        """The position behind its last placeholder token."""
+        return self.offset + self.length
+
+
+class MediaLimits(msgspec.Struct, frozen=True):
+    """What a model with a vision tower takes, and how much of it in one request.
+
+    Attributes:
+      image_token_id, video_token_id: the placeholder tokens of images, and of video frames.
+      patch_size, temporal_patch_size: pixels along the sides of a patch, and frames in it.
+      merge_size: patches along the sides of the square that becomes one token.
+      max_items: images and temporal patches of videos of a request.
+      max_patches: of one item.
+      max_request_patches: of all items of a request.
+    """
+
+    image_token_id: int
+    video_token_id: int
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    max_items: int = 256
+    max_patches: int = 16384
+    max_request_patches: int = 65536
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of `MediaItem.pixels` for each patch."""
+        return CHANNELS * self.temporal_patch_size * self.patch_size**2
+
+
+def patches_of(item: MediaItem) -> npt.NDArray[np.uint8]:
+    """Returns the item's pixels as `[num_patches, channels * temporal * patch * patch]`, a read-only view."""
+    return np.frombuffer(item.pixels, dtype=np.uint8).reshape(item.num_patches, -1)
+
+
+def digest_of(pixels: bytes, grid: Grid, settings: str) -> bytes:
+    """Returns the name of an item: the same for the same pixels, grid and settings of the processor, in any process."""
+    digest = hashlib.sha256(f"jaxsgl media {settings} {grid}\n".encode())
+    digest.update(pixels)
+    return digest.digest()
+
+
+def sglang_pad_id(digest: bytes) -> int:
+    """Returns the number that SGLang's formula makes of a hash: routers that know it find the same prefixes.
+
+    Two images get the same one with a probability of 2**-30, so that one in 39,000 images has a twin at even odds.
+    """
+    return _SGLANG_FIRST_PAD_ID + int.from_bytes(digest[:8], "big") % _SGLANG_PAD_IDS
+
+
+def hash_ids(prompt_ids: Sequence[int] | IntArray, media: Sequence[MediaItem]) -> IntArray:
+    """Returns `[n]` what the prefix cache compares instead of `prompt_ids`: equal to them where there is no media.
+
+    A placeholder's number depends on its item and on its place in the item; it is at least `FIRST_HASH_ID`.
+    """
+    ids = np.array(prompt_ids, dtype=np.int32)
+    for item in media:
+        ids[item.offset : item.stop] = _drawn_ids(item) if item.pad_id is None else item.pad_id
+    return ids
+
+
+def _drawn_ids(item: MediaItem) -> IntArray:
+    drawn = hashlib.shake_256(item.digest).digest(4 * item.length)
+    return (np.frombuffer(drawn, dtype="<u4") % _NUM_HASH_IDS + FIRST_HASH_ID).astype(np.int32)
+
+
+def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: MediaLimits | None) -> None:
+    """Raises `InvalidRequest` unless the model takes `media`, and all placeholders of the prompt belong to an item."""
+    if limits is None:
+        if media:
+            raise InvalidRequest(
+                f"the request has {len(media)} images or video frames, but the model takes text alone: leave them out, "
+                "or ask a server whose model has a vision tower"
+            )
+        return
+    if len(media) > limits.max_items:
+        raise InvalidRequest(
+            f"the request has {len(media)} images and frame pairs, but may have {limits.max_items}: send fewer"
+        )
+    end = num_patches = 0
+    for number, item in enumerate(media):
+        _check_item(f"image {number}", item, prompt_ids, limits)
+        if item.offset < end:
+            raise InvalidRequest(f"image {number} begins at token {item.offset}, but the one before ends at {end}")
+        end = item.stop
+        num_patches += item.num_patches
+    if num_patches > limits.max_request_patches:
+        raise InvalidRequest(
+            f"the request's images have {num_patches} patches, but may have {limits.max_request_patches}: send fewer "
+            "or smaller ones"
+        )
+    placeholders = prompt_ids.count(limits.image_token_id) + prompt_ids.count(limits.video_token_id)
+    expected = sum(item.length for item in media)
+    if placeholders != expected:
+        raise InvalidRequest(
+            f"the prompt has {placeholders} placeholder tokens, but its images have {expected}: write no placeholders "
+            "besides them"
+        )
+
+
+def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: MediaLimits) -> None:
+    t, h, w = item.grid
+    merge = limits.merge_size
+    if t != 1 or h < merge or w < merge or h % merge or w % merge:
+        raise InvalidRequest(f"{name} has the grid {item.grid}, but must have (1, h, w) in multiples of {merge}")
+    if item.num_patches > limits.max_patches:
+        raise InvalidRequest(
+            f"{name} has {item.num_patches} patches of {limits.patch_size} x {limits.patch_size} pixels, but may have "
+            f"{limits.max_patches}: send a smaller one"
+        )
+    num_bytes = item.num_patches * limits.patch_bytes
+    if len(item.pixels) != num_bytes:
+        raise InvalidRequest(
+            f"{name} has {len(item.pixels)} bytes of pixels, but its grid {item.grid} needs {num_bytes}"
+        )
+    if len(item.digest) != DIGEST_BYTES:
+        raise InvalidRequest(f"{name} has a digest of {len(item.digest)} bytes, but SHA-256 has {DIGEST_BYTES}")
+    num_tokens = item.num_patches // merge**2
+    if item.length != num_tokens:
+        raise InvalidRequest(
+            f"{name} has {item.length} placeholder tokens, but its grid {item.grid} needs {num_tokens}"
+        )
+    if item.offset < 0 or item.stop > len(prompt_ids):
+        raise InvalidRequest(
+            f"{name} stands at tokens {item.offset} to {item.stop - 1}, but the prompt has {len(prompt_ids)}"
+        )
+    kinds = set(prompt_ids[item.offset : item.stop])
+    if len(kinds) != 1 or not kinds <= {limits.image_token_id, limits.video_token_id}:
+        raise InvalidRequest(
+            f"{name} stands at tokens {item.offset} to {item.stop - 1}, but not all of these are placeholders"
+        )

@@ -1,0 +1,114 @@
+"""Images and video frames as values: what names them, and which of them are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxsgl.config import Limits
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.media import FIRST_HASH_ID, Grid, MediaItem, MediaLimits, check_media, digest_of, hash_ids, patches_of
+from jaxsgl.media import sglang_pad_id as pad_id_of
+from jaxsgl.request import Request, SamplingParams, check_request
+
+IMAGE, VIDEO = 90, 91
+LIMITS = MediaLimits(IMAGE, VIDEO, patch_size=4, max_items=3, max_patches=64, max_request_patches=96)
+
+
+def item(offset: int = 2, grid: Grid = (1, 4, 6), fill: int = 7) -> MediaItem:
+    num_patches = grid[0] * grid[1] * grid[2]
+    pixels = bytes([fill]) * (num_patches * LIMITS.patch_bytes)
+    return MediaItem(digest_of(pixels, grid, "s"), offset, num_patches // 4, grid, pixels)
+
+
+def prompt_with(media: Sequence[MediaItem], num_tokens: int = 40) -> list[int]:
+    ids = list(range(num_tokens))
+    for image in media:
+        ids[image.offset : image.stop] = [IMAGE] * image.length
+    return ids
+
+
+def test_hash_ids_differ_from_the_prompt_at_placeholders_alone() -> None:
+    image = item()
+    ids = prompt_with([image])
+    hashed = hash_ids(ids, [image])
+    assert hashed.dtype == np.int32
+    inside = slice(image.offset, image.stop)
+    assert (hashed[inside] >= FIRST_HASH_ID).all() and len(set(hashed[inside].tolist())) == image.length
+    assert hashed[: image.offset].tolist() == ids[: image.offset]
+    assert hashed[image.stop :].tolist() == ids[image.stop :]
+    assert hash_ids(ids, ()).tolist() == ids
+
+
+def test_equal_images_have_equal_hash_ids_wherever_they_stand_and_other_images_have_others() -> None:
+    one, moved, other = item(offset=2), item(offset=9), item(offset=2, fill=8)
+    ids = {name: hash_ids(prompt_with([image]), [image]) for name, image in (("a", one), ("b", moved), ("c", other))}
+    assert ids["a"][2:8].tolist() == ids["b"][9:15].tolist()
+    assert not set(ids["a"][2:8].tolist()) & set(ids["c"][2:8].tolist())
+
+
+def test_a_digest_depends_on_pixels_grid_and_settings() -> None:
+    assert len({digest_of(b"ab", (1, 2, 2), "s"), digest_of(b"ac", (1, 2, 2), "s"), digest_of(b"ab", (1, 2, 4), "s"),
+                digest_of(b"ab", (1, 2, 2), "t")}) == 4  # fmt: skip
+
+
+def test_a_pad_id_stands_for_every_token_of_its_image() -> None:
+    image = item()
+    pad_id = pad_id_of(image.digest)
+    assert 1_000_000 <= pad_id < 1_000_000 + 2**30
+    hashed = hash_ids(prompt_with([image]), [msgspec.structs.replace(image, pad_id=pad_id)])
+    assert set(hashed[image.offset : image.stop].tolist()) == {pad_id}
+
+
+def test_patches_are_a_view_of_the_pixels() -> None:
+    image = item()
+    assert patches_of(image).shape == (24, LIMITS.patch_bytes)
+    assert np.shares_memory(patches_of(image), np.frombuffer(image.pixels, np.uint8))
+
+
+def test_a_request_with_media_travels_unchanged() -> None:
+    image = item()
+    request = Request("a", prompt_with([image]), SamplingParams(), media=(image,))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+
+
+def test_media_that_fit_are_taken_by_models_with_a_tower_alone() -> None:
+    image = item()
+    request = Request("a", prompt_with([image]), SamplingParams(max_tokens=4), media=(image,))
+    check_request(request, Limits(100, 64, 64, LIMITS))
+    with pytest.raises(InvalidRequest, match="1 images or video frames, but the model takes text alone"):
+        check_request(request, Limits(100, 64, 64))
+
+
+replace = msgspec.structs.replace
+WRONG = {
+    "placeholder tokens, but its grid": [replace(item(), length=5)],
+    "bytes of pixels, but its grid": [replace(item(), pixels=b"ab")],
+    "multiples of 2": [item(grid=(1, 3, 8))],
+    r"must have \(1, h, w\)": [item(grid=(2, 2, 2))],
+    "patches of 4 x 4 pixels, but may have 64": [item(grid=(1, 8, 10))],
+    "stands at tokens": [item(offset=36)],
+    "stands at tokens -": [item(offset=-3)],
+    "not all of these are placeholders": [replace(item(), offset=3)],
+    "the one before ends at 8": [item(2), item(2)],
+    "but may have 3": [item(0, (1, 2, 2)), item(1, (1, 2, 2)), item(2, (1, 2, 2)), item(3, (1, 2, 2))],
+    "have 112 patches, but may have 96": [item(0, (1, 8, 8)), item(16, (1, 8, 6))],
+    "a digest of 3 bytes": [replace(item(), digest=b"abc")],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_media_is_refused_with_the_limit(message: str) -> None:
+    media = WRONG[message]
+    kept = [item()] if "not all" in message else media
+    with pytest.raises(InvalidRequest, match=message):
+        check_media(media, prompt_with([image for image in kept if 0 <= image.offset < 36]), LIMITS)
+
+
+def test_placeholders_without_an_image_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="the prompt has 1 placeholder tokens, but its images have 0"):
+        check_media((), [1, VIDEO, 2], LIMITS)
+    check_media((), [1, VIDEO, 2], None)
