@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["LLM", "EngineConfig", "SamplingParams"]
 __version__ = "0.1.0"
 
-_HOME = {"LLM": "jaxsgl.llm", "EngineConfig": "jaxsgl.config", "SamplingParams": "jaxsgl.request"}
+_HOME = {"LLM": "jaxsgl.llm", "EngineConfig": "jaxsgl.config", "SamplingParams": "jaxsgl.sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,8 @@ from jaxsgl.engine.residents import Tree
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine, TokenLogprob
 from jaxsgl.models import Params
-from jaxsgl.request import Request, SamplingParams, check_request
+from jaxsgl.request import Request, check_request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.text.sample import Piece, Sample, join
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer

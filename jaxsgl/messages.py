@@ -14,10 +14,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION, Limits
-from jaxsgl.disaggregation import TransferLoad
+from jaxsgl.config import Limits
+from jaxsgl.load import Load
 from jaxsgl.request import FinishReason, Request
-from jaxsgl.tier_messages import HostLoad
 from jaxsgl.weight_messages import WeightOrder
 
 PARENT_LINE = 0  # of the process that started the engine; other front-end processes have the lines 1, 2, ...
@@ -212,71 +211,6 @@ class CacheEvents(msgspec.Struct, frozen=True, tag="cache_events"):
 
     events: list[CacheEvent]
     number: int | None = None
-
-
-class Totals(msgspec.Struct, array_like=True):
-    """Counters since the start of the engine. The scheduler counts; a `Load` carries a copy.
-
-    Attributes:
-      prompt_tokens: of admitted samples.
-      cached_prompt_tokens: of those, found in the prefix cache.
-      output_tokens: read from the device.
-      steps: launched; several decode steps in one program are one.
-      decode_rows, decode_rows_padded: sequences of decode steps, and rows of their programs, of each of several steps.
-      extend_tokens, extend_tokens_padded: likewise tokens of extend steps.
-      retractions: running samples that were taken back to the queue.
-      short_of_tokens, short_of_rows, short_of_chunk: steps at which requests waited for room in pool, batch, step.
-      recompiles: programs compiled while serving; more than 0 is a bug.
-      leaks: pages, rows and locks that the leak check found lost or in two places; more than 0 is a bug.
-      failed_requests: requests that were ended because the work for them raised an exception; more than 0 is a bug.
-    """
-
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    output_tokens: int = 0
-    steps: int = 0
-    decode_rows: int = 0
-    decode_rows_padded: int = 0
-    extend_tokens: int = 0
-    extend_tokens_padded: int = 0
-    retractions: int = 0
-    short_of_tokens: int = 0
-    short_of_rows: int = 0
-    short_of_chunk: int = 0
-    recompiles: int = 0
-    leaks: int = 0
-    failed_requests: int = 0
-
-
-class Load(msgspec.Struct, frozen=True, array_like=True):
-    """How busy the engine is after a turn of the loop.
-
-    Attributes:
-      num_running, num_waiting: samples that hold a row, and samples that wait for admission.
-      waiting_tokens: prompt tokens of those, cached or not.
-      used_tokens: KV slots in pages that running samples own or lock.
-      cached_tokens: KV slots in pages that only the prefix cache holds; they are evicted when needed.
-      num_retracted: waiting samples that have run before.
-      paused: nothing is launched until generation is continued.
-      totals: counters.
-      step_times: how long steps took since the start, for step_times.py: packed, since only a scrape reads it.
-      weight_version: of the weights that made the tokens that come with this load, and of those served now.
-      transfer: of a prefill or decode worker. Its requests on the way count as waiting too.
-      host: the host tier.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    waiting_tokens: int = 0
-    used_tokens: int = 0
-    cached_tokens: int = 0
-    num_retracted: int = 0
-    paused: bool = False
-    totals: Totals = msgspec.field(default_factory=Totals)
-    step_times: bytes = b""
-    weight_version: str = DEFAULT_WEIGHT_VERSION
-    transfer: TransferLoad | None = None
-    host: HostLoad = msgspec.field(default_factory=HostLoad)
 
 
 class RefusalKind(enum.Enum):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxsgl.load import Load
 from jaxsgl.messages import (
     PARENT_LINE,
     Abort,
@@ -25,7 +26,6 @@ from jaxsgl.messages import (
     EngineInfo,
     EngineReady,
     FromEngine,
-    Load,
     News,
     OpenLine,
     Refusal,

@@ -28,8 +28,9 @@ from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
 from jaxsgl.fake_device import FakePageTable, FakePool
-from jaxsgl.messages import Load, News, Replies, Reply, Shutdown, ToEngine
-from jaxsgl.request import MAX_TOP_LOGPROBS
+from jaxsgl.load import Load
+from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
+from jaxsgl.sampling_params import MAX_TOP_LOGPROBS
 from jaxsgl.scheduler.plan import SchedulerState
 from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req

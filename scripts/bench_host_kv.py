@@ -25,7 +25,8 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.host_kv_config import WRITE_POLICIES, HostKvConfig
 from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.wiring import build_scheduler

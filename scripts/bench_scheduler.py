@@ -22,7 +22,8 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.pages import as_pages, pages_for
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.config import SchedulingConfig
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 
 

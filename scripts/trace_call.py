@@ -34,7 +34,8 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.ipc import Endpoints, EngineMailbox
 from jaxsgl.messages import FromEngine, News, Replies, Shutdown, ToEngine
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 

@@ -10,16 +10,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMON = {"config", "disaggregation", "host_kv_config", "flags", "media", "request", "errors", "logs", "stacks"}
+COMMON = {
+    "config",
+    "disaggregation",
+    "host_kv_config",
+    "flags",
+    "bounds",
+    "media",
+    "sampling_params",
+    "request",
+    "errors",
+    "logs",
+    "stacks",
+}
 ALLOWED = {
     "text": {"messages"},
-    "frontend": {"messages", "weight_messages", "tier_messages", "ipc", "step_times", "text"},
+    "frontend": {"server_config", "messages", "weight_messages", "load", "ipc", "step_times", "text"},
     "scheduler": {
         "cache",
         "batch",
         "messages",
         "weight_messages",
-        "tier_messages",
+        "load",
         "step_times",
         "transfer.frames",
         "transfer.wire",

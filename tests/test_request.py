@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

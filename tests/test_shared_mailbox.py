@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxsgl.config import Limits
+from jaxsgl.load import Load, Totals
 from jaxsgl.messages import (
     PARENT_LINE,
     Abort,
@@ -16,7 +17,6 @@ from jaxsgl.messages import (
     EngineReady,
     FlushCache,
     FromEngine,
-    Load,
     OpenLine,
     Ping,
     Refusal,
@@ -24,12 +24,12 @@ from jaxsgl.messages import (
     Replies,
     Reply,
     ToMailbox,
-    Totals,
     WatchCache,
     Withdraw,
     first_number,
 )
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.shared_mailbox import LOAD_S, SharedMailbox
 
 INFO = EngineInfo(

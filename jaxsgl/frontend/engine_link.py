@@ -20,6 +20,7 @@ import msgspec
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
 from jaxsgl.frontend.reply_stream import MAX_UNREAD, ReplyStream
 from jaxsgl.ipc import Endpoints, EngineLine
+from jaxsgl.load import Load
 from jaxsgl.messages import (
     Abort,
     AbortMatching,
@@ -29,7 +30,6 @@ from jaxsgl.messages import (
     EngineInfo,
     EngineReady,
     FromEngine,
-    Load,
     News,
     Ping,
     Replies,

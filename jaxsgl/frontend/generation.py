@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from jaxsgl import logs
-from jaxsgl.config import ServerConfig
 from jaxsgl.disaggregation import ALL_IN_ONE
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.access import Access, cache_namespace
@@ -27,7 +26,9 @@ from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
-from jaxsgl.request import Rendezvous, Request, SamplingParams, check_num_scores, check_request
+from jaxsgl.request import Rendezvous, Request, check_num_scores, check_request
+from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.server_config import ServerConfig
 from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.prompts import Prompt, tokenize_all
 from jaxsgl.text.sample import End, Piece, Sample, join

@@ -10,7 +10,8 @@ import msgspec
 
 from jaxsgl.disaggregation import ALL_IN_ONE
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.request import Rendezvous, SamplingParams
+from jaxsgl.request import Rendezvous
+from jaxsgl.sampling_params import SamplingParams
 
 MAX_HOST_CHARS = 255
 MAX_ROOM = (1 << 63) - 1

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from jaxsgl.messages import Load, StageTimes
+from jaxsgl.load import Load
+from jaxsgl.messages import StageTimes
 from jaxsgl.request import FinishReason
 from jaxsgl.step_times import STEP_BOUNDS_S, unpack
 from jaxsgl.text.sample import End

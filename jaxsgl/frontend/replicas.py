@@ -20,10 +20,10 @@ from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Replica
 from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.frontend.router import ReplicaLoad, Router
-from jaxsgl.messages import Answer, Command, EngineInfo, Load, Ping, Totals
+from jaxsgl.load import HostLoad, Load, Totals
+from jaxsgl.messages import Answer, Command, EngineInfo, Ping
 from jaxsgl.request import Request
 from jaxsgl.step_times import merged as merged_times
-from jaxsgl.tier_messages import HostLoad
 
 STATES = ("ready", "paused", "stuck", "draining", "loading", "dead")  # the state of all is that of the first of these
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxsgl import logs
-from jaxsgl.config import ServerConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.certificates import load_certificate
 from jaxsgl.frontend.exposition import StatusLine
@@ -35,6 +34,7 @@ from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.watchdog import watch
 from jaxsgl.frontend.workers import Workers
+from jaxsgl.server_config import ServerConfig
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 GRACE_S = 0.2  # calls that arrive at the end get an error that says why; a stopped gRPC server would say CANCELLED

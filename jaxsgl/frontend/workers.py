@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import Any
 
 from jaxsgl import logs
-from jaxsgl.config import ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.child_process import how_it_ended, start_child
 from jaxsgl.frontend.counts import Counts, counts_of, summed
@@ -46,6 +45,7 @@ from jaxsgl.frontend.worker_channel import (
     parents_end,
 )
 from jaxsgl.messages import PARENT_LINE, CloseLine, EngineInfo, OpenLine
+from jaxsgl.server_config import ServerConfig
 
 WORKER_COMMAND = (sys.executable, "-m", "jaxsgl.frontend.worker")
 MAX_DEATHS = 3  # of workers within DEATHS_S; one more ends the server

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.config import SchedulingConfig
-from jaxsgl.messages import Totals
+from jaxsgl.load import HostLoad, Totals
 from jaxsgl.scheduler.budget import NewTokenRatio, PageCount
 from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.latency import Latency
@@ -21,7 +21,6 @@ from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable
-from jaxsgl.tier_messages import HostLoad
 
 
 class NoRoom(enum.Enum):

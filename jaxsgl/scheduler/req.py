@@ -32,7 +32,8 @@ from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.media import MediaItem, hash_ids
 from jaxsgl.messages import TokenLogprob
-from jaxsgl.request import MAX_SEED, FinishReason, Request
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import MAX_SEED
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -33,9 +32,11 @@ from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
-from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Reply, Totals
-from jaxsgl.request import FinishReason, Request, max_new_tokens
+from jaxsgl.load import HostLoad, Load, Totals
+from jaxsgl.messages import Abort, Reply
+from jaxsgl.request import Request
 from jaxsgl.scheduler.apply import Applier, MakeBuilder
+from jaxsgl.scheduler.arrivals import Arrivals
 from jaxsgl.scheduler.budget import NewTokenRatio
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure
@@ -45,11 +46,10 @@ from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.queue_limits import QueueLimits
-from jaxsgl.scheduler.req import Req, State
+from jaxsgl.scheduler.req import State
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.retraction_warning import RetractionWarning
 from jaxsgl.scheduler.stopwatch import Stopwatch
-from jaxsgl.tier_messages import HostLoad
 
 NO_SCORES = StepScores()
 NO_HOST = HostLoad()
@@ -111,13 +111,11 @@ class Scheduler:
         tier: HostTier | None = None,
         loads: LoadRule | None = None,
     ) -> None:
-        self._limits = capacity.limits
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._seeds = random.Random(random_seed)
-        if len(self._eos_token_ids) > MAX_EOS_TOKEN_IDS:
+        eos_token_ids = frozenset(eos_token_ids)
+        if len(eos_token_ids) > MAX_EOS_TOKEN_IDS:
             raise CheckpointError(
-                f"the model has {len(self._eos_token_ids)} EOS tokens, but {MAX_EOS_TOKEN_IDS} are the most: shorten "
+                f"the model has {len(eos_token_ids)} EOS tokens, but {MAX_EOS_TOKEN_IDS} are the most: shorten "
                 "eos_token_id in its generation_config.json"
             )
         table = PageTable(capacity.num_rows, capacity.max_pages_per_seq)
@@ -147,6 +145,9 @@ class Scheduler:
         builder = make_builder(buckets, table, sampling, capacity.page_size)
         self._copies = None if tier is None or loads is None else Copies(self.state, tier, loads, clock)
         self._applier = Applier(self.state, builder, sampling, self._stopwatch, self._copies)
+        self._arrivals = Arrivals(
+            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, self._stopwatch, self._copies
+        )
         self._replies: list[Reply] = []
         self._pauses: set[PauseReason] = set()
 
@@ -197,10 +198,7 @@ class Scheduler:
         """Queues new requests (or refuses them) and ends aborted ones. One for which that fails is ended alone."""
         for message in messages:
             try:
-                if isinstance(message, Abort):
-                    self._abort(message)
-                else:
-                    self._enqueue(message)
+                self._replies += self._arrivals.receive(message)
             except Exception as error:
                 self._fail(message.request_id, error)
 
@@ -296,8 +294,7 @@ class Scheduler:
 
     def abort_all(self) -> None:
         """Ends every request."""
-        for req in self._requests.all():
-            self._end(req, FinishReason.ABORT)
+        self._replies += self._arrivals.abort(self._requests.all())
 
     def retire_cache(self) -> None:
         """Lets no later request find KV that is cached now; running requests keep theirs. For new weights."""
@@ -329,69 +326,10 @@ class Scheduler:
     def _loading(self) -> Iterator[HostPage]:
         return (page for req in self._requests.prefetching.values() for page in req.to_load)
 
-    def _enqueue(self, request: Request) -> None:
-        refusal = self.queue_limits.refusal(request, self._requests)
-        if refusal is not None and refusal.kind is RefusalKind.OVERLOADED and self._make_way(request, refusal):
-            refusal = None
-        if refusal is not None:
-            self._replies.append(Reply(request.request_id, refusal=refusal))
-            return
-        samples = self._samples(request)
-        for i, req in enumerate(samples):
-            req.num_ahead = self.state.num_admitted + len(self._requests.waiting) + i
-        failed = self.state.failed_admission
-        if failed is not None and self.state.policy.may_precede(samples[0], failed.head, self._requests.in_turn()):
-            self.state.failed_admission = None
-        self._requests.add(samples)
-        self._stopwatch.arrived(req.key for req in samples)
-
-    def _samples(self, request: Request) -> list[Req]:
-        """All samples of a request that was not refused; sample 0 leads the others."""
-        sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)
-        max_new = max_new_tokens(request, self._limits)
-        leader = Req(request, max_new, self._eos_token_ids, seed)
-        others = [Req(request, max_new, self._eos_token_ids, seed, index, leader) for index in range(1, sampling.n)]
-        if self._copies is not None:
-            self._copies.name_pages(leader)
-            for req in others:
-                req.page_names = leader.page_names.copy()
-        return [leader, *others]
-
-    def _make_way(self, request: Request, refusal: Refusal) -> bool:
-        """Refuses a waiting request of lower priority than `request` in its place; False if there is none."""
-        if not self.state.config.enable_priority_scheduling:
-            return False
-        policy = self.state.policy
-        lowest = policy.lowest(self._requests.never_admitted())
-        if lowest is None or policy.rank(lowest) <= policy.rank(request):
-            return False
-        self._refuse(lowest.request_id, refusal)
-        return True
-
     def _end_overdue(self) -> None:
-        """Refuses requests that have waited too long, and ends those that have run too long, or loads that have."""
-        if self._copies is not None:
-            self._copies.end_overdue()
-        for request_id, refusal in self._requests.overdue():
-            self._refuse(request_id, refusal)
-
-    def _refuse(self, request_id: str, refusal: Refusal) -> None:
-        """Ends all samples of a request that have not ended."""
-        self._replies.append(Reply(request_id, refusal=refusal))
-        for req in self._requests.samples_of(request_id):
-            self._applier.end(req)
-
-    def _abort(self, message: Abort) -> None:
-        for req in self._requests.samples_of(message.request_id):
-            if message.index is None or message.index == req.index:
-                self._end(req, FinishReason.ABORT)
+        self._replies += self._arrivals.end_overdue()
 
     def _fail(self, request_id: str, error: BaseException | None) -> None:
         """Ends a request for which our work raised `error`. Raises AssertionError if that has damaged the state."""
         self._replies.append(self._applier.fail(request_id, error))
         self.check()
-
-    def _end(self, req: Req, reason: FinishReason) -> None:
-        self._replies.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
-        self._applier.end(req)

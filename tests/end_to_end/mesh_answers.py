@@ -15,7 +15,7 @@ import jax
 
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.llm import LLM, Completion
-from jaxsgl.request import SamplingParams
+from jaxsgl.sampling_params import SamplingParams
 
 NUM_DEVICES = 8
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")

@@ -11,7 +11,8 @@ import numpy as np
 from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Reply, ToEngine
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler

@@ -19,7 +19,8 @@ from jaxsgl.engine import residents
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.weights import load_params
 from tests.checkpoints import (
     FAMILY_KINDS,

@@ -10,7 +10,8 @@ import pytest
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Abort, ContinueGeneration, PauseGeneration, PauseMode, ToEngine
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve, small_pool
 from tests.grids import count

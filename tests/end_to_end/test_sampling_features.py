@@ -16,7 +16,8 @@ import torch
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.messages import Reply, TokenLogprob
-from jaxsgl.request import MAX_LOGIT_BIAS, FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 from jaxsgl.testing import ScriptedMailbox
 from tests import numpy_sampling
 from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, load_reference, make_checkpoint

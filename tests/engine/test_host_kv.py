@@ -12,7 +12,8 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
 from jaxsgl.host_kv_config import HostKvConfig
 from jaxsgl.messages import Reply
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import ScriptedMailbox

@@ -18,7 +18,8 @@ from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.sizing import choose_page_size, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 from tests.engine.conftest import MODEL
 

@@ -21,6 +21,7 @@ from jaxsgl import logs
 from jaxsgl.config import Limits
 from jaxsgl.engine_process import follow_parent, read_launch, set_signals
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
+from jaxsgl.load import Load, Totals
 from jaxsgl.messages import (
     Abort,
     Answer,
@@ -30,7 +31,6 @@ from jaxsgl.messages import (
     DumpState,
     EngineInfo,
     FlushCache,
-    Load,
     PagesStored,
     PauseGeneration,
     PauseMode,
@@ -45,7 +45,6 @@ from jaxsgl.messages import (
     StopProfile,
     ToEngine,
     TokenLogprob,
-    Totals,
     WatchCache,
     Withdraw,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 
-from jaxsgl.config import EngineConfig, ServerConfig
+from jaxsgl.config import EngineConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
@@ -13,6 +13,7 @@ from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import MAX_UNREAD
 from jaxsgl.messages import ToMailbox
+from jaxsgl.server_config import ServerConfig
 
 
 class PlayedLink(EngineLink):

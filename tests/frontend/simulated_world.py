@@ -38,7 +38,8 @@ from jaxsgl.messages import (
     ToMailbox,
     WatchCache,
 )
-from jaxsgl.request import FinishReason, SamplingParams
+from jaxsgl.request import FinishReason
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.testing import generate
 from jaxsgl.text.prompts import IdsPrompt
 from jaxsgl.text.tokenizer import Tokenizer

@@ -21,8 +21,10 @@ from jaxsgl.errors import EngineUnavailable, RequestFailed, TimedOut
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.messages import Abort, Load, Refusal, RefusalKind, Replies, Reply
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.load import Load
+from jaxsgl.messages import Abort, Refusal, RefusalKind, Replies, Reply
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.text.detokenizer import NoText
 
 INFO, LOADS = pb.GetServerInfoRequest(), pb.GetLoadsRequest()

@@ -15,7 +15,7 @@ from server_process import ROOT
 
 from jaxsgl.frontend.exposition import registry_of
 from jaxsgl.frontend.metrics import Metrics
-from jaxsgl.messages import Load
+from jaxsgl.load import Load
 from jaxsgl.step_times import STEP_BOUNDS_S, BucketTimes, pack
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs" / "grafana" / "jaxsgl.json").read_text())

@@ -10,8 +10,10 @@ from jaxsgl.config import Limits
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
-from jaxsgl.messages import Abort, Answer, EngineFailed, EngineInfo, EngineReady, Load, Ping, Replies, Reply, Withdraw
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.load import Load
+from jaxsgl.messages import Abort, Answer, EngineFailed, EngineInfo, EngineReady, Ping, Replies, Reply, Withdraw
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.text.detokenizer import NoText
 
 pytestmark = pytest.mark.unit

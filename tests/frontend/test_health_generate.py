@@ -9,7 +9,8 @@ from http_calls import connect, report
 from played_link import PlayedLink
 from server_process import ServerProcess, ids_request, wait_for
 
-from jaxsgl.messages import Load, Replies, Totals
+from jaxsgl.load import Load, Totals
+from jaxsgl.messages import Replies
 
 
 def test_a_token_of_another_request_is_enough(server: ServerProcess) -> None:

@@ -27,7 +27,8 @@ from jaxsgl.messages import (
     ToEngine,
     first_number,
 )
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.shared_mailbox import SharedMailbox
 
 pytestmark = pytest.mark.unit

@@ -21,7 +21,8 @@ from jaxsgl.errors import Overloaded, TimedOut
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages import Abort, Replies, Reply, ToEngine
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from server_process import ROOT, ServerProcess, ids_request, wait_for
 from jaxsgl.frontend.exposition import TABLE, registry_of
 from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.messages import Load, StageTimes, Totals
+from jaxsgl.load import Load, Totals
+from jaxsgl.messages import StageTimes
 from jaxsgl.request import FinishReason
 from jaxsgl.step_times import BucketTimes, pack
 from jaxsgl.text.sample import End

@@ -10,18 +10,10 @@ from played_link import PlayedLink
 from jaxsgl.config import Limits
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages import (
-    Answer,
-    ContinueGeneration,
-    EngineFailed,
-    EngineInfo,
-    EngineReady,
-    Load,
-    Ping,
-    Replies,
-    Totals,
-)
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.load import Load, Totals
+from jaxsgl.messages import Answer, ContinueGeneration, EngineFailed, EngineInfo, EngineReady, Ping, Replies
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.unit
 

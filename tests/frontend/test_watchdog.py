@@ -16,8 +16,10 @@ from server_process import ServerProcess, ids_request
 
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.watchdog import TICKS, Watchdog
-from jaxsgl.messages import Answer, Load, Ping, Replies, Totals
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.load import Load, Totals
+from jaxsgl.messages import Answer, Ping, Replies
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

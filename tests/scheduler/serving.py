@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.messages import Reply, ToEngine
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import FakeEngine, ScriptedMailbox, generate

@@ -9,7 +9,8 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config import POLICIES, SchedulingConfig
 from jaxsgl.messages import CacheEvents, FlushCache, PagesRemoved, PagesStored, WatchCache
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import FakeEngine, ScriptedMailbox
 from tests.cache_mirror import CacheMirror, cached_prefixes

@@ -10,7 +10,8 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages import Abort, Reply, ToEngine
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler

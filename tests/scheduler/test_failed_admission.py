@@ -14,7 +14,8 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config import POLICIES, SchedulingConfig
 from jaxsgl.messages import Abort
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler import extend_step
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.budget import HORIZON_STEPS, Forecast

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from jaxsgl.messages import Abort, RefusalKind
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.disagg.decode import DecodeState
 from jaxsgl.scheduler.disagg.legs import DecodeScheduler, PrefillScheduler
 from jaxsgl.scheduler.disagg.prefill import PrefillState

@@ -7,8 +7,10 @@ import time
 import msgspec
 import pytest
 
-from jaxsgl.messages import Abort, Load, RefusalKind, ToEngine, Totals
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.load import Load, Totals
+from jaxsgl.messages import Abort, RefusalKind, ToEngine
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from tests.scheduler.serving import capacity, expected, finish_reason, last_reply, new_scheduler, request, serve
 
 both_loops = pytest.mark.parametrize("overlap", [True, False])

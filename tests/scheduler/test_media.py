@@ -9,7 +9,8 @@ import pytest
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.media import MediaItem, MediaLimits, digest_of
 from jaxsgl.messages import CacheEvents, PagesStored, WatchCache
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from tests.scheduler.serving import Script, capacity, expected, last_reply, serve
 
 PLACEHOLDER = 900

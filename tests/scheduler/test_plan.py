@@ -12,7 +12,8 @@ from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.cache.prefix import Peek
 from jaxsgl.config import SchedulingConfig
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.req import Req

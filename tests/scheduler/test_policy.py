@@ -11,7 +11,8 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages import RefusalKind, Reply
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.policy import MAX_OVERTAKEN, MAX_REORDERED
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import FakeEngine

@@ -8,7 +8,8 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config import SchedulingConfig
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.testing import FakeEngine
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected

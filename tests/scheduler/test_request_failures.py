@@ -14,7 +14,8 @@ from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import RefusalKind
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.req import Req

@@ -11,7 +11,8 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.messages import Abort
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.budget import DECAY_STEPS, NewTokenRatio
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.preemption import in_order_of_loss

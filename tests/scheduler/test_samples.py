@@ -8,7 +8,8 @@ import pytest
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.messages import Abort
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.testing import ScriptedMailbox, next_token
 from tests.scheduler.serving import VOCAB, Script, capacity, expected, new_scheduler, request, serve
 

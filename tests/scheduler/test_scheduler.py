@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxsgl.request import MAX_MIN_TOKENS, FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import MAX_MIN_TOKENS, SamplingParams
 from jaxsgl.testing import FakeEngine, generate
 from tests.scheduler.serving import (
     VOCAB,

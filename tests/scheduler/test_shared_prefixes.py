@@ -10,7 +10,8 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.config import POLICIES, SchedulingConfig
 from jaxsgl.messages import Abort
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.policy import MAX_OVERTAKEN
 from jaxsgl.testing import FakeEngine, ScriptedMailbox

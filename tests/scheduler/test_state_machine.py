@@ -35,7 +35,8 @@ from jaxsgl.messages import (
     PauseGeneration,
     PauseMode,
 )
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.control import CacheJournal, Control
 from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.prefetch import LoadRule

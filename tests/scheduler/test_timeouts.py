@@ -10,7 +10,8 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages import Abort, RefusalKind, Reply
-from jaxsgl.request import FinishReason, Request, SamplingParams
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing import FakeEngine, FakeHandle
 from tests.scheduler.serving import capacity, expected, request

@@ -21,7 +21,8 @@ from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.messages import TokenLogprob
-from jaxsgl.request import FinishReason, SamplingParams, check_counts
+from jaxsgl.request import FinishReason
+from jaxsgl.sampling_params import SamplingParams, check_counts
 from jaxsgl.text.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
 

@@ -17,19 +17,17 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxsgl.bounds import Bounds
 from jaxsgl.disaggregation import DEFAULT_PORT
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.legs import rendezvous
-from jaxsgl.request import (
+from jaxsgl.request import MAX_CACHE_SALT_CHARS, PRIORITY_BOUNDS, Rendezvous
+from jaxsgl.sampling_params import (
     BOUNDS,
     LOGIT_BIAS_BOUNDS,
-    MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    PRIORITY_BOUNDS,
-    Bounds,
-    Rendezvous,
     SamplingParams,
 )
 

@@ -16,7 +16,7 @@ from prometheus_client import generate_latest
 from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.exposition import registry_of, registry_of_all
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.request import SamplingParams
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
 
 GENERATE_S = 20.0  # for one token, as in SGLang

@@ -25,8 +25,9 @@ from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, full_pages
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.disaggregation import TransferLoad
+from jaxsgl.load import Load
 from jaxsgl.media import hash_ids
-from jaxsgl.messages import Abort, Load, Refusal, Reply
+from jaxsgl.messages import Abort, Refusal, Reply
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.scheduler.budget import pages_held_for
 from jaxsgl.scheduler.disagg.decode import DecodeRooms, Received

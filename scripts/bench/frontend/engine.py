@@ -14,19 +14,8 @@ from bench.frontend.plan import Plan, write_whole
 from jaxsgl.config import BUNDLED_MODEL, Limits
 from jaxsgl.engine_process import follow_parent, read_launch, set_signals
 from jaxsgl.ipc import EngineMailbox, open_mailbox
-from jaxsgl.messages import (
-    Abort,
-    Answer,
-    CacheEvents,
-    EngineInfo,
-    Load,
-    Replies,
-    Reply,
-    Shutdown,
-    Totals,
-    WatchCache,
-    line_of,
-)
+from jaxsgl.load import Load, Totals
+from jaxsgl.messages import Abort, Answer, CacheEvents, EngineInfo, Replies, Reply, Shutdown, WatchCache, line_of
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.shared_mailbox import SharedMailbox
 

@@ -24,7 +24,8 @@ from jaxsgl.batch.buckets import Capacity, buckets_of
 from jaxsgl.config import EngineConfig
 from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.models import ModelArch
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 

@@ -17,7 +17,8 @@ from jaxsgl.disaggregation import DEFAULT_PORT
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.messages import TokenLogprob
-from jaxsgl.request import FinishReason, Rendezvous, SamplingParams, check_counts
+from jaxsgl.request import FinishReason, Rendezvous
+from jaxsgl.sampling_params import SamplingParams, check_counts
 from jaxsgl.text.sample import End, Piece
 
 # Field -> what to do instead. Ignoring one of them would give an answer that the client did not ask for.

@@ -25,7 +25,8 @@ from jaxsgl.errors import EngineUnavailable, JaxsglError
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.grpc.sglang.loads import Busy, load_record
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages import CacheCleared, CacheEvent, CacheEvents, Load, News, PagesRemoved, PagesStored, WatchCache
+from jaxsgl.load import Load
+from jaxsgl.messages import CacheCleared, CacheEvent, CacheEvents, News, PagesRemoved, PagesStored, WatchCache
 
 MAX_BATCHES = 4096
 MAX_BLOCKS = 32768  # in all batches that are kept

@@ -19,7 +19,8 @@ import jaxsgl
 from jaxsgl.disaggregation import ALL_IN_ONE
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.metrics import Rates
-from jaxsgl.messages import EngineInfo, Load
+from jaxsgl.load import Load
+from jaxsgl.messages import EngineInfo
 
 GIB = 1 << 30
 SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")

@@ -40,7 +40,8 @@ from jaxsgl.frontend.http.openai.schemas import (
     sampling_of,
 )
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.sample import Piece
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn

@@ -33,7 +33,7 @@ from jaxsgl.frontend.http.bodies import (
     sampling_params,
     within,
 )
-from jaxsgl.request import BOUNDS, MAX_SEED, SamplingParams
+from jaxsgl.sampling_params import BOUNDS, MAX_SEED, SamplingParams
 
 MAX_TOOLS = 512
 MAX_MESSAGES = 8192

@@ -20,7 +20,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import jaxsgl
-from jaxsgl.config import ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.flags import public_flags
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
@@ -38,8 +37,11 @@ from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Writer
 from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, ProfileBody, SamplingBody
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.messages import Answer, ContinueGeneration, DumpState, FlushCache, Load, PauseGeneration, PauseMode
-from jaxsgl.request import Request, SamplingParams
+from jaxsgl.load import Load
+from jaxsgl.messages import Answer, ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.server_config import ServerConfig
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
 

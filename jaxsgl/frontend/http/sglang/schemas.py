@@ -25,7 +25,7 @@ from jaxsgl.frontend.http.bodies import (
     TopLogprobs,
     within,
 )
-from jaxsgl.request import BOUNDS
+from jaxsgl.sampling_params import BOUNDS
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 Flag = bool | None

@@ -1,0 +1,119 @@
+"""`Arrivals`: what becomes of requests when they come, and of those that end outside a step: refused, late, aborted.
+
+scheduler.py calls it between steps and keeps the replies. It knows the queue and its limits, and nothing of steps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from jaxsgl.messages import Abort, Refusal, RefusalKind, Reply
+from jaxsgl.request import FinishReason, Request, max_new_tokens
+from jaxsgl.scheduler.apply import Applier
+from jaxsgl.scheduler.copies import Copies
+from jaxsgl.scheduler.plan import SchedulerState
+from jaxsgl.scheduler.queue_limits import QueueLimits
+from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.stopwatch import Stopwatch
+
+
+class Arrivals:
+    """Puts requests into the queue and ends them there.
+
+    Args:
+      state: the scheduler's.
+      queue_limits: what the queue takes.
+      eos_token_ids: tokens that end every request that doesn't ignore them.
+      random_seed: seed for the seeds of requests that bring none.
+      applier: ends requests that may hold pages.
+      stopwatch: times their waiting.
+      copies: of the host tier; None: there is none.
+    """
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        queue_limits: QueueLimits,
+        eos_token_ids: frozenset[int],
+        random_seed: int,
+        applier: Applier,
+        stopwatch: Stopwatch,
+        copies: Copies | None,
+    ) -> None:
+        self._state = state
+        self._requests = state.requests
+        self._queue_limits = queue_limits
+        self._eos_token_ids = eos_token_ids
+        self._seeds = random.Random(random_seed)
+        self._applier = applier
+        self._stopwatch = stopwatch
+        self._copies = copies
+
+    def receive(self, message: Request | Abort) -> list[Reply]:
+        """Queues or refuses a request, or aborts one; returns the replies that follow at once."""
+        if isinstance(message, Request):
+            return self._enqueue(message)
+        samples = self._requests.samples_of(message.request_id)
+        return self.abort(req for req in samples if message.index is None or message.index == req.index)
+
+    def abort(self, reqs: Iterable[Req]) -> list[Reply]:
+        """Ends `reqs`, whose clients have left."""
+        replies = []
+        for req in reqs:
+            replies.append(Reply(req.request_id, (), FinishReason.ABORT, req.cached_tokens, index=req.index))
+            self._applier.end(req)
+        return replies
+
+    def end_overdue(self) -> list[Reply]:
+        """Refuses requests that have waited too long, and ends those that have run too long, or loads that have."""
+        if self._copies is not None:
+            self._copies.end_overdue()
+        return [self._refuse(request_id, refusal) for request_id, refusal in self._requests.overdue()]
+
+    def _enqueue(self, request: Request) -> list[Reply]:
+        replies = []
+        refusal = self._queue_limits.refusal(request, self._requests)
+        if refusal is not None and refusal.kind is RefusalKind.OVERLOADED:
+            lowest = self._lower_than(request)
+            if lowest is not None:
+                replies.append(self._refuse(lowest.request_id, refusal))
+                refusal = None
+        if refusal is not None:
+            return [Reply(request.request_id, refusal=refusal)]
+        samples = self._samples(request)
+        for i, req in enumerate(samples):
+            req.num_ahead = self._state.num_admitted + len(self._requests.waiting) + i
+        failed = self._state.failed_admission
+        if failed is not None and self._state.policy.may_precede(samples[0], failed.head, self._requests.in_turn()):
+            self._state.failed_admission = None
+        self._requests.add(samples)
+        self._stopwatch.arrived(req.key for req in samples)
+        return replies
+
+    def _samples(self, request: Request) -> list[Req]:
+        """All samples of a request that was not refused; sample 0 leads the others."""
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)
+        max_new = max_new_tokens(request, self._state.capacity.limits)
+        leader = Req(request, max_new, self._eos_token_ids, seed)
+        others = [Req(request, max_new, self._eos_token_ids, seed, index, leader) for index in range(1, sampling.n)]
+        if self._copies is not None:
+            self._copies.name_pages(leader)
+            for req in others:
+                req.page_names = leader.page_names.copy()
+        return [leader, *others]
+
+    def _lower_than(self, request: Request) -> Req | None:
+        """The waiting request to refuse in place of `request`, of lower priority; None: there is none."""
+        if not self._state.config.enable_priority_scheduling:
+            return None
+        policy = self._state.policy
+        lowest = policy.lowest(self._requests.never_admitted())
+        return None if lowest is None or policy.rank(lowest) <= policy.rank(request) else lowest
+
+    def _refuse(self, request_id: str, refusal: Refusal) -> Reply:
+        """Ends all samples of a request that have not ended; one reply tells of all."""
+        for req in self._requests.samples_of(request_id):
+            self._applier.end(req)
+        return Reply(request_id, refusal=refusal)

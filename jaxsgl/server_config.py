@@ -1,0 +1,154 @@
+"""`ServerConfig`: what `python -m jaxsgl.serve` takes beyond config.py: ports, keys, limits.
+
+Values and combinations that can't work fail in `__post_init__`. The engine process never sees it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from jaxsgl.config import EngineConfig
+from jaxsgl.errors import ConfigError
+from jaxsgl.flags import check_choices, flag, flag_name, require
+
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_WORKERS = 64
+MAX_REPLICAS = 64
+API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
+ADMIN_API_KEY_VARIABLE = "JAXSGL_ADMIN_API_KEY"  # in the environment of servers
+KEY_PATTERN = r"[!-~]+"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What `python -m jaxsgl.serve` needs: the engine's configuration and where to listen."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    port: int = flag(30000, "HTTP port; 0 takes a free one", alias="--http-port")
+    grpc_port: int = flag(30001, "gRPC port; 0 takes a free one")
+    tokenizer_worker_num: int = flag(
+        1, "front-end processes that share both ports and the engine, one core each (docs/operations.md)"
+    )
+    dp_size: int = flag(
+        1,
+        "replicas of the model behind this address, each an engine process with devices of its own; a request goes to "
+        "the one that has most of its prompt cached (docs/scale-out.md)",
+        alias="--data-parallel-size",
+    )
+    served_model_name: str | None = flag(None, "the model's name in the APIs (default: the model's path)")
+    api_key: str | None = flag(
+        None,
+        f"what clients must send as `Authorization: Bearer KEY`; better set in {API_KEY_VARIABLE}, which `ps` hides",
+        secret=True,
+    )
+    api_key_file: str | None = flag(
+        None, "file with further keys of clients, one per line; each key has a prefix cache of its own"
+    )
+    admin_api_key: str | None = flag(
+        None,
+        "the only key for orders (flush, pause, abort, profile) and for the server's state; better set in "
+        f"{ADMIN_API_KEY_VARIABLE}",
+        secret=True,
+    )
+    allowed_hosts: tuple[str, ...] = flag(
+        (), "more names under which clients may address the HTTP port, as llm.example.org,other.org; *: any name"
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        (), "web sites whose pages may call the HTTP port, as https://chat.example.org (default: none; *: all)"
+    )
+    allow_get_control: bool = flag(False, "accept SGLang's GET, too, where POST changes the server's state")
+    ssl_certfile: str | None = flag(None, "TLS certificate (PEM) for HTTP and gRPC; needs --ssl-keyfile")
+    ssl_keyfile: str | None = flag(None, "private key (PEM) of --ssl-certfile")
+    max_connections: int | None = flag(
+        None,
+        "connections of each port at once; past them HTTP answers probes only (default: what the limit of open files "
+        "allows, 16384 at most)",
+    )
+    max_request_bytes: int = flag(4 << 20, "size of one request's message or body at most")
+    request_timeout_s: float = flag(3600.0, "seconds that a request may take, queue included")
+    drain_s: float = flag(30.0, "seconds that open requests get to finish after Ctrl-C or SIGTERM")
+    watchdog_s: float = flag(
+        60.0,
+        "seconds without a sign of life after which the engine counts as stuck and requests are refused; after five "
+        "times as many the server ends with status 1, so that a supervisor starts it again",
+    )
+    keep_stuck_server: bool = flag(False, "do not end the server, however long the engine is stuck")
+    profile_dir: str | None = flag(None, "local folder for profiles; without it none can be recorded")
+    profile_max_s: float = flag(60.0, "seconds after which a profile ends by itself")
+    profile_max_mb: int = flag(
+        1024, "megabytes of memory that a profile may take, and of files that --profile-dir may hold"
+    )
+    log_level: str = flag("info", "least severe level that is logged", choices=LOG_LEVELS)
+    log_format: str = flag("text", "lines for people or JSON objects for machines", choices=LOG_FORMATS)
+
+    def __post_init__(self) -> None:
+        for name in ("port", "grpc_port"):
+            require(0 <= getattr(self, name) <= 65535, flag_name(name), getattr(self, name), "0 to 65535")
+        if self.port:
+            require(self.port != self.grpc_port, "--grpc-port", self.grpc_port, "another than --port")
+        workers = self.tokenizer_worker_num
+        require(1 <= workers <= MAX_WORKERS, "--tokenizer-worker-num", workers, f"1 to {MAX_WORKERS}")
+        require(1 <= self.dp_size <= MAX_REPLICAS, "--dp-size", self.dp_size, f"1 to {MAX_REPLICAS}")
+        if self.dp_size > 1 and self.engine.disaggregation.disaggregation_mode == "prefill":
+            raise ConfigError("--disaggregation-mode prefill goes with --dp-size 1: start one server per replica")
+        if self.dp_size > 1 and self.engine.device_ids:
+            raise ConfigError("--dp-size gives each replica devices of its own, but --device-ids names some: give one")
+        for name in ("request_timeout_s", "watchdog_s"):
+            require(getattr(self, name) > 0, flag_name(name), getattr(self, name), "more than 0")
+        require(
+            self.max_connections is None or self.max_connections >= 1,
+            "--max-connections",
+            self.max_connections,
+            "1 and more",
+        )
+        require(self.drain_s >= 0, "--drain-s", self.drain_s, "0 and more")
+        require(self.max_request_bytes >= 1024, "--max-request-bytes", self.max_request_bytes, "1024 and more")
+        for name in ("api_key", "admin_api_key"):
+            key = getattr(self, name)
+            require(
+                key is None or re.fullmatch(KEY_PATTERN, key) is not None,
+                flag_name(name),
+                "empty or holds other characters",
+                "printable ASCII without spaces",
+            )
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")
+        self._check_sites()
+        self._check_profiles()
+        check_choices(self)
+
+    def _check_profiles(self) -> None:
+        folder = self.profile_dir
+        require(folder is None or (folder != "" and "://" not in folder), "--profile-dir", folder, "a local folder")
+        require(0 < self.profile_max_s <= 3600, "--profile-max-s", self.profile_max_s, "above 0, up to 3600")
+        require(self.profile_max_mb >= 1, "--profile-max-mb", self.profile_max_mb, "1 and more")
+
+    def _check_sites(self) -> None:
+        for host in self.allowed_hosts:
+            require(re.fullmatch(r"\*|[\w.-]+", host) is not None, "--allowed-hosts", host, "names without ports, or *")
+        for origin in self.allowed_origins:
+            fits = re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None
+            require(fits, "--allowed-origins", origin, "as https://chat.example.org, null, or *")
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send a key."""
+        return self.api_key is not None or self.api_key_file is not None
+
+    def engine_of(self, rank: int) -> EngineConfig:
+        """The configuration of the replica `rank`, which has `--tp` devices of its own."""
+        engine, flags = self.engine, self.engine.disaggregation
+        if flags.is_on and flags.disaggregation_host is None:  # a prefill server listens where the HTTP port does
+            engine = replace(engine, disaggregation=replace(flags, disaggregation_host=self.host))
+        if self.dp_size == 1:
+            return engine
+        first = rank * engine.tp
+        return replace(engine, device_ids=tuple(range(first, first + engine.tp)))
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the APIs."""
+        return self.served_model_name or self.engine.model
