@@ -6,10 +6,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "Grammar", "SamplingParams"]
 __version__ = "0.1.0"
 
-_HOME = {"LLM": "jaxsgl.llm", "EngineConfig": "jaxsgl.config", "SamplingParams": "jaxsgl.sampling_params"}
+_HOME = {
+    "LLM": "jaxsgl.llm",
+    "EngineConfig": "jaxsgl.config",
+    "Grammar": "jaxsgl.grammar",
+    "SamplingParams": "jaxsgl.sampling_params",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ import msgspec
 
 from jaxsgl.bounds import Bounds, check, check_bounds, check_integer, check_number
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.grammar import Grammar
 
 MAX_SEED = 2**32 - 1
 MAX_TOP_K = 2**31 - 1  # int32 on the device
@@ -70,6 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       prompt_logprobs: the same for every prompt token but the first. The prompt is then computed again, since a
         prefix cache holds no logits.
       n: independent samples of one prompt, which is computed once. Sample i draws with seed + i.
+      grammar: what the output must be; EOS and stop tokens can't be drawn before it is. The request also ends where
+        the grammar can't go on, before min_tokens and with ignore_eos, too. None: the output is free.
     """
 
     temperature: float = 1.0
@@ -90,6 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         """Checks types, too, since Python code may pass anything: a max_tokens of 2.5 would never be reached."""
@@ -97,6 +101,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_type = check_integer if name in INTEGERS else check_number
             check_type(name, getattr(self, name))
             check_bounds(name, getattr(self, name), bounds)
+        if not isinstance(self.grammar, Grammar | None):
+            raise InvalidRequest(f"grammar is {self.grammar!r:.100}, but must be a jaxsgl.Grammar")
         self._check_lists()
         self._check_logit_bias()
         self._check_end()

@@ -15,6 +15,7 @@ COMMON = {
     "disaggregation",
     "host_kv_config",
     "flags",
+    "grammar",
     "bounds",
     "media",
     "sampling_params",

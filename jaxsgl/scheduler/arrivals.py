@@ -74,6 +74,8 @@ class Arrivals:
     def _enqueue(self, request: Request) -> list[Reply]:
         replies = []
         refusal = self._queue_limits.refusal(request, self._requests)
+        if refusal is None and request.sampling.grammar is not None:
+            refusal = Refusal(RefusalKind.INVALID, "output can't be held to a grammar yet: leave it out")
         if refusal is not None and refusal.kind is RefusalKind.OVERLOADED:
             lowest = self._lower_than(request)
             if lowest is not None:

@@ -304,7 +304,7 @@ def counts(http: httpx.Client) -> tuple[int, int]:
             "valid boolean",
         ),
         ({"skip_special_tokens": False}, None, "special tokens have no text here"),
-        ({"guided_json": {"type": "object"}}, None, "guided_json isn't built yet"),
+        ({"guided_json": {"type": "object"}, "regex": "a"}, None, "guided_json and regex each ask for a grammar"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name(

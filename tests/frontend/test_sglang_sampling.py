@@ -68,11 +68,7 @@ def test_max_new_tokens_0_is_prefill_only() -> None:
 @pytest.mark.parametrize(
     ("sampling", "word"),
     [
-        ({"regex": "a+"}, "regex"),
         ({"regex": ""}, "regex"),
-        ({"json_schema": "{}"}, "json_schema"),
-        ({"ebnf_grammar": "root ::= 'a'"}, "ebnf_grammar"),
-        ({"structural_tag": "{}"}, "structural_tag"),
         ({"custom_params": {"a": 1}}, "custom_params"),
         ({"stream_interval": 0}, "stream_interval"),
         ({"stream_interval": -1}, "stream_interval"),

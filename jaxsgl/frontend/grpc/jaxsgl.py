@@ -20,6 +20,7 @@ from jaxsgl.frontend.generation import FrontEnd, ServedModel
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.grammar import Grammar
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason
 from jaxsgl.sampling_params import SamplingParams, check_counts
@@ -34,7 +35,9 @@ _FINISH_REASONS = {
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
 }
 
-_OPTIONAL_PARAMS = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence)
+_OPTIONAL_PARAMS = tuple(
+    field.name for field in pb.SamplingParams.DESCRIPTOR.fields if field.has_presence and field.message_type is None
+)
 
 
 class JaxsglService(pb_grpc.JaxsglServicer):
@@ -95,7 +98,17 @@ def _sampling(params: pb.SamplingParams) -> SamplingParams:
         stop=tuple(params.stop),
         include_stop_str_in_output=params.include_stop_str_in_output,
         ignore_eos=params.ignore_eos,
+        grammar=_grammar(params.grammar) if params.HasField("grammar") else None,
     )
+
+
+def _grammar(grammar: pb.Grammar) -> Grammar:
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("the grammar is of no kind: set one of its fields, or leave the grammar out")
+    if kind == "choice":
+        return Grammar.choice(list(grammar.choice.texts))
+    return Grammar.json_object() if kind == "json_object" else Grammar(kind, getattr(grammar, kind))
 
 
 def _reply(request_id: str, piece: Piece) -> pb.GenerateReply:

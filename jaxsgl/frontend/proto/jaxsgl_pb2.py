@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"jaxsgl/frontend/proto/jaxsgl.proto\x12\tjaxsgl.v1\"\xf4\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.jaxsgl.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.jaxsgl.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.jaxsgl.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.jaxsgl.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xdc\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12<\n\nlogit_bias\x18\x0c \x03(\x0b\x32(.jaxsgl.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\r \x01(\x03H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\x03H\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x03H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x12 \x01(\x03H\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_n\"\x8b\x03\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.jaxsgl.v1.FinishReason\x12\x1f\n\x12matched_stop_token\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.jaxsgl.v1.Usage\x12\r\n\x05index\x18\x07 \x01(\x05\x12 \n\x13matched_stop_string\x18\x08 \x01(\tH\x01\x88\x01\x01\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.jaxsgl.v1.TokenLogprob\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.jaxsgl.v1.TokenLogprob\x12\x16\n\x0eweight_version\x18\x0b \x01(\tB\x15\n\x13_matched_stop_tokenB\x16\n\x14_matched_stop_string\"C\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.jaxsgl.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x05\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xcf\x03\n\tModelInfo\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\x05\x12\x13\n\x0bpool_tokens\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x11\n\tpage_size\x18\x08 \x01(\x05\x12\x1c\n\x14max_running_requests\x18\t \x01(\x05\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x10\n\x08platform\x18\x0b \x01(\t\x12\x10\n\x08kv_bytes\x18\x0c \x01(\x03\x12\x10\n\x08warmup_s\x18\r \x01(\x01\x12\x15\n\rhas_tokenizer\x18\x0e \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0f \x01(\x08\x12\x34\n\x08versions\x18\x10 \x03(\x0b\x32\".jaxsgl.v1.ModelInfo.VersionsEntry\x12\x16\n\x0eweight_version\x18\x11 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xcb\x01\n\x06Jaxsgl\x12\x42\n\x08Generate\x12\x1a.jaxsgl.v1.GenerateRequest\x1a\x18.jaxsgl.v1.GenerateReply0\x01\x12\x37\n\x05\x41\x62ort\x12\x17.jaxsgl.v1.AbortRequest\x1a\x15.jaxsgl.v1.AbortReply\x12\x44\n\x0cGetModelInfo\x12\x1e.jaxsgl.v1.GetModelInfoRequest\x1a\x14.jaxsgl.v1.ModelInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"jaxsgl/frontend/proto/jaxsgl.proto\x12\tjaxsgl.v1\"\xf4\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x13.jaxsgl.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x17.jaxsgl.v1.ChatMessagesH\x00\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.jaxsgl.v1.SamplingParams\x12\x0e\n\x06stream\x18\x05 \x01(\x08\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.jaxsgl.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x81\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\x05\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x01H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x01H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x08\x88\x01\x01\x12<\n\nlogit_bias\x18\x0c \x03(\x0b\x32(.jaxsgl.v1.SamplingParams.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\r \x01(\x03H\t\x88\x01\x01\x12\x0c\n\x04stop\x18\x0e \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\x03H\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\x03H\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x12 \x01(\x03H\x0c\x88\x01\x01\x12#\n\x07grammar\x18\x13 \x01(\x0b\x32\x12.jaxsgl.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_n\"\xc6\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12,\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x15.jaxsgl.v1.JsonObjectH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x04 \x01(\tH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x06 \x01(\x0b\x32\x11.jaxsgl.v1.ChoiceH\x00\x12\x18\n\x0estructural_tag\x18\x07 \x01(\tH\x00\x42\x06\n\x04kind\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\x0c\n\nJsonObject\"\x8b\x03\n\rGenerateReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.jaxsgl.v1.FinishReason\x12\x1f\n\x12matched_stop_token\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\x1f\n\x05usage\x18\x06 \x01(\x0b\x32\x10.jaxsgl.v1.Usage\x12\r\n\x05index\x18\x07 \x01(\x05\x12 \n\x13matched_stop_string\x18\x08 \x01(\tH\x01\x88\x01\x01\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.jaxsgl.v1.TokenLogprob\x12\x30\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x17.jaxsgl.v1.TokenLogprob\x12\x16\n\x0eweight_version\x18\x0b \x01(\tB\x15\n\x13_matched_stop_tokenB\x16\n\x14_matched_stop_string\"C\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.jaxsgl.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x15\n\rcached_tokens\x18\x02 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\x05\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1b\n\nAbortReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"\x15\n\x13GetModelInfoRequest\"\xcf\x03\n\tModelInfo\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\x05\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\x05\x12\x13\n\x0bpool_tokens\x18\x06 \x01(\x05\x12\x15\n\reos_token_ids\x18\x07 \x03(\x05\x12\x11\n\tpage_size\x18\x08 \x01(\x05\x12\x1c\n\x14max_running_requests\x18\t \x01(\x05\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x10\n\x08platform\x18\x0b \x01(\t\x12\x10\n\x08kv_bytes\x18\x0c \x01(\x03\x12\x10\n\x08warmup_s\x18\r \x01(\x01\x12\x15\n\rhas_tokenizer\x18\x0e \x01(\x08\x12\x19\n\x11has_chat_template\x18\x0f \x01(\x08\x12\x34\n\x08versions\x18\x10 \x03(\x0b\x32\".jaxsgl.v1.ModelInfo.VersionsEntry\x12\x16\n\x0eweight_version\x18\x11 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32\xcb\x01\n\x06Jaxsgl\x12\x42\n\x08Generate\x12\x1a.jaxsgl.v1.GenerateRequest\x1a\x18.jaxsgl.v1.GenerateReply0\x01\x12\x37\n\x05\x41\x62ort\x12\x17.jaxsgl.v1.AbortRequest\x1a\x15.jaxsgl.v1.AbortReply\x12\x44\n\x0cGetModelInfo\x12\x1e.jaxsgl.v1.GetModelInfoRequest\x1a\x14.jaxsgl.v1.ModelInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_MODELINFO_VERSIONSENTRY']._loaded_options = None
   _globals['_MODELINFO_VERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2312
-  _globals['_FINISHREASON']._serialized_end=2432
+  _globals['_FINISHREASON']._serialized_start=2589
+  _globals['_FINISHREASON']._serialized_end=2709
   _globals['_GENERATEREQUEST']._serialized_start=50
   _globals['_GENERATEREQUEST']._serialized_end=294
   _globals['_TOKENIDS']._serialized_start=296
@@ -46,27 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=379
   _globals['_CHATMESSAGE']._serialized_end=423
   _globals['_SAMPLINGPARAMS']._serialized_start=426
-  _globals['_SAMPLINGPARAMS']._serialized_end=1158
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=920
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=968
-  _globals['_GENERATEREPLY']._serialized_start=1161
-  _globals['_GENERATEREPLY']._serialized_end=1556
-  _globals['_TOKENLOGPROB']._serialized_start=1558
-  _globals['_TOKENLOGPROB']._serialized_end=1625
-  _globals['_TOPLOGPROB']._serialized_start=1627
-  _globals['_TOPLOGPROB']._serialized_end=1674
-  _globals['_USAGE']._serialized_start=1676
-  _globals['_USAGE']._serialized_end=1756
-  _globals['_ABORTREQUEST']._serialized_start=1758
-  _globals['_ABORTREQUEST']._serialized_end=1792
-  _globals['_ABORTREPLY']._serialized_start=1794
-  _globals['_ABORTREPLY']._serialized_end=1821
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1823
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1844
-  _globals['_MODELINFO']._serialized_start=1847
-  _globals['_MODELINFO']._serialized_end=2310
-  _globals['_MODELINFO_VERSIONSENTRY']._serialized_start=2263
-  _globals['_MODELINFO_VERSIONSENTRY']._serialized_end=2310
-  _globals['_JAXSGL']._serialized_start=2435
-  _globals['_JAXSGL']._serialized_end=2638
+  _globals['_SAMPLINGPARAMS']._serialized_end=1195
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=957
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1005
+  _globals['_GRAMMAR']._serialized_start=1198
+  _globals['_GRAMMAR']._serialized_end=1396
+  _globals['_CHOICE']._serialized_start=1398
+  _globals['_CHOICE']._serialized_end=1421
+  _globals['_JSONOBJECT']._serialized_start=1423
+  _globals['_JSONOBJECT']._serialized_end=1435
+  _globals['_GENERATEREPLY']._serialized_start=1438
+  _globals['_GENERATEREPLY']._serialized_end=1833
+  _globals['_TOKENLOGPROB']._serialized_start=1835
+  _globals['_TOKENLOGPROB']._serialized_end=1902
+  _globals['_TOPLOGPROB']._serialized_start=1904
+  _globals['_TOPLOGPROB']._serialized_end=1951
+  _globals['_USAGE']._serialized_start=1953
+  _globals['_USAGE']._serialized_end=2033
+  _globals['_ABORTREQUEST']._serialized_start=2035
+  _globals['_ABORTREQUEST']._serialized_end=2069
+  _globals['_ABORTREPLY']._serialized_start=2071
+  _globals['_ABORTREPLY']._serialized_end=2098
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2100
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2121
+  _globals['_MODELINFO']._serialized_start=2124
+  _globals['_MODELINFO']._serialized_end=2587
+  _globals['_MODELINFO_VERSIONSENTRY']._serialized_start=2540
+  _globals['_MODELINFO_VERSIONSENTRY']._serialized_end=2587
+  _globals['_JAXSGL']._serialized_start=2712
+  _globals['_JAXSGL']._serialized_end=2915
 # @@protoc_insertion_point(module_scope)

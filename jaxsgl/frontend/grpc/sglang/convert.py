@@ -7,7 +7,7 @@ has. Never knows the engine or a call's context; service.py calls it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from jaxsgl.disaggregation import DEFAULT_PORT
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.legs import rendezvous
+from jaxsgl.grammar import Grammar
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason, Rendezvous
 from jaxsgl.sampling_params import SamplingParams, check_counts
@@ -31,12 +32,13 @@ _UNSUPPORTED_OF_REQUEST = {
     "return_hidden_states": "hidden states are not returned",
 }
 _MAX_ID_DIGITS = 10
-_NO_GRAMMAR = "output can't be held to a grammar"
+_GRAMMARS: dict[str, Callable[[str], Grammar]] = {  # by the field of the protocol
+    "regex": Grammar.regex,
+    "json_schema": Grammar.json_schema,
+    "ebnf_grammar": Grammar.ebnf,
+    "structural_tag": Grammar.structural_tag,
+}
 _UNSUPPORTED_OF_SAMPLING = {
-    "regex": _NO_GRAMMAR,
-    "json_schema": _NO_GRAMMAR,
-    "ebnf_grammar": _NO_GRAMMAR,
-    "structural_tag": _NO_GRAMMAR,
     "custom_params": "they belong to custom logit processors, which are not run",
 }
 
@@ -137,7 +139,13 @@ def _sampling(request: pb.GenerateRequest, prefill_only: bool, scores_prompt: bo
         logprobs=top if request.return_logprob else None,
         prompt_logprobs=top if scores_prompt else None,
         n=params.n or 1,
+        grammar=_grammar(params),
     )
+
+
+def _grammar(params: pb.SamplingParams) -> Grammar | None:
+    field = params.WhichOneof("constraint")
+    return None if field is None else _GRAMMARS[field](getattr(params, field))
 
 
 def _logit_bias(by_text: Any) -> dict[int, float]:

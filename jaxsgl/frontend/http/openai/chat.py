@@ -124,10 +124,6 @@ def _sampling(body: ChatRequest) -> SamplingParams:
     """Raises `InvalidRequest`, also for what would need a grammar."""
     if body.tool_choice not in (None, "auto", "none"):
         raise InvalidRequest("tool_choice can be auto or none: forcing a call needs a grammar, which isn't built yet")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InvalidRequest(
-            f"response_format {body.response_format.type} needs a grammar, which isn't built yet: leave it out"
-        )
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs are given, but logprobs is not true: set it to true")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -33,6 +33,7 @@ from jaxsgl.frontend.http.bodies import (
     sampling_params,
     within,
 )
+from jaxsgl.frontend.http.grammars import Constrained, grammar_of
 from jaxsgl.sampling_params import BOUNDS, MAX_SEED, SamplingParams
 
 MAX_TOOLS = 512
@@ -42,10 +43,9 @@ MAX_TOOL_CALLS = 128
 # Fields that other servers know and that change the answer. Empty or false, they ask for nothing.
 # fmt: off
 NOT_BUILT = frozenset({
-    "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents", "ebnf",
-    "function_call", "functions", "guided_choice", "guided_grammar", "guided_json", "guided_regex", "input_embeds",
-    "json_schema", "logits_processors", "lora_path", "prompt_embeds", "regex", "stop_regex", "structural_tag",
-    "structured_outputs", "truncate_prompt_tokens", "use_beam_search",
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents",
+    "function_call", "functions", "guided_whitespace_pattern", "input_embeds", "logits_processors", "lora_path",
+    "prompt_embeds", "stop_regex", "truncate_prompt_tokens", "use_beam_search",
 })
 # fmt: on
 
@@ -68,7 +68,7 @@ class StreamOptions(Body):
     ) = None
 
 
-class Sampled(Body):
+class Sampled(Constrained):
     """What completions and chat have in common: the model, how tokens are chosen, and when to stop."""
 
     model: str | None = None
@@ -117,6 +117,7 @@ def sampling_of(
         include_stop_str_in_output=bool(body.include_stop_str_in_output or body.no_stop_trim),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar_of(body),
     )
 
 
@@ -193,12 +194,6 @@ ToolChoice = Annotated[
 ]
 
 
-class ResponseFormat(Body):
-    """Only the type `text` is supported."""
-
-    type: str
-
-
 Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
@@ -215,7 +210,6 @@ class ChatRequest(Sampled):
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    response_format: ResponseFormat | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -33,6 +33,7 @@ from jaxsgl.frontend.http.bodies import (
     sampling_params,
 )
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
+from jaxsgl.frontend.http.grammars import grammar_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.sglang.replies import Writer
 from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, ProfileBody, SamplingBody
@@ -144,6 +145,7 @@ def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
         include_stop_str_in_output=params.no_stop_trim,
         logprobs=top,
         prompt_logprobs=top if scores_prompt else None,
+        grammar=grammar_of(params),
     )
 
 

@@ -25,6 +25,7 @@ from jaxsgl.frontend.http.bodies import (
     TopLogprobs,
     within,
 )
+from jaxsgl.frontend.http.grammars import GrammarText, Schema, Tag
 from jaxsgl.sampling_params import BOUNDS
 
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
@@ -48,6 +49,10 @@ class SamplingBody(Body):
     repetition_penalty: Annotated[float, within(BOUNDS["repetition_penalty"])] = 1.0
     logit_bias: LogitBias | None = None
     sampling_seed: Annotated[int, within(BOUNDS["seed"])] | None = None
+    json_schema: Annotated[Schema, Field(description="of these four one at most")] | None = None
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    structural_tag: Tag | None = None
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
     no_stop_trim: bool = False

@@ -1,0 +1,128 @@
+"""Which grammar a body asks for: OpenAI's `response_format`, and what vLLM and SGLang call their fields.
+
+    OpenAI     response_format: text, json_object, json_schema; SGLang's and xgrammar's structural_tag
+    vLLM       structured_outputs: {json, regex, choice, grammar, json_object, structural_tag}; guided_json,
+               guided_regex, guided_choice, guided_grammar in its older versions
+    SGLang     json_schema, regex, ebnf, structural_tag
+
+Empty or false, a field asks for nothing, but for a schema {} (any JSON). A body may ask for one grammar. The routes of
+both APIs call `grammar_of`. Never knows whether a grammar means something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.http.bodies import Body, one_error
+from jaxsgl.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS, Grammar
+
+GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
+Schema = Annotated[
+    GrammarText | bool | dict[str, Any], one_error("must be a JSON schema: an object, true or false, or its text")
+]
+Tag = Annotated[GrammarText | dict[str, Any], one_error("must be an object, or its text")]
+Choices = Annotated[list[str], Field(max_length=MAX_CHOICES, fail_fast=True)]
+
+
+class JsonSchemaFormat(Body):
+    """OpenAI's `json_schema`. Output is always held to the schema, `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's response_format: `text`, `json_object`, `json_schema`, or `structural_tag` with the tag's own fields."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema", description="for json_object, as in llama.cpp")] = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's structured_outputs; one of its grammars."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: Annotated[GrammarText, Field(description="GBNF, or Lark's form")] | None = None
+    json_object: bool | None = None
+    structural_tag: Tag | None = None
+
+
+class Constrained(Body):
+    """The fields of completions and chat that ask for a grammar."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[Schema, Field(description="vLLM's; as structured_outputs.json")] | None = None
+    guided_regex: Annotated[GrammarText, Field(description="vLLM's; as structured_outputs.regex")] | None = None
+    guided_choice: Annotated[Choices, Field(description="vLLM's; as structured_outputs.choice")] | None = None
+    guided_grammar: Annotated[GrammarText, Field(description="vLLM's; as structured_outputs.grammar")] | None = None
+    guided_json_object: bool | None = None
+    json_schema: Annotated[Schema, Field(description="SGLang's")] | None = None
+    regex: Annotated[GrammarText, Field(description="SGLang's")] | None = None
+    ebnf: Annotated[GrammarText, Field(description="SGLang's: GBNF, or Lark's form")] | None = None
+    structural_tag: Annotated[Tag, Field(description="SGLang's")] | None = None
+
+
+def grammar_of(body: BaseModel) -> Grammar | None:
+    """Returns the grammar that `body` asks for; None: its output is free. Raises `InvalidRequest` for more than one."""
+    found: dict[str, Grammar] = {}
+    _add(found, "", body)
+    outputs = getattr(body, "structured_outputs", None)
+    if outputs is not None:
+        _add(found, "structured_outputs.", outputs)
+    response_format = getattr(body, "response_format", None)
+    if response_format is not None and (grammar := _of_response_format(response_format)) is not None:
+        found["response_format"] = grammar
+    if len(found) > 1:
+        raise InvalidRequest(f"{' and '.join(found)} each ask for a grammar, but an output has one: send one of them")
+    return next(iter(found.values()), None)
+
+
+# Field -> its grammar.
+_MAKERS: dict[str, Callable[[Any], Grammar]] = {
+    "guided_json": Grammar.json_schema,
+    "guided_regex": Grammar.regex,
+    "guided_choice": Grammar.choice,
+    "guided_grammar": Grammar.ebnf,
+    "guided_json_object": lambda _: Grammar.json_object(),
+    "json_schema": Grammar.json_schema,
+    "json_": Grammar.json_schema,
+    "json_object": lambda _: Grammar.json_object(),
+    "regex": Grammar.regex,
+    "choice": Grammar.choice,
+    "grammar": Grammar.ebnf,
+    "ebnf": Grammar.ebnf,
+    "structural_tag": Grammar.structural_tag,
+}
+
+
+def _add(found: dict[str, Grammar], prefix: str, body: BaseModel) -> None:
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        if name in _MAKERS and (value or value == {}):
+            found[prefix + name.rstrip("_")] = _MAKERS[name](value)
+
+
+def _of_response_format(given: ResponseFormat) -> Grammar | None:
+    if given.type == "text":
+        return None
+    if given.type == "json_object":
+        return Grammar.json_object() if given.schema_ is None else Grammar.json_schema(given.schema_)
+    if given.type == "json_schema":
+        if given.json_schema is None or given.json_schema.schema_ is None:
+            raise InvalidRequest('response_format has no schema: send {"json_schema": {"name": ..., "schema": {...}}}')
+        return Grammar.json_schema(given.json_schema.schema_)
+    if given.type == "structural_tag":
+        return Grammar.structural_tag(given.model_dump(by_alias=True, exclude_unset=True))
+    raise InvalidRequest(
+        f"response_format is of type {given.type:.100}, but must be text, json_object, json_schema or structural_tag"
+    )
