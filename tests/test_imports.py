@@ -18,6 +18,7 @@ COMMON = {
     "grammar",
     "bounds",
     "media",
+    "media_settings",
     "sampling_params",
     "request",
     "errors",
@@ -26,7 +27,7 @@ COMMON = {
 }
 ALLOWED = {
     "text": {"messages"},
-    "frontend": {"server_config", "messages", "weight_messages", "load", "ipc", "step_times", "text"},
+    "frontend": {"server_config", "messages", "weight_messages", "load", "ipc", "step_times", "text", "preprocess"},
     "scheduler": {
         "cache",
         "batch",
@@ -37,6 +38,7 @@ ALLOWED = {
         "transfer.frames",
         "transfer.wire",
     },
+    "preprocess": set(),
     "transfer": set(),
     "cache": set(),
     "batch": {"cache.pages"},
@@ -44,7 +46,7 @@ ALLOWED = {
     "models": {"pallas_kernels"},
     "weights": {"models", "pallas_kernels"},
 }
-THIRD_PARTY_FREE_OF_JAX = ("scheduler", "transfer", "cache", "batch", "text", "frontend")
+THIRD_PARTY_FREE_OF_JAX = ("scheduler", "transfer", "cache", "batch", "text", "preprocess", "frontend")
 
 
 def imports_of(path: Path) -> set[str]:

@@ -1,0 +1,148 @@
+"""How a model's processor turns pictures into patches: sizes, resizing limits, normalization, placeholder tokens.
+
+Read from the model's folder: config.json, and what beside it tells of the processor. Never knows pictures. The front
+end (and `LLM`) preprocesses by it, the engine normalizes by it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxsgl.errors import CheckpointError
+
+BICUBIC = 3  # in Pillow
+_RESCALE = 1 / 255
+_IMAGE_FILE, _VIDEO_FILE = "preprocessor_config.json", "video_preprocessor_config.json"
+_BOTH_FILE = "processor_config.json"
+
+
+@dataclass(frozen=True)
+class PixelSettings:
+    """What is done to one picture, or to the frames of a video.
+
+    Attributes:
+      min_pixels, max_pixels: a picture is scaled until it has so many; of a video, all frames together.
+      mean, std: of the normalization, by channel, for values of 0 to 1.
+    """
+
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ProcessorSettings:
+    """All that preprocessing depends on.
+
+    Attributes:
+      patch_size, temporal_patch_size, merge_size: see `MediaLimits`.
+      image, video: what is done to pixels.
+      video_fps: frames a second that are taken of a video, `min_frames` to `max_frames` in all.
+      caps_frames: whether a frame has at most `max_frame_tokens` tokens, as in Qwen's own tools.
+      image_token_id, video_token_id: placeholders.
+      vision_start_token_id, vision_end_token_id: what stands around them.
+    """
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    image: PixelSettings
+    video: PixelSettings
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    video_fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    caps_frames: bool = False
+    max_frame_tokens: int = 768
+
+    @property
+    def unit(self) -> int:
+        """Pixels along the sides of the square that becomes one token."""
+        return self.patch_size * self.merge_size
+
+    def name_of(self, pixels: PixelSettings) -> str:
+        """What a picture's digest must depend on besides its pixels."""
+        return f"{self.patch_size} {self.temporal_patch_size} {self.merge_size} {pixels.mean} {pixels.std}"
+
+
+def load_settings(folder: str | Path) -> ProcessorSettings | None:
+    """Returns the settings of the model in `folder`; None if it has no vision tower.
+
+    Raises `CheckpointError` for a file that can't be read, or a processor that does something else to pictures.
+    """
+    folder = Path(folder)
+    config = _read(folder / "config.json")
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        return None
+    both = _read(folder / _BOTH_FILE)
+    image = _read(folder / _IMAGE_FILE) or both.get("image_processor") or {}
+    video = _read(folder / _VIDEO_FILE) or both.get("video_processor") or {}
+    sizes = {
+        "patch_size": vision.get("patch_size", 16),
+        "temporal_patch_size": vision.get("temporal_patch_size", 2),
+        "merge_size": vision.get("spatial_merge_size", 2),
+    }
+    for file, values in ((_IMAGE_FILE, image), (_VIDEO_FILE, video)):
+        _check_processor(folder / file, values, sizes)
+    try:
+        return ProcessorSettings(
+            **sizes,
+            image=_pixels(image, 65536, 16777216),
+            video=_pixels(video, 4096, 25165824),
+            image_token_id=config["image_token_id"],
+            video_token_id=config["video_token_id"],
+            vision_start_token_id=config["vision_start_token_id"],
+            vision_end_token_id=config["vision_end_token_id"],
+            video_fps=float(video.get("fps") or 2),
+            min_frames=video.get("min_frames") or 4,
+            max_frames=video.get("max_frames") or 768,
+            caps_frames=bool(video.get("cap_pixels_per_frame")),
+            max_frame_tokens=video.get("max_video_tokens") or 768,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+
+
+def _pixels(values: dict[str, Any], min_pixels: int, max_pixels: int) -> PixelSettings:
+    """Older files have min_pixels and max_pixels in place of `size`."""
+    size = values.get("size") or {}
+    low = values.get("min_pixels") or size.get("shortest_edge") or min_pixels
+    high = values.get("max_pixels") or size.get("longest_edge") or max_pixels
+    mean, std = values.get("image_mean") or [0.5] * 3, values.get("image_std") or [0.5] * 3
+    return PixelSettings(int(low), int(high), tuple(map(float, mean)), tuple(map(float, std)))
+
+
+def _check_processor(path: Path, values: dict[str, Any], sizes: dict[str, int]) -> None:
+    """Raises `CheckpointError` for steps that are not built."""
+    expected = {
+        **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True),
+        "resample": BICUBIC,
+        **sizes,
+    }
+    for name, needed in expected.items():
+        if values.get(name, needed) not in (needed, None):
+            raise CheckpointError(f"{path}: {name} is {values[name]}, but only {needed} is supported")
+    factor = values.get("rescale_factor")
+    if factor is not None and abs(factor - _RESCALE) > 1e-9:
+        raise CheckpointError(f"{path}: rescale_factor is {factor}, but only 1/255 is supported")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns {} for a missing file."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, but must hold an object")
+    return values

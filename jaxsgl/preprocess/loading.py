@@ -1,0 +1,216 @@
+"""Pictures and videos to patches: what is large is done here, in a thread, file by file.
+
+`load` decodes, scales and cuts; `placeholders.py` then says where in the prompt the patches belong. Callers have got
+the files before (`sources.py` says what a file may be). Never knows prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.media import Grid, MediaLimits, digest_of
+from jaxsgl.media_settings import PixelSettings, ProcessorSettings
+from jaxsgl.preprocess import pictures
+from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
+from jaxsgl.preprocess.sources import File, ImageFile, VideoFile
+
+MAX_PIXELS = 1 << 25  # of a picture: 8K
+MAX_REQUEST_PIXELS = 1 << 29  # that are decoded for a request: some seconds
+MAX_READ_FRAMES = 4096  # of an animation, of which some are taken
+DEFAULT_FPS = 24.0  # of an animation that doesn't say how long its frames are shown
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one run of placeholder tokens stands for: a picture, or a temporal patch of a video.
+
+    Attributes:
+      digest, grid, pixels: as in `MediaItem`.
+      time_s: of a temporal patch, the mean of its first and last frame's; None: a picture.
+    """
+
+    digest: bytes
+    grid: Grid
+    pixels: bytes
+    time_s: float | None = None
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of the grid."""
+        t, h, w = self.grid
+        return t * h * w
+
+
+@dataclass(frozen=True)
+class Visual:
+    """A picture, which has one part, or a video."""
+
+    parts: tuple[Part, ...]
+    is_video: bool
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What `load` refuses.
+
+    Attributes:
+      max_patches: a picture or frame is scaled down to so many.
+      max_request_patches: of all that is loaded for a request.
+      max_pixels: of a picture, before it is scaled.
+    """
+
+    max_patches: int
+    max_request_patches: int
+    max_pixels: int = MAX_PIXELS
+
+
+def bounds_of(limits: MediaLimits, max_pixels: int = MAX_PIXELS) -> Bounds:
+    """Returns what the model's `limits` leave room for."""
+    return Bounds(limits.max_patches, limits.max_request_patches, max_pixels)
+
+
+def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> list[Visual]:
+    """Returns what `files` hold, in their order. Raises `InvalidRequest`."""
+    loaded: list[Visual] = []
+    left = Left(bounds.max_request_patches, MAX_REQUEST_PIXELS)
+    for number, file in enumerate(files):
+        if isinstance(file, ImageFile):
+            part = _image(file, settings, bounds, left, f"image {number}")
+            left.take_patches(part.num_patches)
+            loaded.append(Visual((part,), is_video=False))
+        else:
+            loaded.append(Visual(_video(file, settings, bounds, left, f"video {number}"), is_video=True))
+    return loaded
+
+
+class Left:
+    """What may still be loaded for a request: patches, and pixels to decode."""
+
+    def __init__(self, num_patches: int, num_pixels: int) -> None:
+        self._most = self._patches = num_patches
+        self._pixels = num_pixels
+
+    def take_pixels(self, num_pixels: int, name: str) -> None:
+        """Counts pixels that are to be decoded. Raises `InvalidRequest` if they are too many."""
+        if num_pixels > self._pixels:
+            raise InvalidRequest(
+                f"with {name} the request has more than {MAX_REQUEST_PIXELS} pixels to decode: send fewer or smaller "
+                "pictures and frames"
+            )
+        self._pixels -= num_pixels
+
+    def take_patches(self, num_patches: int) -> None:
+        """Counts patches. Raises `InvalidRequest` if they are too many."""
+        if num_patches > self._patches:
+            raise InvalidRequest(
+                f"the images of the request have more than the {self._most} patches that it may have: send fewer or "
+                "smaller ones"
+            )
+        self._patches -= num_patches
+
+
+def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Part:
+    picture = _opened(file.content, bounds.max_pixels, name)
+    image_size(picture.height, picture.width, settings, bounds.max_pixels)  # refuses what needn't be decoded
+    left.take_pixels(picture.width * picture.height, name)
+    decoded = pictures.decode(picture, name)
+    size = image_size(decoded.height, decoded.width, settings, bounds.max_patches * settings.patch_size**2)
+    return _part([_scaled(decoded, size)], settings, settings.image)
+
+
+def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
+    clip = (
+        _frames(file, settings, bounds, left, name)
+        if isinstance(file.content, tuple)
+        else _animation(file.content, settings, bounds, left, name)
+    )
+    height, width = frame_size(
+        len(clip.times_s), clip.height, clip.width, settings, bounds.max_patches * settings.patch_size**2
+    )
+    depth = settings.temporal_patch_size
+    firsts = range(0, len(clip.times_s), depth)
+    left.take_patches(len(firsts) * (height // settings.patch_size) * (width // settings.patch_size))
+    parts: list[Part] = []
+    for first in firsts:
+        stamps = clip.times_s[first : first + depth]
+        frames = [_scaled(clip.frame(first + i), (height, width)) for i in range(len(stamps))]
+        stamps += stamps[-1:] * (depth - len(stamps))
+        parts.append(_part(frames, settings, settings.video, (stamps[0] + stamps[-1]) / 2))
+    return tuple(parts)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The frames of a video that the model sees: their times, the first one's size, and how to decode each."""
+
+    times_s: list[float]
+    height: int
+    width: int
+    frame: Callable[[int], Image.Image]
+
+
+def _frames(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Clip:
+    """A video that came as single pictures, all of which are taken."""
+    contents, fps = file.content, file.fps or settings.video_fps
+    assert isinstance(contents, tuple)
+    if not 1 <= len(contents) <= settings.max_frames:
+        raise InvalidRequest(f"{name} has {len(contents)} frames, but must have 1 to {settings.max_frames}")
+    sizes: list[tuple[int, int]] = []
+    for number, content in enumerate(contents):
+        picture = _opened(content, bounds.max_pixels, f"frame {number} of {name}")
+        left.take_pixels(picture.width * picture.height, name)
+        sizes.append(picture.size)
+
+    def frame(number: int) -> Image.Image:
+        of_frame = f"frame {number} of {name}"
+        return pictures.decode(_opened(contents[number], bounds.max_pixels, of_frame), of_frame)
+
+    width, height = sizes[0]
+    return Clip([number / fps for number in range(len(contents))], height, width, frame)
+
+
+def _animation(content: bytes, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Clip:
+    """A video that came as an animated picture, of which some frames are taken."""
+    animation = _opened(content, bounds.max_pixels, name)
+    num_frames = pictures.num_frames(animation, MAX_READ_FRAMES, name)
+    left.take_pixels(2 * num_frames * animation.width * animation.height, name)  # once for the times
+    durations_s = pictures.durations_s(animation, num_frames, name)
+    fps = num_frames / (sum(durations_s) or num_frames / DEFAULT_FPS)
+    taken = sampled_frames(num_frames, fps, settings)
+
+    def frame(number: int) -> Image.Image:
+        return pictures.decode_frame(animation, taken[number], name)
+
+    return Clip([number / fps for number in taken], animation.height, animation.width, frame)
+
+
+def sampled_frames(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:
+    """Returns which of a video's frames the model sees: `settings.video_fps` a second, spread evenly."""
+    wanted = int(num_frames / fps * settings.video_fps)
+    count = min(max(wanted, settings.min_frames), settings.max_frames, num_frames)
+    return [int(number) for number in np.linspace(0, num_frames - 1, count).round()]
+
+
+def _opened(content: bytes | Image.Image, max_pixels: int, name: str) -> Image.Image:
+    return pictures.open_picture(content, max_pixels, name) if isinstance(content, bytes) else content
+
+
+def _scaled(picture: Image.Image, size: tuple[int, int]) -> Pixels:
+    height, width = size
+    return np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def _part(
+    frames: list[Pixels], settings: ProcessorSettings, of_kind: PixelSettings, time_s: float | None = None
+) -> Part:
+    """A still picture stands for all frames of its temporal patch."""
+    frames = frames + frames[-1:] * (settings.temporal_patch_size - len(frames))
+    height, width, _ = frames[0].shape
+    grid = (1, height // settings.patch_size, width // settings.patch_size)
+    pixels = patches_of_frames(frames, settings.patch_size, settings.merge_size)
+    return Part(digest_of(pixels, grid, settings.name_of(of_kind)), grid, pixels, time_s)

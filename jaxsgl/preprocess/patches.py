@@ -1,0 +1,98 @@
+"""The size that a picture is scaled to, and the patches that it is cut into, as the model's processor does it.
+
+Pure functions of sizes and pixels. `loading.py` calls them with decoded pictures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.media_settings import ProcessorSettings
+
+MAX_RATIO = 200  # of the sides of a picture
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def image_size(height: int, width: int, settings: ProcessorSettings, max_pixels: int) -> tuple[int, int]:
+    """Returns the height and width to which a picture is scaled: multiples of `settings.unit`.
+
+    The sides keep their ratio, as far as that goes; the area stays within the processor's limits and `max_pixels`.
+    Raises `InvalidRequest` for a picture that is far longer than wide.
+    """
+    unit, limits = settings.unit, settings.image
+    _check_ratio(height, width)
+    h, w = _nearest(height, unit), _nearest(width, unit)
+    most = min(limits.max_pixels, max_pixels)
+    if h * w > most:
+        return _shrunk(height, width, unit, math.sqrt(height * width / most))
+    if h * w < limits.min_pixels:
+        return _grown(height, width, unit, math.sqrt(limits.min_pixels / (height * width)))
+    return h, w
+
+
+def frame_size(
+    num_frames: int, height: int, width: int, settings: ProcessorSettings, max_pixels: int
+) -> tuple[int, int]:
+    """Returns the height and width to which the frames of a video are scaled.
+
+    The processor's limits are those of all frames together; `max_pixels` is that of a frame. Raises `InvalidRequest`.
+    """
+    unit, limits, depth = settings.unit, settings.video, settings.temporal_patch_size
+    most = limits.max_pixels
+    if settings.caps_frames:
+        cap = settings.max_frame_tokens * unit**2
+        most = max(min(cap, most // num_frames), int(limits.min_pixels * 1.05)) * num_frames
+    most = min(most, max_pixels * num_frames)
+    if height < unit or width < unit:
+        scale = max(unit / height, unit / width)
+        height, width = int(height * scale), int(width * scale)
+    _check_ratio(height, width)
+    num_frames = max(num_frames, depth)
+    h, w = _nearest(height, unit), _nearest(width, unit)
+    num_pixels = round(num_frames / depth) * depth * h * w
+    if num_pixels > most:
+        return _shrunk(height, width, unit, math.sqrt(num_frames * height * width / most))
+    if num_pixels < limits.min_pixels:
+        return _grown(height, width, unit, math.sqrt(limits.min_pixels / (num_frames * height * width)))
+    return h, w
+
+
+def patches_of_frames(frames: Sequence[Pixels], patch_size: int, merge_size: int) -> bytes:
+    """Returns the pixels of a `MediaItem`: one temporal patch of `frames [h, w, 3]`.
+
+    A row is a patch, channel by channel and frame by frame. Patches that are merged into one token follow each other;
+    these squares go line by line.
+    """
+    x = np.stack(frames)
+    t, h, w, channels = x.shape
+    rows, columns = h // patch_size // merge_size, w // patch_size // merge_size
+    x = x.reshape(t, rows, merge_size, patch_size, columns, merge_size, patch_size, channels)
+    return x.transpose(1, 4, 2, 5, 7, 0, 3, 6).tobytes()
+
+
+def _check_ratio(height: int, width: int) -> None:
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise InvalidRequest(
+            f"a picture has {width} x {height} pixels, but one side may be at most {MAX_RATIO} times the other: crop it"
+        )
+
+
+def _nearest(side: int, unit: int) -> int:
+    return round(side / unit) * unit
+
+
+def _shrunk(height: int, width: int, unit: int, factor: float) -> tuple[int, int]:
+    return (
+        max(unit, math.floor(height / factor / unit) * unit),
+        max(unit, math.floor(width / factor / unit) * unit),
+    )
+
+
+def _grown(height: int, width: int, unit: int, factor: float) -> tuple[int, int]:
+    return math.ceil(height * factor / unit) * unit, math.ceil(width * factor / unit) * unit

@@ -1,0 +1,124 @@
+"""Where pictures stand in a prompt: one placeholder for each picture or video becomes as many as it has tokens.
+
+A chat template, or a client, writes a placeholder for a picture and one for a whole video. A video's becomes, for each
+temporal patch, its time in words and a placeholder in the model's frame of vision tokens: in the text before it is
+tokenized (`write_videos`), or among ids (`expand`). Knows no pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.media import MediaItem, sglang_pad_id
+from jaxsgl.media_settings import ProcessorSettings
+from jaxsgl.preprocess.loading import Part, Visual
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The text of the tokens around pictures."""
+
+    image: str
+    video: str
+    start: str
+    end: str
+
+
+def tokens_of(settings: ProcessorSettings, name_of: Callable[[int], bytes]) -> Tokens:
+    """Returns them, as `name_of` tells the text of a token."""
+    ids = (
+        settings.image_token_id,
+        settings.video_token_id,
+        settings.vision_start_token_id,
+        settings.vision_end_token_id,
+    )
+    return Tokens(*(name_of(token_id).decode("utf-8", "replace") for token_id in ids))
+
+
+def time_in_words(part: Part) -> str:
+    """Returns what stands before a temporal patch of a video."""
+    return f"<{part.time_s:.1f} seconds>"
+
+
+def write_videos(text: str, visuals: Sequence[Visual], tokens: Tokens) -> str:
+    """Returns `text` with a placeholder for each temporal patch of each video, behind its time.
+
+    The vision tokens around a video's placeholder go, since each temporal patch has its own. Raises `InvalidRequest`
+    unless there is a placeholder for each video.
+    """
+    videos = [visual for visual in visuals if visual.is_video]
+    pieces = text.split(tokens.video)
+    if len(pieces) - 1 != len(videos):
+        raise _mismatch(len(pieces) - 1, tokens.video, len(videos), "videos")
+    written = pieces[0]
+    for video, behind in zip(videos, pieces[1:], strict=True):
+        if written.endswith(tokens.start) and behind.startswith(tokens.end):
+            written, behind = written.removesuffix(tokens.start), behind.removeprefix(tokens.end)
+        frames = (f"{time_in_words(part)}{tokens.start}{tokens.video}{tokens.end}" for part in video.parts)
+        written += "".join(frames) + behind
+    return written
+
+
+def expand_videos(
+    ids: Sequence[int], visuals: Sequence[Visual], settings: ProcessorSettings, encode: Callable[[str], list[int]]
+) -> list[int]:
+    """Does to ids what `write_videos` does to text; `encode` gives the ids of a time in words."""
+    videos = [visual for visual in visuals if visual.is_video]
+    count = sum(token_id == settings.video_token_id for token_id in ids)
+    if count != len(videos):
+        raise _mismatch(count, f"id {settings.video_token_id}", len(videos), "videos")
+    start, end = settings.vision_start_token_id, settings.vision_end_token_id
+    rest, expanded, of_video = list(ids), list[int](), iter(videos)
+    place = 0
+    while place < len(rest):
+        token_id = rest[place]
+        place += 1
+        if token_id != settings.video_token_id:
+            expanded.append(token_id)
+            continue
+        if expanded and expanded[-1] == start and place < len(rest) and rest[place] == end:
+            expanded.pop()
+            place += 1
+        for part in next(of_video).parts:
+            expanded += [*encode(time_in_words(part)), start, token_id, end]
+    return expanded
+
+
+def expand(
+    ids: Sequence[int], visuals: Sequence[Visual], settings: ProcessorSettings, sglang_ids: bool = False
+) -> tuple[list[int], tuple[MediaItem, ...]]:
+    """Returns the prompt in which each placeholder is repeated for each of its tokens, and what stands there.
+
+    `ids` have one placeholder for each part of `visuals`, in their order among pictures and among videos.
+    `sglang_ids`: their `hash_ids` follow SGLang's formula. Raises `InvalidRequest`.
+    """
+    parts = {
+        settings.image_token_id: [part for visual in visuals if not visual.is_video for part in visual.parts],
+        settings.video_token_id: [part for visual in visuals if visual.is_video for part in visual.parts],
+    }
+    for (token_id, of_kind), what in zip(parts.items(), ("images", "frames of videos"), strict=True):
+        count = sum(known == token_id for known in ids)
+        if count != len(of_kind):
+            raise _mismatch(count, f"id {token_id}", len(of_kind), what)
+    iterators: dict[int, Iterator[Part]] = {token_id: iter(of_kind) for token_id, of_kind in parts.items()}
+    expanded: list[int] = []
+    items: list[MediaItem] = []
+    for token_id in ids:
+        if token_id not in iterators:
+            expanded.append(token_id)
+            continue
+        part = next(iterators[token_id])
+        num_tokens = part.num_patches // settings.merge_size**2
+        pad_id = sglang_pad_id(part.digest) if sglang_ids else None
+        items.append(MediaItem(part.digest, len(expanded), num_tokens, part.grid, part.pixels, pad_id))
+        expanded += [token_id] * num_tokens
+    return expanded, tuple(items)
+
+
+def _mismatch(count: int, placeholder: str, expected: int, what: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {count} placeholders ({placeholder}), but {expected} {what} come with it: write one for each "
+        "where it belongs, and none besides"
+    )

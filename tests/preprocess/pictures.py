@@ -1,0 +1,40 @@
+"""Pictures for tests, made from a seed, and settings of a processor."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from jaxsgl.media_settings import PixelSettings, ProcessorSettings
+
+PIXELS = PixelSettings(65536, 16777216, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+SETTINGS = ProcessorSettings(16, 2, 2, PIXELS, PixelSettings(4096, 25165824, PIXELS.mean, PIXELS.std), 7, 8, 5, 6)
+SMALL = ProcessorSettings(
+    4, 2, 2, PixelSettings(256, 4096, PIXELS.mean, PIXELS.std), PixelSettings(256, 65536, PIXELS.mean, PIXELS.std),
+    7, 8, 5, 6,
+)  # fmt: skip
+
+
+def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """A smooth random picture; with an alpha channel, parts of it are transparent."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (max(2, height // 8), max(2, width // 8), 4), dtype=np.uint8)
+    smooth = Image.fromarray(coarse, "RGBA").resize((width, height), Image.Resampling.BILINEAR)
+    if mode in ("RGBA", "LA"):
+        return smooth.convert(mode)
+    return smooth.convert("RGB").convert(mode)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """The picture as a file."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def animation(frames: list[Image.Image], duration_ms: int = 250, kind: str = "GIF") -> bytes:
+    """Frames as an animated file."""
+    return file_of(frames[0], kind, save_all=True, append_images=frames[1:], duration=duration_ms)

@@ -1,0 +1,121 @@
+"""Pictures become the patches that transformers' processor makes of them, bit by bit."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image, ImageOps
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.media_settings import ProcessorSettings
+from jaxsgl.preprocess.loading import Bounds, Part, load
+from jaxsgl.preprocess.sources import ImageFile
+from tests.grids import daily
+from tests.preprocess.pictures import SETTINGS, SMALL, file_of, picture
+
+pytestmark = pytest.mark.device  # imports torch, by transformers
+
+BOUNDS = Bounds(max_patches=65536, max_request_patches=1 << 20)
+ORIENTATION = 0x0112
+
+
+def part_of(file: bytes | Image.Image, settings: ProcessorSettings = SETTINGS, bounds: Bounds = BOUNDS) -> Part:
+    (visual,) = load([ImageFile(file)], settings, bounds)
+    (part,) = visual.parts
+    assert not visual.is_video and part.time_s is None
+    return part
+
+
+@cache
+def oracle(settings: ProcessorSettings) -> Qwen2VLImageProcessorPil:
+    limits = settings.image
+    return Qwen2VLImageProcessorPil(
+        size={"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels},
+        patch_size=settings.patch_size, merge_size=settings.merge_size,
+        temporal_patch_size=settings.temporal_patch_size, image_mean=limits.mean, image_std=limits.std,
+    )  # fmt: skip
+
+
+def normalized(part: Part, settings: ProcessorSettings) -> npt.NDArray[np.float32]:
+    """What the engine computes of an item's pixels, as the processor does it: by channel, from a table of 256."""
+    pixels = np.frombuffer(part.pixels, np.uint8).reshape(part.num_patches, 3, -1)
+    table = (np.arange(256, dtype=np.uint8).astype(np.float64) * (1 / 255)).astype(np.float32)
+    values = table[pixels].transpose(0, 2, 1)
+    mean, std = np.array(settings.image.mean, np.float32), np.array(settings.image.std, np.float32)
+    return ((values - mean) / std).transpose(0, 2, 1).reshape(part.num_patches, -1)
+
+
+def check(part: Part, given: Image.Image, settings: ProcessorSettings = SETTINGS) -> None:
+    """`given` is what a user would hand to the processor: upright."""
+    expected = oracle(settings)(images=[given], return_tensors="np")
+    assert [list(part.grid)] == expected["image_grid_thw"].tolist()
+    np.testing.assert_array_equal(normalized(part, settings), expected["pixel_values"])
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1", "P", "RGBA", "LA", "CMYK", "YCbCr"])
+def test_every_mode_gives_the_processors_patches(mode: str) -> None:
+    given = picture(300, 217, mode)
+    check(part_of(given), given)
+
+
+@pytest.mark.parametrize(
+    ("width", "height"),
+    daily(
+        [(1, 1), (417, 300), (1, 200), (200, 1), (31, 33), (2000, 10), (17, 900), (640, 480), (64, 64), (1921, 1079)],
+        every=1,
+    ),
+)
+def test_every_size_gives_the_processors_patches(width: int, height: int) -> None:
+    given = picture(width, height)
+    check(part_of(given, SMALL), given, SMALL)
+
+
+def test_pictures_larger_than_the_limit_are_scaled_down() -> None:
+    given = picture(640, 480)
+    part = part_of(given, SMALL, Bounds(64, 1 << 20))
+    assert part.num_patches <= 64
+    assert 64 < part_of(given, SMALL).num_patches <= 4096 // 16
+
+
+def test_files_give_the_patches_of_their_pictures() -> None:
+    for kind, mode in (("PNG", "RGBA"), ("PNG", "P"), ("BMP", "RGB"), ("GIF", "P")):
+        given = picture(90, 70, mode)
+        check(part_of(file_of(given, kind)), given)
+    for kind, mode in (("JPEG", "RGB"), ("JPEG", "CMYK"), ("JPEG", "L"), ("WEBP", "RGBA")):
+        file = file_of(picture(90, 70, mode), kind)
+        part = part_of(file)
+        check(part, Image.open(io.BytesIO(file)))
+
+
+def test_transparent_palettes_are_taken_as_the_processor_takes_them() -> None:
+    given = picture(60, 50, "P")
+    given.info["transparency"] = 3
+    check(part_of(given), given)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_upright_as_exif_says(orientation: int) -> None:
+    given = picture(80, 48)
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    file = file_of(given, "PNG", exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(file)))
+    assert upright is not None and (upright.size == (48, 80)) == (orientation > 4)
+    check(part_of(file, SMALL), upright, SMALL)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 201), (4001, 20)])
+def test_extreme_ratios_are_refused(width: int, height: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"{width} x {height} pixels, but one side may be at most 200 times"):
+        part_of(file_of(picture(width, height)))
+
+
+def test_equal_pictures_have_equal_digests_whatever_their_files() -> None:
+    given = picture(60, 50)
+    assert part_of(file_of(given)).digest == part_of(file_of(given, "BMP")).digest
+    assert part_of(file_of(given)).digest != part_of(file_of(picture(60, 50, seed=1))).digest

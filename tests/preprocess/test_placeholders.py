@@ -1,0 +1,83 @@
+"""A placeholder becomes as many as its picture has tokens; a video's becomes its frames with their times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.media import FIRST_HASH_ID, MediaLimits, check_media, hash_ids, sglang_pad_id
+from jaxsgl.preprocess.loading import Part, Visual
+from jaxsgl.preprocess.placeholders import Tokens, expand, expand_videos, write_videos
+from tests.preprocess.pictures import SMALL
+
+IMAGE, VIDEO, START, END = 7, 8, 5, 6
+TOKENS = Tokens("<image>", "<video>", "<start>", "<end>")
+
+
+def part(height: int, width: int, time_s: float | None = None) -> Part:
+    pixels = bytes(height * width * 96)
+    return Part(bytes([height]) * 32, (1, height, width), pixels, time_s)
+
+
+PICTURE, WIDE = Visual((part(2, 4),), False), Visual((part(4, 6),), False)
+CLIP = Visual((part(2, 2, 0.25), part(2, 2, 1.04)), True)
+
+
+def test_each_picture_has_its_tokens_in_the_order_of_the_prompt() -> None:
+    ids, items = expand([1, START, IMAGE, END, 2, IMAGE, 3], [PICTURE, WIDE], SMALL)
+    assert ids == [1, START, IMAGE, IMAGE, END, 2, *[IMAGE] * 6, 3]
+    assert [(item.offset, item.length, item.grid) for item in items] == [(3 - 1, 2, (1, 2, 4)), (6, 6, (1, 4, 6))]
+    check_media(items, ids, MediaLimits(IMAGE, VIDEO, patch_size=4))
+
+
+def test_pictures_and_videos_are_told_apart_by_their_placeholders() -> None:
+    ids, items = expand([VIDEO, IMAGE, VIDEO], [PICTURE, CLIP], SMALL)
+    assert ids == [VIDEO, IMAGE, IMAGE, VIDEO]
+    assert [item.grid for item in items] == [(1, 2, 2), (1, 2, 4), (1, 2, 2)]
+
+
+def test_the_text_of_a_video_names_the_time_of_each_of_its_temporal_patches() -> None:
+    frames = "<0.2 seconds><start><video><end><1.0 seconds><start><video><end>"
+    assert write_videos("a:<start><video><end>b", [PICTURE, CLIP], TOKENS) == f"a:{frames}b"
+    assert write_videos("a:<video>b<start><video><end>", [CLIP, CLIP], TOKENS) == f"a:{frames}b{frames}"
+    assert write_videos("no video", [], TOKENS) == "no video"
+
+
+def test_ids_of_a_video_are_those_of_its_text() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    first, second = encode("<0.2 seconds>"), encode("<1.0 seconds>")
+    frames = [*first, START, VIDEO, END, *second, START, VIDEO, END]
+    assert expand_videos([1, START, VIDEO, END, 2], [CLIP], SMALL, encode) == [1, *frames, 2]
+    assert expand_videos([VIDEO], [CLIP], SMALL, encode) == frames
+
+
+def test_sglangs_formula_gives_a_picture_one_number() -> None:
+    ids, items = expand([IMAGE, 3], [PICTURE], SMALL, sglang_ids=True)
+    assert hash_ids(ids, items).tolist() == [sglang_pad_id(items[0].digest)] * 2 + [3]
+    ids, items = expand([IMAGE, 3], [PICTURE], SMALL)
+    assert len(set(hash_ids(ids, items).tolist())) == 3 and hash_ids(ids, items)[0] >= FIRST_HASH_ID
+
+
+@pytest.mark.parametrize(
+    ("ids", "visuals", "message"),
+    [
+        ([1, IMAGE, IMAGE], [PICTURE], "the prompt has 2 placeholders .id 7., but 1 images come with it"),
+        ([1], [PICTURE], "0 placeholders"),
+        ([IMAGE], [], "the prompt has 1 placeholders"),
+        ([VIDEO], [CLIP], "the prompt has 1 placeholders .id 8., but 2 frames of videos"),
+    ],
+)  # fmt: skip
+def test_a_placeholder_too_many_or_too_few_is_refused(ids: list[int], visuals: list[Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        expand(ids, visuals, SMALL)
+
+
+def test_a_video_without_a_placeholder_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"0 placeholders .<video>., but 1 videos"):
+        write_videos("no video", [CLIP], TOKENS)
+    with pytest.raises(InvalidRequest, match=r"1 placeholders .id 8., but 0 videos"):
+        expand_videos([VIDEO], [], SMALL, lambda text: [])

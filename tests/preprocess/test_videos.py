@@ -1,0 +1,100 @@
+"""Frames become temporal patches with times, as transformers' video processor takes and cuts them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
+from jaxsgl.preprocess.patches import frame_size
+from jaxsgl.preprocess.sources import VideoFile
+from tests.preprocess.pictures import SETTINGS, SMALL, animation, file_of, picture
+
+pytestmark = pytest.mark.device  # imports torch
+
+BOUNDS = Bounds(max_patches=65536, max_request_patches=1 << 20)
+
+
+def test_frames_have_the_sizes_of_the_video_processor() -> None:
+    for frames, height, width in [(2, 240, 320), (4, 7, 90), (5, 480, 640), (9, 100, 31), (64, 1080, 1920), (3, 1, 1)]:
+        limits = SETTINGS.video
+        expected = smart_resize(frames, height, width, 2, 32, limits.min_pixels, limits.max_pixels)
+        assert frame_size(frames, height, width, SETTINGS, 1 << 24) == expected
+        shared = max(min(768 * 32 * 32, limits.max_pixels // frames), int(limits.min_pixels * 1.05)) * frames
+        expected = smart_resize(frames, height, width, 2, 32, limits.min_pixels, shared)
+        assert frame_size(frames, height, width, replace(SETTINGS, caps_frames=True), 1 << 24) == expected
+
+
+@pytest.mark.parametrize(("total", "fps"), [(100, 25.0), (3, 1.0), (5000, 30.0), (7, 60.0), (48, 24.0)])
+def test_frames_are_sampled_as_the_video_processor_does(total: int, fps: float) -> None:
+    class Metadata:
+        total_num_frames = total
+
+    Metadata.fps = fps  # type: ignore[attr-defined]
+    processor = Qwen3VLVideoProcessor.__new__(Qwen3VLVideoProcessor)
+    processor.min_frames, processor.max_frames, processor.fps = 4, 768, 2
+    assert sampled_frames(total, fps, SETTINGS) == processor.sample_frames(Metadata()).tolist()
+
+
+def times_of(indices: list[int], fps: float) -> list[float]:
+    times: list[float] = Qwen3VLProcessor._calculate_timestamps(None, list(indices), fps, 2)
+    return times
+
+
+def test_a_list_of_frames_becomes_temporal_patches_in_the_processors_order() -> None:
+    frames = [picture(40, 24, seed=i) for i in range(5)]
+    (video,) = load([VideoFile(tuple(map(file_of, frames)), fps=4.0)], SMALL, BOUNDS)
+    assert video.is_video and [part.grid for part in video.parts] == [(1, 6, 10)] * 3
+    assert [part.time_s for part in video.parts] == times_of([0, 1, 2, 3, 4], 4.0)
+    tensor = torch.tensor(np.stack([np.asarray(frame).transpose(2, 0, 1) for frame in frames]))[None]
+    expected, t, h, w = Qwen3VLVideoProcessor.patchify(None, tensor, 4, 2, 2)
+    assert (t, h, w) == (3, 6, 10)
+    assert b"".join(part.pixels for part in video.parts) == expected.numpy().tobytes()
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_an_animation_is_sampled_by_its_own_times(kind: str) -> None:
+    """24 frames of 1/5 s are 4.8 s, of which two frames a second are taken."""
+    frames = [picture(40, 24, seed=i) for i in range(24)]
+    (video,) = load([VideoFile(animation(frames, 200, kind))], SMALL, BOUNDS)
+    taken = sampled_frames(24, 5.0, SMALL)
+    assert len(taken) == 9
+    assert [part.time_s for part in video.parts] == pytest.approx(times_of(taken, 5.0))
+    if kind == "PNG":
+        chosen = tuple(file_of(frames[number]) for number in taken)
+        (expected,) = load([VideoFile(chosen)], SMALL, BOUNDS)
+        assert [part.digest for part in video.parts] == [part.digest for part in expected.parts]
+
+
+def test_the_same_frames_in_two_videos_have_equal_digests() -> None:
+    frames = [file_of(picture(40, 24, seed=i)) for i in range(4)]
+    a, b = load([VideoFile(tuple(frames)), VideoFile((*frames[2:], *frames[:2]))], SMALL, BOUNDS)
+    assert [part.digest for part in a.parts] == [part.digest for part in reversed(b.parts)]
+
+
+def test_a_still_picture_is_a_video_of_one_frame() -> None:
+    (video,) = load([VideoFile(file_of(picture(40, 24)))], SMALL, BOUNDS)
+    assert [part.time_s for part in video.parts] == [0.0]
+
+
+def test_too_many_frames_patches_or_pixels_are_refused() -> None:
+    frame = file_of(picture(40, 24))
+    with pytest.raises(InvalidRequest, match="video 0 has 769 frames, but must have 1 to 768"):
+        load([VideoFile((frame,) * 769)], SMALL, BOUNDS)
+    with pytest.raises(InvalidRequest, match="must have 1 to 768"):
+        load([VideoFile(())], SMALL, BOUNDS)
+    with pytest.raises(InvalidRequest, match="more than the 100 patches"):
+        load([VideoFile((frame,) * 4)], SMALL, Bounds(65536, 100))
+    wide = file_of(Image.new("1", (5000, 5000)))
+    with pytest.raises(InvalidRequest, match=r"with video 0 the request has more than \d+ pixels to decode"):
+        load([VideoFile((wide,) * 40)], SMALL, BOUNDS)
+    many = animation([Image.new("1", (1, 1), i % 2) for i in range(4100)], 20)
+    with pytest.raises(InvalidRequest, match="has 4100 frames, but may have 4096"):
+        load([VideoFile(many)], SMALL, BOUNDS)
