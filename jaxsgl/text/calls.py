@@ -1,0 +1,240 @@
+"""The forms in which models write tool calls, as data, and the calls in a finished text of each form.
+
+A `CallForm` says what opens and closes a text of calls and how to read it; `READERS` reads. Anything that is no call by
+its form gives None, and comes back as text. Never knows streams (answer.py) or grammars (call_grammar.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from jaxsgl.text.json_scan import JsonScanner
+
+Kind: TypeAlias = Literal["json", "named_json", "tagged", "keyed", "python"]
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # a tool's name -> the JSON schema of its parameters
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a family writes calls.
+
+    Attributes:
+      kind: what stands between `opens` and `close`. "json": an object with a name and arguments, or a list of such.
+        "named_json": a name, `between`, and an object of arguments. "tagged", "keyed": parameters in tags, as Qwen3-Coder
+        and GLM write them. "python": a list of calls as in Python.
+      opens: each of these texts opens calls, wherever it stands.
+      close: ends what `opens` has opened; "": the calls end with their own brackets.
+      bare: a bracket that opens calls if the answer begins with it; "": none does.
+      arguments_key: what the JSON object calls the arguments.
+      space: what the model writes behind `opens` and before `close`.
+      between: what stands between name and arguments.
+      one_by_one: several calls are opened one by one; else they stand in one list, or follow behind `separator`.
+      separator: between calls of one opening.
+    """
+
+    kind: Kind
+    opens: tuple[str, ...] = ()
+    close: str = ""
+    bare: str = ""
+    arguments_key: str = "arguments"
+    space: str = ""
+    between: str = ""
+    one_by_one: bool = True
+    separator: str = ""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call that was read; `arguments` is a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+HERMES = CallForm("json", opens=("<tool_call>",), close="</tool_call>", space="\n")
+FORMS: dict[str, CallForm] = {
+    "hermes": HERMES,
+    "qwen3_coder": CallForm("tagged", opens=("<tool_call>",), close="</tool_call>", space="\n"),
+    "glm45": CallForm("keyed", opens=("<tool_call>",), close="</tool_call>"),
+    "llama3": CallForm(
+        "json", opens=("<|python_tag|>",), bare="{", arguments_key="parameters", one_by_one=False, separator="; "
+    ),
+    "mistral": CallForm("json", opens=("[TOOL_CALLS]",), one_by_one=False),
+    "mistral_v11": CallForm("named_json", opens=("[TOOL_CALLS]",), between="[ARGS]"),
+    "granite": CallForm("json", opens=("<|tool_call|>", "<tool_call>"), one_by_one=False),
+    "phi4_mini": CallForm("json", opens=("<|tool_call|>",), close="<|/tool_call|>", one_by_one=False),
+    "olmo3": CallForm(
+        "python", opens=("<function_calls>",), close="</function_calls>", one_by_one=False, separator="\n"
+    ),
+    "pythonic": CallForm("python", bare="[", one_by_one=False, separator=", "),
+    "json": CallForm("json", bare="{", one_by_one=False),
+}
+_KEYS = ("arguments", "parameters")
+
+
+def read_calls(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
+    """Returns the calls in what stands between `opens` and `close`; None: it is malformed, or calls no tool of ours."""
+    calls = _READERS[form.kind](form, text.strip(), tools)
+    if not calls or any(call.name not in tools for call in calls):
+        return None
+    return calls
+
+
+def header_pattern(form: CallForm) -> re.Pattern[str] | None:
+    """Matches a call of JSON up to its arguments, once their first character is there; None: arguments are no JSON.
+
+    The group `name` is a JSON text, or a plain name where `form` has one.
+    """
+    if form.kind == "named_json":
+        return re.compile(rf"\s*(?P<plain>[^\s\[{{]+?)\s*(?:\[CALL_ID\][^\[]*)?{re.escape(form.between)}\s*(?=\S)")
+    if form.kind != "json":
+        return None
+    keys = "|".join(_KEYS)
+    return re.compile(rf'[\s\[\]}},;]*\{{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:{keys})"\s*:\s*(?=\S)')
+
+
+def _read_json(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
+    value = _decoded(text)
+    found: list[Call] = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            return None
+        arguments = next((item[key] for key in _KEYS if key in item), {})
+        if not isinstance(arguments, dict):
+            return None
+        found.append(Call(item["name"], _encoded(arguments)))
+    header = header_pattern(form)
+    assert header is not None
+    if len(found) == 1 and (match := header.match(text)) is not None:
+        # The model's own spelling, so that whole answers and streams agree.
+        end = _end_of_value(text, match.end())
+        if re.fullmatch(r"\s*\}\s*\]?\s*", text[end:]) and isinstance(_decoded(text[match.end() : end]), dict):
+            return [Call(found[0].name, text[match.end() : end])]
+    return found
+
+
+def _read_named_json(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
+    header = header_pattern(form)
+    assert header is not None
+    match = header.match(text)
+    if match is None or not isinstance(_decoded(text[match.end() :]), dict):
+        return None
+    return [Call(match["plain"], text[match.end() :])]
+
+
+_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>)?", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>\s*|(?=<parameter=)|\Z)", re.DOTALL)
+_KEYED = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+
+
+def _read_tagged(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
+    match = _FUNCTION.fullmatch(text)
+    return None if match is None else _from_pairs(match[1], match[2], _PARAMETER, tools)
+
+
+def _read_keyed(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
+    match = re.fullmatch(r"([^\s<]+)\s*(.*)", text, re.DOTALL)
+    return None if match is None else _from_pairs(match[1], match[2], _KEYED, tools)
+
+
+def _from_pairs(name: str, text: str, pair: re.Pattern[str], tools: Tools) -> list[Call] | None:
+    arguments: dict[str, Any] = {}
+    text, place = text.strip(), 0
+    while place < len(text):
+        match = pair.match(text, place)
+        if match is None or match.end() == place:
+            return None
+        arguments[match[1].strip()] = as_typed(match[2], tools.get(name, {}), match[1].strip())
+        place = match.end()
+    return [Call(name, _encoded(arguments))]
+
+
+def as_typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
+    """Returns the value that `text` stands for, if the schema of `key` takes anything but texts; else `text`."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, dict) else None
+    types = _types_of(schema)
+    if types == {"string"} or (not types and isinstance(schema, dict) and schema):
+        return text
+    value = _decoded({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip()))
+    if value is _BROKEN or ("string" in types and not isinstance(value, _JSON_TYPES)):
+        return text
+    return value
+
+
+_JSON_TYPES = (dict, list, int, float, bool, type(None))
+
+
+def _types_of(schema: Any) -> set[str]:
+    """Returns the types that a schema names, those of its alternatives included; empty: it names none."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type")
+    types = {named} if isinstance(named, str) else set(named) if isinstance(named, list) else set()
+    if isinstance(schema.get("enum"), list) and not types:
+        types = {"string" if isinstance(value, str) else "any" for value in schema["enum"]}
+    for alternatives in ("anyOf", "oneOf"):
+        for other in schema.get(alternatives) or ():
+            types |= _types_of(other)
+    return types
+
+
+def _read_python(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
+    if not text.startswith("["):
+        text = "[" + ", ".join(line for line in text.splitlines() if line.strip()) + "]"
+    try:
+        tree = ast.parse(text, mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List) else []
+        found: list[Call] = []
+        for node in nodes:
+            if not isinstance(node, ast.Call) or node.args or any(item.arg is None for item in node.keywords):
+                return None
+            arguments = {str(item.arg): _literal(item.value) for item in node.keywords}
+            found.append(Call(ast.unparse(node.func), _encoded(arguments)))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    """Returns the value of a literal, with JSON's names for true, false and null among Python's. Raises `ValueError`."""
+    for name in ast.walk(node):
+        if isinstance(name, ast.Name) and name.id not in ("true", "false", "null"):
+            raise ValueError(name.id)
+    words = {"true": "True", "false": "False", "null": "None"}
+
+    class Words(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 (ast's name)
+            return ast.copy_location(ast.parse(words[node.id], mode="eval").body, node)
+
+    return ast.literal_eval(Words().visit(node))
+
+
+_READERS: dict[Kind, Callable[[CallForm, str, Tools], list[Call] | None]] = {
+    "json": _read_json,
+    "named_json": _read_named_json,
+    "tagged": _read_tagged,
+    "keyed": _read_keyed,
+    "python": _read_python,
+}
+_BROKEN = object()
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return _BROKEN
+
+
+def _encoded(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _end_of_value(text: str, start: int) -> int:
+    return JsonScanner().feed(text, start)

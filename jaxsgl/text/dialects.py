@@ -1,0 +1,154 @@
+"""Which forms of reasoning and tool calls a model writes: named by a flag, or found in its chat template.
+
+A `Dialect` makes the parser of a sample. Owns the names of parsers, those of SGLang and vLLM among them. Never knows
+requests beyond their tools; the HTTP endpoints use it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jaxsgl.errors import ConfigError
+from jaxsgl.text.answer import MAX_CALLS, AnswerParser, Parser, PlainParser, ReasoningForm
+from jaxsgl.text.calls import FORMS, CallForm, Tools
+from jaxsgl.text.harmony import MARKERS, HarmonyParser
+
+AUTO, NONE, HARMONY = "auto", "none", "gpt-oss"
+THINK = ReasoningForm("<think>", "</think>")
+REASONING_FORMS = {
+    "think": THINK,
+    "think_always": ReasoningForm("<think>", "</think>", opens_itself=True),
+    "mistral": ReasoningForm("[THINK]", "[/THINK]"),
+    "granite": ReasoningForm("Here is my thought process:", "Here is my response:"),
+    "gemma4": ReasoningForm("<|channel>thought\n", "<channel|>"),
+}
+# The names that SGLang and vLLM have for the same forms.
+_REASONING_NAMES = {
+    "qwen3": "think", "deepseek-v3": "think", "deepseek_v3": "think", "glm45": "think", "hunyuan_a13b": "think",
+    "interns1": "think", "kimi_k2": "think", "nano_v3": "think", "olmo3": "think", "smollm3": "think",
+    "deepseek-r1": "think_always", "deepseek_r1": "think_always", "qwen3-thinking": "think_always",
+    "step3": "think_always", "minimax": "think_always",
+    "openai_gptoss": HARMONY,
+}  # fmt: skip
+_CALL_NAMES = {
+    "qwen": "hermes", "qwen25": "hermes", "smollm3": "hermes",
+    "qwen3_xml": "qwen3_coder", "glm": "glm45", "glm47": "glm45",
+    "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic", "lfm2": "pythonic",
+    "phi4_mini_json": "phi4_mini", "openai": HARMONY,
+}  # fmt: skip
+TOOL_CALL_PARSERS = (AUTO, NONE, *FORMS, HARMONY, *_CALL_NAMES)
+REASONING_PARSERS = (AUTO, NONE, *REASONING_FORMS, HARMONY, *_REASONING_NAMES)
+
+# What a chat template holds if its model writes calls in a form; the first that fits counts.
+_CALL_SIGNS = (
+    (re.compile(r"<\|channel\|>"), HARMONY),
+    (re.compile(r"<function="), "qwen3_coder"),
+    (re.compile(r"<arg_key>"), "glm45"),
+    (re.compile(r"<function_calls>"), "olmo3"),
+    (re.compile(r"<\|/tool_call\|>"), "phi4_mini"),
+    (re.compile(r"<\|tool_call\|>"), "granite"),
+    (re.compile(r"<tool_call>"), "hermes"),
+    (re.compile(r"\[TOOL_CALLS\](?s:.*)\[ARGS\]"), "mistral_v11"),
+    (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
+    (re.compile(r'"parameters": dictionary|<\|python_tag\|>'), "llama3"),
+)
+_REASONING_SIGNS = (
+    (re.compile(r"<\|channel\|>"), HARMONY),
+    (re.compile(r"</think>"), "think"),
+    (re.compile(r"\[/THINK\]"), "mistral"),
+    (re.compile(r"<\|channel>thought"), "gemma4"),
+)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a model writes around its answers.
+
+    Attributes:
+      reasoning: None: no reasoning is looked for.
+      calls: None: no calls are looked for.
+      harmony_reasoning, harmony_calls: the model writes Harmony, and what of it is taken apart.
+    """
+
+    reasoning: ReasoningForm | None = None
+    calls: CallForm | None = None
+    harmony_reasoning: bool = False
+    harmony_calls: bool = False
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether answers are messages in channels."""
+        return self.harmony_reasoning or self.harmony_calls
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the model has a form of its own for calls."""
+        return self.calls is not None or self.harmony_calls
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that parsers look for. Those that are special tokens must be left in the text."""
+        if self.is_harmony:
+            return MARKERS
+        found: tuple[str, ...] = ()
+        if self.reasoning is not None:
+            found += (self.reasoning.open, self.reasoning.close)
+        if self.calls is not None:
+            found += (*self.calls.opens, self.calls.close, self.calls.between, "[CALL_ID]")
+        return tuple(text for text in found if text)
+
+    def reasoning_is_open_after(self, prompt: str) -> bool:
+        """Returns whether `prompt`, or its end, leaves the model in the middle of its reasoning."""
+        form = self.reasoning
+        if form is None:
+            return False
+        return prompt.rfind(form.open) > prompt.rfind(form.close) and prompt.rstrip().endswith(form.open.rstrip())
+
+    def parser(
+        self,
+        tools: Tools,
+        *,
+        reasoning_is_open: bool = False,
+        constrained: bool = False,
+        max_calls: int = MAX_CALLS,
+        own_form: CallForm | None = None,
+    ) -> Parser:
+        """Returns the parser of one sample. Without tools, calls are text; `own_form` replaces the model's."""
+        if self.is_harmony:
+            with_calls = bool(tools) and self.harmony_calls
+            return HarmonyParser(tools, with_calls=with_calls, constrained=constrained, max_calls=max_calls)
+        calls = (own_form or self.calls) if tools else None
+        if self.reasoning is None and calls is None:
+            return PlainParser()
+        return AnswerParser(
+            self.reasoning,
+            calls,
+            tools,
+            reasoning_is_open=reasoning_is_open,
+            constrained=constrained,
+            max_calls=max_calls,
+        )
+
+
+def dialect_of(chat_template: str | None, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> Dialect:
+    """Returns what the flags say, or else what the chat template shows. Raises `ConfigError` for unknown names."""
+    calls = _named("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS, _CALL_NAMES)
+    reasoning = _named("--reasoning-parser", reasoning_parser, REASONING_PARSERS, _REASONING_NAMES)
+    template = chat_template or ""
+    if calls == AUTO:
+        calls = next((name for sign, name in _CALL_SIGNS if sign.search(template)), NONE)
+    if reasoning == AUTO:
+        reasoning = next((name for sign, name in _REASONING_SIGNS if sign.search(template)), NONE)
+    return Dialect(
+        REASONING_FORMS.get(reasoning),
+        FORMS.get(calls),
+        harmony_reasoning=reasoning == HARMONY,
+        harmony_calls=calls == HARMONY,
+    )
+
+
+def _named(flag: str, given: str, known: tuple[str, ...], same: dict[str, str]) -> str:
+    if given not in known:
+        raise ConfigError(f"{flag} is {given}, but must be one of {', '.join(known)}")
+    return same.get(given, given)

@@ -1,0 +1,67 @@
+"""Finds the end of a JSON object or array in a text that comes in pieces.
+
+Owns how far it has read. Looks at brackets and strings alone and refuses characters that JSON can't have there, so that
+a broken value ends where it breaks. Never parses: its callers (calls.py, answer.py) do, once they have the whole value.
+"""
+
+from __future__ import annotations
+
+import enum
+
+_OUTSIDE = frozenset("{}[]:,\"-+.0123456789 \t\n\r" + "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_MAX_DEPTH = 200
+
+
+class Scan(enum.Enum):
+    """How far a value has come."""
+
+    OPEN = "open"
+    DONE = "done"
+    BROKEN = "broken"
+
+
+class JsonScanner:
+    """Reads one value, character by character; it must begin with a bracket.
+
+    Attributes:
+      state: whether the value is complete, or can't become one any more.
+    """
+
+    def __init__(self) -> None:
+        self.state = Scan.OPEN
+        self._closers: list[str] = []
+        self._in_string = self._escaped = False
+
+    def feed(self, text: str, start: int = 0) -> int:
+        """Reads `text` from `start` on; returns where it stopped: behind the value, at what breaks it, or at the end."""
+        for place in range(start, len(text)):
+            if self.state is not Scan.OPEN:
+                return place
+            self._take(text[place])
+            if self.state is Scan.BROKEN:
+                return place
+        return len(text)
+
+    def _take(self, char: str) -> None:
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif char == "\\":
+                self._escaped = True
+            elif char == '"':
+                self._in_string = False
+            elif char < " ":
+                self.state = Scan.BROKEN
+        elif char in "{[":
+            self._closers.append("}" if char == "{" else "]")
+            if len(self._closers) > _MAX_DEPTH:
+                self.state = Scan.BROKEN
+        elif not self._closers or char not in _OUTSIDE:
+            self.state = Scan.BROKEN
+        elif char in "}]":
+            if char != self._closers.pop():
+                self.state = Scan.BROKEN
+            elif not self._closers:
+                self.state = Scan.DONE
+        elif char == '"':
+            self._in_string = True

@@ -1,0 +1,229 @@
+"""Reasoning and tool calls in what a model writes, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from jaxsgl.errors import ConfigError
+from jaxsgl.text.answer import Parser
+from jaxsgl.text.dialects import dialect_of
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "units": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "exact": {"type": "boolean"},
+        "spots": {"type": "array"},
+    },
+}
+TOOLS: dict[str, Any] = {"weather": WEATHER, "now": {}}
+PARIS = {"city": "Paris", "days": 2}
+
+
+def result(parser: Parser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Returns (reasoning, text, calls with arguments as text)."""
+    reasoning, content, calls = "", "", list[list[str]]()
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+    for part in parts:
+        match part.kind:
+            case "reasoning":
+                reasoning += part.text
+            case "content":
+                content += part.text
+            case "call":
+                assert part.number == len(calls)
+                calls.append([part.text, ""])
+            case "arguments":
+                assert part.number == len(calls) - 1, "a call's arguments follow its name"
+                calls[-1][1] += part.text
+    return reasoning, content, [(name, arguments) for name, arguments in calls]
+
+
+def whole(name: str, text: str, **options: Any) -> tuple[str, str, list[tuple[str, object]]]:
+    reasoning, content, calls = result(dialect_of(None, name, "think").parser(TOOLS, **options), [text])
+    return reasoning, content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+HARMONY_CALL = (
+    "<|channel|>analysis<|message|>The user asks.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    '<|constrain|>json<|message|>{"city": "Paris", "days": 2}'
+)
+# (dialect, text, reasoning, content, calls)
+VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
+    ("hermes", "Hello\nyou. \n", "", "Hello\nyou. \n", []),
+    ("hermes", CALL, "", "", [("weather", PARIS)]),
+    ("hermes", f"I look.\n{CALL}\n{NOW}\n", "", "I look.", [("weather", PARIS), ("now", {})]),
+    ("hermes", f"<think>\nHm: <tool_call>?\n</think>\n\n{NOW}", "Hm: <tool_call>?", "", [("now", {})]),
+    ("hermes", f"{NOW}\nDone.", "", "Done.", [("now", {})]),
+    ("hermes", CALL.removesuffix("\n</tool_call>"), "", "", [("weather", PARIS)]),
+    (
+        "hermes",
+        CALL.replace("Paris", r"Pa}\" </tool_call>{ris"),
+        "",
+        "",
+        [("weather", PARIS | {"city": 'Pa}" </tool_call>{ris'})],
+    ),
+    ("hermes", '<tool_call>{"arguments": {"days": 1}, "name": "weather"}</tool_call>', "", "", [("weather", {"days": 1})]),
+    ("llama3", '{"name": "weather", "parameters": {"city": "Paris", "days": 2}}', "", "", [("weather", PARIS)]),
+    ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}', "", "", [("now", {})] * 2),
+    ("llama3", '{"type": "function", "name": "now", "parameters": {}}', "", "", [("now", {})]),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris", "days": 2}}, {"name": "now", "arguments": {}}]', "", "", [("weather", PARIS), ("now", {})]),
+    ("mistral_v11", 'Well. [TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}', "", "Well.", [("weather", PARIS), ("now", {})]),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "<parameter=units>\nnull\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=spots>\n[1, \"a\"]\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "",
+        "",
+        [("weather", PARIS | {"units": None, "exact": True, "spots": [1, "a"]})],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", "", [("now", {})]),
+    (
+        "glm45",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>5</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        "",
+        "",
+        [("weather", {"city": "5", "days": 2}), ("now", {})],
+    ),
+    ("granite", '<|tool_call|>[{"name": "now", "arguments": {}}]', "", "", [("now", {})]),
+    ("phi4_mini", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", "", [("now", {})]),
+    ("pythonic", "[weather(city='Pa)ris', days=2, exact=true, units=None), now()]", "", "", [("weather", {"city": "Pa)ris", "days": 2, "exact": True, "units": None}), ("now", {})]),
+    ("olmo3", '<function_calls>\nweather(city="Paris", days=2)\nnow()\n</function_calls>', "", "", [("weather", PARIS), ("now", {})]),
+    ("gpt-oss", HARMONY_CALL, "The user asks.", "", [("weather", PARIS)]),
+    ("gpt-oss", f"{HARMONY_CALL}<|call|>", "The user asks.", "", [("weather", PARIS)]),
+    ("gpt-oss", "<|channel|>final<|message|>Hello.<|return|>", "", "Hello.", []),
+    ("gpt-oss", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>commentary<|message|>{}<|call|>", "", "I look.", [("now", {})]),
+]  # fmt: skip
+# Texts that are no calls of ours, whole; what of them comes back.
+MALFORMED: list[tuple[str, str, str]] = [
+    ("hermes", CALL.replace('"arguments"', "arguments"), ""),
+    ("hermes", CALL.replace("}}", "}"), ""),
+    ("hermes", CALL.replace("Paris", "Pa\nris"), ""),
+    ("hermes", CALL.replace("weather", "wetter"), ""),
+    ("hermes", CALL.replace('{"city": "Paris", "days": 2}', "[1]"), ""),
+    ("hermes", CALL.replace("</tool_call>", "<tool_call>"), ""),
+    ("hermes", "<tool_call>\nnothing\n</tool_call>", ""),
+    ("hermes", "<tool_call>", ""),
+    ("hermes", '<tool_call>\n{"name": "weather", "argum', ""),
+    ("hermes", CALL.replace("2}}", "2}} and"), ""),
+    ("llama3", '{"city": "Paris"}', ""),
+    ("llama3", '{"name": "weather", "parameters": {"city": "Pa', ""),
+    ("mistral", "[TOOL_CALLS] [1, 2]", ""),
+    ("mistral_v11", "[TOOL_CALLS]weather[ARGS]{,}", ""),
+    ("mistral_v11", "[TOOL_CALLS]weather {}", ""),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\n<parameter=city>\nPa", ""),
+    ("qwen3_coder", "<tool_call>\n<function=weather>\nParis\n</function>\n</tool_call>", ""),
+    ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n</tool_call>", ""),
+    ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Pa", ""),
+    ("pythonic", "[1, 2, 3]", ""),
+    ("pythonic", "[weather('Paris')]", ""),
+    ("pythonic", "[weather(city=open('x'))]", ""),
+    ("pythonic", "[now(", ""),
+    ("olmo3", "<function_calls>\nweather(\n</function_calls>", ""),
+    ("gpt-oss", HARMONY_CALL.replace("2}", "2"), "The user asks."),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reasoning", "content", "calls"), VALID)
+def test_an_answer_is_taken_apart(
+    name: str, text: str, reasoning: str, content: str, calls: list[tuple[str, object]]
+) -> None:
+    parser = "gpt-oss" if name == "gpt-oss" else "think"
+    got = result(dialect_of(None, name, parser).parser(TOOLS), [text])
+    assert (got[0], got[1]) == (reasoning, content)
+    assert [(name, json.loads(arguments)) for name, arguments in got[2]] == calls
+
+
+@pytest.mark.parametrize(("name", "text", "reasoning"), MALFORMED)
+def test_a_malformed_call_comes_back_as_text(name: str, text: str, reasoning: str) -> None:
+    got = result(dialect_of(None, name, "gpt-oss" if name == "gpt-oss" else "think").parser(TOOLS), [text])
+    if name == "gpt-oss":
+        assert got == (reasoning, text.partition("<|start|>assistant")[2], [])
+    else:
+        assert got == ("", text, [])
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_any_split_gives_the_same_result(constrained: bool) -> None:
+    """500 random splits of valid and malformed calls, alone and behind one another."""
+    rng = random.Random(7)
+    cases = [(name, text) for name, text, *_ in VALID] + [(name, text) for name, text, _ in MALFORMED]
+    for _ in range(500):
+        name, text = rng.choice(cases)
+        if rng.random() < 0.5:
+            others = [other for other_name, other in cases if other_name == name]
+            text += rng.choice(["", "\n", " then "]) + rng.choice(others)
+        dialect = dialect_of(None, name, "gpt-oss" if name == "gpt-oss" else "think")
+        options = {"constrained": constrained, "max_calls": rng.choice([1, 128])}
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, len(text))))
+        pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        expected = result(dialect.parser(TOOLS, **options), [text])
+        assert result(dialect.parser(TOOLS, **options), pieces) == expected, (name, text, pieces)
+        assert result(dialect.parser(TOOLS, **options), list(text)) == expected, (name, text)
+
+
+def test_arguments_of_constrained_calls_come_while_the_model_writes_them() -> None:
+    parser = dialect_of(None, "hermes").parser(TOOLS, constrained=True)
+    texts = ['<tool_call>\n{"name": "wea', 'ther", "arguments": {"city"', ': "Paris"', "}}\n</tool_call>"]
+    parts = [[(part.kind, part.text) for part in parser.feed(text)] for text in texts]
+    assert parts == [
+        [],
+        [("call", "weather"), ("arguments", '{"city"')],
+        [("arguments", ': "Paris"')],
+        [("arguments", "}")],
+    ]
+
+
+def test_one_call_is_left_if_calls_may_not_be_parallel() -> None:
+    assert whole("hermes", f"{NOW}\n{CALL}", max_calls=1) == ("", "", [("now", {})])
+    text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
+    assert whole("mistral", text, max_calls=1)[2] == [("now", {})]
+
+
+def test_calls_are_text_without_tools() -> None:
+    assert result(dialect_of(None, "hermes").parser({}), [CALL]) == ("", CALL, [])
+
+
+def test_reasoning_that_the_prompt_opened_ends_where_it_is_closed() -> None:
+    dialect = dialect_of(None, "hermes", "qwen3")
+    assert dialect.reasoning_is_open_after("<|im_start|>assistant\n<think>\n")
+    assert not dialect.reasoning_is_open_after("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not dialect.reasoning_is_open_after("what does <think> mean?<|im_end|>\n<|im_start|>assistant\n")
+    parser = dialect.parser(TOOLS, reasoning_is_open=True)
+    assert result(parser, [f"Well.\n</think>\n\n{NOW}"]) == ("Well.", "", [("now", "{}")])
+    assert result(dialect.parser(TOOLS, reasoning_is_open=True), ["Well, "]) == ("Well, ", "", [])
+    always = dialect_of(None, "none", "deepseek-r1").parser({})
+    assert result(always, ["Well.</think>Hi."]) == ("Well.", "Hi.", [])
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        ("{{ messages }}", None, None),
+        ("<tool_call>{{ tool }}</tool_call>", "hermes", None),
+        ("<think>{{ reasoning }}</think><tool_call>\n<function=", "qwen3_coder", "think"),
+        ("</think><tool_call>{{ name }}<arg_key>", "glm45", "think"),
+        ("[TOOL_CALLS] [", "mistral", None),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", "mistral_v11", None),
+        ('{"name": function name, "parameters": dictionary of argument', "llama3", None),
+    ],
+)
+def test_the_forms_are_found_in_the_chat_template(template: str, calls: str | None, reasoning: str | None) -> None:
+    assert dialect_of(template) == dialect_of(None, calls or "none", reasoning or "none")
+
+
+def test_names_of_other_servers_are_understood_and_unknown_ones_refused() -> None:
+    assert dialect_of(None, "qwen25", "qwen3") == dialect_of(None, "hermes", "think")
+    assert dialect_of("<|channel|>") == dialect_of(None, "openai", "openai_gptoss")
+    with pytest.raises(ConfigError, match="--tool-call-parser is klingon, but must be one of auto, none"):
+        dialect_of(None, "klingon")
