@@ -25,7 +25,7 @@ from jaxsgl.models import Params
 from jaxsgl.request import Request, check_request
 from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.text.sample import Piece, Sample, join
+from jaxsgl.text.sample import Piece, Sample, detokenizer_of, join
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 from jaxsgl.weight_messages import MemoryTag
 from jaxsgl.wiring import build, build_scheduler
@@ -249,7 +249,7 @@ class _OfflineMailbox:
         self._messages: list[ToEngine] = list(requests)
         self._bar = bar
         self._samples = {
-            (request.request_id, index): Sample(request, index, tokenizer.detokenizer())
+            (request.request_id, index): Sample(request, index, detokenizer_of(tokenizer, request.sampling))
             for request in requests
             for index in range(request.sampling.n)
         }

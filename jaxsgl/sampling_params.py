@@ -65,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       stop: texts that end the request where they occur, however they are tokenized. The text before the first one is
         returned; the token that completes it is the last of the returned ids.
       include_stop_str_in_output: leave the stop string, or the text of the stop token, in the returned text.
+      skip_special_tokens: leave special tokens out of the text; false: their names stand in it.
       ignore_eos: continue after the model's end-of-sequence tokens (for benchmarks).
       logprobs: return the log-probability of every output token and of the k most likely tokens in its place, from
         the model's own logits, before penalties and temperature. None: none; 0: of the output token alone.
@@ -89,6 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.flags import check_choices, flag, flag_name, require
+from jaxsgl.text.dialects import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -39,6 +40,16 @@ class ServerConfig:
         alias="--data-parallel-size",
     )
     served_model_name: str | None = flag(None, "the model's name in the APIs (default: the model's path)")
+    tool_call_parser: str = flag(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template shows; none: calls stay text (docs/tools.md)",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = flag(
+        "auto",
+        "how the model marks its reasoning; auto: as its chat template shows; none: it stays text (docs/tools.md)",
+        choices=REASONING_PARSERS,
+    )
     api_key: str | None = flag(
         None,
         f"what clients must send as `Authorization: Bearer KEY`; better set in {API_KEY_VARIABLE}, which `ps` hides",

@@ -12,7 +12,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 from jaxsgl import logs
@@ -30,8 +31,9 @@ from jaxsgl.request import Rendezvous, Request, check_num_scores, check_request
 from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.server_config import ServerConfig
 from jaxsgl.text.detokenizer import Detokenizer, NoText
+from jaxsgl.text.dialects import Dialect
 from jaxsgl.text.prompts import Prompt, tokenize_all
-from jaxsgl.text.sample import End, Piece, Sample, join
+from jaxsgl.text.sample import End, Piece, Sample, detokenizer_of, join
 from jaxsgl.text.tokenizer import Tokenizer
 
 MAX_REQUEST_ID_CHARS = 256
@@ -55,10 +57,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model being served, known once the engine is ready."""
+    """The model being served, known once the engine is ready; `dialect` is how it writes reasoning and calls."""
 
     info: EngineInfo
     tokenizer: Tokenizer
+    dialect: Dialect = field(default_factory=Dialect)
 
 
 class Pause:
@@ -245,13 +248,16 @@ class Generator:
         return await asyncio.get_running_loop().run_in_executor(self._threads, tokenizer.decode, ids)
 
     @contextlib.contextmanager
-    def start(self, request: Request, text: bool = True, rank: int | None = None) -> Iterator[Generation]:
+    def start(
+        self, request: Request, text: bool = True, rank: int | None = None, visible: frozenset[int] = frozenset()
+    ) -> Iterator[Generation]:
         """Submits a prepared request; leaving the block before its end aborts it. Raises what `Replicas.open` raises.
 
         Without `text`, pieces hold ids only, which saves the work of detokenizing; stop strings are not found then. The
-        request goes to the replica `rank`; None: to the one that suits it best.
+        request goes to the replica `rank`; None: to the one that suits it best. The special tokens of `visible` have
+        their names in the text.
         """
-        detokenizer = self.model.tokenizer.detokenizer if text else NoText
+        detokenizer = partial(detokenizer_of, self.model.tokenizer, request.sampling, visible) if text else NoText
         timing = Timing(self._metrics, request.sampling.n)
         with timing, self._engine.open(request, rank) as stream:
             generation = Generation(request, stream, detokenizer, timing)

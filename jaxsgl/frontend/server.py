@@ -35,6 +35,7 @@ from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.watchdog import watch
 from jaxsgl.frontend.workers import Workers
 from jaxsgl.server_config import ServerConfig
+from jaxsgl.text.dialects import dialect_of
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 GRACE_S = 0.2  # calls that arrive at the end get an error that says why; a stopped gRPC server would say CANCELLED
@@ -231,7 +232,8 @@ class Server:
             if _failed(starting):
                 starting.result()
             tokenizer: Tokenizer = await loading
-            return ServedModel(await starting, tokenizer)
+            dialect = dialect_of(tokenizer.chat_template, self._config.tool_call_parser, self._config.reasoning_parser)
+            return ServedModel(await starting, tokenizer, dialect)
         finally:
             starting.cancel()
             loading.cancel()

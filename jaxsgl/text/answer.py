@@ -67,8 +67,9 @@ class AnswerParser:
         reasoning_is_open: bool = False,
         constrained: bool = False,
         max_calls: int = MAX_CALLS,
+        separate: bool = True,
     ) -> None:
-        """Without a form, reasoning or calls are text.
+        """Without a form, reasoning or calls are text; without `separate`, reasoning stays in the text.
 
         `reasoning_is_open`: the prompt has opened the reasoning. `constrained`: a grammar guarantees that calls are
         well formed, so they are sent as they come. Calls beyond `max_calls` are dropped.
@@ -78,13 +79,14 @@ class AnswerParser:
         self._tools = tools
         self._constrained = constrained
         self._max_calls = max_calls
+        self._separate = separate
         self._buffer = ""
         self._region: Region | None = None
         self._num_calls = 0
         self._mode = "content"
         if reasoning is not None:
             self._mode = "reasoning" if reasoning_is_open or reasoning.opens_itself else "start"
-        self._strip = self._mode == "reasoning"  # space that comes next
+        self._strip = self._mode == "reasoning" and separate  # space that comes next
         self._may_be_bare = True  # nothing was written yet
         self._spaces = ""  # held back: dropped if a call or the end of the reasoning follows
 
@@ -102,7 +104,8 @@ class AnswerParser:
         while self._step(parts, final):
             pass
         if final and not self._strip:
-            self._write(parts, "reasoning" if self._mode == "reasoning" else "content", "", last=True)
+            in_reasoning = self._mode == "reasoning" and self._separate
+            self._write(parts, "reasoning" if in_reasoning else "content", "", last=True)
         return parts
 
     def _step(self, parts: list[Part], final: bool) -> bool:
@@ -113,7 +116,8 @@ class AnswerParser:
             return self._begin(final)
         if self._mode == "reasoning":
             assert self._reasoning is not None
-            return self._read_until(parts, "reasoning", [self._reasoning.close], final)
+            kind: PartKind = "reasoning" if self._separate else "content"
+            return self._read_until(parts, kind, [self._reasoning.close], final)
         return self._read_content(parts, final)
 
     def _begin(self, final: bool) -> bool:
@@ -121,8 +125,10 @@ class AnswerParser:
         assert self._reasoning is not None
         text = self._buffer.lstrip()
         if text.startswith(self._reasoning.open):
-            self._mode, self._strip = "reasoning", True
-            self._buffer = text[len(self._reasoning.open) :]
+            self._mode = "reasoning"
+            if self._separate:
+                self._strip = True
+                self._buffer = text[len(self._reasoning.open) :]
         elif final or not self._reasoning.open.startswith(text):
             self._mode = "content"
         else:
@@ -152,12 +158,17 @@ class AnswerParser:
             self._buffer = text[len(text) - held :]
             return False
         place, _, marker = min(found)
-        self._write(parts, kind, text[:place])
         behind = text[place + len(marker) :]
-        if kind == "reasoning":
-            self._mode, self._strip, self._spaces = "content", True, ""
-            self._buffer = behind
+        if self._mode == "reasoning":
+            self._mode, self._buffer = "content", behind
+            if self._separate:
+                self._write(parts, kind, text[:place])
+                self._strip, self._spaces = True, ""
+            else:
+                self._write(parts, kind, text[: place + len(marker)])
+                self._may_be_bare = True
         else:
+            self._write(parts, kind, text[:place])
             assert self._form is not None
             self._open(self._form, marker, behind)
         return True

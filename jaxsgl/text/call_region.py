@@ -37,7 +37,9 @@ class Region:
       num_calls: calls so far, those of earlier regions included.
     """
 
-    def __init__(self, form: CallForm, opening: str, tools: Tools, constrained: bool, num_calls: int, most: int) -> None:
+    def __init__(
+        self, form: CallForm, opening: str, tools: Tools, constrained: bool, num_calls: int, most: int
+    ) -> None:
         """`constrained`: a grammar guarantees the calls. Calls beyond `most` are dropped."""
         self._form = form
         self._opening = opening
@@ -74,12 +76,15 @@ class Region:
             return self._find_value(final)
         if self._scanner.state is Scan.OPEN:
             self._place = self._scanner.feed(self._text, self._place)
-            if self._scanner.state is Scan.BROKEN:
-                self._broken_at = self._place
-            elif self._scanner.state is Scan.OPEN and final:
-                self._end(len(self._text), None)
-            return self._scanner.state is not Scan.OPEN
+            return self._has_read(self._scanner.state, final)
         return self._read_tail(final)
+
+    def _has_read(self, state: Scan, final: bool) -> bool:
+        if state is Scan.BROKEN:
+            self._broken_at = self._place
+        elif state is Scan.OPEN and final:
+            self._end(len(self._text), None)
+        return state is not Scan.OPEN
 
     def _find_value(self, final: bool) -> bool:
         text = self._text
@@ -232,7 +237,7 @@ class _PythonScanner(JsonScanner):
         super().__init__()
         self._quote = ""
 
-    def _take(self, char: str) -> None:
+    def _take(self, char: str) -> bool:
         if self._quote:
             if self._escaped:
                 self._escaped = False
@@ -245,10 +250,8 @@ class _PythonScanner(JsonScanner):
         elif char in "([{":
             self._closers.append({"(": ")", "[": "]", "{": "}"}[char])
         elif char in ")]}":
-            if char != self._closers.pop():
-                self.state = Scan.BROKEN
-            elif not self._closers:
-                self.state = Scan.DONE
+            return self._close(char)
+        return True
 
 
 def _scanner_of(form: CallForm) -> JsonScanner:

@@ -26,8 +26,8 @@ class CallForm:
 
     Attributes:
       kind: what stands between `opens` and `close`. "json": an object with a name and arguments, or a list of such.
-        "named_json": a name, `between`, and an object of arguments. "tagged", "keyed": parameters in tags, as Qwen3-Coder
-        and GLM write them. "python": a list of calls as in Python.
+        "named_json": a name, `between`, and an object of arguments. "tagged", "keyed": parameters in tags, as
+        Qwen3-Coder and GLM write them. "python": a list of calls as in Python.
       opens: each of these texts opens calls, wherever it stands.
       close: ends what `opens` has opened; "": the calls end with their own brackets.
       bare: a bracket that opens calls if the answer begins with it; "": none does.
@@ -104,7 +104,7 @@ def _read_json(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
     for item in value if isinstance(value, list) else [value]:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
             return None
-        arguments = next((item[key] for key in _KEYS if key in item), {})
+        arguments: Any = next((item[key] for key in _KEYS if key in item), {})
         if not isinstance(arguments, dict):
             return None
         found.append(Call(item["name"], _encoded(arguments)))
@@ -202,14 +202,14 @@ def _read_python(form: CallForm, text: str, tools: Tools) -> list[Call] | None:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Returns the value of a literal, with JSON's names for true, false and null among Python's. Raises `ValueError`."""
+    """Returns the value of a literal; true, false and null are known, too. Raises `ValueError`."""
     for name in ast.walk(node):
         if isinstance(name, ast.Name) and name.id not in ("true", "false", "null"):
             raise ValueError(name.id)
     words = {"true": "True", "false": "False", "null": "None"}
 
     class Words(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802 (ast's name)
+        def visit_Name(self, node: ast.Name) -> ast.expr:
             return ast.copy_location(ast.parse(words[node.id], mode="eval").body, node)
 
     return ast.literal_eval(Words().visit(node))

@@ -98,12 +98,14 @@ class Dialect:
             found += (*self.calls.opens, self.calls.close, self.calls.between, "[CALL_ID]")
         return tuple(text for text in found if text)
 
-    def reasoning_is_open_after(self, prompt: str) -> bool:
-        """Returns whether `prompt`, or its end, leaves the model in the middle of its reasoning."""
+    def reasoning_is_open_after(self, prompt: str, continued: str | None = None) -> bool:
+        """Returns whether `prompt`, or its end, has opened the reasoning; or the message that is `continued`."""
         form = self.reasoning
         if form is None:
             return False
-        return prompt.rfind(form.open) > prompt.rfind(form.close) and prompt.rstrip().endswith(form.open.rstrip())
+        if continued is not None:
+            return continued.rfind(form.open) > continued.rfind(form.close)
+        return prompt.rstrip().endswith(form.open.rstrip())
 
     def parser(
         self,
@@ -112,13 +114,16 @@ class Dialect:
         reasoning_is_open: bool = False,
         constrained: bool = False,
         max_calls: int = MAX_CALLS,
-        own_form: CallForm | None = None,
+        separate: bool = True,
+        other_form: CallForm | None = None,
     ) -> Parser:
-        """Returns the parser of one sample. Without tools, calls are text; `own_form` replaces the model's."""
+        """Returns the parser of one sample. Without tools, calls are text; `other_form` replaces the model's."""
         if self.is_harmony:
             with_calls = bool(tools) and self.harmony_calls
-            return HarmonyParser(tools, with_calls=with_calls, constrained=constrained, max_calls=max_calls)
-        calls = (own_form or self.calls) if tools else None
+            return HarmonyParser(
+                tools, with_calls=with_calls, constrained=constrained, max_calls=max_calls, separate=separate
+            )
+        calls = (other_form or self.calls) if tools else None
         if self.reasoning is None and calls is None:
             return PlainParser()
         return AnswerParser(
@@ -128,6 +133,7 @@ class Dialect:
             reasoning_is_open=reasoning_is_open,
             constrained=constrained,
             max_calls=max_calls,
+            separate=separate,
         )
 
 

@@ -31,13 +31,20 @@ class HarmonyParser:
     """Reads message by message."""
 
     def __init__(
-        self, tools: Tools, *, with_calls: bool, constrained: bool = False, max_calls: int = MAX_CALLS
+        self,
+        tools: Tools,
+        *,
+        with_calls: bool,
+        constrained: bool = False,
+        max_calls: int = MAX_CALLS,
+        separate: bool = True,
     ) -> None:
-        """Without `with_calls`, calls are text. `constrained` and `max_calls` are those of `AnswerParser`."""
+        """Without `with_calls`, calls are text. The other options are those of `AnswerParser`."""
         self._tools = tools
         self._with_calls = with_calls
         self._constrained = constrained
         self._max_calls = max_calls
+        self._separate = separate
         self._buffer = ""
         self._header: str | None = None  # of the message whose body is being read
         self._kind: PartKind | None = None  # of that body; None: it is dropped
@@ -76,7 +83,8 @@ class HarmonyParser:
             if self._constrained and self._kind is not None:
                 parts.append(Part("call", name, self._num_calls))
         else:
-            self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
+            is_reasoning = self._separate and channel is not None and channel[1] == "analysis"
+            self._kind = "reasoning" if is_reasoning else "content"
         return True
 
     def _read_body(self, parts: list[Part], final: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 
-_OUTSIDE = frozenset("{}[]:,\"-+.0123456789 \t\n\r" + "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_OUTSIDE = frozenset('{}[]:,"-+.0123456789 \t\n\r' + "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _MAX_DEPTH = 200
 
 
@@ -33,16 +33,17 @@ class JsonScanner:
         self._in_string = self._escaped = False
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Reads `text` from `start` on; returns where it stopped: behind the value, at what breaks it, or at the end."""
+        """Reads `text` from `start` on; returns where it stops: behind the value, at what breaks it, or at the end."""
         for place in range(start, len(text)):
             if self.state is not Scan.OPEN:
                 return place
-            self._take(text[place])
-            if self.state is Scan.BROKEN:
+            if not self._take(text[place]):
+                self.state = Scan.BROKEN
                 return place
         return len(text)
 
-    def _take(self, char: str) -> None:
+    def _take(self, char: str) -> bool:
+        """Returns whether `char` may stand here."""
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -50,18 +51,19 @@ class JsonScanner:
                 self._escaped = True
             elif char == '"':
                 self._in_string = False
-            elif char < " ":
-                self.state = Scan.BROKEN
-        elif char in "{[":
+            return char >= " "
+        if char in "{[":
             self._closers.append("}" if char == "{" else "]")
-            if len(self._closers) > _MAX_DEPTH:
-                self.state = Scan.BROKEN
-        elif not self._closers or char not in _OUTSIDE:
-            self.state = Scan.BROKEN
-        elif char in "}]":
-            if char != self._closers.pop():
-                self.state = Scan.BROKEN
-            elif not self._closers:
-                self.state = Scan.DONE
-        elif char == '"':
-            self._in_string = True
+            return len(self._closers) <= _MAX_DEPTH
+        if not self._closers or char not in _OUTSIDE:
+            return False
+        if char in "}]":
+            return self._close(char)
+        self._in_string = char == '"'
+        return True
+
+    def _close(self, char: str) -> bool:
+        matches = char == self._closers.pop()
+        if matches and not self._closers:
+            self.state = Scan.DONE
+        return matches

@@ -15,7 +15,9 @@ from msgspec.structs import replace
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages import Reply, TokenLogprob
 from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.text.detokenizer import Detokenizer
+from jaxsgl.text.tokenizer import Tokenizer
 
 
 class End(msgspec.Struct, frozen=True):
@@ -156,6 +158,13 @@ class Sample:
         if matched is None and reason is FinishReason.STOP and reply.token_ids:
             matched = reply.token_ids[-1]
         return End(reason, matched, len(self._request.prompt_ids), reply.cached_tokens, self.num_tokens)
+
+
+def detokenizer_of(
+    tokenizer: Tokenizer, sampling: SamplingParams, visible: frozenset[int] = frozenset()
+) -> Detokenizer:
+    """Returns a detokenizer for one sample: special tokens have text if they are `visible`, or all shall have it."""
+    return tokenizer.detokenizer(visible if sampling.skip_special_tokens else tokenizer.special_ids)
 
 
 def _token_by_token(reply: Reply) -> list[Reply]:

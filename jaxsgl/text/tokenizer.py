@@ -58,6 +58,7 @@ class Tokenizer:
     Attributes:
       max_token_bytes: a text of more than n * max_token_bytes bytes (UTF-8) certainly has more than n tokens. The bound
         is generous for small vocabularies, since a normalizer may shorten text before it becomes tokens.
+      special_ids: of the tokens that have no text, unless it is asked for.
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
@@ -66,10 +67,12 @@ class Tokenizer:
         self._text_ids: frozenset[int] = frozenset()
         self._byte_ids: frozenset[int] = frozenset()
         self._names: dict[int, bytes] = {}  # of special tokens; of all, unless the vocabulary is byte-level
+        self.special_ids: frozenset[int] = frozenset()
+        self._with_names: dict[frozenset[int], TokenBytes] = {}  # by the special tokens that have a text
         self.max_token_bytes = _MIN_MAX_TOKEN_BYTES
         if tokenizer is None:
             return
-        special_ids = _special_ids(tokenizer)
+        special_ids = self.special_ids = _special_ids(tokenizer)
         self.max_token_bytes = max(_MIN_MAX_TOKEN_BYTES, _longest_token_bytes(tokenizer))
         if tokenizer.is_fast and _is_byte_level(tokenizer.backend_tokenizer):
             id_to_token = tokenizer.backend_tokenizer.id_to_token
@@ -136,6 +139,12 @@ class Tokenizer:
             raise InvalidRequest(f"the model's chat template refuses these messages: {reason}") from None
         return text
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template, if there is one template and no choice of several."""
+        template = None if self._tokenizer is None else self._tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
     def knows_role(self, role: str) -> bool:
         """Whether the chat template names `role`."""
         return self.has_chat_template and role in str(self._or_refuse().chat_template)
@@ -150,13 +159,34 @@ class Tokenizer:
             name = b"" if self._token_bytes is None else self._token_bytes[token_id]
         return name
 
-    def detokenizer(self) -> Detokenizer:
-        """Returns a new detokenizer, for one stream."""
+    def detokenizer(self, visible: frozenset[int] = frozenset()) -> Detokenizer:
+        """Returns a new detokenizer, for one stream. Special tokens among `visible` give their names as text."""
         if self._tokenizer is None:
             return NoText()
         if self._token_bytes is not None:
-            return ByteDetokenizer(self._token_bytes)
-        return WindowDetokenizer(self.decode, self._text_ids, self._byte_ids)
+            return ByteDetokenizer(self._bytes_with(visible) if visible else self._token_bytes)
+        if not visible:
+            return WindowDetokenizer(self.decode, self._text_ids, self._byte_ids)
+        return WindowDetokenizer(self._decode_with_names, self._text_ids | visible, self._byte_ids)
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """Returns the ids of those of `texts` that are special tokens."""
+        wanted = {text.encode() for text in texts}
+        return frozenset(token_id for token_id in self.special_ids if self._names.get(token_id) in wanted)
+
+    def text_with_names(self, ids: Sequence[int]) -> str:
+        """Returns the text of `ids` with the names of special tokens; the beginning of a part may be cut."""
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
+    def _bytes_with(self, visible: frozenset[int]) -> TokenBytes:
+        if visible not in self._with_names:
+            id_to_token = self._tokenizer.backend_tokenizer.id_to_token if self._tokenizer is not None else str
+            self._with_names[visible] = TokenBytes(id_to_token, self.special_ids - visible)
+        return self._with_names[visible]
+
+    def _decode_with_names(self, ids: list[int]) -> str:
+        text: str = self._or_refuse().decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
     def decode(self, ids: list[int]) -> str:
         """Returns the text of a whole sequence of ids, without special tokens and with all its spaces."""

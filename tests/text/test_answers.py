@@ -56,6 +56,15 @@ HARMONY_CALL = (
     "<|channel|>analysis<|message|>The user asks.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
     '<|constrain|>json<|message|>{"city": "Paris", "days": 2}'
 )
+HARMONY_TEXT_AND_CALL = (
+    "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>commentary<|message|>"
+    "{}<|call|>"
+)
+MISTRAL = (
+    '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris", "days": 2}}, {"name": "now", "arguments": {}}]'
+)
+MISTRAL_V11 = '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}'
+OLMO = '<function_calls>\nweather(city="Paris", days=2)\nnow()\n</function_calls>'
 # (dialect, text, reasoning, content, calls)
 VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
     ("hermes", "Hello\nyou. \n", "", "Hello\nyou. \n", []),
@@ -71,16 +80,22 @@ VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
         "",
         [("weather", PARIS | {"city": 'Pa}" </tool_call>{ris'})],
     ),
-    ("hermes", '<tool_call>{"arguments": {"days": 1}, "name": "weather"}</tool_call>', "", "", [("weather", {"days": 1})]),
+    (
+        "hermes",
+        '<tool_call>{"arguments": {"days": 1}, "name": "weather"}</tool_call>',
+        "",
+        "",
+        [("weather", {"days": 1})],
+    ),
     ("llama3", '{"name": "weather", "parameters": {"city": "Paris", "days": 2}}', "", "", [("weather", PARIS)]),
-    ("llama3", '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}', "", "", [("now", {})] * 2),
+    ("llama3", "<|python_tag|>{0}; {0}".format('{"name": "now", "parameters": {}}'), "", "", [("now", {})] * 2),
     ("llama3", '{"type": "function", "name": "now", "parameters": {}}', "", "", [("now", {})]),
-    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris", "days": 2}}, {"name": "now", "arguments": {}}]', "", "", [("weather", PARIS), ("now", {})]),
-    ("mistral_v11", 'Well. [TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}', "", "Well.", [("weather", PARIS), ("now", {})]),
+    ("mistral", MISTRAL, "", "", [("weather", PARIS), ("now", {})]),
+    ("mistral_v11", f"Well. {MISTRAL_V11}", "", "Well.", [("weather", PARIS), ("now", {})]),
     (
         "qwen3_coder",
         "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
-        "<parameter=units>\nnull\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=spots>\n[1, \"a\"]\n"
+        '<parameter=units>\nnull\n</parameter>\n<parameter=exact>\nTrue\n</parameter>\n<parameter=spots>\n[1, "a"]\n'
         "</parameter>\n</function>\n</tool_call>",
         "",
         "",
@@ -97,13 +112,19 @@ VALID: list[tuple[str, str, str, str, list[tuple[str, object]]]] = [
     ),
     ("granite", '<|tool_call|>[{"name": "now", "arguments": {}}]', "", "", [("now", {})]),
     ("phi4_mini", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", "", [("now", {})]),
-    ("pythonic", "[weather(city='Pa)ris', days=2, exact=true, units=None), now()]", "", "", [("weather", {"city": "Pa)ris", "days": 2, "exact": True, "units": None}), ("now", {})]),
-    ("olmo3", '<function_calls>\nweather(city="Paris", days=2)\nnow()\n</function_calls>', "", "", [("weather", PARIS), ("now", {})]),
+    (
+        "pythonic",
+        "[weather(city='Pa)ris', days=2, exact=true, units=None), now()]",
+        "",
+        "",
+        [("weather", {"city": "Pa)ris", "days": 2, "exact": True, "units": None}), ("now", {})],
+    ),
+    ("olmo3", OLMO, "", "", [("weather", PARIS), ("now", {})]),
     ("gpt-oss", HARMONY_CALL, "The user asks.", "", [("weather", PARIS)]),
     ("gpt-oss", f"{HARMONY_CALL}<|call|>", "The user asks.", "", [("weather", PARIS)]),
     ("gpt-oss", "<|channel|>final<|message|>Hello.<|return|>", "", "Hello.", []),
-    ("gpt-oss", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>commentary<|message|>{}<|call|>", "", "I look.", [("now", {})]),
-]  # fmt: skip
+    ("gpt-oss", HARMONY_TEXT_AND_CALL, "", "I look.", [("now", {})]),
+]
 # Texts that are no calls of ours, whole; what of them comes back.
 MALFORMED: list[tuple[str, str, str]] = [
     ("hermes", CALL.replace('"arguments"', "arguments"), ""),

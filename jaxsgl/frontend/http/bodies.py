@@ -181,12 +181,6 @@ def _entry(name: str, given: object, number: int, num_prompts: int) -> object:
     return given[number]
 
 
-def refuse_special_tokens(skip_special_tokens: bool | None) -> None:
-    """Raises `InvalidRequest` if special tokens are asked for."""
-    if skip_special_tokens is False:
-        raise InvalidRequest("skip_special_tokens is false, but special tokens have no text here: leave it out")
-
-
 # From JSON's form of a field to that of `SamplingParams`.
 _CONVERSIONS: dict[str, Callable[[Any], object]] = {
     "logit_bias": lambda bias: {int(token_id): added for token_id, added in bias.items()},

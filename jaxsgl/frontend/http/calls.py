@@ -36,17 +36,20 @@ def check_num_choices(num_prompts: int, n: int) -> None:
 
 @contextlib.asynccontextmanager
 async def start_all(
-    generator: Generator, requests: Sequence[Request], rank: int | None = None
+    generator: Generator,
+    requests: Sequence[Request],
+    rank: int | None = None,
+    visible: frozenset[int] = frozenset(),
 ) -> AsyncIterator[list[Generation]]:
     """Submits prepared requests. Leaving the block before they end aborts them. Raises as `Generator.start`.
 
-    `rank` is the replica that must serve them; None: any.
+    `rank` is the replica that must serve them; None: any. Special tokens of `visible` have their names in texts.
     """
     generations: list[Generation] = []
     pause = Pause()
     with contextlib.ExitStack() as stack:
         for request in requests:
-            generations.append(stack.enter_context(generator.start(request, rank=rank)))
+            generations.append(stack.enter_context(generator.start(request, rank=rank, visible=visible)))
             await pause.after(1)
         yield generations
 

@@ -6,7 +6,7 @@ Turns messages into what chat templates know, and refuses in clear words what th
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,13 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import rooms_of, salt_of
 from jaxsgl.frontend.http.calls import start_all, until_gone, whole
+from jaxsgl.frontend.http.openai.assistant import MessageWriter, finish_reason
 from jaxsgl.frontend.http.openai.replies import (
     ChatChoice,
     ChatDelta,
     ChatLogprobs,
     Delta,
     Head,
-    Message,
     Usage,
     UsageCounter,
     chat_logprobs,
@@ -39,6 +39,7 @@ from jaxsgl.frontend.http.openai.schemas import (
     ToolCall,
     sampling_of,
 )
+from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, template_variables, tool_use
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.request import Request
 from jaxsgl.sampling_params import SamplingParams
@@ -51,29 +52,36 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest)
     """Returns the whole answer or its stream. Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`."""
     generator = front_end.generator
     sampling = _sampling(body)
-    prompt = chat_prompt(body, generator.model.tokenizer, with_tools=body.tool_choice != "none")
+    use = tool_use(body)
+    prompt = chat_prompt(body, generator.model.tokenizer, use.told)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = new_head("chatcmpl", kind, front_end.config.model_name)
     (room,) = rooms_of(body, 1)
     request = await generator.prepare(prompt, sampling, head.id, body.priority or 0, salt_of(body), room)
+    form = answer_form(body, generator.model, use, request.prompt_ids)
     if body.stream:
         usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], sampling.n)
-        return EventStream(_stream(front_end, request, head, usage))
-    return json_response(await until_gone(http, _whole(front_end, request, head)))
+        return EventStream(_stream(front_end, request, head, usage, form))
+    return json_response(await until_gone(http, _whole(front_end, request, head, form)))
 
 
-def chat_prompt(body: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, with_tools: bool = True) -> ChatPrompt:
-    """Returns the prompt that the messages of `body` make in the chat template. Raises `InvalidRequest`."""
+def chat_prompt(
+    body: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] | None = None
+) -> ChatPrompt:
+    """Returns the prompt that the messages of `body` make in the chat template. Raises `InvalidRequest`.
+
+    The template is told of `tools`; None: of those of `body`.
+    """
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt are both true, but an answer either continues the last "
             "message or begins a new one: set one of them"
         )
     options = TemplateOptions(
-        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if with_tools else (),
+        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if tools is None else tools,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs or {},
+        variables=template_variables(body) if isinstance(body, ChatRequest) else body.chat_template_kwargs or {},
     )
     knows_developer = tokenizer.knows_role("developer")
     return ChatPrompt([_turn(i, message, knows_developer) for i, message in enumerate(body.messages or ())], options)
@@ -122,17 +130,18 @@ def _tool_call(index: int, call: ToolCall) -> dict[str, Any]:
 
 def _sampling(body: ChatRequest) -> SamplingParams:
     """Raises `InvalidRequest`, also for what would need a grammar."""
-    if body.tool_choice not in (None, "auto", "none"):
-        raise InvalidRequest("tool_choice can be auto or none: forcing a call needs a grammar, which isn't built yet")
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs are given, but logprobs is not true: set it to true")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return sampling_of(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None)
 
 
-async def _whole(front_end: FrontEnd, request: Request, head: Head) -> bytes:
+_NOTHING = Delta()
+
+
+async def _whole(front_end: FrontEnd, request: Request, head: Head, form: AnswerForm) -> bytes:
     tokenizer = front_end.generator.model.tokenizer
-    async with start_all(front_end.generator, [request]) as generations:
+    async with start_all(front_end.generator, [request], visible=form.visible) as generations:
         samples = await whole(generations)
 
     def write() -> bytes:
@@ -142,20 +151,23 @@ async def _whole(front_end: FrontEnd, request: Request, head: Head) -> bytes:
             assert sample.end is not None
             end = sample.end
             usage.add(end, index)
-            scores, message = _scores(request, tokenizer, sample), Message("assistant", sample.text)
-            choices.append(ChatChoice(index, message, scores, end.reason.value, end.matched_stop))
+            writer = MessageWriter(form)
+            scores, message = _scores(request, tokenizer, sample), writer.whole(sample.text)
+            reason = finish_reason(end.reason.value, writer, form.use.legacy)
+            choices.append(ChatChoice(index, message, scores, reason, end.matched_stop))
         return head.answer(choices, usage, samples[-1].weight_version)
 
     return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
 
 async def _stream(
-    front_end: FrontEnd, request: Request, head: Head, usage: UsageCounter
+    front_end: FrontEnd, request: Request, head: Head, usage: UsageCounter, form: AnswerForm
 ) -> AsyncGenerator[bytes, None]:
     tokenizer = front_end.generator.model.tokenizer
     started = [False] * request.sampling.n
     scored = request.sampling.logprobs is not None
-    async with start_all(front_end.generator, [request]) as generations:
+    writers = [MessageWriter(form) for _ in started]
+    async with start_all(front_end.generator, [request], visible=form.visible) as generations:
         async for piece in generations[0]:
             index = piece.index
             role = b""
@@ -163,7 +175,7 @@ async def _stream(
                 started[index] = True
                 role = event(head.answer([ChatDelta(index, Delta("assistant", ""))], usage.in_chunk(index)))
             usage.add(index, piece)
-            write = partial(_delta, request, tokenizer, index, piece)
+            write = partial(_delta, request, tokenizer, index, piece, writers[index], form.use.legacy)
             delta = await front_end.generator.off_loop(piece.num_scores, write) if scored else write()
             if delta is not None:
                 version = None if piece.end is None else piece.weight_version
@@ -173,15 +185,18 @@ async def _stream(
     yield usage.last_chunk(head) + DONE
 
 
-def _delta(request: Request, tokenizer: Tokenizer, index: int, piece: Piece) -> ChatDelta | None:
-    """Returns None for a piece that adds nothing, such as a part of a character."""
+def _delta(
+    request: Request, tokenizer: Tokenizer, index: int, piece: Piece, writer: MessageWriter, legacy: bool
+) -> ChatDelta | None:
+    """Returns None for a piece that adds nothing, such as a part of a character or of a call that is held back."""
     scores = _scores(request, tokenizer, piece)
+    delta = writer.delta(piece.text, final=piece.end is not None)
     if piece.end is not None:
-        delta = Delta(content=piece.text or None)
-        return ChatDelta(index, delta, scores, piece.end.reason.value, piece.end.matched_stop)
-    if piece.text or scores is not None:
-        return ChatDelta(index, Delta(content=piece.text), scores)
-    return None
+        reason = finish_reason(piece.end.reason.value, writer, legacy)
+        return ChatDelta(index, delta, scores, reason, piece.end.matched_stop)
+    if scores is not None and delta == _NOTHING:
+        delta.content = ""
+    return None if delta == _NOTHING else ChatDelta(index, delta, scores)
 
 
 def _scores(request: Request, tokenizer: Tokenizer, piece: Piece) -> ChatLogprobs | None:

@@ -84,11 +84,38 @@ class Logprobs(msgspec.Struct):
     text_offset: list[int]
 
 
+class CalledFunction(msgspec.Struct):
+    """The function of a call, or what a chunk adds to it."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class MessageCall(msgspec.Struct):
+    """A tool call."""
+
+    id: str
+    type: str
+    function: CalledFunction
+
+
+class DeltaCall(msgspec.Struct):
+    """The part of call number `index` that a chunk adds; the first has id, type and name."""
+
+    index: int
+    function: CalledFunction
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
 class Message(msgspec.Struct):
-    """What the assistant says."""
+    """What the assistant says; `content` is None beside calls or reasoning alone."""
 
     role: str
-    content: str
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
@@ -96,6 +123,9 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[DeltaCall] | None = None
+    function_call: CalledFunction | None = None
 
 
 class ChatChoice(msgspec.Struct):

@@ -29,7 +29,6 @@ from jaxsgl.frontend.http.bodies import (
     TopLogprobs,
     one_error,
     refuse_not_built,
-    refuse_special_tokens,
     sampling_params,
     within,
 )
@@ -43,9 +42,9 @@ MAX_TOOL_CALLS = 128
 # Fields that other servers know and that change the answer. Empty or false, they ask for nothing.
 # fmt: off
 NOT_BUILT = frozenset({
-    "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents",
-    "function_call", "functions", "guided_whitespace_pattern", "input_embeds", "logits_processors", "lora_path",
-    "prompt_embeds", "stop_regex", "truncate_prompt_tokens", "use_beam_search",
+    "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "guided_whitespace_pattern",
+    "input_embeds", "logits_processors", "lora_path", "prompt_embeds", "stop_regex", "truncate_prompt_tokens",
+    "use_beam_search",
 })
 # fmt: on
 
@@ -96,7 +95,7 @@ class Sampled(Constrained):
     extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: Annotated[bool, Field(description="SGLang's word for include_stop_str_in_output")] | None = None
-    skip_special_tokens: Annotated[bool, Field(description="only true is supported")] | None = None
+    skip_special_tokens: Annotated[bool, Field(description="false: their names are in the text")] | None = None
 
 
 def sampling_of(
@@ -107,7 +106,6 @@ def sampling_of(
     Fields are refused if ignoring them would give a wrong answer.
     """
     refuse_not_built(body, NOT_BUILT)
-    refuse_special_tokens(body.skip_special_tokens)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options are given, but stream is not true: leave them out, or set stream to true")
     return sampling_params(
@@ -175,9 +173,10 @@ class MessageBody(Body):
 class Function(Body):
     """What a tool is called and what it takes."""
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], Field(description="a JSON schema; none: it takes nothing")] | None = None
+    strict: Annotated[bool, Field(description="arguments hold to the schema whenever the tool is called")] | None = None
 
 
 class Tool(Body):
@@ -190,7 +189,7 @@ class Tool(Body):
 ToolChoice = Annotated[
     str | dict[str, Any],
     one_error("must be a text or an object"),
-    Field(description="only auto and none are supported"),
+    Field(description="auto, none, required, a function by name, or OpenAI's allowed_tools"),
 ]
 
 
@@ -198,6 +197,8 @@ Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSA
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS)]
+Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)]
 
 
 class ChatRequest(Sampled):
@@ -210,6 +211,15 @@ class ChatRequest(Sampled):
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Annotated[bool, Field(description="false: one call at most")] | None = None
+    functions: Annotated[Functions, Field(description="OpenAI's older word for tools")] | None = None
+    function_call: Annotated[ToolChoice, Field(description="OpenAI's older word for tool_choice")] | None = None
+    separate_reasoning: Annotated[bool, Field(description="false: reasoning stays in the text")] | None = None
+    stream_reasoning: Annotated[bool, Field(description="false: reasoning comes in one chunk")] | None = None
+    include_reasoning: Annotated[bool, Field(description="false: reasoning is dropped")] | None = None
+    enable_thinking: Annotated[bool, Field(description="the template's variable of this name")] | None = None
+    reasoning_effort: Annotated[str, Field(description="the template's; none: enable_thinking is false")] | None = None
+    documents: Annotated[Documents, Field(description="for templates that know documents")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

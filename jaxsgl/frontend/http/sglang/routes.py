@@ -27,7 +27,6 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import (
     StrictJson,
     refuse_not_built,
-    refuse_special_tokens,
     rooms_of,
     salt_of,
     sampling_params,
@@ -134,7 +133,6 @@ def _ids(rid: str | list[str] | None, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
-    refuse_special_tokens(params.skip_special_tokens)
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
     scores_prompt = body.logprob_start_len is not None and body.logprob_start_len >= 0
     return sampling_params(

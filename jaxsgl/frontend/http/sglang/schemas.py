@@ -57,8 +57,8 @@ class SamplingBody(Body):
     stop_token_ids: StopTokenIds | None = None
     no_stop_trim: bool = False
     ignore_eos: bool = False
-    skip_special_tokens: Annotated[bool, Field(description="only true is supported")] = True
-    spaces_between_special_tokens: Annotated[bool, Field(description="special tokens have no text: no matter")] = True
+    skip_special_tokens: Annotated[bool, Field(description="false: their names are in the text")] = True
+    spaces_between_special_tokens: Annotated[bool, Field(description="no spaces are added, either way")] = True
 
     @model_validator(mode="before")
     @classmethod

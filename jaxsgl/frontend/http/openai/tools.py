@@ -1,0 +1,175 @@
+"""Which tools a chat may call, how it is told of them, and how its answers are taken apart.
+
+Reads tools, tool_choice and what belongs to reasoning out of a body, into a `Turn` for one call: chat.py and
+responses.py make their messages of it. Never knows how a model writes calls: the `Dialect` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.generation import ServedModel
+from jaxsgl.frontend.http.openai.schemas import ChatRequest, Tool
+from jaxsgl.text.answer import MAX_CALLS, Parser
+from jaxsgl.text.calls import FORMS
+
+Mode = Literal["auto", "none", "required"]
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_PROMPT_TAIL = 64  # tokens in which a prompt may have opened the reasoning
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a request.
+
+    Attributes:
+      told: what the chat template is given.
+      callable: name -> schema of the parameters, of the tools that may be called; empty: calls are not looked for.
+      strict: names of the tools whose arguments always hold to their schema.
+      required: the answer is a call.
+      max_calls: 1 if calls may not be parallel.
+      legacy: the client speaks of functions, and gets `function_call`.
+    """
+
+    told: list[dict[str, Any]] = field(default_factory=list)
+    callable: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    strict: frozenset[str] = frozenset()
+    required: bool = False
+    max_calls: int = MAX_CALLS
+    legacy: bool = False
+
+
+def tool_use(body: ChatRequest) -> ToolUse:
+    """Returns what `body` asks for. Raises `InvalidRequest`."""
+    tools, given = body.tools or [], body.tool_choice
+    legacy = not tools and bool(body.functions)
+    if legacy:
+        tools = [Tool(type="function", function=function) for function in body.functions or ()]
+        given = body.function_call
+        if isinstance(given, dict):
+            given = {"type": "function", "function": given}
+    if not tools:
+        if given not in (None, "none", "auto"):
+            raise InvalidRequest(f"tool_choice is {given!r:.100}, but there are no tools: send some, or leave it out")
+        return ToolUse()
+    schemas = {tool.function.name: tool.function.parameters or NO_PARAMETERS for tool in tools}
+    if len(schemas) < len(tools):
+        raise InvalidRequest(f"{len(tools)} tools have {len(schemas)} different names: give each its own")
+    mode, names = _choice(given, list(schemas))
+    if mode == "none":
+        return ToolUse()
+    return ToolUse(
+        [tool.model_dump(exclude_unset=True) for tool in tools],
+        {name: schemas[name] for name in names},
+        frozenset(tool.function.name for tool in tools if tool.function.strict),
+        mode == "required",
+        1 if legacy or body.parallel_tool_calls is False else MAX_CALLS,
+        legacy,
+    )
+
+
+def _choice(given: str | dict[str, Any] | None, names: list[str]) -> tuple[Mode, list[str]]:
+    """Returns the mode, and the names of the tools that may be called. Raises `InvalidRequest`."""
+    match given:
+        case None | "auto":
+            return "auto", names
+        case "none":
+            return "none", names
+        case "required" | "any":  # Mistral's word
+            return "required", names
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return "required", _known([name], names)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
+            return mode, _known([_name_of(tool) for tool in allowed], names)
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
+            return mode, _known([_name_of(tool) for tool in allowed], names)
+    raise InvalidRequest(
+        f"tool_choice is {given!r:.200}, but must be auto, none, required or "
+        '{"type": "function", "function": {"name": ...}}'
+    )
+
+
+def _name_of(tool: object) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    raise InvalidRequest(f"tool_choice names {tool!r:.100}, but only functions can be called")
+
+
+def _known(wanted: list[str], names: list[str]) -> list[str]:
+    for name in wanted:
+        if name not in names:
+            raise InvalidRequest(f"tool_choice names the function {name:.100}, but no tool is called that")
+    if not wanted:
+        raise InvalidRequest("tool_choice allows no tool: name one, or send none")
+    return wanted
+
+
+def template_variables(body: ChatRequest) -> dict[str, Any]:
+    """Returns the chat template's variables that have fields of their own, and those of chat_template_kwargs."""
+    given: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        given["reasoning_effort"] = body.reasoning_effort
+    thinking = False if body.enable_thinking is None and body.reasoning_effort == "none" else body.enable_thinking
+    if thinking is not None:
+        given |= {"enable_thinking": thinking, "thinking": thinking}  # Qwen's and GLM's word, DeepSeek's word
+    if body.documents:
+        given["documents"] = body.documents
+    return given | (body.chat_template_kwargs or {})
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """How the samples of one request are taken apart.
+
+    Attributes:
+      reasoning_is_open: the prompt has opened the reasoning.
+      constrained: a grammar guarantees that calls are well formed.
+      separate: False: reasoning stays in the text.
+      include: False: reasoning is dropped.
+      in_one: reasoning comes in one chunk, at its end.
+    """
+
+    model: ServedModel
+    use: ToolUse
+    reasoning_is_open: bool
+    separate: bool
+    include: bool = True
+    in_one: bool = False
+    constrained: bool = False
+
+    @property
+    def visible(self) -> frozenset[int]:
+        """Ids of the special tokens that the parser must see."""
+        dialect = self.model.dialect
+        wanted = dialect.is_harmony or dialect.reasoning is not None or bool(self.use.callable)
+        return self.model.tokenizer.special_ids_of(dialect.markers) if wanted else frozenset()
+
+    def parser(self) -> Parser:
+        """Returns the parser of one sample."""
+        dialect, use = self.model.dialect, self.use
+        return dialect.parser(
+            use.callable,
+            reasoning_is_open=self.reasoning_is_open,
+            constrained=self.constrained,
+            max_calls=use.max_calls,
+            separate=self.separate,
+            other_form=FORMS["json"] if use.required and not dialect.has_calls else None,
+        )
+
+
+def answer_form(body: ChatRequest, model: ServedModel, use: ToolUse, prompt_ids: list[int]) -> AnswerForm:
+    """Returns how the answers to a prompt are taken apart."""
+    last = body.messages[-1].content if body.continue_final_message else None
+    tail = model.tokenizer.text_with_names(prompt_ids[-_PROMPT_TAIL:])
+    return AnswerForm(
+        model,
+        use,
+        model.dialect.reasoning_is_open_after(tail, last if isinstance(last, str) else None),
+        separate=body.separate_reasoning is not False,
+        include=body.include_reasoning is not False,
+        in_one=body.stream_reasoning is False,
+    )
