@@ -13,6 +13,7 @@ from server_process import ServerProcess
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.openai.chat import chat_prompt
 from jaxsgl.frontend.http.openai.schemas import ChatRequest
+from jaxsgl.frontend.http.openai.tools import tool_use
 from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, load_tokenizer
 from tests.text.small_tokenizers import byte_level, save
@@ -177,11 +178,10 @@ def test_the_template_is_given_tools_and_variables(telling: Tokenizer) -> None:
 
 
 def test_tools_are_left_out_if_none_may_be_called(telling: Tokenizer) -> None:
-    body = ChatRequest.model_validate(
-        {"messages": say("hi"), "tools": [{"type": "function", "function": {"name": "f"}}]}
-    )
-    assert chat_prompt(body, telling, with_tools=False).options.tools == ()
-    assert len(chat_prompt(body, telling).options.tools) == 1
+    fields = {"messages": say("hi"), "tools": [{"type": "function", "function": {"name": "f"}}]}
+    for choice, num_told in (("none", 0), ("auto", 1), (None, 1)):
+        body = ChatRequest.model_validate(fields | {"tool_choice": choice})
+        assert len(chat_prompt(body, telling, tool_use(body).told).options.tools) == num_told
 
 
 def test_arguments_of_a_call_may_be_empty_or_an_object(telling: Tokenizer) -> None:
@@ -237,8 +237,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         ),
         ({"tools": [{"type": "web"}]}, "tools.0.type", "'function'"),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "required"),
-        ({"tool_choice": "required"}, None, "isn't built yet"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, None, "isn't built yet"),
         ({"tool_choice": 5}, "tool_choice", "must be a text or an object"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, None, "response_format has no schema"),
         ({"response_format": {"type": 5}}, "response_format.type", "valid string"),
@@ -250,7 +248,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         ({"add_generation_prompt": True, "continue_final_message": True}, None, "set one of them"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, None, "can't be called chat_template"),
         ({"chat_template": "{{ 1 }}"}, None, "chat_template isn't built yet"),
-        ({"functions": [{"name": "f"}]}, None, "functions isn't built yet"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name(

@@ -303,7 +303,6 @@ def counts(http: httpx.Client) -> tuple[int, int]:
             "stream_options.continuous_usage_stats",
             "valid boolean",
         ),
-        ({"skip_special_tokens": False}, None, "special tokens have no text here"),
         ({"guided_json": {"type": "object"}, "regex": "a"}, None, "guided_json and regex each ask for a grammar"),
     ],
 )

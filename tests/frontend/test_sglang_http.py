@@ -125,7 +125,6 @@ def test_log_probabilities_come_as_sglang_writes_them(http: httpx.Client) -> Non
         ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
         ({"sampling_params": {"max_tokens": 5}}, "max_tokens"),
         ({"sampling_params": {"regex": "a+", "ebnf": "root ::= 'a'"}}, "regex and ebnf each"),
-        ({"sampling_params": {"skip_special_tokens": False}}, "skip_special_tokens"),
         ({"sampling_params": [{}, {}]}, "2 entries for 1 prompts"),
         ({"input_ids": [[5], [6]], "sampling_params": [{"n": 1}, {"n": 2}]}, "n differs"),
         ({"input_ids": [[5]] * 100, "sampling_params": {"n": 11}}, "1100"),

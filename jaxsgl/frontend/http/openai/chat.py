@@ -53,6 +53,8 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest)
     generator = front_end.generator
     sampling = _sampling(body)
     use = tool_use(body)
+    if use.required:
+        raise InvalidRequest("tool_choice can be auto or none: forcing a call needs a grammar, which isn't built yet")
     prompt = chat_prompt(body, generator.model.tokenizer, use.told)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = new_head("chatcmpl", kind, front_end.config.model_name)

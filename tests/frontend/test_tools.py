@@ -1,0 +1,183 @@
+"""Tools and reasoning over HTTP. The fake engine echoes what the template makes of the last message: a model's answer.
+
+Its context holds 200 tokens, so the markers of calls are tokens of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from http_calls import chunks, connect, post, refusal, say
+from server_process import ServerProcess
+from tokenizers import AddedToken
+
+from tests.text.small_tokenizers import byte_level, save
+
+PATH = "/v1/chat/completions"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+HEAD = '{"name": "weather", "arguments": '
+CALL = f'<tool_call>\n{HEAD}{{"city": "Köln"}}}}\n</tool_call>'
+CALL_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>", HEAD)])
+    tokenizer.add_special_tokens([AddedToken("</think>", special=True)])
+    template = "{{ messages[-1].content }}<|end|>{% if enable_thinking %}<think>{% endif %}"
+    folder = save(tokenizer, tmp_path_factory.mktemp("model"), template)
+    server = ServerProcess(tmp_path_factory.mktemp("server"), folder, "--tool-call-parser", "qwen25",
+                           "--reasoning-parser", "qwen3")  # fmt: skip
+    server.wait_until_ready()
+    with connect(server) as http:
+        yield http
+    server.end()
+
+
+def answer(http: httpx.Client, text: str, **fields: Any) -> tuple[dict[str, Any], str]:
+    """Returns the message and why it ended; a stream of the same says the same."""
+    body = {"messages": say(text), "tools": [WEATHER, NOW]} | fields
+    (choice,) = post(http, PATH, **body)["choices"]
+    message = choice["message"]
+    assert joined(chunks(http, PATH, **body)) == (without_ids(message), choice["finish_reason"])
+    return message, choice["finish_reason"]
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [{name: value for name, value in call.items() if name != "id"} for call in message.get("tool_calls", [])]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def joined(parts: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """Returns the message that the deltas of a stream make, without the ids of calls, as OpenAI's client joins them."""
+    message: dict[str, Any] = {"role": None, "content": None}
+    reason = ""
+    for part in parts:
+        (choice,) = part["choices"]
+        reason = choice["finish_reason"] or reason
+        for name, value in choice["delta"].items():
+            if name != "tool_calls":
+                message[name] = (message.get(name) or "") + value
+                continue
+            for call in value:
+                calls = message.setdefault("tool_calls", [])
+                if "id" in call:
+                    assert call["index"] == len(calls)
+                    calls.append(
+                        {"type": call["type"], "function": {"name": call["function"]["name"], "arguments": ""}}
+                    )
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    if not message["content"] and message.keys() - {"role", "content"}:
+        message["content"] = None
+    return message, reason
+
+
+def test_a_call_comes_back_as_a_call(http: httpx.Client) -> None:
+    message, reason = answer(http, f"I look.\n{CALL}")
+    (call,) = message["tool_calls"]
+    assert call["id"].startswith("call_")
+    assert (call["type"], call["function"]["name"]) == ("function", "weather")
+    assert json.loads(call["function"]["arguments"]) == {"city": "Köln"}
+    assert (message["content"], reason) == ("I look.", "tool_calls")
+
+
+def test_an_answer_without_text_has_no_content(http: httpx.Client) -> None:
+    message, _ = answer(http, f"{CALL}\n{CALL_NOW}")
+    assert message["content"] is None
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather", "now"]
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize("text", [CALL.replace("}}", "}"), CALL.replace("weather", "wetter"), CALL[:-8]])
+def test_what_is_no_call_is_text(http: httpx.Client, text: str) -> None:
+    assert answer(http, text) == ({"role": "assistant", "content": text}, "stop")
+
+
+@pytest.mark.parametrize("fields", [{"tools": None}, {"tool_choice": "none"}])
+def test_calls_are_text_where_none_may_be_made(http: httpx.Client, fields: dict[str, Any]) -> None:
+    assert answer(http, CALL, **fields) == ({"role": "assistant", "content": CALL}, "stop")
+
+
+def test_one_call_is_left_if_calls_may_not_be_parallel(http: httpx.Client) -> None:
+    message, _ = answer(http, f"{CALL_NOW}{CALL_NOW}", parallel_tool_calls=False)
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+
+
+def test_a_call_that_max_tokens_cuts_is_text(http: httpx.Client) -> None:
+    message, reason = answer(http, CALL, max_tokens=4)
+    assert reason == "length"
+    assert "tool_calls" not in message
+    assert CALL.startswith(message["content"])
+
+
+def test_functions_are_an_older_word_for_tools(http: httpx.Client) -> None:
+    fields = {"tools": None, "functions": [WEATHER["function"], NOW["function"]], "function_call": "auto"}
+    (choice,) = post(http, PATH, messages=say(CALL), **fields)["choices"]
+    assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "Köln"}'}
+    assert choice["finish_reason"] == "function_call"
+
+
+def test_reasoning_has_a_field_of_its_own(http: httpx.Client) -> None:
+    message, reason = answer(http, f"<think>Hm, <tool_call></think>\n\n{CALL_NOW}")
+    assert (message["reasoning_content"], message["content"], reason) == ("Hm, <tool_call>", None, "tool_calls")
+    message, _ = answer(http, "<think>Hm</think>Hello", tools=None)
+    assert message == {"role": "assistant", "content": "Hello", "reasoning_content": "Hm"}
+
+
+def test_reasoning_can_stay_in_the_text_or_be_dropped_or_come_at_once(http: httpx.Client) -> None:
+    text = "<think>Hm, well</think>Hello"
+    assert answer(http, text, separate_reasoning=False)[0] == {"role": "assistant", "content": text}
+    assert answer(http, text, include_reasoning=False)[0] == {"role": "assistant", "content": "Hello"}
+    parts = chunks(http, PATH, messages=say(text), stream_reasoning=False)
+    told = [part["choices"][0]["delta"].get("reasoning_content") for part in parts]
+    assert [text for text in told if text] == ["Hm, well"]
+
+
+def test_the_prompt_may_have_opened_the_reasoning(http: httpx.Client) -> None:
+    for fields in ({"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True}}):
+        message, _ = answer(http, "Hm</think>Hello", **fields)
+        assert message == {"role": "assistant", "content": "Hello", "reasoning_content": "Hm"}
+    for fields in ({"enable_thinking": False}, {"reasoning_effort": "none"}):
+        assert answer(http, "Hello", **fields)[0] == {"role": "assistant", "content": "Hello"}
+
+
+def test_reasoning_that_does_not_end_is_reasoning(http: httpx.Client) -> None:
+    message, reason = answer(http, "<think>Hm, well", max_tokens=3)
+    assert (message["content"], reason) == (None, "length")
+    assert "Hm, well".startswith(message["reasoning_content"])
+
+
+def test_special_tokens_have_text_if_asked_for(http: httpx.Client) -> None:
+    text = "<|start|>Hi</think>"
+    assert answer(http, text, separate_reasoning=False)[0]["content"] == "Hi</think>"
+    assert answer(http, text, skip_special_tokens=False)[0]["content"] == text
+    body = {"prompt": text + "<|end|>", "max_tokens": 50}
+    assert post(http, "/v1/completions", **body)["choices"][0]["text"] == "Hi"
+    assert post(http, "/v1/completions", **body, skip_special_tokens=False)["choices"][0]["text"] == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tool_choice": "required", "tools": None}, "there are no tools"),
+        ({"tool_choice": "always"}, "tool_choice is 'always', but must be auto, none, required or"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "but no tool is called that"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "must be auto, none, required or"),
+        ({"tools": [NOW, NOW]}, "2 tools have 1 different names"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "pattern"),
+    ],
+)
+def test_tools_that_make_no_sense_are_refused(http: httpx.Client, fields: dict[str, Any], words: str) -> None:
+    assert words in refusal(http, PATH, **({"messages": say("hi"), "tools": [NOW]} | fields))["message"]
