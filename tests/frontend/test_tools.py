@@ -146,6 +146,7 @@ def test_reasoning_can_stay_in_the_text_or_be_dropped_or_come_at_once(http: http
 
 
 def test_the_prompt_may_have_opened_the_reasoning(http: httpx.Client) -> None:
+    fields: dict[str, Any]
     for fields in ({"enable_thinking": True}, {"chat_template_kwargs": {"enable_thinking": True}}):
         message, _ = answer(http, "Hm</think>Hello", **fields)
         assert message == {"role": "assistant", "content": "Hello", "reasoning_content": "Hm"}

@@ -185,7 +185,7 @@ def test_any_split_gives_the_same_result(constrained: bool) -> None:
             others = [other for other_name, other in cases if other_name == name]
             text += rng.choice(["", "\n", " then "]) + rng.choice(others)
         dialect = dialect_of(None, name, "gpt-oss" if name == "gpt-oss" else "think")
-        options = {"constrained": constrained, "max_calls": rng.choice([1, 128])}
+        options: Any = {"constrained": constrained, "max_calls": rng.choice([1, 128])}
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, len(text))))
         pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         expected = result(dialect.parser(TOOLS, **options), [text])
