@@ -17,6 +17,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.flags import check_choices, flag, flag_name, require
 from jaxsgl.host_kv_config import HostKvConfig
 from jaxsgl.media import MediaLimits
+from jaxsgl.pooling import PoolingSpec
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 AUTO = "auto"
@@ -124,6 +125,15 @@ class EngineConfig:
         "copy weights to host memory when /release_memory_occupation releases them, instead of reading them from their "
         "folder again",
     )
+    is_embedding: bool = flag(
+        False,
+        "serve embeddings, scores and ranks only: no program that generates is compiled. Models made for it are served "
+        "so without the flag (docs/embeddings.md)",
+    )
+    enable_embeddings: bool = flag(False, "serve embeddings, scores and ranks beside generation, with the same weights")
+    matryoshka: bool = flag(
+        False, "embeddings may be cut to fewer `dimensions`, though the model's config.json does not say so"
+    )
     load_format: str = flag("auto", "dummy: random weights, for benchmarks", choices=LOAD_FORMATS)
     tp: int = flag(
         1,
@@ -226,9 +236,13 @@ class Limits(msgspec.Struct, frozen=True):
       context_length: largest number of prompt and output tokens of one request.
       pool_tokens: tokens that the KV pool holds, without the dummy page.
       media: what images and video frames it may bring; None: none, the model has no vision tower.
+      pooling: how embeddings and scores are made; None: the server gives none.
+      generates: whether it gives tokens.
     """
 
     vocab_size: int
     context_length: int
     pool_tokens: int
     media: MediaLimits | None = None
+    pooling: PoolingSpec | None = None
+    generates: bool = True

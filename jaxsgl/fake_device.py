@@ -1,16 +1,22 @@
-"""The memory of a fake device: its page table, and pages of KV that hold token ids. `testing.FakeEngine` runs on it.
+"""The memory of a fake device: its page table, pages of KV that hold token ids, and hidden states made of them.
 
 Changed by steps and by operations on pages alone, in their order. Knows nothing about how next tokens are made.
+`testing.FakeEngine` runs on it.
 """
 
 from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.engine_api import PooledRows
 from jaxsgl.batch.engine_ops import HostPages, PageLayout
-from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, page_of, slots_of, tokens_in
 
 _RECORD = 4  # numbers of a slot: the two of its key, the two of its value
@@ -84,3 +90,30 @@ class FakePool:
     def _by_page(self) -> npt.NDArray[np.int32]:
         """`[num_pages, page_size, ...]`, a view."""
         return self._slots.reshape(-1, tokens_in(1, self.layout.page_size), _RECORD)
+
+
+def hidden_state(sequence: Sequence[int] | IntArray) -> float:
+    """The hidden state `[1]` of the last token of `sequence`: a hash of all of it."""
+    return float(zlib.crc32(np.asarray(sequence, dtype=np.int32).tobytes()) % 1000)
+
+
+def label_logit(sequence: Sequence[int] | IntArray, token_id: int) -> float:
+    """The logit of `token_id` behind `sequence`."""
+    return hidden_state([*sequence, token_id])
+
+
+def pooled_rows(
+    capacity: Capacity, arrays: StepArrays[npt.NDArray[Any]], sequences: Sequence[IntArray]
+) -> PooledRows | None:
+    """What a step yields that pools; None for any other."""
+    if arrays.label_ids is None:
+        return None
+    assert capacity.pooling is not None
+    hidden = []
+    for sequence, count in zip(sequences, np.diff(arrays.query_offsets), strict=False):
+        first = len(sequence) - (count if capacity.pooling.kind == "mean" else 1)
+        hidden.append([sum(hidden_state(sequence[: end + 1]) for end in range(first, len(sequence)))])
+    logits = [
+        [label_logit(seq, int(token)) for token in ids] for seq, ids in zip(sequences, arrays.label_ids, strict=False)
+    ]
+    return PooledRows(np.array(hidden, np.float32), np.array(logits, np.float32))

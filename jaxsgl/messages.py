@@ -16,6 +16,7 @@ import msgspec
 
 from jaxsgl.config import Limits
 from jaxsgl.load import Load
+from jaxsgl.pooling import Pooled
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.weight_messages import WeightOrder
 
@@ -268,7 +269,8 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
       logprob: of the new token, if asked for; such requests get one token a step.
       prompt_logprobs: of prompt tokens 1, 2, ... (nothing stands before token 0), if asked for; comes once, with the
         first token of sample 0.
-      times: with a sample's first token.
+      times: with a sample's first token, or with `pooled`.
+      pooled: the whole answer to a request for pooling, with its end.
     """
 
     request_id: str
@@ -280,6 +282,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     times: StageTimes | None = None
+    pooled: Pooled | None = None
 
 
 class Replies(msgspec.Struct, frozen=True, tag="replies"):

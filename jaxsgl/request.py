@@ -14,6 +14,7 @@ import msgspec
 from jaxsgl.bounds import Bounds, check, check_bounds, check_integer
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.media import MediaItem, check_media
+from jaxsgl.pooling import Pooling, check_pooling
 from jaxsgl.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     `priority` is ignored unless the server schedules by it: the higher number goes first, or the lower one if the
     server's flags say so. Cached prefixes are shared among requests of an equal `cache_salt` alone. With a `room` this
     is the leg of the request that this worker computes; without, all of it. `media` are its images and video frames in
-    the order of their placeholder tokens.
+    the order of their placeholder tokens. With `pooling` it ends with its prompt and yields no token.
     """
 
     request_id: str
@@ -64,6 +65,12 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     cache_salt: str = ""
     room: Rendezvous | None = None
     media: tuple[MediaItem, ...] = ()
+    pooling: Pooling | None = None
+
+    @property
+    def least_output(self) -> int:
+        """Tokens that the context must hold beside the prompt."""
+        return 1 if self.pooling is None else 0
 
 
 def check_request(request: Request, limits: Limits) -> None:
@@ -77,13 +84,21 @@ def check_request(request: Request, limits: Limits) -> None:
     prompt_len = len(request.prompt_ids)
     if prompt_len == 0:
         raise InvalidRequest("the prompt is empty: send at least one token")
-    check_prompt_len(prompt_len, limits.context_length)
+    check_prompt_len(prompt_len, limits.context_length, request.least_output)
+    if request.pooling is not None:
+        check_pooling(request.pooling, limits.pooling, limits.vocab_size)
+    elif not limits.generates:
+        raise InvalidRequest(
+            "the model served gives embeddings or scores only: it generates no tokens (start the server with "
+            "--enable-embeddings for both, if the model can)"
+        )
     check_token_ids("prompt", request.prompt_ids, limits.vocab_size)
     check_media(request.media, request.prompt_ids, limits.media)
     check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", tuple(request.sampling.logit_bias), limits.vocab_size)
     asked = request.sampling.max_tokens
-    needed = prompt_len + (min(asked, limits.context_length - prompt_len) if asked is not None else 1)
+    least = request.least_output
+    needed = prompt_len + (min(asked, limits.context_length - prompt_len) if asked is not None and least else least)
     if needed > limits.pool_tokens:
         raise InvalidRequest(
             f"prompt and output need {needed} tokens of KV cache ({prompt_len} + {needed - prompt_len}), but the "
@@ -133,9 +148,11 @@ def _check_cache_salt(salt: object) -> None:
     check(len(salt) <= MAX_CACHE_SALT_CHARS, "the length of cache_salt", len(salt), f"0 to {MAX_CACHE_SALT_CHARS}")
 
 
-def check_prompt_len(prompt_len: int, context_length: int) -> None:
-    """Raises `InvalidRequest` unless `prompt_len` tokens leave room for a new one in a context of `context_length`."""
-    if prompt_len >= context_length:
+def check_prompt_len(prompt_len: int, context_length: int, least_output: int = 1) -> None:
+    """Raises `InvalidRequest` unless `prompt_len` tokens leave room for `least_output` (0 or 1) in the context."""
+    if not least_output and prompt_len > context_length:
+        raise InvalidRequest(f"the prompt has {prompt_len} tokens, but the context holds {context_length}: shorten it")
+    if least_output and prompt_len >= context_length:
         raise InvalidRequest(
             f"the prompt has {prompt_len} tokens, but the context holds {context_length} with room for at least one "
             f"new token: shorten the prompt to {context_length - 1} tokens"
@@ -147,6 +164,8 @@ def max_new_tokens(request: Request, limits: Limits) -> int:
 
     If it is not given, the pool and the size of an answer cap the output, too.
     """
+    if request.pooling is not None:
+        return 1  # in the scheduler's books; it is never computed
     sampling, prompt_len = request.sampling, len(request.prompt_ids)
     room = limits.context_length - prompt_len
     if sampling.max_tokens is not None:

@@ -27,7 +27,7 @@ from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
-from jaxsgl.fake_device import FakePageTable, FakePool
+from jaxsgl.fake_device import FakePageTable, FakePool, pooled_rows
 from jaxsgl.load import Load
 from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.sampling_params import MAX_TOP_LOGPROBS
@@ -321,7 +321,7 @@ class FakeEngine:
                     for t in range(arrays.query_offsets[s], arrays.query_offsets[s + 1])
                 ]
             )
-        return StepScores(sampled, prompt)
+        return StepScores(sampled, prompt, pooled_rows(self._capacity, arrays, sequences))
 
 
 def _token_scores(parts: Sequence[tuple[IntArray, int]]) -> TokenScores:

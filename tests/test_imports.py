@@ -19,6 +19,7 @@ COMMON = {
     "bounds",
     "media",
     "media_settings",
+    "pooling",
     "sampling_params",
     "request",
     "errors",

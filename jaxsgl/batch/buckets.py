@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config import EngineConfig, Limits
 from jaxsgl.errors import ConfigError
 from jaxsgl.media import MediaLimits
+from jaxsgl.pooling import PoolingSpec
 
 MIN_EXTEND_TOKENS = 16
 VARIANTS = (Variant(False), Variant(True), Variant(True, filtered=True), Variant(True, featured=True))
@@ -51,6 +52,8 @@ class Capacity:
       vocab_size: size of the vocabulary.
       whole_prompts: each prompt is extended in one step; else long ones are cut into chunks.
       media: images and video frames of a request; None: the model has no vision tower.
+      pooling: how embeddings and scores are made; None: there are none.
+      generates: whether tokens are; without, every step extends prompts and pools.
     """
 
     page_size: int
@@ -61,6 +64,8 @@ class Capacity:
     vocab_size: int
     whole_prompts: bool = False
     media: MediaLimits | None = None
+    pooling: PoolingSpec | None = None
+    generates: bool = True
 
     @property
     def max_mixed_decodes(self) -> int:
@@ -80,7 +85,7 @@ class Capacity:
     @property
     def limits(self) -> Limits:
         """The limits that requests are checked against."""
-        return Limits(self.vocab_size, self.context_length, self.pool_tokens, self.media)
+        return Limits(self.vocab_size, self.context_length, self.pool_tokens, self.media, self.pooling, self.generates)
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class BucketSet:
       score_sizes: T of the programs that score prompts, ascending.
       decode_steps: number of steps of the decode programs that take several steps; 1: there are no such programs.
       shared_tokens: the most tokens of an extend step of several sequences; None: as many as fit.
+      pools: whether there are programs that pool hidden states; those that score prompts pool then, too.
+      generates: whether there are any other programs.
     """
 
     decode_sizes: tuple[int, ...]
@@ -102,6 +109,8 @@ class BucketSet:
     score_sizes: tuple[int, ...]
     decode_steps: int = 1
     shared_tokens: int | None = None
+    pools: bool = False
+    generates: bool = True
 
     @classmethod
     def derive(
@@ -135,9 +144,11 @@ class BucketSet:
             decode_sizes=decode_sizes[: bisect_left(decode_sizes, rows) + 1],
             extend_sizes=reached,
             extend_seqs=tuple(sorted({min(FEW_SEQS, rows), rows})),
-            score_sizes=reached[::-SCORE_STRIDE][::-1],
+            score_sizes=reached[::-SCORE_STRIDE][::-1] if capacity.generates else reached,
             decode_steps=decode_steps,
             shared_tokens=shared_tokens,
+            pools=capacity.pooling is not None,
+            generates=capacity.generates,
         )
 
     def decode(
@@ -155,6 +166,17 @@ class BucketSet:
         seqs = self.extend_seqs[bisect_left(self.extend_seqs, num_seqs)]
         return Bucket("extend", tokens, min(seqs, tokens), *_forms(sampled, featured, filtered))
 
+    def pool(
+        self, num_tokens: int, num_seqs: int, sampled: bool, featured: bool = False, filtered: bool = False
+    ) -> Bucket:
+        """The smallest bucket that extends `num_tokens` tokens of `num_seqs` sequences and pools hidden states.
+
+        Beside generation there are as few of them as of those that score prompts.
+        """
+        if not self.generates:
+            return replace(self.extend(num_tokens, num_seqs, False), pools=True)
+        return replace(self.score(num_tokens, sampled, featured, filtered), kind="extend")
+
     def score(self, num_tokens: int, sampled: bool, featured: bool = False, filtered: bool = False) -> Bucket:
         """The smallest bucket that extends `num_tokens` tokens with log-probabilities of the prompt.
 
@@ -162,14 +184,18 @@ class BucketSet:
         """
         tokens = self.score_sizes[bisect_left(self.score_sizes, num_tokens)]
         seqs = min(self.extend_seqs[-1], tokens)
-        return Bucket("score", tokens, seqs, *_forms(sampled, featured, filtered))
+        return Bucket("score", tokens, seqs, *_forms(sampled, featured, filtered), pools=self.pools)
 
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory."""
         size, tokens_by_seqs = self.decode_sizes[-1], {seqs: tokens for tokens, seqs in self._extend_shapes()}
+        if not self.generates:
+            return [self.pool(tokens, seqs, False) for seqs, tokens in tokens_by_seqs.items()]
         buckets = [self.extend(tokens, seqs, *v) for seqs, tokens in tokens_by_seqs.items() for v in VARIANTS]
         buckets += [self.score(self.score_sizes[-1], *variant) for variant in VARIANTS]
         buckets += [self.decode(size, *variant) for variant in VARIANTS]
+        if self.pools:
+            buckets += [self.pool(self.score_sizes[-1], 1, *variant) for variant in VARIANTS]
         if self.decode_steps > 1:
             buckets += [self.decode(size, sampled, num_steps=self.decode_steps) for sampled in (False, True)]
         return buckets
@@ -177,7 +203,12 @@ class BucketSet:
     def all(self) -> list[Bucket]:
         """Every bucket that warm-up compiles; larger ones first, so that the last programs to compile are short."""
         buckets = set()
+        if not self.generates:
+            pooling = {self.pool(*shape, False) for shape in self._extend_shapes()}
+            return sorted(pooling, key=lambda bucket: (-bucket.num_tokens, bucket))
         for variant in VARIANTS:
+            if self.pools:
+                buckets |= {self.pool(size, 1, *variant) for size in self.score_sizes}
             buckets |= {self.decode(size, *variant) for size in self.decode_sizes}
             buckets |= {self.extend(*shape, *variant) for shape in self._extend_shapes()}
             buckets |= {self.score(size, *variant) for size in self.score_sizes}

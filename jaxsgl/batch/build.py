@@ -26,6 +26,7 @@ from jaxsgl.batch.inputs import (
 )
 from jaxsgl.batch.sampling import NEUTRAL_BITS, SamplingRows, neutral_edits, row_setup
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, PageTable, slots_at, slots_of
+from jaxsgl.pooling import Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Work:
       sample: whether the last of them yields the sequence's next token (not so for a chunk that isn't the last).
       targets: `[n]` the prompt token that follows each of them, if its log-probability is wanted.
       setup: what must be in the row's edit tables before the row samples for the first time, if it edits logits.
+      pooling: what the request asks for, if hidden states of these tokens are to be pooled.
     """
 
     row: int
@@ -47,6 +49,7 @@ class Work:
     sample: bool
     targets: IntArray | None = None
     setup: IntArray | None = None
+    pooling: Pooling | None = None
 
 
 def empty_step(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
@@ -130,6 +133,8 @@ class BatchBuilder:
         variant = self._sampling.variant(sampling_rows)
         if any(work.targets is not None for work in works):
             bucket = self._buckets.score(num_tokens, *variant)
+        elif not self._buckets.generates or any(work.pooling is not None for work in works):
+            bucket = self._buckets.pool(num_tokens, len(works), *variant)
         else:
             bucket = self._buckets.extend(num_tokens, len(works), *variant)
         packed, arrays = _padding(bucket, self._dummy_row)
@@ -148,6 +153,9 @@ class BatchBuilder:
             if work.targets is not None:
                 assert arrays.targets is not None
                 arrays.targets[offset:end] = work.targets
+            if work.pooling is not None and work.pooling.label_ids:
+                assert arrays.label_ids is not None
+                arrays.label_ids[s, : len(work.pooling.label_ids)] = work.pooling.label_ids
             offset = end
         arrays.query_offsets[len(works) :] = offset
         return self._finish(bucket, packed, arrays, rows, num_tokens, works)

@@ -31,16 +31,35 @@ class TokenScores:
 
 
 @dataclass(frozen=True)
-class StepScores:
-    """The log-probabilities that a step yields besides tokens.
+class PooledRows:
+    """What a step that pools yields, in the order of the batch.
 
     Attributes:
-      sampled: those of the sampled tokens `[num_seqs]`, if the batch asked for them.
+      hidden: `[num_seqs, D]` float32: the hidden state of each sequence's last token, or the sum over its tokens.
+      logits: `[num_seqs, L]` float32: of its `label_ids`, or of the labels of a classification head.
+      log_total: `[num_seqs]` float32, see `Pooled`; None if the server doesn't generate.
+      has_classes: whether `logits` are those of a classification head.
+    """
+
+    hidden: npt.NDArray[np.float32]
+    logits: npt.NDArray[np.float32]
+    log_total: npt.NDArray[np.float32] | None = None
+    has_classes: bool = False
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """What a step yields besides tokens.
+
+    Attributes:
+      sampled: log-probabilities of the sampled tokens `[num_seqs]`, if the batch asked for them.
       prompt: those of the `targets` of a "score" step, `[num_tokens]` in the order of its tokens.
+      pooled: hidden states and logits of its sequences, in steps that pool.
     """
 
     sampled: TokenScores | None = None
     prompt: TokenScores | None = None
+    pooled: PooledRows | None = None
 
 
 class StepHandle(Protocol):
@@ -54,7 +73,7 @@ class StepHandle(Protocol):
         ...
 
     def scores(self) -> StepScores:
-        """Waits like `tokens`; the log-probabilities that the batch asked for."""
+        """Waits like `tokens`; what the batch asked for beside tokens."""
         ...
 
 

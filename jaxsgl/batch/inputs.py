@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.sampling import COLUMNS, Bitcast, SamplingArrays
+from jaxsgl.pooling import MAX_LABELS
 
 ArrayT = TypeVar("ArrayT", bound=Any)
 StepKind: TypeAlias = Literal["decode", "extend", "score"]
@@ -36,6 +37,7 @@ class Bucket:
       filtered: whether any row has top-k, top-p or min-p, in sampled buckets that aren't featured and take one step;
         the programs of all others can filter anyway.
       num_steps: steps that the program takes one after the other; more than 1 only in decode buckets, never featured.
+      pools: whether it also pools the hidden states of each sequence; never in decode buckets.
     """
 
     kind: StepKind
@@ -45,6 +47,7 @@ class Bucket:
     featured: bool = False
     num_steps: int = 1
     filtered: bool = False
+    pools: bool = False
 
     @property
     def padded_tokens(self) -> int:
@@ -60,7 +63,8 @@ class Bucket:
 
     def __str__(self) -> str:
         steps = f" {self.num_steps} steps" if self.num_steps > 1 else ""
-        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{steps}"
+        pools = " pooled" if self.pools else ""
+        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{steps}{pools}"
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ class StepArrays(Generic[ArrayT]):
         `rows`.
       targets: `[T]` the prompt token that follows each token, where its log-probability is wanted; in "score" buckets
         only.
+      label_ids: `[S, MAX_LABELS]` tokens whose logits are wanted behind each sequence, any for padding; in buckets that
+        pool only.
       steps: `[S]` in programs of several steps: in how many of them, from the first, each sequence takes part; 0 for
         padding. All other fields but `slots` are those of the first step.
     """
@@ -96,6 +102,7 @@ class StepArrays(Generic[ArrayT]):
     sampling: SamplingArrays[ArrayT]
     token_rows: ArrayT | None = None
     targets: ArrayT | None = None
+    label_ids: ArrayT | None = None
     steps: ArrayT | None = None
 
 
@@ -117,6 +124,8 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
         shapes["token_rows"] = (t,)
     if bucket.kind == "score":
         shapes["targets"] = (t,)
+    if bucket.pools:
+        shapes["label_ids"] = (s, MAX_LABELS)
     if bucket.num_steps > 1:
         shapes["steps"] = (s,)
     places, offset = {}, 0

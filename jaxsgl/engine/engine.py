@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
-from jaxsgl.batch.engine_api import StepScores, TokenScores
+from jaxsgl.batch.engine_api import PooledRows, StepScores, TokenScores
 from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.cache.pages import tokens_in
@@ -29,6 +29,7 @@ from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, step_failure
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
+from jaxsgl.engine.pooling import PooledSeqs
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.engine.sampler import Logprobs
@@ -51,13 +52,20 @@ class DeviceHandle:
     """A step in flight: the device computes it, and copies to the host what the host will read."""
 
     def __init__(
-        self, inputs: StepInputs, tokens: jax.Array, sampled: Logprobs | None = None, prompt: Logprobs | None = None
+        self,
+        inputs: StepInputs,
+        tokens: jax.Array,
+        sampled: Logprobs | None = None,
+        prompt: Logprobs | None = None,
+        pooled: PooledSeqs | None = None,
+        has_classes: bool = False,
     ) -> None:
         self._inputs = inputs
         self._tokens = tokens
         self._sampled = sampled
         self._prompt = prompt
-        for array in jax.tree.leaves((tokens, sampled, prompt)):
+        self._pooled, self._has_classes = pooled, has_classes
+        for array in jax.tree.leaves((tokens, sampled, prompt, pooled)):
             array.copy_to_host_async()
 
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -68,11 +76,16 @@ class DeviceHandle:
         return np.asarray(self._tokens)[..., : self._inputs.num_seqs]
 
     def scores(self) -> StepScores:
-        """Waits for the step; the log-probabilities that the batch asked for."""
-        sampled, prompt = self._sampled, self._prompt
+        """Waits for the step; what the batch asked for beside tokens."""
+        sampled, prompt, pooled, num_seqs = self._sampled, self._prompt, self._pooled, self._inputs.num_seqs
+        rows = None
+        if pooled is not None:
+            of_seqs = jax.tree.map(lambda x: np.asarray(x)[:num_seqs], pooled)
+            rows = PooledRows(*of_seqs, has_classes=self._has_classes)
         return StepScores(
-            None if sampled is None else TokenScores(*(np.asarray(x)[: self._inputs.num_seqs] for x in sampled)),
+            None if sampled is None else TokenScores(*(np.asarray(x)[:num_seqs] for x in sampled)),
             None if prompt is None else TokenScores(*(np.asarray(x)[: self._inputs.num_tokens] for x in prompt)),
+            rows,
         )
 
 
@@ -150,6 +163,7 @@ class Engine:
             config, self.arch, dtype, mesh, kv_scales, params, folder, self._compiles, self._set_pool
         )
         self._params = self.residents.leaves
+        self._has_classes = self.arch.head == "labels"
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         self.info = EngineInfo(
             model_path=str(folder),
@@ -197,7 +211,7 @@ class Engine:
         for sample in after:
             last_tokens, tokens = sample(out.logits, out.sampling, self._state.last_tokens)
             self._state = self._state._replace(last_tokens=last_tokens)
-        return DeviceHandle(inputs, tokens, prompt=out.prompt_scores)
+        return DeviceHandle(inputs, tokens, None, out.prompt_scores, out.pooled, self._has_classes)
 
     @property
     def page_layout(self) -> PageLayout:
@@ -240,7 +254,7 @@ class Engine:
         out = program(forwarded.logits, forwarded.sampling, state.last_tokens, tables, features.edit_rows)
         self._state = state._replace(last_tokens=out.last_tokens, edit_tables=out.edit_tables)
         sampled = out.scores if features.logprobs else None
-        return DeviceHandle(inputs, out.tokens, sampled, forwarded.prompt_scores)
+        return DeviceHandle(inputs, out.tokens, sampled, forwarded.prompt_scores, forwarded.pooled, self._has_classes)
 
     def start_profile(self, folder: str) -> None:
         """Starts to record a trace of device and host, readable in TensorBoard, XProf and Perfetto.

@@ -95,7 +95,8 @@ class ProgramSpec:
             program = make_forward(self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales)
             scores = everywhere if bucket.kind == "score" else None
             logits: Any = logits_sharding(self.mesh)
-            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, scores)
+            pooled = everywhere if bucket.pools else None
+            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, scores, pooled)
         arguments = (leaves, self.state, self._int32(packed_len(bucket)))
         return self._trace(program, FORWARD_DONATES, arguments, shardings)
 

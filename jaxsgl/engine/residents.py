@@ -30,13 +30,14 @@ from jaxsgl.engine.sizing import choose_context_length
 from jaxsgl.engine.warmup import CompileCounter
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, Params
+from jaxsgl.models.pooling import serve_as
 from jaxsgl.models.quantization import AT_LOAD, weight_format
 from jaxsgl.weight_messages import MemoryTag
 from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
-_FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context")
+_FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "pooling")
 
 Tree: TypeAlias = Params | Mapping[Any, Any] | Sequence[Any]
 
@@ -46,6 +47,12 @@ logger = logging.getLogger(__name__)
 def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
     """The model of `folder`, as flags have it served. Raises `StartupError`."""
     arch = ModelArch.from_folder(folder)
+    arch = serve_as(
+        arch,
+        is_embedding=config.is_embedding,
+        enable_embeddings=config.enable_embeddings,
+        matryoshka=config.matryoshka,
+    )
     arch = arch.for_context(choose_context_length(config, arch))
     arch = model_on_devices(arch, config.tp, by_experts=config.ep)
     return dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))

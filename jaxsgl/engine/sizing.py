@@ -99,6 +99,8 @@ def plan_capacity(
         max_extend_tokens=_max_extend_tokens(config, memory.platform, num_rows, context_length),
         vocab_size=arch.vocab_size,
         whole_prompts=config.chunked_prefill_size == UNLIMITED,
+        pooling=arch.pooling,
+        generates=arch.generates,
     )
 
 

@@ -26,6 +26,7 @@ from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import edits, page_table, sampler, vocabulary
 from jaxsgl.engine.edits import EditTables
+from jaxsgl.engine.pooling import PooledSeqs, pool
 from jaxsgl.engine.sampler import Logprobs, score
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import Decoder, Params
@@ -50,22 +51,24 @@ class Stepped(NamedTuple):
     Attributes:
       state: with this step's keys and values in its pages, these pages in its page table, and `tokens` at their rows
         of `last_tokens`.
-      tokens: `[S]` int32, the most likely ones.
-      logits: `[S, V]` float32.
+      tokens: `[S]` int32, the most likely ones; 0 if the model doesn't generate.
+      logits: `[S, V]` float32, with V = 0 if it doesn't.
       prompt_scores: `[T]` of the targets, in "score" steps only.
+      pooled: hidden states, in steps that pool only.
     """
 
     state: DeviceState
     tokens: jax.Array
     logits: jax.Array
     prompt_scores: Logprobs | None = None
+    pooled: PooledSeqs | None = None
 
 
 class Forwarded(NamedTuple):
     """What a forward program returns.
 
     Attributes:
-      state, tokens, logits, prompt_scores: see `Stepped`.
+      state, tokens, logits, prompt_scores, pooled: see `Stepped`.
       sampling: `[SAMPLING_ROWS, S]` int32, what a sampling program needs of the inputs; see `pack_sampling`.
     """
 
@@ -74,6 +77,7 @@ class Forwarded(NamedTuple):
     logits: jax.Array
     sampling: jax.Array
     prompt_scores: Logprobs | None = None
+    pooled: PooledSeqs | None = None
 
 
 class Decoded(NamedTuple):
@@ -129,12 +133,20 @@ def make_step(
         pages = Pages(state.kv, table_SP, arrays, kind, options, attention_backend, kv_scales)
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
         hidden = model(_token_ids(arrays.token_ids, state.last_tokens), arrays.positions, pages.attend, is_token)
-        logits = model.logits(hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets))
-        tokens = vocabulary.greedy(logits)
-        last_tokens = state.last_tokens.at[arrays.sample_rows].set(tokens)
+        last = hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets)
+        if model.arch.generates:
+            logits = model.logits(last)
+            tokens = vocabulary.greedy(logits)
+            last_tokens = state.last_tokens.at[arrays.sample_rows].set(tokens)
+        else:
+            logits, tokens = jnp.zeros((len(last), 0), jnp.float32), jnp.zeros(len(last), jnp.int32)
+            last_tokens = state.last_tokens
         scores = None if arrays.targets is None else vocabulary.score_in_slices(model.logits, hidden, arrays.targets)
         state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables)
-        return Stepped(state, tokens, logits, scores)
+        if arrays.label_ids is None:
+            return Stepped(state, tokens, logits, scores)
+        pooled = pool(model, hidden, last, arrays, logits if model.arch.generates else None)
+        return Stepped(state, tokens, logits, scores, pooled)
 
     return step
 
@@ -156,7 +168,8 @@ def make_forward(
     def forward(params: list[jax.Array], state: DeviceState, packed: jax.Array) -> Forwarded:
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
         out = step(jax.tree.unflatten(treedef, params), state, arrays)
-        return Forwarded(out.state, out.tokens, out.logits, pack_sampling(arrays, out.tokens), out.prompt_scores)
+        sampling = pack_sampling(arrays, out.tokens)
+        return Forwarded(out.state, out.tokens, out.logits, sampling, out.prompt_scores, out.pooled)
 
     return forward
 

@@ -14,21 +14,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from msgspec.structs import replace as replace_struct
+
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
 from jaxsgl.models.layer_config import read_layers
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec, MoeMlp
+from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format
 from jaxsgl.models.rope import RopeParams
+from jaxsgl.pooling import PoolingSpec
 from pallas_kernels.options import AttentionOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
 MODELOPT_FILE = "hf_quant_config.json"
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+Head: TypeAlias = Literal["vocabulary", "labels", "none"]
+_OTHER_HEADS: dict[str, Head] = {"ForSequenceClassification": "labels", "Model": "none"}  # transformers' classes
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # config.json's word -> ours
 
 
@@ -61,6 +67,9 @@ class ModelArch:
         `weight_format.of_experts` says otherwise.
       kv_copies: each kv head of the checkpoint stands for so many consecutive ones of `num_kv_heads`, which are equal.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
+      head: what reads the final hidden states: the vocabulary, a classifier of `pooling.labels`, or nothing.
+      pooling: how embeddings and scores are made; None: none are served.
+      generates: whether tokens are served.
     """
 
     name: str
@@ -93,6 +102,9 @@ class ModelArch:
     expert_format: WeightFormat | None = None
     kv_copies: int = 1
     by_experts: bool = False
+    head: Head = "vocabulary"
+    pooling: PoolingSpec | None = None
+    generates: bool = True
 
     @property
     def num_layers(self) -> int:
@@ -139,6 +151,10 @@ class ModelArch:
         generation_path = folder / "generation_config.json"
         generation = ConfigFile(generation_path) if generation_path.is_file() else None
         arch = _read_arch(config, generation)
+        labels = read_labels(config) if arch.head == "labels" else ()
+        spec = read_pooling(folder, config, arch.hidden_size, labels)
+        spec = replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary")
+        arch = replace(arch, pooling=spec)
         kv_cache_dtype, weight_format = _read_quantization(config, folder / MODELOPT_FILE, arch.mixture is not None)
         expert_format = weight_format if arch.mixture is not None else None
         arch = replace(arch, kv_cache_dtype=kv_cache_dtype, weight_format=weight_format, expert_format=expert_format)
@@ -147,10 +163,11 @@ class ModelArch:
 
 
 def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
-    name = (whole.get("architectures") or [None])[0]
+    told = (whole.get("architectures") or [None])[0]
+    name, head = _family_of(told)
     if name not in FAMILIES:
         raise CheckpointError(
-            f"{whole.path}: architecture {name} is not supported; supported are {', '.join(FAMILIES)}"
+            f"{whole.path}: architecture {told} is not supported; supported are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
     config = whole if family.section is None else whole.section(family.section)
@@ -193,7 +210,16 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         attention_cap=_read_cap(config, family, "attn_logit_softcapping"),
         logits_cap=_read_cap(config, family, "final_logit_softcapping"),
         sinks=family.sinks,
+        head=head,
     )
+
+
+def _family_of(architecture: str | None) -> tuple[str, Head]:
+    """The name in `FAMILIES` of an architecture, which may be the decoder with another head or none, and its head."""
+    for suffix, head in _OTHER_HEADS.items():
+        if architecture is not None and architecture.endswith(suffix):
+            return architecture.removesuffix(suffix) + "ForCausalLM", head
+    return str(architecture), "vocabulary"
 
 
 def _read_activation(config: ConfigFile, family: Family) -> Activation:

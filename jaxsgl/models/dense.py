@@ -17,7 +17,7 @@ from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_rows import LayerRows, Row
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, norm_dtype, vector
-from jaxsgl.models.matrix import Matrices, Matrix, dequantized
+from jaxsgl.models.matrix import Matrices, Matrix, Weights, dequantized
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
@@ -49,7 +49,10 @@ class Decoder(Matrices):
         self.layers = nnx.List([DecoderLayer(arch, spec, dtype) for spec in arch.layers])
         self.vectors = LayerVectors(arch, dtype)
         self.final_norm = vector((d,), (None,), norm_dtype(arch, dtype), mean=1.0)
-        if not arch.tie_embeddings:
+        if arch.head == "labels":
+            assert arch.pooling is not None
+            self.declare("score", (len(arch.pooling.labels), d), (None, None), dtype, None, fan_in=d)
+        elif arch.head == "vocabulary" and not arch.tie_embeddings:
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
 
     def __call__(
@@ -82,16 +85,21 @@ class Decoder(Matrices):
     def _embed(self, token_ids: jax.Array) -> jax.Array:
         """`[T, D]`; the factor is rounded to the weights' dtype, as in training."""
         embedding = self.matrix("embedding")
-        if num_parts() > 1:
-            token_ids, is_here = _of_this_part(token_ids, embedding.shape[0])
-        if isinstance(embedding, Matrix):
-            rows_TD, dtype = dequantized(embedding.rows(token_ids), self.activations), self.activations
-        else:
-            rows_TD, dtype = embedding.at[token_ids].get(mode="clip").astype(self.activations), embedding.dtype
-        if num_parts() > 1:
-            rows_TD = sum_of_parts(jnp.where(is_here[:, None], rows_TD, jnp.zeros_like(rows_TD)))
+        rows_TD, dtype = self._rows(embedding, token_ids), getattr(embedding, "dtype", self.activations)
         scale = self.arch.embedding_scale
         return rows_TD if scale is None else rows_TD * jnp.asarray(scale, dtype).astype(self.activations)
+
+    def _rows(self, matrix: Weights, token_ids: jax.Array) -> jax.Array:
+        """The rows `[T, D]` of a matrix over the vocabulary, whichever device has them."""
+        if num_parts() > 1:
+            token_ids, is_here = _of_this_part(token_ids, matrix.shape[0])
+        if isinstance(matrix, Matrix):
+            rows_TD = dequantized(matrix.rows(token_ids), self.activations)
+        else:
+            rows_TD = matrix.at[token_ids].get(mode="clip").astype(self.activations)
+        if num_parts() > 1:
+            rows_TD = sum_of_parts(jnp.where(is_here[:, None], rows_TD, jnp.zeros_like(rows_TD)))
+        return rows_TD
 
     def _rope_of(self, spec: LayerSpec) -> RopeParams | None:
         return None if spec.rope is None else self.arch.ropes[spec.rope]
@@ -117,10 +125,25 @@ class Decoder(Matrices):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens; V is this device's vocabulary."""
-        head = self.matrix("embedding" if self.arch.tie_embeddings else "lm_head")
-        logits_RV = product(hidden, head, jnp.float32)
+        return self._capped(product(hidden, self._head(), jnp.float32))
+
+    def logits_of(self, hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
+        """Logits `[R, L]` float32 of the tokens `[R, L]` alone, for `hidden [R, D]`: reads these rows of the head."""
+        rows_RLD = self._rows(self._head(), token_ids.reshape(-1)).reshape(*token_ids.shape, -1)
+        return self._capped(
+            jnp.einsum("rd,rld->rl", hidden, rows_RLD, precision="highest", preferred_element_type=jnp.float32)
+        )
+
+    def class_logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits `[R, C]` float32 of the classes of a classification head."""
+        return product(hidden, self.matrix("score"), jnp.float32)
+
+    def _head(self) -> Weights:
+        return self.matrix("embedding" if self.arch.tie_embeddings else "lm_head")
+
+    def _capped(self, logits: jax.Array) -> jax.Array:
         cap = self.arch.logits_cap
-        return logits_RV if cap is None else cap * jnp.tanh(logits_RV / cap)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _of_this_part(token_ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:

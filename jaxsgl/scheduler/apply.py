@@ -4,14 +4,13 @@
     share_prefixes(plan)          gives the pages that the step computes to the prefix cache
     collect(tokens) -> replies    what the oldest step in flight yields
 
-scheduler.py calls it. `InFlightStep` says which requests get the tokens of a launched step.
+scheduler.py calls it. `in_flight.py` says which requests get what a launched step yields.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -21,13 +20,16 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import Work
-from jaxsgl.batch.engine_api import StepScores, TokenScores
+from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable
-from jaxsgl.messages import Reply, TokenLogprob
+from jaxsgl.messages import Reply
+from jaxsgl.pooling import Pooled
+from jaxsgl.request import FinishReason
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
+from jaxsgl.scheduler.in_flight import InFlightStep, ScoredChunk, sampled_logprob
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.stopwatch import Stopwatch
@@ -46,57 +48,6 @@ class Builder(Protocol):
 
 
 MakeBuilder: TypeAlias = Callable[[BucketSet, PageTable, SamplingRows, int], Builder]  # as `BatchBuilder.__init__`
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredChunk:
-    """Tokens first .. first + count - 1 of a step are `req`'s from position `start` on, and their scores are wanted."""
-
-    req: Req
-    lease_number: int
-    first: int
-    count: int
-    start: int
-
-    def take(self, scores: StepScores) -> None:
-        """Gives the log-probabilities to the request, if it still waits for them."""
-        num_top = self.req.sampling.prompt_logprobs
-        assert scores.prompt is not None and num_top is not None
-        if self.req.lease_number == self.lease_number:
-            self.req.add_prompt_logprobs(self.start, token_logprobs(scores.prompt, self.first, self.count, num_top))
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A step that is launched and not collected.
-
-    Attributes:
-      reqs: the requests of the batch, in its order.
-      lease_numbers: their lease numbers at the launch.
-      silent: requests whose chunk isn't their last, so that its token means nothing.
-      scored: chunks whose prompt tokens are scored.
-      num_chunks: how many of `reqs`, from the first, are extended; the others decode.
-      extend_tokens: by which they are extended.
-    """
-
-    reqs: Sequence[Req]
-    lease_numbers: Sequence[int]
-    silent: frozenset[Req] = frozenset()
-    scored: Sequence[ScoredChunk] = ()
-    num_chunks: int = 0
-    extend_tokens: int = 0
-
-    def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:
-        """(place in the batch, request, its tokens) of each request that waits for tokens of this step.
-
-        A request that has ended or was retracted since the launch is left out, even if it ended while earlier items of
-        this iterator were handled. `tokens` are `[..., num_seqs]`; those behind the one that ends a request are
-        included.
-        """
-        by_request = zip(*tokens.reshape(-1, len(self.reqs)).tolist(), strict=True)
-        for place, (req, number, ids) in enumerate(zip(self.reqs, self.lease_numbers, by_request, strict=True)):
-            if req.lease_number == number and req not in self.silent:
-                yield place, req, ids
 
 
 class Applier:
@@ -183,9 +134,18 @@ class Applier:
                 chunk.take(scores)
             except Exception as error:
                 replies.append(self.fail(chunk.req.request_id, error))
+        for place in step.pooled:
+            waits = step.reqs[place]
+            if waits.pooled is not None and waits.lease_number == step.lease_numbers[place]:
+                assert scores.pooled is not None, f"{waits.key} wants hidden states, but its step has none"
+                waits.pooled.take(scores.pooled, place)
         num_tokens, first = 0, len(replies)
         for place, req, sampled in step.yielded(tokens):
             try:
+                if req.pooled is not None:
+                    replies.append(self._pooled_reply(req, req.pooled.result(req.prompt_len)))
+                    self.end(req)
+                    continue
                 token_ids, reason = req.take(sampled)
                 num_tokens += len(token_ids)
                 logprob, of_prompt = None, None
@@ -203,6 +163,11 @@ class Applier:
             if reply.token_ids and (times := self._stopwatch.first_token((reply.request_id, reply.index))):
                 replies[place] = msgspec.structs.replace(reply, times=times)
         return replies
+
+    def _pooled_reply(self, req: Req, pooled: Pooled) -> Reply:
+        """The answer to a request for pooling, which ends with its prompt."""
+        times = self._stopwatch.first_token(req.key)
+        return Reply(req.request_id, (), FinishReason.LENGTH, req.cached_tokens, times=times, pooled=pooled)
 
     def fail(self, request_id: str, error: BaseException | None) -> Reply:
         """Ends all samples of a request for which our work raised `error`; what they computed is not shared."""
@@ -259,8 +224,9 @@ class Applier:
     def _extend(self, plan: StepPlan) -> StepInputs:
         works: list[Work] = []
         scored: list[ScoredChunk] = []
+        pooled: list[int] = []
         first = 0
-        for chunk in plan.chunks:
+        for place, chunk in enumerate(plan.chunks):
             req = chunk.req
             try:
                 works.append(self._work_of(chunk))
@@ -268,6 +234,8 @@ class Applier:
                 raise RequestFailure(req) from error
             if req.scores_prompt:
                 scored.append(ScoredChunk(req, req.lease_number, first, chunk.num_tokens, req.kv_len))
+            if works[-1].pooling is not None:
+                pooled.append(place)
             first += chunk.num_tokens
         works += [self._decoding_work_of(req) for req in plan.decodes]
         reqs = [*(chunk.req for chunk in plan.chunks), *plan.decodes]
@@ -285,7 +253,7 @@ class Applier:
         silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
         numbers = [req.lease_number for req in reqs]
         rows = [work.row for work in works]
-        self._launched(inputs, InFlightStep(reqs, numbers, silent, scored, len(plan.chunks), first), rows)
+        self._launched(inputs, InFlightStep(reqs, numbers, silent, scored, pooled, len(plan.chunks), first), rows)
         if self._state.latency is not None:
             kv_tokens = sum(work.start + len(work.token_ids) for work in works)
             pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
@@ -337,10 +305,13 @@ class Applier:
         assert req.lease is not None
         self._cache.grow(req.lease, stop)
         last, setup = stop == req.extend_to, None
-        if last:
+        if last and req.pooled is None:
             self._sampling.set(req.lease.row, req.sampling, req.seed)
             setup = req.edit_setup(self._state.capacity.vocab_size)
-        return Work(req.lease.row, req.known_ids[start:stop], start, last, req.targets(start, stop), setup)
+        samples, pooling = last and req.pooled is None, req.pools_chunk(chunk.num_tokens)
+        return Work(
+            req.lease.row, req.known_ids[start:stop], start, samples, req.targets(start, stop), setup, pooling=pooling
+        )
 
     def _decoding_work_of(self, req: Req) -> Work:
         """One token in a mixed step."""
@@ -366,20 +337,3 @@ class Applier:
         else:
             totals.extend_tokens += inputs.num_tokens
             totals.extend_tokens_padded += inputs.bucket.num_tokens
-
-
-def token_logprobs(scores: TokenScores, first: int, count: int, num_top: int) -> list[TokenLogprob]:
-    """Entries first .. first + count - 1 of `scores`, each with its `num_top` most likely tokens."""
-    part = slice(first, first + count)
-    ids, logprobs = scores.top_ids[part, :num_top].tolist(), scores.top_logprobs[part, :num_top].tolist()
-    tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids, logprobs, strict=True))
-    return [TokenLogprob(*pair) for pair in zip(scores.logprobs[part].tolist(), tops, strict=True)]
-
-
-def sampled_logprob(req: Req, place: int, scores: StepScores) -> TokenLogprob | None:
-    """The log-probability of the token at `place` of the batch, if `req` wants it."""
-    if req.sampling.logprobs is None:
-        return None
-    assert scores.sampled is not None, f"{req.key} wants log-probabilities, but its step has none"
-    (logprob,) = token_logprobs(scores.sampled, place, 1, req.sampling.logprobs)
-    return logprob

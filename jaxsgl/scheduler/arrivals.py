@@ -97,8 +97,10 @@ class Arrivals:
         """All samples of a request that was not refused; sample 0 leads the others."""
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(32)
-        max_new = max_new_tokens(request, self._state.capacity.limits)
-        leader = Req(request, max_new, self._eos_token_ids, seed)
+        capacity = self._state.capacity
+        max_new = max_new_tokens(request, capacity.limits)
+        kind = "last" if capacity.pooling is None else capacity.pooling.kind
+        leader = Req(request, max_new, self._eos_token_ids, seed, pooled_kind=kind)
         others = [Req(request, max_new, self._eos_token_ids, seed, index, leader) for index in range(1, sampling.n)]
         if self._copies is not None:
             self._copies.name_pages(leader)

@@ -62,7 +62,7 @@ class Draft:
     def pages_to_load(self, req: Req, prefix: Peek) -> int:
         """Pages behind the cached `prefix` of `req` that it should load from the host tier."""
         cache, rule = self.view.cache, self.view.loads
-        if rule is None or cache.tier is None or req.scores_prompt:
+        if rule is None or cache.tier is None or req.computes_prompt:
             return 0
         most = cache.pages_for(cache.page_floor(len(req.matchable_ids) - 1))  # a token is left to compute
         count = len(cache.tier.run_of(req.page_names[:most], prefix.num_pages))
@@ -288,8 +288,8 @@ class ExtendStep:
         """Leaves the tail of the last chunk to the next step where that costs less than the padding."""
         claim, count = next(reversed(self._chunks.items()))
         total = sum(self._chunks.values())
-        scores = any(claim.req.scores_prompt for claim in self._chunks)
-        better = without_much_padding(total, self._score_sizes if scores else self._sizes, count - 1)
+        few_sizes = any(claim.req.scores_prompt or claim.req.pooled is not None for claim in self._chunks)
+        better = without_much_padding(total, self._score_sizes if few_sizes else self._sizes, count - 1)
         kept = self._cache.page_floor(claim.kv_len + count - (total - better)) - claim.kv_len
         if better < total and kept > 0:
             self._chunks[claim] = kept

@@ -32,8 +32,10 @@ from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.media import MediaItem, hash_ids
 from jaxsgl.messages import TokenLogprob
+from jaxsgl.pooling import Pooling, PoolingKind
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.sampling_params import MAX_SEED
+from jaxsgl.scheduler.pooled import PooledPrompt
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample
 
@@ -79,6 +81,7 @@ class Req:
       prefilled: whether its whole prompt was launched once, so that the other samples find it in the cache.
       priority: as the client sent it.
       namespace: prefixes are shared with requests of an equal one alone.
+      pooled: what is pooled of its prompt, if that is what it asks for; else None.
       num_ahead: admissions before its arrival plus requests that waited then: as many may be admitted before it.
       lease: what it holds of the cache while it is admitted.
       page_names: of its leading full pages, if there is a host tier; [] without.
@@ -106,6 +109,7 @@ class Req:
         "num_launched",
         "output_ids",
         "page_names",
+        "pooled",
         "prefilled",
         "priority",
         "prompt_ids",
@@ -126,6 +130,7 @@ class Req:
         seed: int,
         index: int = 0,
         leader: Req | None = None,
+        pooled_kind: PoolingKind = "last",
     ) -> None:
         self.request_id = request.request_id
         self.index = index
@@ -159,6 +164,7 @@ class Req:
         self.page_names: list[bytes] = []
         self.to_load: list[HostPage] = []
         self.load_until_s = 0.0
+        self.pooled = None if request.pooling is None else PooledPrompt(request.pooling, pooled_kind)
         self._prompt_logprobs: list[TokenLogprob] = []
 
     @property
@@ -188,8 +194,19 @@ class Req:
 
     @property
     def matchable_ids(self) -> IntArray:
-        """The `hash_ids` of tokens whose KV may come from the prefix cache; none if their logits are wanted."""
-        return self.prompt_ids[:0] if self.scores_prompt else self.hash_ids
+        """The `hash_ids` of tokens whose KV may come from the prefix cache; none if all of them must be computed."""
+        return self.prompt_ids[:0] if self.computes_prompt else self.hash_ids
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether something is wanted of all tokens of its prompt: log-probabilities, or a mean of hidden states."""
+        return self.scores_prompt or (self.pooled is not None and self.pooled.kind == "mean")
+
+    def pools_chunk(self, num_tokens: int) -> Pooling | None:
+        """What a chunk of the next `num_tokens` tokens pools; None: nothing."""
+        if self.pooled is None or (self.pooled.kind == "last" and self.kv_len + num_tokens < self.extend_to):
+            return None
+        return self.pooled.pooling
 
     @property
     def extend_left(self) -> int:
@@ -314,6 +331,8 @@ class Req:
         assert lease is not None
         self.lease_number += 1
         self.kv_len, self.num_launched, self._prompt_logprobs = 0, len(self.output_ids), []
+        if self.pooled is not None:
+            self.pooled.clear()
         return lease
 
     def finish(self) -> Lease | None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights.names import Source, sizes
+from jaxsgl.weights.names import Source, sizes, with_model_prefix
 from jaxsgl.weights.other_tensors import is_harmless
 
 
@@ -23,8 +23,8 @@ class GivenTensors:
     """Tensors by name; remembers which were asked for. Arrays on other devices are copied to the host."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._tensors = tensors
-        self._unread = set(tensors)
+        self._tensors = {name: tensors[given] for name, given in with_model_prefix(tensors).items()}
+        self._unread = set(self._tensors)
 
     def tensor(self, source: Source, arch: ModelArch) -> npt.NDArray[Any]:
         """The tensor of `source` as it is. Raises `CheckpointError` if it is missing, misshapen or deleted."""

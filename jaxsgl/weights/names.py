@@ -9,7 +9,7 @@ parameter are in `other_tensors.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -86,7 +86,8 @@ class Recipe:
 
 
 def sizes(arch: ModelArch) -> dict[str, int]:
-    """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones."""
+    """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; C
+    are the classes of a classification head."""
     mixture = arch.mixture
     return {
         "V": arch.vocab_size,
@@ -101,6 +102,7 @@ def sizes(arch: ModelArch) -> dict[str, int]:
         "E": mixture.num_experts if mixture else 0,
         "EF": mixture.ffn_size if mixture else 0,
         "2EF": 2 * mixture.ffn_size if mixture else 0,
+        "C": 0 if arch.pooling is None else len(arch.pooling.labels),
         "SF": mixture.shared_ffn_size if mixture else 0,
         "1": 1,
     }
@@ -206,6 +208,7 @@ OF_MODEL: dict[Path, Recipe] = {
     ("embedding",): Recipe((Source("model.embed_tokens.weight", ("V", "D")),), _as_is),
     ("final_norm",): Recipe((Source("model.norm.weight", ("D",)),), _norm),
     ("lm_head",): Recipe((Source("lm_head.weight", ("V", "D")),), _as_is),
+    ("score",): Recipe((Source("score.weight", ("C", "D")),), _as_is),
 }
 
 # A row per layer, in one array.
@@ -289,6 +292,17 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
 # Where the decoder is a part of a larger model: what its tensors' names begin with, and those of the other parts.
 _WITH_TOWER = ("language_model.", ("vision_tower.", "multi_modal_projector."))
 _PREFIXES = {"Gemma3ForConditionalGeneration": _WITH_TOWER, "Mistral3ForConditionalGeneration": _WITH_TOWER}
+
+
+_HEADS = ("lm_head.", "score.")
+
+
+def with_model_prefix(names: Iterable[str]) -> dict[str, str]:
+    """Names as recipes have them, with those of the files: decoders saved without a head lack the first part."""
+    stored = list(names)
+    if "embed_tokens.weight" not in stored:
+        return dict(zip(stored, stored, strict=True))
+    return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
 
 
 def prefixes(arch: ModelArch) -> tuple[str, tuple[str, ...]]:

@@ -33,8 +33,8 @@ def kv_scale_of(name: str) -> tuple[int, str] | None:
 
 
 def is_harmless(name: str, arch: ModelArch) -> bool:
-    """Whether a tensor may be left unread: rope's constants, a tied head's copy, what predicts further tokens, scales,
-    and the parts beside the decoder.
+    """Whether a tensor may be left unread: rope's constants, a head that nothing reads, what predicts further tokens,
+    scales, and the parts beside the decoder.
 
     The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
     """
@@ -53,4 +53,4 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
     fmt = arch.weight_format
     if fmt is not None and fmt.storage is not None and stored_matrix.is_unused(name, fmt):
         return True
-    return arch.tie_embeddings and name == "lm_head.weight"
+    return (arch.tie_embeddings or arch.head != "vocabulary") and name == "lm_head.weight"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.weights.names import Source, sizes
+from jaxsgl.weights.names import Source, sizes, with_model_prefix
 from jaxsgl.weights.other_tensors import is_harmless
 
 SINGLE_FILE = "model.safetensors"
@@ -83,7 +83,10 @@ class TensorFiles:
         self.folder = folder
         self._file_of: dict[str, MappedFile] = {}
         files = [MappedFile(path) for path in _listed_files(folder)]
+        renamed = with_model_prefix(name for file in files for name in file.tensors)
+        ours = {stored: name for name, stored in renamed.items()}
         for file in files:
+            file.tensors = {ours[stored]: tensor for stored, tensor in file.tensors.items()}
             self._file_of.update(dict.fromkeys(file.tensors, file))
         self._by_address = sorted(files, key=lambda file: file.address)
         self._addresses = [file.address for file in self._by_address]

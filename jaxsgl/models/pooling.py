@@ -1,0 +1,128 @@
+"""How a model folder says that hidden states are pooled: sentence-transformers' files, and what config.json adds.
+
+    modules.json              which modules follow the transformer: Pooling, Normalize, LogitScore
+    1_Pooling/config.json     last token or mean (the folder's name is in modules.json)
+    config.json               labels of a classification head; whether embeddings may be cut
+
+A folder without these files is pooled at its last token and normalized, as vLLM and SGLang do. Owns these files' keys;
+never knows requests. `arch` calls `read_pooling`, the engine `serve_as`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from jaxsgl.errors import CheckpointError, ConfigError
+from jaxsgl.models.config_file import ConfigFile
+from jaxsgl.pooling import Activation, PoolingKind, PoolingSpec
+
+if TYPE_CHECKING:
+    from jaxsgl.models.arch import ModelArch
+
+MODULES_FILE = "modules.json"
+_DEFAULT_FOLDER = "1_Pooling"
+_KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean"}
+_OLD_KEYS = {  # of pooling configurations before sentence-transformers 5
+    "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}  # fmt: skip
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize", "LogitScore")
+
+
+def read_pooling(folder: Path, config: ConfigFile, hidden_size: int, labels: tuple[str, ...]) -> PoolingSpec:
+    """How the model of `folder` pools. `labels` are those of its classification head, () without one.
+
+    Raises `CheckpointError` for pooling that a causal decoder can't do, and for modules that aren't known.
+    """
+    modules = _modules(folder)
+    scores = modules.get("LogitScore")
+    pools = modules.get("Pooling") or (folder / _DEFAULT_FOLDER if (folder / _DEFAULT_FOLDER).is_dir() else None)
+    sizes = tuple(config.get("matryoshka_dimensions") or ())
+    return PoolingSpec(
+        kind="last" if pools is None else _kind(ConfigFile(pools / "config.json")),
+        dimension=hidden_size,
+        normalize=not modules or "Normalize" in modules,
+        matryoshka=bool(config.get("is_matryoshka")) or bool(sizes),
+        dimensions=sizes,
+        labels=labels,
+        activation=_activation(config.get("problem_type"), len(labels)),
+        made_for_it=pools is not None or scores is not None or bool(labels),
+        answer_ids=() if scores is None else _answer_ids(ConfigFile(scores / "config.json")),
+    )
+
+
+def serve_as(arch: ModelArch, *, is_embedding: bool, enable_embeddings: bool, matryoshka: bool) -> ModelArch:
+    """`arch` as flags have it served: what it pools, and whether it generates. Raises `ConfigError`."""
+    spec, can_generate = arch.pooling, arch.head == "vocabulary"
+    assert spec is not None, "it is served as something already"
+    if enable_embeddings and not can_generate:
+        raise ConfigError(f"--enable-embeddings serves them beside generation, but {arch.name} has no vocabulary head")
+    generates = not is_embedding and can_generate and (enable_embeddings or not spec.made_for_it)
+    if generates and not enable_embeddings:
+        return dataclasses.replace(arch, pooling=None)
+    # A model made for embeddings comes without the rows of a vocabulary head, even if its config.json says it has one.
+    headless = not generates and spec.made_for_it and not spec.answer_ids and can_generate and not arch.tie_embeddings
+    head = "none" if headless else arch.head
+    spec = msgspec.structs.replace(
+        spec, matryoshka=spec.matryoshka or matryoshka, token_logits=head == "vocabulary", made_for_it=True
+    )
+    return dataclasses.replace(arch, pooling=spec, generates=generates, head=head)
+
+
+def read_labels(config: ConfigFile) -> tuple[str, ...]:
+    """The names of the classes of a classification head, in the order of its rows."""
+    names: dict[str, str] = config.get("id2label") or {}
+    count = len(names) or int(config.get("num_labels") or 2)
+    return tuple(str(names.get(str(row), f"LABEL_{row}")) for row in range(count))
+
+
+def _modules(folder: Path) -> dict[str, Path]:
+    """The folders of sentence-transformers' modules by their kind; {} for any other model."""
+    path = folder / MODULES_FILE
+    if not path.is_file():
+        return {}
+    try:
+        listed: list[dict[str, Any]] = msgspec.json.decode(path.read_bytes())
+        found = {str(module["type"]).rsplit(".", 1)[-1]: folder / str(module.get("path", "")) for module in listed}
+    except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} can't be read as a list of modules: {error!r}") from error
+    unknown = [name for name in found if name not in _KNOWN_MODULES]
+    if unknown:
+        raise CheckpointError(
+            f"{path} has a module {unknown[0]}, which is not supported: supported are {', '.join(_KNOWN_MODULES)}"
+        )
+    return found
+
+
+def _kind(config: ConfigFile) -> PoolingKind:
+    given = config.get("pooling_mode")
+    modes = [given] if isinstance(given, str) else list(given or ())
+    modes += [mode for key, mode in _OLD_KEYS.items() if config.get(key)]
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        raise CheckpointError(
+            f"{config.path}: pooling {' and '.join(modes) or 'of no kind'} is not supported for a causal decoder; "
+            f"supported are {' and '.join(_KINDS)}"
+        )
+    if config.get("include_prompt") is False:
+        raise CheckpointError(f"{config.path}: include_prompt is false, but prompts can't be left out of a pooling")
+    return _KINDS[modes[0]]
+
+
+def _answer_ids(config: ConfigFile) -> tuple[int, ...]:
+    """The tokens of a reranker's answers, "yes" first."""
+    no = config.get("false_token_id")
+    if no is None:
+        raise CheckpointError(f"{config.path}: false_token_id is missing, and scores of one token are not supported")
+    return int(config.get("true_token_id")), int(no)
+
+
+def _activation(problem_type: str | None, num_labels: int) -> Activation:
+    """As transformers' pipelines choose it."""
+    if problem_type == "regression":
+        return "none"
+    return "sigmoid" if problem_type == "multi_label_classification" or num_labels == 1 else "softmax"

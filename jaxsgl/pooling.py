@@ -1,0 +1,130 @@
+"""Requests for vectors and scores instead of tokens: how a model pools, what a request asks for, and what it yields.
+
+    hidden states of the prompt --pooled on the device--> hidden [D] --embedding_of--> an embedding
+                                                     `--> logits of some tokens or labels --label_shares--> scores
+
+Owns these values, their checks and the arithmetic that follows on the host. Never knows files (`models/pooling.py`
+reads a model's), protocols or devices. Front ends and `LLM` ask, the scheduler carries, the engine computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.sampling_params import SamplingParams
+
+MAX_LABELS = 16  # tokens whose logits one request may ask for
+
+PoolingKind: TypeAlias = Literal["last", "mean"]
+Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+POOLING_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)  # it ends where it would sample
+
+
+class PoolingSpec(msgspec.Struct, frozen=True):
+    """How a model makes vectors and scores.
+
+    Attributes:
+      kind: what is pooled of the hidden states: that of the last token, or the mean of all.
+      dimension: D.
+      normalize: embeddings have the length 1.
+      matryoshka: embeddings may be cut: to any length, or to those of `dimensions` if there are some.
+      labels: names of the classes of a classification head, in the order of its rows; (): it has none.
+      activation: makes scores of the head's logits.
+      made_for_it: the folder says how the model pools, or the model has no vocabulary head.
+      token_logits: the model has a vocabulary head, so requests may ask for logits of tokens.
+      answer_ids: the tokens of a reranker's answers, "yes" first; (): the folder doesn't say.
+    """
+
+    kind: PoolingKind = "last"
+    dimension: int = 0
+    normalize: bool = True
+    matryoshka: bool = False
+    dimensions: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+    activation: Activation = "softmax"
+    made_for_it: bool = False
+    token_logits: bool = True
+    answer_ids: tuple[int, ...] = ()
+
+
+class Pooling(msgspec.Struct, frozen=True, array_like=True):
+    """What a request asks for: the pooled hidden state, or the logits of `label_ids` behind the prompt if any."""
+
+    label_ids: tuple[int, ...] = ()
+
+
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """What a request for pooling yields.
+
+    Attributes:
+      hidden: float32 bytes `[D]`; empty if logits of tokens were asked for.
+      logits: of `label_ids`, or of all labels of a classification head.
+      log_total: the logarithm of the sum of exp(logit) over the vocabulary, where the server also generates.
+    """
+
+    hidden: bytes = b""
+    logits: tuple[float, ...] = ()
+    log_total: float | None = None
+
+
+def check_pooling(pooling: Pooling, spec: PoolingSpec | None, vocab_size: int) -> None:
+    """Raises `InvalidRequest` if a server that pools as `spec` says (None: not at all) can't do that."""
+    if spec is None:
+        raise InvalidRequest(
+            "the server gives no embeddings or scores: start it with --enable-embeddings, or with --is-embedding for "
+            "nothing else"
+        )
+    ids = pooling.label_ids
+    if not ids:
+        return
+    if len(ids) > MAX_LABELS:
+        raise InvalidRequest(f"{len(ids)} label tokens are given, but {MAX_LABELS} are the most: send fewer")
+    if not spec.token_logits:
+        raise InvalidRequest("the model has no vocabulary head, so tokens have no scores: ask for embeddings")
+    bad = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
+    if bad is not None:
+        raise InvalidRequest(f"a label token is {bad}, but ids go from 0 to {vocab_size - 1}")
+
+
+def check_dimensions(spec: PoolingSpec, dimensions: int | None) -> None:
+    """Raises `InvalidRequest` unless embeddings may have `dimensions` numbers (None: all)."""
+    if dimensions is None or dimensions == spec.dimension:
+        return
+    if not spec.matryoshka:
+        raise InvalidRequest(
+            f"dimensions is {dimensions}, but this model's embeddings have {spec.dimension} and can't be cut: leave it "
+            "out, or start the server with --matryoshka if the model was trained for it"
+        )
+    if spec.dimensions and dimensions not in spec.dimensions:
+        allowed = ", ".join(map(str, spec.dimensions))
+        raise InvalidRequest(f"dimensions is {dimensions}, but the model was trained for {allowed}")
+    if not 1 <= dimensions <= spec.dimension:
+        raise InvalidRequest(f"dimensions is {dimensions}, but must be 1 to {spec.dimension}")
+
+
+def embedding_of(pooled: Pooled, spec: PoolingSpec, dimensions: int | None = None) -> Floats:
+    """The embedding `[dimensions]` float32: cut before it is normalized, so that it has the length 1 if any has."""
+    hidden = np.frombuffer(pooled.hidden, np.float32)[:dimensions].astype(np.float64)
+    if spec.normalize:
+        hidden = hidden / max(float(np.linalg.norm(hidden)), 1e-12)
+    return hidden.astype(np.float32)
+
+
+def class_scores(logits: Sequence[float], activation: Activation) -> list[float]:
+    """The scores of classes by their logits."""
+    values = np.array(logits, np.float64)
+    if activation == "softmax":
+        shares = np.exp(values - values.max())
+        values = shares / shares.sum()
+    elif activation == "sigmoid":
+        values = 1.0 / (1.0 + np.exp(-np.clip(values, -700.0, 700.0)))
+    scores: list[float] = values.tolist()
+    return scores
