@@ -55,6 +55,9 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     answer_ids: tuple[int, ...] = ()
 
 
+LAST_TOKEN = PoolingSpec()
+
+
 class Pooling(msgspec.Struct, frozen=True, array_like=True):
     """What a request asks for: the pooled hidden state, or the logits of `label_ids` behind the prompt if any."""
 

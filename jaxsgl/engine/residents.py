@@ -37,7 +37,7 @@ from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params,
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
 
 # What may differ between checkpoints that are served one after the other: the server keeps what it began with.
-_FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "pooling")
+_FREE_FIELDS = ("dtype", "eos_token_ids", "kv_cache_dtype", "max_context", "folder_pooling", "pooling")
 
 Tree: TypeAlias = Params | Mapping[Any, Any] | Sequence[Any]
 

@@ -26,7 +26,7 @@ from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format
 from jaxsgl.models.rope import RopeParams
-from jaxsgl.pooling import PoolingSpec
+from jaxsgl.pooling import LAST_TOKEN, PoolingSpec
 from pallas_kernels.options import AttentionOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -67,8 +67,9 @@ class ModelArch:
         `weight_format.of_experts` says otherwise.
       kv_copies: each kv head of the checkpoint stands for so many consecutive ones of `num_kv_heads`, which are equal.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
-      head: what reads the final hidden states: the vocabulary, a classifier of `pooling.labels`, or nothing.
-      pooling: how embeddings and scores are made; None: none are served.
+      head: what reads the final hidden states: the vocabulary, a classifier of the folder's labels, or nothing.
+      folder_pooling: how the folder says that embeddings and scores are made.
+      pooling: how they are made here; None: none are served.
       generates: whether tokens are served.
     """
 
@@ -103,6 +104,7 @@ class ModelArch:
     kv_copies: int = 1
     by_experts: bool = False
     head: Head = "vocabulary"
+    folder_pooling: PoolingSpec = LAST_TOKEN
     pooling: PoolingSpec | None = None
     generates: bool = True
 
@@ -154,7 +156,7 @@ class ModelArch:
         labels = read_labels(config) if arch.head == "labels" else ()
         spec = read_pooling(folder, config, arch.hidden_size, labels)
         spec = replace_struct(spec, made_for_it=spec.made_for_it or arch.head != "vocabulary")
-        arch = replace(arch, pooling=spec)
+        arch = replace(arch, folder_pooling=spec)
         kv_cache_dtype, weight_format = _read_quantization(config, folder / MODELOPT_FILE, arch.mixture is not None)
         expert_format = weight_format if arch.mixture is not None else None
         arch = replace(arch, kv_cache_dtype=kv_cache_dtype, weight_format=weight_format, expert_format=expert_format)

@@ -50,8 +50,7 @@ class Decoder(Matrices):
         self.vectors = LayerVectors(arch, dtype)
         self.final_norm = vector((d,), (None,), norm_dtype(arch, dtype), mean=1.0)
         if arch.head == "labels":
-            assert arch.pooling is not None
-            self.declare("score", (len(arch.pooling.labels), d), (None, None), dtype, None, fan_in=d)
+            self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
         elif arch.head == "vocabulary" and not arch.tie_embeddings:
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
 

@@ -58,19 +58,16 @@ def read_pooling(folder: Path, config: ConfigFile, hidden_size: int, labels: tup
 
 def serve_as(arch: ModelArch, *, is_embedding: bool, enable_embeddings: bool, matryoshka: bool) -> ModelArch:
     """`arch` as flags have it served: what it pools, and whether it generates. Raises `ConfigError`."""
-    spec, can_generate = arch.pooling, arch.head == "vocabulary"
-    assert spec is not None, "it is served as something already"
+    spec, can_generate = arch.folder_pooling, arch.head == "vocabulary"
     if enable_embeddings and not can_generate:
         raise ConfigError(f"--enable-embeddings serves them beside generation, but {arch.name} has no vocabulary head")
     generates = not is_embedding and can_generate and (enable_embeddings or not spec.made_for_it)
     if generates and not enable_embeddings:
-        return dataclasses.replace(arch, pooling=None)
+        return arch
     # A model made for embeddings comes without the rows of a vocabulary head, even if its config.json says it has one.
     headless = not generates and spec.made_for_it and not spec.answer_ids and can_generate and not arch.tie_embeddings
     head = "none" if headless else arch.head
-    spec = msgspec.structs.replace(
-        spec, matryoshka=spec.matryoshka or matryoshka, token_logits=head == "vocabulary", made_for_it=True
-    )
+    spec = msgspec.structs.replace(spec, matryoshka=spec.matryoshka or matryoshka, token_logits=head == "vocabulary")
     return dataclasses.replace(arch, pooling=spec, generates=generates, head=head)
 
 

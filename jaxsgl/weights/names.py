@@ -102,7 +102,7 @@ def sizes(arch: ModelArch) -> dict[str, int]:
         "E": mixture.num_experts if mixture else 0,
         "EF": mixture.ffn_size if mixture else 0,
         "2EF": 2 * mixture.ffn_size if mixture else 0,
-        "C": 0 if arch.pooling is None else len(arch.pooling.labels),
+        "C": len(arch.folder_pooling.labels),
         "SF": mixture.shared_ffn_size if mixture else 0,
         "1": 1,
     }
