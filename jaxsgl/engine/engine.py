@@ -80,8 +80,8 @@ class DeviceHandle:
         sampled, prompt, pooled, num_seqs = self._sampled, self._prompt, self._pooled, self._inputs.num_seqs
         rows = None
         if pooled is not None:
-            of_seqs = jax.tree.map(lambda x: np.asarray(x)[:num_seqs], pooled)
-            rows = PooledRows(*of_seqs, has_classes=self._has_classes)
+            hidden, logits, total = jax.tree.map(lambda x: np.asarray(x)[:num_seqs], tuple(pooled))
+            rows = PooledRows(hidden, logits, total, self._has_classes)
         return StepScores(
             None if sampled is None else TokenScores(*(np.asarray(x)[:num_seqs] for x in sampled)),
             None if prompt is None else TokenScores(*(np.asarray(x)[: self._inputs.num_tokens] for x in prompt)),
