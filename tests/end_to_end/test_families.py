@@ -70,7 +70,7 @@ def logits_of(folder: Path, sequences: Sequence[Sequence[int]]) -> np.ndarray:
 
 # Each kind with the page size and the chunk; by night with others, too.
 POINTS = [
-    *((kind, 8, 32) for kind in daily(KINDS, every=3)),
+    *((kind, 8, 32) for kind in daily(KINDS, every=6)),
     *((kind, page_size, chunk) for kind in KINDS for page_size, chunk in ((1, 64), (16, UNLIMITED)) if NIGHTLY),
 ]
 

@@ -69,7 +69,7 @@ def expected_tokens(checkpoint: Path) -> list[list[int]]:
     return answers
 
 
-@pytest.mark.parametrize(("kind", "page_size", "chunk"), daily(pairwise(KINDS, [1, 16, 64], [64, UNLIMITED]), every=2))
+@pytest.mark.parametrize(("kind", "page_size", "chunk"), daily(pairwise(KINDS, [1, 16, 64], [64, UNLIMITED]), every=3))
 def test_greedy_tokens_equal_those_of_transformers(
     checkpoint_of: Callable[[str], Path],
     expected_of: Callable[[Path], list[list[int]]],

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-targets"
 # The oldest and newest JAX that pyproject.toml allows, and the oldest Python that each runs on.
 VERSIONS = {"oldest": ("jax==0.10.0", (3, 11)), "newest": ("jax>=0.12,<0.13", (3, 12))}
-BEGINS = {"oldest": 0, "newest": 3}  # first of the shapes that a version lowers by day, of every four
+BEGINS = {"oldest": 0, "newest": 3}  # first of the shapes that a version lowers by day, of every eight
 FORGOTTEN = "absl-py"  # JAX 0.10 imports it with Mosaic GPU, without requiring it
 
 Results = list[dict[str, Any]] | str  # or the reason why there are none

@@ -45,7 +45,7 @@ def lower(op, args, options, backend: str, platform: str) -> dict[str, str]:
 
 def specs_of(begin: int) -> tuple[ArgSpec, ...]:
     """The specs that one run lowers."""
-    return tuple(daily(GRID_SPECS[begin:] + GRID_SPECS[:begin], every=4))
+    return tuple(daily(GRID_SPECS[begin:] + GRID_SPECS[:begin], every=8))
 
 
 def main() -> None:

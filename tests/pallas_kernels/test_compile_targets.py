@@ -30,9 +30,9 @@ PTX = """
 """
 
 
-# By day kernels on the default pages and on one shape of others, and steps with two choices of kernels. "auto" is
-# Mosaic's attention on an H200, and what takes several steps differs in sampling and a loop.
-DAILY = r"_p64_|_g4_p16_|step_.*(auto|triton)$|steps_decode_auto$"
+# By day kernels of one group on the default pages and on others, and steps with the default choice of kernels, which is
+# Mosaic's attention on an H200 and Triton's stores.
+DAILY = r"_g4_p(16|64)_|^step_.*auto$"
 
 
 @pytest.mark.timeout(1200)
@@ -43,7 +43,7 @@ def test_everything_compiles_in_place_without_spills(target: Target, tmp_path: P
         pytest.skip(results)
     assert not [result for result in results if result["problems"]]
     compiled = [result for result in results if "compile_s" in result]
-    stepping = target.backends if NIGHTLY else ("triton",)
+    stepping = target.backends if NIGHTLY else ()
     for backend in target.backends:
         names = " ".join(result["program"] for result in compiled if result["backend"] == backend)
         stores = {"triton": ("store_kv", "store_rotated"), "mosaic_tpu": ("store_kv",)}.get(backend, ())
@@ -52,7 +52,7 @@ def test_everything_compiles_in_place_without_spills(target: Target, tmp_path: P
             assert op in names, f"{backend} compiled no {op}"
     if target.platform == "cuda":  # a step is one CUDA graph, whichever kernels it runs
         launches = {result["program"]: result["launches"] for result in compiled if result.get("steps")}
-        assert len(launches) == 2 * (1 + len(stepping))
+        assert len(launches) == 2 * (1 + len(stepping)), launches
         assert {each["command_buffers"] for each in launches.values()} == {1}, launches
 
 

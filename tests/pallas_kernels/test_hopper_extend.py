@@ -18,6 +18,7 @@ from bench.targets.targets import find_python
 from pallas_kernels import paged_extend_attention, tuning
 from pallas_kernels.hopper.extend import refuse_extend
 from pallas_kernels.specs import ArgSpec
+from tests.grids import daily
 from tests.kept import environment
 from tests.pallas_kernels.cases import build_case, cases
 from tests.pallas_kernels.elsewhere import run
@@ -79,15 +80,17 @@ def test_the_newest_jax_passes_these_tests() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", daily(list(SPECS), every=2))
 def test_equals_the_reference(name: str) -> None:
     spec = SPECS[name]
     run_examples(lambda case: check_without_races(spec, case), cases(spec), 3)
 
 
 @interpreted
-@pytest.mark.parametrize("num_queries", [[300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]])
-@pytest.mark.parametrize("num_programs", [1, 3])
+@pytest.mark.parametrize(
+    ("num_programs", "num_queries"),
+    daily([(n, each) for each in ([300, 1, 1], [1, 300, 1], [64, 65, 200], [1, 1, 0]) for n in (1, 3)], every=3),
+)
 def test_many_tiles_equal_the_reference(num_queries: list[int], num_programs: int) -> None:
     """Several items per program and several rounds of the ring; single queries beside long ones, tiles cut short."""
     spec = ArgSpec(f"many_tiles_{num_programs}", 3, 330, 32, 16, 1, 2, 64, dtype=BF16)

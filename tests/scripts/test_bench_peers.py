@@ -18,6 +18,7 @@ from bench.requests import Job
 from safetensors.numpy import load_file
 
 from tests.checkpoints import make_checkpoint
+from tests.grids import daily
 from tests.scripts.running import run_script
 
 JOBS = [Job([5, 6, 7], 2), Job([8, 9], 12)]
@@ -69,7 +70,8 @@ def endpoint(missing: int) -> Iterator[str]:
 
 def test_real_engines_return_the_same_tokens_and_are_compared(tmp_path: Path, tiny_model: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
-    names = ("transformers-static8-float32", "transformers-continuous-float32", "llama.cpp-float32")
+    engines = daily(["transformers-static8-float32", "transformers-continuous-float32"], every=2)
+    names = (*engines, "llama.cpp-float32")
     with endpoint(missing=0) as url:
         flags = ("--model", tiny_model, *TINY, "--json", out, f"--jaxsgl={OURS}", "--url", url, "--url", "127.0.0.1:9")
         printed = run_script("bench_peers.py", *flags, "--plot", picture, "--contenders", *names).stdout
@@ -80,7 +82,7 @@ def test_real_engines_return_the_same_tokens_and_are_compared(tmp_path: Path, ti
     if "llama.cpp-float32" in told["could_not_run"]:  # no requirements file has it, since building it takes minutes
         assert "llama_cpp" in told["could_not_run"].pop("llama.cpp-float32")
     assert not told["could_not_run"]
-    for name in (ours, *names[:2], url):
+    for name in (ours, *engines, url):
         of = told["contenders"][name]
         for figures in (of["output_tokens_per_s"], of["ratio_of_best_jaxsgl"]):
             assert len(figures["rounds"]) == 2 and 0 < figures["min"] <= figures["median"] <= figures["max"]

@@ -8,7 +8,7 @@ from tests.scripts.running import run_script
 
 
 def test_the_example_samples_updates_and_samples(tmp_path: Path) -> None:
-    steps = 12 if NIGHTLY else 2
+    steps = 12 if NIGHTLY else 1
     done = run_script("rl_example.py", "--steps", steps, "--samples", 4, "--json", tmp_path / "out.json")
     versions = [line.split()[1].rstrip(":") for line in done.stdout.splitlines()]
     assert versions == ["default", *map(str, range(1, steps + 1))]

@@ -23,6 +23,7 @@ from jaxsgl.weights import load_params, random_params
 from jaxsgl.weights.assembly import size
 from jaxsgl.weights.sharding import check_divisible, param_sharding
 from tests.checkpoints import CHECKPOINT_KINDS, make_checkpoint
+from tests.grids import daily
 from tests.plain_model import checkpoint_logits, mesh_of, plain_logits
 
 TOKENS = list(range(3, 60))
@@ -50,7 +51,7 @@ np.save(folder / "random.npy", plain_logits(arch, random, list(range(3, 60))))
 
 
 # Together these kinds have every parameter that there is, but norms of other names; "olmo2" sums over all heads.
-@pytest.mark.parametrize("kind", ["llama_linear_rope_bias", "qwen3", "olmo2"])
+@pytest.mark.parametrize("kind", daily(["llama_linear_rope_bias", "qwen3", "olmo2"], every=3))
 def test_four_devices_give_the_logits_of_one(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path, num_attention_heads=8, num_key_value_heads=4)
     done = subprocess.run(
