@@ -16,6 +16,7 @@ from jaxsgl.disaggregation import DisaggregationConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.flags import check_choices, flag, flag_name, require
 from jaxsgl.host_kv_config import HostKvConfig
+from jaxsgl.lora_config import LoraConfig
 from jaxsgl.media import MediaLimits
 from jaxsgl.pooling import PoolingSpec
 
@@ -167,6 +168,7 @@ class EngineConfig:
     scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     host_kv: HostKvConfig = field(default_factory=HostKvConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
     attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)
@@ -218,6 +220,8 @@ class EngineConfig:
             )
         if self.host_kv.is_on and self.disaggregation.is_on:
             raise ConfigError("--host-kv-gib does not work with --disaggregation-mode yet: give one of the two")
+        if self.lora.is_on and self.disaggregation.is_on:
+            raise ConfigError("--enable-lora does not work with --disaggregation-mode yet: give one of the two")
         if self.host_kv.is_on and self.disable_radix_cache:
             raise ConfigError("--host-kv-gib keeps prefixes, which --disable-radix-cache does not share: give one")
         for name in ("decode_buckets", "extend_buckets"):

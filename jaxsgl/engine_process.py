@@ -52,7 +52,8 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
     mailbox.announce(engine.info)
     try:
         overlap = not launch.config.disable_overlap_schedule
-        run_loop(scheduler, engine, mailbox, overlap, launch.config.check_every_step, engine.residents, pages=engine)
+        check = launch.config.check_every_step
+        run_loop(scheduler, engine, mailbox, overlap, check, engine.residents, engine, engine.adapters)
         kept_prefixes.keep(launch.config, engine, scheduler)
     except Exception as error:
         logger.exception("the engine failed")

@@ -1,4 +1,4 @@
-"""The memory of a fake device: its page table, pages of KV that hold token ids, and hidden states made of them.
+"""The memory of a fake device: its page table, adapters, pages of KV that hold token ids, and hidden states of them.
 
 Changed by steps and by operations on pages alone, in their order. Knows nothing about how next tokens are made.
 `testing.FakeEngine` runs on it.
@@ -6,18 +6,21 @@ Changed by steps and by operations on pages alone, in their order. Knows nothing
 
 from __future__ import annotations
 
+import re
+import threading
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import PooledRows
-from jaxsgl.batch.engine_ops import HostPages, PageLayout
+from jaxsgl.batch.engine_ops import HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, page_of, slots_of, tokens_in
+from jaxsgl.errors import CheckpointError
 
 _RECORD = 4  # numbers of a slot: the two of its key, the two of its value
 
@@ -49,6 +52,64 @@ class FakePageTable:
         return slots
 
 
+class FakeAdapter(NamedTuple):
+    """An adapter of a folder whose name ends in `<weights>r<rank>`: a number that is added to the model's."""
+
+    weights: int
+    rank: int
+
+
+class FakeAdapters:
+    """Adapters by the numbers of their loadings, and the columns of a pool that remember whose they are.
+
+    Attributes:
+      kept: those that are held.
+      may_load: unset, `stage` waits.
+    """
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._columns: IntArray = np.full((capacity.adapter_columns, 3), -1, np.int32)  # loading, weights, rank
+        self.kept: dict[int, FakeAdapter] = {}
+        self.may_load = threading.Event()
+        self.may_load.set()
+
+    def stage(self, folder: str) -> FakeAdapter:
+        """Reads the folder's name, once it may. Raises `CheckpointError` if it says nothing."""
+        self.may_load.wait()
+        match = re.fullmatch(r".*?(\d+)r(\d+)", folder)
+        if match is None:
+            raise CheckpointError(f"{folder} holds no adapter")
+        return FakeAdapter(1000 * int(match[1]), int(match[2]))
+
+    def keep(self, number: int, staged: FakeAdapter) -> None:
+        """Holds `staged`."""
+        assert number not in self.kept
+        self.kept[number] = staged
+
+    def drop(self, number: int) -> None:
+        """Forgets a loading."""
+        del self.kept[number]
+
+    def place(self, op: PlaceAdapter) -> None:
+        """Writes its columns."""
+        adapter = self.kept[op.number]
+        assert len(op.columns) == len(set(op.columns)) == adapter.rank
+        self._columns[list(op.columns)] = op.number, *adapter
+
+    def weights(self, base: int, arrays: StepArrays[npt.NDArray[Any]]) -> IntArray:
+        """`[T]` the weights that compute each token, out of those of the model and of its adapter's columns."""
+        total: IntArray = np.full(len(arrays.token_ids), base, np.int32)
+        if arrays.adapters is None or arrays.column_owners is None:
+            return total
+        for place in np.unique(arrays.adapters[arrays.adapters > 0]).tolist():
+            columns = self._columns[: len(arrays.column_owners)][arrays.column_owners == place]
+            assert len(columns) and (columns == columns[0]).all(), "an adapter reads columns of another one"
+            _, weights, rank = columns[0].tolist()
+            assert len(columns) == rank, "columns of an adapter lie beyond what the program reads"
+            total[arrays.adapters == place] += weights
+        return total
+
+
 class FakePool:
     """Slots of KV. That of a token holds its id and position as key, the weights that computed it as value.
 
@@ -60,9 +121,9 @@ class FakePool:
         self.layout = PageLayout(1, 1, capacity.page_size, _RECORD // 2, "int32", 4)
         self._slots: IntArray = np.full((tokens_in(capacity.num_pages, capacity.page_size), _RECORD), -1, np.int32)
 
-    def store(self, slots: IntArray, ids: IntArray, positions: IntArray, weights: int) -> None:
-        """Writes tokens `[T]` to `slots [T]`."""
-        number = np.full_like(ids, weights)
+    def store(self, slots: IntArray, ids: IntArray, positions: IntArray, weights: IntArray) -> None:
+        """Writes tokens `[T]`, computed by `weights [T]`, to `slots [T]`."""
+        number = weights.astype(ids.dtype)
         self._slots[slots] = np.stack((ids, positions, number, ~number), axis=-1)
 
     def read(self, slots: IntArray) -> IntArray:

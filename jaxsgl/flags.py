@@ -19,7 +19,15 @@ from jaxsgl.errors import ConfigError
 ConfigT = TypeVar("ConfigT")
 
 
-def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str = "", secret: bool = False) -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    alias: str = "",
+    secret: bool = False,
+    words: bool = False,
+) -> Any:
     """A dataclass field that is also a command-line flag.
 
     Args:
@@ -27,9 +35,10 @@ def flag(default: Any, help: str, *, choices: tuple[str, ...] = (), alias: str =
       help: the flag's help text, which is the field's documentation.
       choices: values that are allowed; (): all of the field's type.
       alias: a second name of the flag.
+      words: a list of texts that is given as several words, as they may hold commas.
       secret: left out of `repr` and of `public_flags`, hence of logs, of what servers tell, and of help's defaults.
     """
-    metadata = {"help": help, "choices": choices, "alias": alias, "secret": secret}
+    metadata = {"help": help, "choices": choices, "alias": alias, "secret": secret, "words": words}
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -44,6 +53,8 @@ def add_flags(parser: argparse.ArgumentParser, config_type: type) -> None:
         options: dict[str, Any] = {"dest": spec.name, "default": spec.default, "help": _help_of(spec)}
         if hints[spec.name] is bool:
             options["action"] = "store_true"
+        elif spec.metadata["words"]:
+            options |= {"nargs": "*", "metavar": spec.name.upper()}
         else:
             options["type"] = _parser_of(hints[spec.name])
             options["choices"] = spec.metadata["choices"] or None
@@ -59,7 +70,8 @@ def from_flags(config_type: type[ConfigT], args: argparse.Namespace) -> ConfigT:
         if dataclasses.is_dataclass(nested):
             values[spec.name] = from_flags(typing.cast(type, nested), args)
         else:
-            values[spec.name] = getattr(args, spec.name)
+            value = getattr(args, spec.name)
+            values[spec.name] = tuple(value) if spec.metadata["words"] else value
     return config_type(**values)
 
 

@@ -17,13 +17,15 @@ from typing import Any, TypeAlias, cast
 from tqdm import tqdm
 
 from jaxsgl import kept_prefixes
+from jaxsgl.adapter_messages import LoadAdapter
 from jaxsgl.config import BUNDLED_MODEL, DEFAULT_WEIGHT_VERSION, EngineConfig
 from jaxsgl.engine.residents import Tree
-from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed
+from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine, TokenLogprob
 from jaxsgl.models import Params
 from jaxsgl.request import Request, check_request
 from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.text.sample import Piece, Sample, detokenizer_of, join
 from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
@@ -86,6 +88,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | Sequence[str] = "",
+        adapter: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[Completion]:
         """Completes all prompts (texts or lists of token ids) together; answers in their order, n for each.
@@ -95,6 +98,7 @@ class LLM:
           sampling_params: for all prompts, or one for each; default `SamplingParams()`.
           priority: of all prompts, or one for each; counts with `enable_priority_scheduling`.
           cache_salt: of all prompts, or one for each: cached prefixes are shared among prompts of an equal salt alone.
+          adapter: the name of a LoRA adapter for all prompts, or one for each; "" is none (docs/lora.md).
           progress: show a progress bar on standard error.
 
         Raises:
@@ -102,7 +106,7 @@ class LLM:
           RequestFailed: our own bug in the work for one prompt; the answers of the others are lost.
         """
         ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(ids, sampling_params, priority, cache_salt, progress)
+        return self._run(ids, sampling_params, priority, cache_salt, adapter, progress)
 
     def chat(
         self,
@@ -111,6 +115,7 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         cache_salt: str | Sequence[str] = "",
+        adapter: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[Completion]:
         """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`."""
@@ -118,7 +123,45 @@ class LLM:
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
         chats = [[_message(turn) for turn in turns] for turns in many]
         ids = [self.tokenizer.encode_chat(chat) for chat in chats]
-        return self._run(ids, sampling_params, priority, cache_salt, progress)
+        return self._run(ids, sampling_params, priority, cache_salt, adapter, progress)
+
+    @property
+    def lora_adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that prompts may have."""
+        table = self._scheduler.state.adapters
+        return () if table is None else table.names
+
+    def load_lora_adapter(self, name: str, folder: str | Path, *, pinned: bool = False, replace: bool = False) -> None:
+        """Lets prompts name the adapter in `folder`, in the layout of PEFT; needs a `LoraConfig` (docs/lora.md).
+
+        Args:
+          pinned: keep it on the device once it is there.
+          replace: take the place of one of the same name.
+
+        Raises:
+          ConfigError: there is no room for it, or it has a name that is taken.
+          CheckpointError: it can't be read, or is of a kind that is not supported.
+        """
+        table, store = self._scheduler.state.adapters, self.engine.adapters
+        if table is None or store is None:
+            raise ConfigError("no adapters can be loaded: pass lora=LoraConfig(enable_lora=True)")
+        staged = store.stage(str(folder))
+        why_not = table.why_not(name, staged.rank, pinned, replace)
+        if why_not is not None:
+            raise ConfigError(why_not)
+        if name in table.by_name:
+            self.unload_lora_adapter(name)
+        load(table, store, LoadAdapter(0, name, str(folder), pinned), staged)
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Forgets an adapter. Raises `InvalidRequest` if none of that name is loaded."""
+        table, store = self._scheduler.state.adapters, self.engine.adapters
+        adapter = None if table is None else table.by_name.get(name)
+        if table is None or store is None or adapter is None:
+            raise InvalidRequest(f"no adapter named {name} is loaded: loaded are {self.lora_adapters}")
+        table.retire(adapter)
+        table.forget(adapter)
+        store.drop(adapter.number)
 
     def flush_cache(self) -> None:
         """Drops all cached prefixes: later prompts are computed in full."""
@@ -195,6 +238,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
         cache_salt: str | Sequence[str],
+        adapter: str | Sequence[str],
         progress: bool,
     ) -> list[Completion]:
         params = sampling_params if sampling_params is not None else SamplingParams()
@@ -206,7 +250,13 @@ class LLM:
             ("sampling_params", params, SamplingParams), ("priorities", priority, int), ("salts", cache_salt, str)
         ]  # fmt: skip
         columns = [_per_prompt(what, value, kind, len(prompts)) for what, value, kind in given]
-        requests = [Request(str(i), *parts) for i, parts in enumerate(zip(prompts, *columns, strict=True))]
+        adapters = _per_prompt("adapters", adapter, str, len(prompts))
+        for name in set(adapters) - {"", *self.lora_adapters}:
+            raise InvalidRequest(f"no adapter named {name} is loaded: loaded are {self.lora_adapters}")
+        requests = [
+            Request(str(i), ids, sampling, order, salt, adapter=name)
+            for i, (ids, sampling, order, salt, name) in enumerate(zip(prompts, *columns, adapters, strict=True))
+        ]
         for request in requests:
             if request.sampling.stop:
                 self.tokenizer.check_text_comes_back("stop strings")
@@ -218,7 +268,7 @@ class LLM:
                 check = self.config.check_every_step
                 run_loop(self._scheduler, self.engine, mailbox, overlap, check, pages=self.engine)
             except BaseException:  # Ctrl-C too: unfinished requests are dropped, and the next call starts clean
-                self._scheduler = build_scheduler(self.config, self.engine, limited=False)
+                self._scheduler = build_scheduler(self.config, self.engine, limited=False, former=self._scheduler)
                 raise
         return [_completion(join(pieces), self.weight_version) for pieces in mailbox.pieces.values()]
 

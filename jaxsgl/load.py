@@ -81,6 +81,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       weight_version: of the weights that made the tokens that come with this load, and of those served now.
       transfer: of a prefill or decode worker. Its requests on the way count as waiting too.
       host: the host tier.
+      adapters: the names of the LoRA adapters that requests may name.
     """
 
     num_running: int = 0
@@ -95,3 +96,4 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     weight_version: str = DEFAULT_WEIGHT_VERSION
     transfer: TransferLoad | None = None
     host: HostLoad = msgspec.field(default_factory=HostLoad)
+    adapters: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
 """What the two processes say to each other, as msgspec structs (MessagePack on ZeroMQ; never pickle).
 
-Front end to engine: `Request` (request.py), `Abort`, `Shutdown`, and commands (those on weights: weight_messages.py),
-each answered once unless a `Withdraw` comes first: by an `Answer`, or in the case of `WatchCache` by `CacheEvents`.
+Front end to engine: `Request` (request.py), `Abort`, `Shutdown`, and commands (those on weights: weight_messages.py,
+on adapters: adapter_messages.py), each answered once unless a `Withdraw` comes first: by an `Answer`, or in the case of
+`WatchCache` by `CacheEvents`.
 Several front-end processes that share an engine send `LineOrder`s too, which shared_mailbox.py carries out.
 Engine to front end: `EngineReady` once, then one `Replies` per turn of the loop (hence per step), `CacheEvents` after a
 `WatchCache`, and `EngineFailed` as the final message.
@@ -14,6 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from jaxsgl.adapter_messages import AdapterOrder
 from jaxsgl.config import Limits
 from jaxsgl.load import Load
 from jaxsgl.pooling import Pooled
@@ -328,7 +330,15 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 ProfileOrder: TypeAlias = StartProfile | StopProfile
 Command: TypeAlias = (
-    Ping | FlushCache | PauseGeneration | ContinueGeneration | DumpState | ProfileOrder | WatchCache | WeightOrder
+    Ping
+    | FlushCache
+    | PauseGeneration
+    | ContinueGeneration
+    | DumpState
+    | ProfileOrder
+    | WatchCache
+    | WeightOrder
+    | AdapterOrder
 )
 ToEngine: TypeAlias = Request | Abort | Command | Withdraw | Shutdown
 LineOrder: TypeAlias = OpenLine | CloseLine | AbortMatching

@@ -55,7 +55,8 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     `priority` is ignored unless the server schedules by it: the higher number goes first, or the lower one if the
     server's flags say so. Cached prefixes are shared among requests of an equal `cache_salt` alone. With a `room` this
     is the leg of the request that this worker computes; without, all of it. `media` are its images and video frames in
-    the order of their placeholder tokens. With `pooling` it ends with its prompt and yields no token.
+    the order of their placeholder tokens. With `pooling` it ends with its prompt and yields no token. `adapter` is the
+    name of the LoRA adapter to run with, empty for none.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     room: Rendezvous | None = None
     media: tuple[MediaItem, ...] = ()
     pooling: Pooling | None = None
+    adapter: str = ""
 
     @property
     def least_output(self) -> int:

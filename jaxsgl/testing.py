@@ -21,13 +21,13 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import StepScores, TokenScores
-from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout
+from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
-from jaxsgl.fake_device import FakePageTable, FakePool, pooled_rows
+from jaxsgl.fake_device import FakeAdapters, FakePageTable, FakePool, pooled_rows
 from jaxsgl.load import Load
 from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.sampling_params import MAX_TOP_LOGPROBS
@@ -111,7 +111,7 @@ class FakeEngine:
     Steps run as late as possible, so that inputs changed meanwhile would show.
 
     Its weights are a number, 0 at first, which the KV of each token remembers: tokens of KV that is not all of the same
-    weights differ from those of any weights.
+    weights differ from those of any weights. An adapter makes other weights of them.
 
     Args:
       capacity: sizes of the pool and rows.
@@ -120,6 +120,7 @@ class FakeEngine:
     Attributes:
       profiles: for each profile, its folder and how many steps were submitted while it was recorded; the last one is
         being recorded if `recording`.
+      adapters: an `AdapterStore` and the columns on the device.
     """
 
     recompiles = 0
@@ -133,6 +134,7 @@ class FakeEngine:
         self._last_tokens: IntArray = np.zeros(capacity.num_rows + 1, dtype=np.int32)
         self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
         self._counts: IntArray = np.zeros((capacity.num_rows + 1, capacity.vocab_size), dtype=np.int32)
+        self.adapters = FakeAdapters(capacity)
         self._pending: deque[FakeHandle | EngineOp] = deque()
         self._gathered: list[tuple[int, HostPages]] = []
         self.profiles: list[tuple[str, int]] = []
@@ -228,7 +230,9 @@ class FakeEngine:
         """Runs operations on pages up to the next step."""
         while self._pending and not isinstance(op := self._pending[0], FakeHandle):
             self._pending.popleft()
-            if isinstance(op, Gather):
+            if isinstance(op, PlaceAdapter):
+                self.adapters.place(op)
+            elif isinstance(op, Gather):
                 self._gathered.append((op.op_id, self._pool.gather(op.pages)))
             else:
                 self._pool.insert(op.pages, op.data)
@@ -239,7 +243,7 @@ class FakeEngine:
         if arrays.steps is not None:
             return self._several_steps(inputs, arrays.steps), StepScores()
         ids = np.where(arrays.token_ids < 0, self._last_tokens[~np.minimum(arrays.token_ids, -1)], arrays.token_ids)
-        self._pool.store(arrays.slots, ids, arrays.positions, self._weights)
+        self._pool.store(arrays.slots, ids, arrays.positions, self.adapters.weights(self._weights, arrays))
         stored = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
         sequences = [np.ascontiguousarray(of_seq[:, 0]) for of_seq in stored]
         rows = self._edit_rows(inputs, sequences)
@@ -264,7 +268,8 @@ class FakeEngine:
         assert row == arrays.sample_rows[s] == ~arrays.token_ids[s] != self._capacity.num_rows
         self._table.note(row, position, arrays.slots[i, s])
         slots = self._table.slots(row, position + 1)
-        self._pool.store(slots[-1:], self._last_tokens[row : row + 1], position[None], self._weights)
+        weights = self.adapters.weights(self._weights, arrays)
+        self._pool.store(slots[-1:], self._last_tokens[row : row + 1], position[None], weights[s : s + 1])
         stored = self._pool.read(slots)
         assert (stored[:, 1] == np.arange(position + 1)).all(), f"sequence {s} reads a foreign page"
         self._last_tokens[row] = next_token(stored[:, 0], self._capacity.vocab_size, seed_of(stored[:, 2]))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jaxsgl import kept_prefixes
+from jaxsgl.adapter_messages import LoadAdapter
 from jaxsgl.cache.arena import allocate, pages_per_turn
 from jaxsgl.cache.host_pages import HostPages
 from jaxsgl.cache.tiers import HostTier
@@ -15,6 +16,7 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
 from jaxsgl.errors import ConfigError
+from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.scheduler.plan import RetractAlso
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -37,8 +39,13 @@ def build(config: EngineConfig, limited: bool = True) -> tuple[Engine, Scheduler
     return engine, build_scheduler(config, engine, limited)
 
 
-def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) -> Scheduler:
-    """A scheduler with an empty cache for `engine`; the arguments are those of `build`."""
+def build_scheduler(
+    config: EngineConfig, engine: Engine, limited: bool = True, former: Scheduler | None = None
+) -> Scheduler:
+    """A scheduler with an empty cache for `engine`; the first arguments are those of `build`.
+
+    It takes over the adapters of `former`, if it comes in the place of that one.
+    """
     scheduling = config.scheduling
     if not limited:
         scheduling = replace(scheduling, queue_timeout_s=None, running_timeout_s=None)
@@ -62,9 +69,26 @@ def build_scheduler(config: EngineConfig, engine: Engine, limited: bool = True) 
         retract_also=_retract_also(),
         tier=tier,
         loads=loads,
+        max_loaded_loras=config.lora.max_loaded_loras,
     )
+    _load_adapters(config, engine, scheduler, former)
     kept_prefixes.take(config, engine, scheduler)
     return scheduler
+
+
+def _load_adapters(config: EngineConfig, engine: Engine, scheduler: Scheduler, former: Scheduler | None) -> None:
+    """Loads the adapters that flags name, or those of the scheduler before this one. Raises `StartupError`."""
+    table, store = scheduler.state.adapters, engine.adapters
+    if table is None or store is None:
+        return
+    if former is None or former.state.adapters is None:
+        found = [(LoadAdapter(0, name, folder), store.stage(folder)) for name, folder in config.lora.adapters.items()]
+    else:
+        known = former.state.adapters.by_name.values()
+        found = [(LoadAdapter(0, each.name, each.folder, each.pinned), store.kept(each.number)) for each in known]
+        store.drop_all()
+    for order, staged in found:
+        load(table, store, order, staged)
 
 
 def _host_tier(config: EngineConfig, engine: Engine) -> tuple[HostTier | None, LoadRule | None]:

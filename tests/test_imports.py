@@ -14,6 +14,7 @@ COMMON = {
     "config",
     "disaggregation",
     "host_kv_config",
+    "lora_config",
     "flags",
     "grammar",
     "bounds",
@@ -28,11 +29,22 @@ COMMON = {
 }
 ALLOWED = {
     "text": {"messages"},
-    "frontend": {"server_config", "messages", "weight_messages", "load", "ipc", "step_times", "text", "preprocess"},
+    "frontend": {
+        "server_config",
+        "messages",
+        "adapter_messages",
+        "weight_messages",
+        "load",
+        "ipc",
+        "step_times",
+        "text",
+        "preprocess",
+    },
     "scheduler": {
         "cache",
         "batch",
         "messages",
+        "adapter_messages",
         "weight_messages",
         "load",
         "step_times",

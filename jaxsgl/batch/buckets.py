@@ -36,6 +36,7 @@ MIN_EXTEND_TOKENS = 16
 VARIANTS = (Variant(False), Variant(True), Variant(True, filtered=True), Variant(True, featured=True))
 MIN_DECODE_STEP = 32  # rows; smaller sizes double, since every program costs seconds to compile
 SCORE_STRIDE = 2  # of the sizes of extend programs, every second one has a program that scores prompts
+MIN_COLUMNS, COLUMN_FACTOR = 16, 4  # sizes of the adapters' pool: each is so many times the next smaller one
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
 
 
@@ -54,6 +55,8 @@ class Capacity:
       media: images and video frames of a request; None: the model has no vision tower.
       pooling: how embeddings and scores are made; None: there are none.
       generates: whether tokens are; without, every step extends prompts and pools.
+      max_adapters: LoRA adapters that may be on the device; 0: there are none.
+      adapter_columns: columns of the pool for them, enough for `max_adapters` of the highest rank.
     """
 
     page_size: int
@@ -66,6 +69,8 @@ class Capacity:
     media: MediaLimits | None = None
     pooling: PoolingSpec | None = None
     generates: bool = True
+    max_adapters: int = 0
+    adapter_columns: int = 0
 
     @property
     def max_mixed_decodes(self) -> int:
@@ -101,6 +106,7 @@ class BucketSet:
       shared_tokens: the most tokens of an extend step of several sequences; None: as many as fit.
       pools: whether there are programs that pool hidden states; those that score prompts pool then, too.
       generates: whether there are any other programs.
+      column_sizes: R of the programs for batches with adapters, ascending; of "score" programs the last one.
     """
 
     decode_sizes: tuple[int, ...]
@@ -111,6 +117,7 @@ class BucketSet:
     shared_tokens: int | None = None
     pools: bool = False
     generates: bool = True
+    column_sizes: tuple[int, ...] = ()
 
     @classmethod
     def derive(
@@ -149,42 +156,73 @@ class BucketSet:
             shared_tokens=shared_tokens,
             pools=capacity.pooling is not None,
             generates=capacity.generates,
+            column_sizes=_column_sizes(capacity.adapter_columns),
         )
 
     def decode(
-        self, num_seqs: int, sampled: bool, featured: bool = False, filtered: bool = False, num_steps: int = 1
+        self,
+        num_seqs: int,
+        sampled: bool,
+        featured: bool = False,
+        filtered: bool = False,
+        num_steps: int = 1,
+        columns: int = 0,
     ) -> Bucket:
-        """The smallest decode bucket that holds `num_seqs` sequences, of 1 or `decode_steps` steps."""
+        """The smallest decode bucket that holds `num_seqs` sequences, of 1 or `decode_steps` steps.
+
+        `columns` are those of the pool up to the last one of their adapters, here as below.
+        """
         size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
-        return Bucket("decode", size, size, *_forms(sampled, featured, filtered, num_steps))
+        forms = _forms(sampled, featured, filtered, num_steps)
+        return Bucket("decode", size, size, *forms, adapter_columns=self._columns(columns))
 
     def extend(
-        self, num_tokens: int, num_seqs: int, sampled: bool, featured: bool = False, filtered: bool = False
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        sampled: bool,
+        featured: bool = False,
+        filtered: bool = False,
+        columns: int = 0,
     ) -> Bucket:
         """The smallest extend bucket that holds `num_tokens` tokens of `num_seqs` sequences."""
         tokens = self.extend_sizes[bisect_left(self.extend_sizes, num_tokens)]
         seqs = self.extend_seqs[bisect_left(self.extend_seqs, num_seqs)]
-        return Bucket("extend", tokens, min(seqs, tokens), *_forms(sampled, featured, filtered))
+        forms = _forms(sampled, featured, filtered)
+        return Bucket("extend", tokens, min(seqs, tokens), *forms, adapter_columns=self._columns(columns))
 
     def pool(
-        self, num_tokens: int, num_seqs: int, sampled: bool, featured: bool = False, filtered: bool = False
+        self,
+        num_tokens: int,
+        num_seqs: int,
+        sampled: bool,
+        featured: bool = False,
+        filtered: bool = False,
+        columns: int = 0,
     ) -> Bucket:
         """The smallest bucket that extends `num_tokens` tokens of `num_seqs` sequences and pools hidden states.
 
         Beside generation there are as few of them as of those that score prompts.
         """
         if not self.generates:
-            return replace(self.extend(num_tokens, num_seqs, False), pools=True)
-        return replace(self.score(num_tokens, sampled, featured, filtered), kind="extend")
+            return replace(self.extend(num_tokens, num_seqs, False, columns=columns), pools=True)
+        return replace(self.score(num_tokens, sampled, featured, filtered, columns), kind="extend")
 
-    def score(self, num_tokens: int, sampled: bool, featured: bool = False, filtered: bool = False) -> Bucket:
+    def score(
+        self, num_tokens: int, sampled: bool, featured: bool = False, filtered: bool = False, columns: int = 0
+    ) -> Bucket:
         """The smallest bucket that extends `num_tokens` tokens with log-probabilities of the prompt.
 
         That is a rare need, so there are fewer sizes, and one number of sequences.
         """
         tokens = self.score_sizes[bisect_left(self.score_sizes, num_tokens)]
         seqs = min(self.extend_seqs[-1], tokens)
-        return Bucket("score", tokens, seqs, *_forms(sampled, featured, filtered), pools=self.pools)
+        most = self.column_sizes[-1] if columns else 0
+        forms = _forms(sampled, featured, filtered)
+        return Bucket("score", tokens, seqs, *forms, pools=self.pools, adapter_columns=most)
+
+    def _columns(self, columns: int) -> int:
+        return self.column_sizes[bisect_left(self.column_sizes, columns)] if columns else 0
 
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory."""
@@ -198,7 +236,8 @@ class BucketSet:
             buckets += [self.pool(self.score_sizes[-1], 1, *variant) for variant in VARIANTS]
         if self.decode_steps > 1:
             buckets += [self.decode(size, sampled, num_steps=self.decode_steps) for sampled in (False, True)]
-        return buckets
+        most = self.column_sizes[-1] if self.column_sizes else 0
+        return [replace(bucket, adapter_columns=most) for bucket in buckets]
 
     def all(self) -> list[Bucket]:
         """Every bucket that warm-up compiles; larger ones first, so that the last programs to compile are short."""
@@ -217,6 +256,13 @@ class BucketSet:
                 self.decode(size, sampled, num_steps=self.decode_steps)
                 for size in self.decode_sizes
                 for sampled in (False, True)
+            }
+        for size in self.column_sizes:
+            without = [bucket for bucket in buckets if not bucket.adapter_columns]
+            buckets |= {
+                replace(bucket, adapter_columns=size)
+                for bucket in without
+                if size == self.column_sizes[-1] or not (bucket.kind == "score" or (bucket.pools and self.generates))
             }
         return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
 
@@ -246,6 +292,14 @@ def _default_decode_sizes(rows: int) -> tuple[int, ...]:
     while 8 * step < rows:
         step *= 2
     return (*doubling(1, min(step, rows)), *range(2 * step, rows, step), *((rows,) if rows > step else ()))
+
+
+def _column_sizes(most: int) -> tuple[int, ...]:
+    """`most` and parts of it: few sizes, since each stands for as many programs as batches without adapters have."""
+    sizes = [most] if most else []
+    while sizes and sizes[0] >= COLUMN_FACTOR * MIN_COLUMNS:
+        sizes.insert(0, -(-sizes[0] // COLUMN_FACTOR))
+    return tuple(sizes)
 
 
 def doubling(first: int, last: int) -> tuple[int, ...]:

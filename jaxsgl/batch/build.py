@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxsgl.batch.adapter_rows import AdapterRows
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import (
     TABLE_CHANGES,
@@ -89,12 +90,23 @@ def _table_changes(entries: IntArray, dummy_row: int) -> tuple[IntArray, ...]:
 
 
 class BatchBuilder:
-    """Builds `StepInputs` from the page table, sampling rows and buckets; all are the scheduler's."""
+    """Builds `StepInputs` from the page table, sampling rows and buckets; all are the scheduler's.
 
-    def __init__(self, buckets: BucketSet, table: PageTable, sampling: SamplingRows, page_size: int) -> None:
+    So are `adapters`; None: there are none.
+    """
+
+    def __init__(
+        self,
+        buckets: BucketSet,
+        table: PageTable,
+        sampling: SamplingRows,
+        page_size: int,
+        adapters: AdapterRows | None = None,
+    ) -> None:
         self._buckets = buckets
         self._table = table
         self._sampling = sampling
+        self._adapters = adapters
         self._page_size = page_size
         self._dummy_row = len(table.pages)
 
@@ -106,7 +118,8 @@ class BatchBuilder:
         n = len(rows)
         num_steps = 1 if steps is None else self._buckets.decode_steps
         variant = self._sampling.variant(rows)
-        bucket = self._buckets.decode(n, *variant, num_steps=num_steps)
+        columns = self._columns(rows)
+        bucket = self._buckets.decode(n, *variant, num_steps=num_steps, columns=columns)
         packed, arrays = _padding(bucket, self._dummy_row)
         arrays.token_ids[:n] = ~rows
         arrays.positions[:n] = positions
@@ -131,12 +144,13 @@ class BatchBuilder:
         num_tokens = sum(counts)
         sampling_rows = rows[[work.sample for work in works]]
         variant = self._sampling.variant(sampling_rows)
+        columns = self._columns(rows)
         if any(work.targets is not None for work in works):
-            bucket = self._buckets.score(num_tokens, *variant)
+            bucket = self._buckets.score(num_tokens, *variant, columns=columns)
         elif not self._buckets.generates or any(work.pooling is not None for work in works):
-            bucket = self._buckets.pool(num_tokens, len(works), *variant)
+            bucket = self._buckets.pool(num_tokens, len(works), *variant, columns=columns)
         else:
-            bucket = self._buckets.extend(num_tokens, len(works), *variant)
+            bucket = self._buckets.extend(num_tokens, len(works), *variant, columns=columns)
         packed, arrays = _padding(bucket, self._dummy_row)
         assert arrays.token_rows is not None
         arrays.rows[: len(works)] = rows
@@ -160,6 +174,10 @@ class BatchBuilder:
         arrays.query_offsets[len(works) :] = offset
         return self._finish(bucket, packed, arrays, rows, num_tokens, works)
 
+    def _columns(self, rows: IntArray) -> int:
+        """The columns of the adapters' pool that the sequences of `rows` need, from the first."""
+        return 0 if self._adapters is None else self._adapters.columns_of(rows)
+
     def _slots_at(self, rows: IntArray, positions: IntArray) -> IntArray:
         return slots_at(self._table.pages, rows, positions, self._page_size)
 
@@ -174,6 +192,11 @@ class BatchBuilder:
     ) -> StepInputs:
         if bucket.sampled:
             field_bits(packed, bucket, "sampling")[:, : len(rows)] = self._sampling.bits(rows)
+        if bucket.adapter_columns:
+            assert self._adapters is not None and arrays.adapters is not None and arrays.column_owners is not None
+            token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
+            arrays.adapters[:] = self._adapters.number_of_row[token_rows]
+            arrays.column_owners[:] = self._adapters.column_owners[: bucket.adapter_columns]
         features = self._features(arrays.sample_rows, works) if bucket.featured else None
         packed.flags.writeable = False
         changes = _table_changes(self._table.unsent(rows), self._dummy_row)

@@ -105,7 +105,7 @@ class StepEngine(Protocol):
 
 
 class PageEngine(Protocol):
-    """The operations on pages of a `StepEngine`, for which flags ask."""
+    """The operations of a `StepEngine` between steps, for which flags ask."""
 
     @property
     def page_layout(self) -> PageLayout:
@@ -113,7 +113,7 @@ class PageEngine(Protocol):
         ...
 
     def apply(self, op: EngineOp) -> None:
-        """Submits an operation on pages behind the steps before, and returns at once; never waits for the device."""
+        """Submits an operation behind the steps before, and returns at once; never waits for the device."""
         ...
 
     def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:

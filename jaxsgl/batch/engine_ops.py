@@ -1,4 +1,4 @@
-"""Operations on whole pages, submitted to the engine between steps: pages to the host, and pages from the host.
+"""Operations submitted to the engine between steps: pages to the host, pages from the host, adapters to the device.
 
 The host form of pages is one array `[num_pages, layers, 2, K, page_size, H]`, keys before values, the same whatever the
 mesh. Its numbers are those of the pool; formats that NumPy lacks (bfloat16, float8) are kept as unsigned integers of
@@ -71,4 +71,12 @@ class Insert:
     data: HostPages
 
 
-EngineOp: TypeAlias = Gather | Insert
+@dataclass(frozen=True)
+class PlaceAdapter:
+    """Writes the adapter that was loaded as `number` into `columns` of the pool, where steps read it from then on."""
+
+    number: int
+    columns: tuple[int, ...]
+
+
+EngineOp: TypeAlias = Gather | Insert | PlaceAdapter

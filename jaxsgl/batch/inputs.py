@@ -38,6 +38,7 @@ class Bucket:
         the programs of all others can filter anyway.
       num_steps: steps that the program takes one after the other; more than 1 only in decode buckets, never featured.
       pools: whether it also pools the hidden states of each sequence; never in decode buckets.
+      adapter_columns: R, the leading columns of the adapters' pool that it reads; 0: no sequence has an adapter.
     """
 
     kind: StepKind
@@ -48,6 +49,7 @@ class Bucket:
     num_steps: int = 1
     filtered: bool = False
     pools: bool = False
+    adapter_columns: int = 0
 
     @property
     def padded_tokens(self) -> int:
@@ -64,7 +66,8 @@ class Bucket:
     def __str__(self) -> str:
         steps = f" {self.num_steps} steps" if self.num_steps > 1 else ""
         pools = " pooled" if self.pools else ""
-        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{steps}{pools}"
+        adapters = f" {self.adapter_columns} adapter columns" if self.adapter_columns else ""
+        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{steps}{pools}{adapters}"
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,9 @@ class StepArrays(Generic[ArrayT]):
         pool only.
       steps: `[S]` in programs of several steps: in how many of them, from the first, each sequence takes part; 0 for
         padding. All other fields but `slots` are those of the first step.
+      adapters: `[T]` the number of each token's adapter in this step, 0 for none; only if the bucket has columns of
+        adapters, as the next.
+      column_owners: `[R]` the number of the adapter that has each column, 0 for none.
     """
 
     token_ids: ArrayT
@@ -104,6 +110,8 @@ class StepArrays(Generic[ArrayT]):
     targets: ArrayT | None = None
     label_ids: ArrayT | None = None
     steps: ArrayT | None = None
+    adapters: ArrayT | None = None
+    column_owners: ArrayT | None = None
 
 
 @cache
@@ -128,6 +136,8 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
         shapes["label_ids"] = (s, MAX_LABELS)
     if bucket.num_steps > 1:
         shapes["steps"] = (s,)
+    if bucket.adapter_columns:
+        shapes |= {"adapters": (t,), "column_owners": (bucket.adapter_columns,)}
     places, offset = {}, 0
     for name, shape in shapes.items():
         places[name] = (offset, shape)

@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.engine_api import PooledRows, StepScores, TokenScores
-from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout
+from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config import EngineConfig
+from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, step_failure
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
@@ -33,7 +34,7 @@ from jaxsgl.engine.pooling import PooledSeqs
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.engine.sampler import Logprobs
-from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
+from jaxsgl.engine.sizing import NO_ADAPTERS, KvShape, PoolSize, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
@@ -99,6 +100,7 @@ class Engine:
       programs: the compiled programs.
       info: what the front end gets to know.
       residents: parameters and KV pool, to be exchanged or released between steps.
+      adapters: LoRA adapters; None: no flag asks for any.
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True, moves_pages: bool = False) -> None:
@@ -130,24 +132,28 @@ class Engine:
         graphdef, shapes = abstract_model(self.arch, dtype, activations)
         check_weights_fit(device, jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
         kv_scales = None
+        adapter_plan = plan_adapters(config.lora, arch)
+        pool_size = NO_ADAPTERS if adapter_plan is None else adapter_plan.size
         with loading_weights(device, jax_share):
             params = read_params(config, folder, self.arch, dtype, mesh)
             if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
                 kv_scales = load_kv_scales(folder, self.arch)
             jax.block_until_ready(params)  # so that memory in use is what will stay in use
+            self.adapters = None if adapter_plan is None else EngineAdapters(adapter_plan, self.arch, activations, mesh)
 
         page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype, mesh.size)
         abstract = abstract_params(params)
 
         def spec_of(capacity: Capacity) -> ProgramSpec:
             state = abstract_state(page_shape, capacity, mesh)
-            return ProgramSpec(graphdef, abstract, state, config.attention_backend, mesh, kv_scales)
+            pool = None if self.adapters is None else self.adapters.abstract
+            return ProgramSpec(graphdef, abstract, state, config.attention_backend, mesh, kv_scales, pool)
 
         memory = least_free_memory(list(mesh.devices.flat), config.mem_fraction_static, jax_share)
         with step_failure("the programs can't be compiled", memory.account):
             beside_bytes = reserved_bytes(page_shape.page_bytes) if moves_pages else 0
             self.capacity, self.programs = _compile(
-                config, self.arch, page_shape, memory, spec_of, progress, beside_bytes
+                config, self.arch, page_shape, memory, spec_of, progress, beside_bytes, pool_size
             )
         self.buckets = self.programs.buckets
         with step_failure("the KV pool can't be allocated", memory.account):
@@ -199,9 +205,13 @@ class Engine:
         engine can't go on.
         """
         forward, *after = self.programs.of(inputs.bucket)
+        pool: tuple[list[jax.Array], ...] = ()
+        if inputs.bucket.adapter_columns:
+            assert self.adapters is not None
+            pool = (self.adapters.leaves,)
         for changes in inputs.table_changes:
             self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
-        out = forward(self._params, self._state, inputs.packed)
+        out = forward(self._params, self._state, inputs.packed, *pool)
         self._state = out.state
         if inputs.bucket.num_steps > 1:
             return DeviceHandle(inputs, out.tokens)
@@ -224,7 +234,11 @@ class Engine:
         return 0.0 if self._page_io is None else self._page_io.load_page_s / tokens_in(1, self._page_shape.page_size)
 
     def apply(self, op: EngineOp) -> None:
-        """Submits an operation on pages; never waits for the device. Only if the engine `moves_pages`."""
+        """Submits an operation; never waits for the device. Those on pages only if the engine `moves_pages`."""
+        if isinstance(op, PlaceAdapter):
+            assert self.adapters is not None, "no flag asked for adapters"
+            self.adapters.place(op)
+            return
         assert self._page_io is not None, "no programs for pages were compiled"
         if isinstance(op, Gather):
             self._page_io.gather(self._state.kv, op)
@@ -292,6 +306,8 @@ class Engine:
         for array in jax.tree.leaves((self._state, self._params)):
             if not array.is_deleted():
                 array.delete()
+        if self.adapters is not None:
+            self.adapters.close()
 
 
 def _return_free_memory() -> None:
@@ -308,19 +324,21 @@ def _compile(
     spec_of: Callable[[Capacity], ProgramSpec],
     progress: bool,
     beside_bytes: int = 0,
+    adapters: PoolSize = NO_ADAPTERS,
 ) -> tuple[Capacity, Programs]:
     """Plans the capacity and compiles all programs for it, the largest first: they tell what a step takes.
 
     Where steps and pool don't fit together, the pool gives way. Programs are compiled for one number of pages, so the
-    largest are then compiled again. `beside_bytes` of memory must be left besides.
+    largest are then compiled again. `beside_bytes` of memory must be left besides. `adapters` is their pool's size.
     """
-    capacity = plan_capacity(config, arch, page, memory)
+    capacity = plan_capacity(config, arch, page, memory, adapters=adapters)
     while True:
         buckets, spec = buckets_of(config, capacity), spec_of(capacity)
         _check_backend(spec, buckets)
         largest = buckets.largest()
         done = compile_keys(spec, [key for bucket in largest for key in keys_of(bucket)], progress=progress)
-        fitting = plan_capacity(config, arch, page, memory, step_bytes(done, largest) + beside_bytes)
+        taken = step_bytes(done, largest) + beside_bytes
+        fitting = plan_capacity(config, arch, page, memory, taken, adapters)
         if fitting.num_pages >= capacity.num_pages:
             return capacity, Programs(spec, buckets, done=done, progress=progress)
         logger.info("%d pages do not fit beside a step: %d do", capacity.num_pages, fitting.num_pages)

@@ -55,6 +55,7 @@ class ProgramSpec:
       attention_backend: for the kernels.
       mesh: where everything lies.
       kv_scales: of a float8 KV cache; None for any other, and where all are 1.
+      adapters: shapes and places of the adapters' pool; None: there is none.
     """
 
     graphdef: nnx.GraphDef[Decoder]
@@ -63,6 +64,7 @@ class ProgramSpec:
     attention_backend: str
     mesh: Mesh
     kv_scales: KvScales | None = None
+    adapters: list[dict[str, jax.ShapeDtypeStruct]] | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -84,20 +86,23 @@ class ProgramSpec:
     def trace_forward(self, bucket: Bucket) -> jax.stages.Traced:
         """The forward program of `bucket`, traced."""
         leaves, treedef = jax.tree.flatten(self.params)
+        pool, pool_treedef = jax.tree.flatten(self.adapters)
         everywhere: Any = replicated(self.mesh)  # takes the place of an array in the trees of shardings
         state_shardings = jax.tree.map(lambda array: array.sharding, self.state)
         if bucket.num_steps > 1:
             program: Forward | DecodeSteps = make_decode_steps(
-                self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales
+                self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales, pool_treedef
             )
             shardings: Forwarded | Decoded = Decoded(state_shardings, everywhere)
         else:
-            program = make_forward(self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales)
+            program = make_forward(self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales, pool_treedef)
             scores = everywhere if bucket.kind == "score" else None
             logits: Any = logits_sharding(self.mesh)
             pooled = everywhere if bucket.pools else None
             shardings = Forwarded(state_shardings, everywhere, logits, everywhere, scores, pooled)
-        arguments = (leaves, self.state, self._int32(packed_len(bucket)))
+        arguments: tuple[Any, ...] = (leaves, self.state, self._int32(packed_len(bucket)))
+        if bucket.adapter_columns:
+            arguments += (pool,)
         return self._trace(program, FORWARD_DONATES, arguments, shardings)
 
     def trace_sampling(self, num_seqs: int, filtered: bool) -> jax.stages.Traced:

@@ -8,6 +8,7 @@ steps need beside the pool turns out not to fit.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -59,6 +60,16 @@ class KvShape:
         return per_token * tokens_in(1, self.page_size)
 
 
+class PoolSize(NamedTuple):
+    """Adapters that may be on the device, and the columns of their pool."""
+
+    max_adapters: int
+    num_columns: int
+
+
+NO_ADAPTERS = PoolSize(0, 0)
+
+
 def choose_page_size(config: EngineConfig, head_dim: int, platform: str) -> int:
     """Tokens per page: what --page-size says, or the best for kernels on the platform ("cpu", "gpu", "tpu")."""
     if isinstance(config.page_size, int):
@@ -74,9 +85,14 @@ def kv_shape(arch: ModelArch, page_size: int, dtype: jnp.dtype, num_devices: int
 
 
 def plan_capacity(
-    config: EngineConfig, arch: ModelArch, page: KvShape, memory: Memory, step_bytes: int = 0
+    config: EngineConfig,
+    arch: ModelArch,
+    page: KvShape,
+    memory: Memory,
+    step_bytes: int = 0,
+    adapters: PoolSize = NO_ADAPTERS,
 ) -> Capacity:
-    """All sizes of the engine, whose largest step takes `step_bytes` beside the pool.
+    """All sizes of the engine, whose largest step takes `step_bytes` beside the pool. `adapters` are in memory already.
 
     Raises `ConfigError` for flags that the model or the memory can't satisfy.
     """
@@ -101,6 +117,8 @@ def plan_capacity(
         whole_prompts=config.chunked_prefill_size == UNLIMITED,
         pooling=arch.pooling,
         generates=arch.generates,
+        max_adapters=adapters.max_adapters,
+        adapter_columns=adapters.num_columns,
     )
 
 

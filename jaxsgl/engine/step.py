@@ -30,6 +30,7 @@ from jaxsgl.engine.pooling import PooledSeqs, pool
 from jaxsgl.engine.sampler import Logprobs, score
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import Decoder, Params
+from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.models.tensor_parallel import num_parts, of_this_part
 from jaxsgl.weights import KvScales
 from pallas_kernels import (
@@ -108,9 +109,9 @@ class Featured(NamedTuple):
     scores: Logprobs
 
 
-Step: TypeAlias = Callable[[Params, DeviceState, StepArrays[jax.Array]], Stepped]
-Forward: TypeAlias = Callable[[list[jax.Array], DeviceState, jax.Array], Forwarded]
-DecodeSteps: TypeAlias = Callable[[list[jax.Array], DeviceState, jax.Array], Decoded]
+Step: TypeAlias = Callable[[Params, DeviceState, StepArrays[jax.Array], PoolWeights | None], Stepped]
+Forward: TypeAlias = Callable[..., Forwarded]  # as `make_forward` says
+DecodeSteps: TypeAlias = Callable[..., Decoded]
 FORWARD_DONATES = (1,)  # state
 SAMPLING_DONATES = (2,)  # last_tokens
 FEATURED_DONATES = (2, 3)  # last_tokens, edit_tables
@@ -121,9 +122,14 @@ SET_PAGES_DONATES = (0,)  # page table
 def make_step(
     graphdef: nnx.GraphDef[Decoder], kind: StepKind, attention_backend: str, kv_scales: KvScales | None = None
 ) -> Step:
-    """`step(params, state, arrays) -> Stepped` of the model. Padding writes only the dummy page and the dummy row."""
+    """`step(params, state, arrays, adapter_pool) -> Stepped` of the model.
 
-    def step(params: Params, state: DeviceState, arrays: StepArrays[jax.Array]) -> Stepped:
+    Padding writes only the dummy page and the dummy row. `adapter_pool` holds the adapters; None: no sequence has one.
+    """
+
+    def step(
+        params: Params, state: DeviceState, arrays: StepArrays[jax.Array], adapter_pool: PoolWeights | None
+    ) -> Stepped:
         model = nnx.merge(graphdef, params)
         page_size = state.kv.k[0].shape[2]
         token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
@@ -132,7 +138,12 @@ def make_step(
         options = [model.arch.attention_options(layer) for layer in range(model.arch.num_layers)]
         pages = Pages(state.kv, table_SP, arrays, kind, options, attention_backend, kv_scales)
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
-        hidden = model(_token_ids(arrays.token_ids, state.last_tokens), arrays.positions, pages.attend, is_token)
+        adapters = None
+        if adapter_pool is not None:
+            assert arrays.adapters is not None and arrays.column_owners is not None
+            adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
+        ids = _token_ids(arrays.token_ids, state.last_tokens)
+        hidden = model(ids, arrays.positions, pages.attend, is_token, adapters)
         last = hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
             logits = model.logits(last)
@@ -157,17 +168,22 @@ def make_forward(
     bucket: Bucket,
     attention_backend: str,
     kv_scales: KvScales | None = None,
+    pool_treedef: Any = None,
 ) -> Forward:
     """`forward(params, state, packed) -> Forwarded` for `bucket`, whether it is `sampled` and `featured` or not.
 
     params: leaves of the model's parameters, whose structure is `treedef` (a flat list costs less per call). packed:
-    `[packed_len(bucket)]` int32.
+    `[packed_len(bucket)]` int32. In a bucket with adapter columns there is one argument more: the leaves
+    of the adapters' pool, whose structure is `pool_treedef`.
     """
     step = make_step(graphdef, bucket.kind, attention_backend, kv_scales)
 
-    def forward(params: list[jax.Array], state: DeviceState, packed: jax.Array) -> Forwarded:
+    def forward(
+        params: list[jax.Array], state: DeviceState, packed: jax.Array, adapter_leaves: Sequence[jax.Array] = ()
+    ) -> Forwarded:
         arrays = unpack(packed, bucket, jax.lax.bitcast_convert_type)
-        out = step(jax.tree.unflatten(treedef, params), state, arrays)
+        adapters = jax.tree.unflatten(pool_treedef, adapter_leaves) if bucket.adapter_columns else None
+        out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters)
         sampling = pack_sampling(arrays, out.tokens)
         return Forwarded(out.state, out.tokens, out.logits, sampling, out.prompt_scores, out.pooled)
 
@@ -180,6 +196,7 @@ def make_decode_steps(
     bucket: Bucket,
     attention_backend: str,
     kv_scales: KvScales | None = None,
+    pool_treedef: Any = None,
 ) -> DecodeSteps:
     """`decode_steps(params, state, packed) -> Decoded` for `bucket`; arguments as for `make_forward`.
 
@@ -188,15 +205,18 @@ def make_decode_steps(
     """
     step = make_step(graphdef, bucket.kind, attention_backend, kv_scales)
 
-    def decode_steps(params: list[jax.Array], state: DeviceState, packed: jax.Array) -> Decoded:
+    def decode_steps(
+        params: list[jax.Array], state: DeviceState, packed: jax.Array, adapter_leaves: Sequence[jax.Array] = ()
+    ) -> Decoded:
         first = unpack(packed, bucket, jax.lax.bitcast_convert_type)
 
         def one(state: DeviceState, i: jax.Array) -> tuple[DeviceState, jax.Array]:
             # Behind the barrier weights seem to depend on the step. Otherwise XLA would convert them to other formats
             # before the loop, that is, copy them, where a single step converts as it multiplies.
-            weights, i = jax.lax.optimization_barrier((params, i))
+            weights, leaves, i = jax.lax.optimization_barrier((params, adapter_leaves, i))
+            adapters = jax.tree.unflatten(pool_treedef, leaves) if bucket.adapter_columns else None
             arrays = arrays_of_step(first, i, state)
-            out = step(jax.tree.unflatten(treedef, weights), state, arrays)
+            out = step(jax.tree.unflatten(treedef, weights), state, arrays, adapters)
             if not bucket.sampled:
                 return out.state, out.tokens
             tokens = vocabulary.sample(out.logits, arrays.sampling, arrays.lengths, out.tokens, filtered=True)

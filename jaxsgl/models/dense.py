@@ -17,6 +17,7 @@ from jaxsgl.models.arch import ModelArch
 from jaxsgl.models.layer_rows import LayerRows, Row
 from jaxsgl.models.layer_spec import DenseMlp, LayerSpec
 from jaxsgl.models.layers import MLP, Attend, Attention, LayerVectors, norm_dtype, vector
+from jaxsgl.models.lora import ActiveAdapters
 from jaxsgl.models.matrix import Matrices, Matrix, Weights, dequantized
 from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
@@ -55,12 +56,18 @@ class Decoder(Matrices):
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, attend: Attend, is_token: jax.Array | None = None
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        is_token: jax.Array | None = None,
+        adapters: ActiveAdapters | None = None,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` int32.
 
         `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it. `is_token [T]` is
-        false where a bucket is padded, which costs no expert's weights; None: all are tokens.
+        false where a bucket is padded, which costs no expert's weights; None: all are tokens. `adapters` are those of
+        the tokens; None: there are none.
         """
         arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
@@ -71,11 +78,15 @@ class Decoder(Matrices):
         read_TD = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
         for index, layer in enumerate(self.layers):
             table = tables[self._rope_of(arch.layers[index])]
-            update_TD = layer.attention(read_TD, vectors, rows, table, index, attend)
+            mine = None if adapters is None else adapters.of_layer(index)
+            update_TD = layer.attention(read_TD, vectors, rows, table, index, attend, mine)
             x_TD, read_TD = self._add(
                 x_TD, update_TD, rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
             )
-            update_TD = layer.mlp(read_TD, is_token) if isinstance(layer.mlp, MoE) else layer.mlp(read_TD)
+            if isinstance(layer.mlp, MoE):
+                update_TD = layer.mlp(read_TD, is_token)
+            else:
+                update_TD = layer.mlp(read_TD, adapters=mine)
             is_last = index == arch.num_layers - 1
             next_norm = (self.final_norm[...][None], 0) if is_last else rows.of(vectors.attention_norm, index + 1)
             x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm)

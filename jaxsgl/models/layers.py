@@ -20,11 +20,12 @@ from flax import nnx
 from jaxsgl.models.arch import Activation, ModelArch
 from jaxsgl.models.layer_rows import LayerRows
 from jaxsgl.models.layer_spec import DenseMlp
+from jaxsgl.models.lora import LayerAdapters
 from jaxsgl.models.matrix import Axes, Matrices, Weights
 from jaxsgl.models.precision import product, product_in_parts
 from jaxsgl.models.tensor_parallel import num_parts, on_first_part, sum_of_parts
 from pallas_kernels import FusedQkv
-from pallas_kernels.norm import rms_norm, row_of, scale_of
+from pallas_kernels.norm import rms_norm, row_of, scale_of, sum_parts
 
 ACTIVATION_OF: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -123,6 +124,7 @@ class Attention(Matrices):
         tables: tuple[jax.Array, jax.Array],
         layer_index: int,
         attend: Attend,
+        adapters: LayerAdapters | None = None,
     ) -> jax.Array:
         """`x [T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them; `tables` are the tokens' rope tables."""
         cos, sin = tables
@@ -132,13 +134,17 @@ class Attention(Matrices):
         )
         row = rows.row(layer_index)
         fused = product(x_TD, self.matrix("qkv"))
+        if adapters is not None:
+            fused = adapters.add_to_qkv(fused, x_TD)
         if q_norm is not None and q_norm.ndim > 2:
             assert k_norm is not None
             fused = _normalize_all_heads(fused, bias, q_norm, k_norm, row, self.eps)
             bias = q_norm = k_norm = None
         qkv = FusedQkv(fused, cos, sin, bias, q_norm, k_norm, row, self.eps)
         out_TNH = attend(layer_index, qkv, None if sinks is None else sinks[row])
-        return _last_product(out_TNH.reshape(len(x_TD), -1), self.matrix("o"), self.o_bias)
+        out = out_TNH.reshape(len(x_TD), -1)
+        added = None if adapters is None else adapters.of_output("o_proj", out)
+        return _last_product(out, self.matrix("o"), self.o_bias, added)
 
 
 def _normalize_all_heads(
@@ -181,7 +187,7 @@ class MLP(Matrices):
         self.declare("down", (d, f), (None, "ffn"), dtype, fmt, fan_in=f)
         self.down_bias = vector((d,), (None,), dtype, mean=0.0) if arch.mlp_bias else None
 
-    def __call__(self, x_TD: jax.Array, *, summed: bool = True) -> jax.Array:
+    def __call__(self, x_TD: jax.Array, *, summed: bool = True, adapters: LayerAdapters | None = None) -> jax.Array:
         """`[T, D]` to `[T, D]`, or parts of it as `add_and_norm` takes them.
 
         Not `summed`, it is what this device adds to the result, for a sum that the caller makes.
@@ -189,19 +195,28 @@ class MLP(Matrices):
         gate_up = product(x_TD, self.matrix("gate_up"))
         if self.gate_up_bias is not None:
             gate_up = gate_up + self.gate_up_bias[...]
+        if adapters is not None:
+            gate_up = adapters.add_to_gate_up(gate_up, x_TD)
         gated = ACTIVATION_OF[self.activation](gate_up[:, 0]) * gate_up[:, 1]
         down = self.matrix("down")
-        return _last_product(gated, down, self.down_bias) if summed else _part_of_product(gated, down, self.down_bias)
+        if not summed:
+            return _part_of_product(gated, down, self.down_bias)
+        added = None if adapters is None else adapters.of_output("down_proj", gated)
+        return _last_product(gated, down, self.down_bias, added)
 
 
-def _last_product(x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:
-    """The product that goes back to the residual stream, in parts unless there is a bias to add.
+def _last_product(
+    x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None, added: jax.Array | None = None
+) -> jax.Array:
+    """The product that goes back to the residual stream, in parts unless there is a bias or more `[T, D]` to add.
 
     Devices that share the model have a part of the inputs each, and this is the one sum of their results in a block.
     """
     if num_parts() > 1:
-        return sum_of_parts(_part_of_product(x, matrix, bias))
-    return product_in_parts(x, matrix) if bias is None else product(x, matrix) + bias[...]
+        out = _part_of_product(x, matrix, bias)
+        return sum_of_parts(out if added is None else out + added)
+    out = product_in_parts(x, matrix) if bias is None else product(x, matrix) + bias[...]
+    return out if added is None else sum_parts(out, x) + added
 
 
 def _part_of_product(x: jax.Array, matrix: Weights, bias: nnx.Param[jax.Array] | None) -> jax.Array:

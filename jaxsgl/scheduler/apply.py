@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
-from jaxsgl.cache.pages import IntArray, PageTable
+from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.messages import Reply
 from jaxsgl.pooling import Pooled
 from jaxsgl.request import FinishReason
@@ -47,7 +46,7 @@ class Builder(Protocol):
         ...
 
 
-MakeBuilder: TypeAlias = Callable[[BucketSet, PageTable, SamplingRows, int], Builder]  # as `BatchBuilder.__init__`
+MakeBuilder: TypeAlias = Callable[..., Builder]  # as `BatchBuilder.__init__`, without `adapters` if there are none
 
 
 class Applier:
@@ -93,6 +92,9 @@ class Applier:
             state.ratio.decoded(plan.num_steps)
         state.admission_closed, state.blocked = plan.admission_closed, plan.blocked
         state.failed_admission = plan.failed_admission
+        for placement in plan.placements:
+            assert state.adapters is not None
+            state.adapters.place(placement)
         for admission in plan.admit:
             try:
                 self._admit(admission)
@@ -181,7 +183,9 @@ class Applier:
         if self._copies is not None:
             self._copies.left(req)
             self._copies.name_pages(req)
-        self._cache.drop(req.retract())
+        lease = req.retract()
+        self._leave_device(req, lease)
+        self._cache.drop(lease)
         self._requests.moved(req)
         self._state.failed_admission = None
         self._state.totals.retractions += 1
@@ -192,11 +196,14 @@ class Applier:
         if self._copies is not None:
             self._copies.left(req)
         lease = req.finish()
+        if req.adapter is not None:
+            req.adapter.num_requests -= 1
         if not req.output_ids:
             self._stopwatch.ended(req.key)
         self._requests.moved(req)
         self._state.failed_admission = None
         if lease is not None:
+            self._leave_device(req, lease)
             if stored is not None:
                 self._cache.release(lease, stored)
             else:
@@ -204,6 +211,10 @@ class Applier:
             self._state.admission_closed = False
         if not self._requests.admitted:
             self._state.ratio.reset()
+
+    def _leave_device(self, req: Req, lease: Lease) -> None:
+        if self._state.adapters is not None:
+            self._state.adapters.left(req.adapter, lease.row)
 
     def _admit(self, admission: Admission) -> None:
         req, state = admission.req, self._state
@@ -215,6 +226,8 @@ class Applier:
             req.admit(lease, admission.cached_tokens, *self._copies.begin_load(admission))
         else:
             req.admit(lease, admission.cached_tokens)
+        if state.adapters is not None:
+            state.adapters.admitted(req.adapter, lease.row)
         self._stopwatch.admitted(req.key)
         self._requests.moved(req)
         state.num_admitted += 1

@@ -76,6 +76,8 @@ class Arrivals:
         refusal = self._queue_limits.refusal(request, self._requests)
         if refusal is None and request.sampling.grammar is not None:
             refusal = Refusal(RefusalKind.INVALID, "output can't be held to a grammar yet: leave it out")
+        if refusal is None and request.adapter:
+            refusal = self._refuse_adapter(request.adapter)
         if refusal is not None and refusal.kind is RefusalKind.OVERLOADED:
             lowest = self._lower_than(request)
             if lowest is not None:
@@ -100,13 +102,28 @@ class Arrivals:
         capacity = self._state.capacity
         max_new = max_new_tokens(request, capacity.limits)
         kind = "last" if capacity.pooling is None else capacity.pooling.kind
-        leader = Req(request, max_new, self._eos_token_ids, seed, pooled_kind=kind)
-        others = [Req(request, max_new, self._eos_token_ids, seed, index, leader) for index in range(1, sampling.n)]
+        adapter = None
+        if self._state.adapters is not None and request.adapter:
+            adapter = self._state.adapters.by_name[request.adapter]
+            adapter.num_requests += sampling.n
+        leader = Req(request, max_new, self._eos_token_ids, seed, pooled_kind=kind, adapter=adapter)
+        others = [
+            Req(request, max_new, self._eos_token_ids, seed, index, leader, adapter=adapter)
+            for index in range(1, sampling.n)
+        ]
         if self._copies is not None:
             self._copies.name_pages(leader)
             for req in others:
                 req.page_names = leader.page_names.copy()
         return [leader, *others]
+
+    def _refuse_adapter(self, name: str) -> Refusal | None:
+        """Refuses a request for an adapter that isn't loaded."""
+        adapters = self._state.adapters
+        if adapters is not None and name in adapters.by_name:
+            return None
+        known = "none is" if adapters is None or not adapters.by_name else f"loaded are {', '.join(adapters.by_name)}"
+        return Refusal(RefusalKind.INVALID, f"no adapter named {name} is loaded: {known:.200}")
 
     def _lower_than(self, request: Request) -> Req | None:
         """The waiting request to refuse in place of `request`, of lower priority; None: there is none."""

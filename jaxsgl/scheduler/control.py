@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from jaxsgl.adapter_messages import ListAdapters, LoadAdapter, UnloadAdapter
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.events import page_hashes
@@ -42,6 +43,7 @@ from jaxsgl.messages import (
     WatchCache,
     Withdraw,
 )
+from jaxsgl.scheduler.adapter_orders import AdapterOrders, AdapterStore
 from jaxsgl.scheduler.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.profiling import Profiling
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -65,6 +67,7 @@ class Control:
       leak_check: looks for leaks.
       clock: gives seconds.
       residents: the weights and the pool, if the engine has them.
+      adapters: where it holds LoRA adapters, if flags ask for any.
 
     Attributes:
       is_active: whether `after_turn` has something to do.
@@ -78,6 +81,7 @@ class Control:
         leak_check: LeakCheck,
         clock: Callable[[], float] = time.monotonic,
         residents: Residents | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.is_active = False
         self.is_polling = False
@@ -89,6 +93,7 @@ class Control:
         self._journal: CacheJournal | None = None  # once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle, clock)
         self._weights = WeightOrders(scheduler, residents, self._answer)
+        self._adapters = AdapterOrders(scheduler, adapters, self._answer)
 
     def handle(self, command: Command | Withdraw) -> None:
         """Does what `command` says, or begins it. Its answer comes with `after_turn`, of this turn or a later one."""
@@ -116,8 +121,13 @@ class Control:
                 self._weights.handle(command)
                 if self._weights not in self._orders:
                     self._orders.append(self._weights)
+            case LoadAdapter() | UnloadAdapter() | ListAdapters():
+                self._adapters.handle(command)
+                if self._adapters not in self._orders:
+                    self._orders.append(self._adapters)
             case Withdraw(number):
                 self._weights.withdraw(number)
+                self._adapters.withdraw(number)
                 self._orders = [
                     order for order in self._orders if not (isinstance(order, _Flush) and order.number == number)
                 ]
@@ -132,7 +142,7 @@ class Control:
         self._orders = [order for order in self._orders if order.after_turn(collected)]
         self._tell_cache_events()
         self.is_active = bool(self._orders or self._journal)
-        self.is_polling = self._profiling.is_writing or self._weights.is_active
+        self.is_polling = self._profiling.is_writing or self._weights.is_active or self._adapters.is_active
         news, self._news = self._news, []
         return news
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.prefix import Peek
+from jaxsgl.scheduler.adapters import Adapter, AdapterLedger
 from jaxsgl.scheduler.budget import (
     CLIP_TOKENS,
     HORIZON_STEPS,
@@ -41,6 +42,7 @@ class Draft:
       admissions: requests to admit, with what they will hold.
       loads: of those, the ones whose prefix goes on in the host tier, with the pages that they load from it.
       taken_back: requests to take back to the queue.
+      adapters: what it brings to the device; None: no flag asks for adapters.
     """
 
     def __init__(self, view: SchedulerState) -> None:
@@ -50,6 +52,7 @@ class Draft:
         self.admissions: dict[Req, Claim] = {}
         self.loads: dict[Req, int] = {}
         self.taken_back: dict[Req, None] = {}
+        self.adapters = None if view.adapters is None else AdapterLedger(view.adapters)
         self._peeks: dict[Req, Peek] = {}
 
     def peek(self, req: Req) -> Peek:
@@ -101,12 +104,15 @@ class ExtendStep:
     Attributes:
       no_room: why the last waiting request was not admitted; None while all were.
       pages_short: pages that it lacks, if any.
+      off_device: whether a request was passed over because there is no place on the device for its adapter.
     """
 
     def __init__(self, draft: Draft, mixed: Sequence[Req], continuing: Sequence[Claim]) -> None:
         view = draft.view
         self.no_room: NoRoom | None = None
         self.pages_short = 0
+        self.off_device = False
+        self._keeps_places = False  # for a request that was passed over too often
         self._draft = draft
         self._ledger = draft.ledger
         self._cache = view.cache
@@ -154,13 +160,17 @@ class ExtendStep:
         """Admits `waiting` and adds their first chunks, until one finds no room; that one, with `no_room` saying why.
 
         Requests that begin like a prompt in progress are passed over, at most `MAX_REORDERED` of them. None of them
-        waits for long: a chunk of that prompt is computed in this step.
+        waits for long: a chunk of that prompt is computed in this step. So are those for whose adapters there is no
+        place on the device; behind one that has been overtaken too often, requests are admitted only if they keep no
+        adapter there.
         """
         may_preempt, num_held_back = self._draft.view.config.enable_priority_scheduling, 0
         for req in waiting:
             self.no_room, self.pages_short, self._steps_short = self._lack(), 0, 0
             if self.no_room is not None and not (self.no_room is NoRoom.ROWS and may_preempt):
                 return req
+            if req.adapter is not None and self._is_off_device(req, req.adapter):
+                continue
             prefix = self._draft.peek(req)
             if self._is_held_back(req, prefix):
                 num_held_back += 1
@@ -194,6 +204,17 @@ class ExtendStep:
             self._in_progress = PrefixesInProgress(self._cache, [*self._loading, *self._chunks])
         return self._in_progress.cover(req, prefix) and not draft.view.policy.goes_first(req, draft.num_admitted)
 
+    def _is_off_device(self, req: Req, adapter: Adapter) -> bool:
+        """Whether `req` can't run since its adapter isn't on the device, or since others wait for its place."""
+        ledger = self._draft.adapters
+        assert ledger is not None
+        if not ledger.may_admit(adapter):
+            self.off_device = True
+            if self._draft.view.policy.goes_first(req, self._draft.num_admitted):
+                self._keeps_places = True
+            return True
+        return self._keeps_places and not adapter.pinned
+
     def _admit(self, req: Req, prefix: Peek) -> bool:
         """Admits `req`, of which `prefix` is cached; False, with the reason in `no_room`, if it has to wait."""
         claim = Claim.planned(req, prefix, self._cache)
@@ -210,6 +231,8 @@ class ExtendStep:
             self._ledger.unlock(prefix)
             return False
         self._draft.admissions[req] = claim
+        if req.adapter is not None and self._draft.adapters is not None:
+            self._draft.adapters.admit(req.adapter)
         if num_to_load:
             self._draft.loads[req] = num_to_load
             self._loading.append(claim)

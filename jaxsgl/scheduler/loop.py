@@ -13,6 +13,7 @@ from jaxsgl.batch.engine_api import PageEngine, StepEngine, StepHandle
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
 from jaxsgl.request import Request
+from jaxsgl.scheduler.adapter_orders import AdapterStore
 from jaxsgl.scheduler.control import Control
 from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -39,17 +40,20 @@ def run_loop(
     check_every_step: bool = False,
     residents: Residents | None = None,
     pages: PageEngine | None = None,
+    adapters: AdapterStore | None = None,
 ) -> None:
     """Serves until a `Shutdown` message comes.
 
     With `check_every_step` a leak raises AssertionError, for tests. `residents` are the engine's weights and KV pool,
-    if operators may exchange them. `pages` is the engine's part that moves pages, if flags need it.
+    if operators may exchange them. `pages` is the engine's part that moves pages and places adapters, if flags need it,
+    `adapters` where it holds adapters.
     """
-    assert pages is not None or scheduler.cache.tier is None, "a host tier needs the engine's operations on pages"
+    needs_ops = scheduler.cache.tier is not None or scheduler.state.adapters is not None
+    assert pages is not None or not needs_ops, "a host tier or adapters need the engine's operations"
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
     leak_check = LeakCheck(scheduler)
-    control = Control(scheduler, engine, leak_check, residents=residents)
+    control = Control(scheduler, engine, leak_check, residents=residents, adapters=adapters)
     while True:
         for message in mailbox.receive(block=scheduler.is_idle and not control.is_polling):
             if isinstance(message, Shutdown):

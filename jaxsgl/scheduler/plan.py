@@ -14,6 +14,7 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.load import HostLoad, Totals
+from jaxsgl.scheduler.adapters import AdapterTable, Placement
 from jaxsgl.scheduler.budget import NewTokenRatio, PageCount
 from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.latency import Latency
@@ -29,6 +30,7 @@ class NoRoom(enum.Enum):
     TOKENS = "tokens"  # the pool is held for running requests
     ROWS = "rows"  # all rows are taken
     CHUNK = "chunk"  # the step is full
+    ADAPTERS = "adapters"  # the adapters of running requests take all places on the device
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class SchedulerState:
       num_admitted: admissions so far.
       loads: when loading from the host tier pays; None if there is no such tier.
       num_ops: operations on pages so far, which numbers them.
+      adapters: LoRA adapters; None: no flag asks for any.
       host_totals: counters of the host tier since the start, as far as they are not those of `HostTier`.
     """
 
@@ -72,6 +75,7 @@ class SchedulerState:
     num_admitted: int = 0
     loads: LoadRule | None = None
     num_ops: int = 0
+    adapters: AdapterTable | None = None
     host_totals: HostLoad = field(default_factory=HostLoad)
 
 
@@ -113,6 +117,7 @@ class StepPlan:
     Attributes:
       retract: requests that go back to the queue because pages ran out.
       preempt: requests that go back to the queue for one of higher priority.
+      placements: adapters that go to the device.
       admit: waiting requests that get a row and their prefix.
       copies: pages to the host tier and from it, before the step.
       recompute: requests that stop loading, since there is no room for the next page.
@@ -126,6 +131,7 @@ class StepPlan:
 
     retract: tuple[Req, ...]
     preempt: tuple[Req, ...]
+    placements: tuple[Placement, ...]
     admit: tuple[Admission, ...]
     copies: tuple[Write | LoadPages, ...]
     recompute: tuple[Req, ...]
@@ -149,6 +155,7 @@ class StepPlan:
             ("load", " ".join(f"{_name(c.req)}+{c.num_pages}" for c in self.copies if isinstance(c, LoadPages))),
             ("retract", " ".join(map(_name, self.retract))),
             ("preempt", " ".join(map(_name, self.preempt))),
+            ("place", " ".join(placement.adapter.name for placement in self.placements)),
             ("blocked by", self.blocked.value if self.blocked else ""),
         ]
         said = [f"{what} {text}" for what, text in parts if text] or ["no step"]

@@ -106,6 +106,7 @@ class _Planner(Draft):
         return StepPlan(
             retract=tuple(self._retract),
             preempt=tuple(self._preempt),
+            placements=() if self.adapters is None else tuple(self.adapters.placements),
             admit=tuple(Admission(req, claim.kv_len, self.loads.get(req, 0)) for req, claim in self.admissions.items()),
             copies=copies,
             recompute=recompute,
@@ -222,11 +223,14 @@ class _Planner(Draft):
             if first is not None and step.no_room is not NoRoom.CHUNK and self._preempt_for(first, step.pages_short):
                 mixed = [req for req in mixed if req not in self.taken_back]
                 continue
-            self._blocked = self._blocked or step.no_room
+            self._blocked = self._blocked or step.no_room or (NoRoom.ADAPTERS if step.off_device else None)
             step.add_leftovers(continuing)
             chunks = step.finished()
-            if not (chunks or continuing or first is None or self._is_loading):
-                self._note_failure(first, 0 if view.failed_admission is None else step.steps_short)
+            if not (chunks or continuing or self._is_loading):
+                if first is not None:
+                    self._note_failure(first, 0 if view.failed_admission is None else step.steps_short)
+                elif step.off_device:  # until a request ends
+                    self._note_failure(None, HORIZON_STEPS)
             if chunks or not continuing or self.decoding or view.steps_in_flight or self._is_loading:
                 return chunks
             self._retract_one(preemption.retractable(self.admitted))

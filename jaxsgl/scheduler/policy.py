@@ -24,6 +24,7 @@ from jaxsgl.scheduler.req import Req
 
 MAX_REORDERED = 128  # prefixes of this many requests are looked up; later arrivals are served first come, first served
 MAX_OVERTAKEN = 256  # admissions of later arrivals that a request lets pass
+MAX_OVERTAKEN_OFF_DEVICE = 32  # likewise one whose adapter is not on the device
 SHARED_TOKENS = 32  # common tokens that are worth waiting for
 
 
@@ -75,7 +76,9 @@ class Policy:
 
     def goes_first(self, req: Req, num_admitted: int) -> bool:
         """Whether `req` was retracted, or overtaken so often that it waits for no other request any more."""
-        return bool(req.output_ids) or num_admitted - req.num_ahead > MAX_OVERTAKEN
+        on_device = req.adapter is None or req.adapter.place > 0
+        most = MAX_OVERTAKEN if on_device else MAX_OVERTAKEN_OFF_DEVICE
+        return bool(req.output_ids) or num_admitted - req.num_ahead > most
 
     def lowest(self, reqs: Sequence[Req]) -> Req | None:
         """The request of the lowest priority; of several, the one that came last."""

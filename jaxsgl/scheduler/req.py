@@ -35,6 +35,7 @@ from jaxsgl.messages import TokenLogprob
 from jaxsgl.pooling import Pooling, PoolingKind
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.sampling_params import MAX_SEED
+from jaxsgl.scheduler.adapters import Adapter
 from jaxsgl.scheduler.pooled import PooledPrompt
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample
@@ -80,6 +81,7 @@ class Req:
         nothing for it any more.
       prefilled: whether its whole prompt was launched once, so that the other samples find it in the cache.
       priority: as the client sent it.
+      adapter: the LoRA adapter that it runs with; None: the model as it is.
       namespace: prefixes are shared with requests of an equal one alone.
       pooled: what is pooled of its prompt, if that is what it asks for; else None.
       num_ahead: admissions before its arrival plus requests that waited then: as many may be admitted before it.
@@ -92,6 +94,7 @@ class Req:
     __slots__ = (
         "_prompt_hash_ids",
         "_prompt_logprobs",
+        "adapter",
         "cached_tokens",
         "extend_to",
         "index",
@@ -131,6 +134,7 @@ class Req:
         index: int = 0,
         leader: Req | None = None,
         pooled_kind: PoolingKind = "last",
+        adapter: Adapter | None = None,
     ) -> None:
         self.request_id = request.request_id
         self.index = index
@@ -158,7 +162,8 @@ class Req:
         self.lease_number = 0
         self.prefilled = False
         self.priority = request.priority
-        self.namespace = namespace_of(request.cache_salt)
+        self.adapter = adapter
+        self.namespace = namespace_of(request.cache_salt, None if adapter is None else adapter.loading)
         self.num_ahead = 0
         self.cached_tokens = 0
         self.page_names: list[bytes] = []

@@ -35,6 +35,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.load import HostLoad, Load, Totals
 from jaxsgl.messages import Abort, Reply
 from jaxsgl.request import Request
+from jaxsgl.scheduler.adapters import AdapterTable
 from jaxsgl.scheduler.apply import Applier, MakeBuilder
 from jaxsgl.scheduler.arrivals import Arrivals
 from jaxsgl.scheduler.budget import NewTokenRatio
@@ -83,6 +84,7 @@ class Scheduler:
       clock: gives seconds.
       tier: of the cache, in host memory; None: there is none.
       loads: when loading from `tier` pays.
+      max_loaded_loras: adapters that may be loaded; None: any number.
 
     Attributes:
       queue_limits: what the queue takes.
@@ -110,6 +112,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         tier: HostTier | None = None,
         loads: LoadRule | None = None,
+        max_loaded_loras: int | None = None,
     ) -> None:
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
         eos_token_ids = frozenset(eos_token_ids)
@@ -122,6 +125,11 @@ class Scheduler:
         prefixes = RadixCache(capacity.page_size) if radix_cache else NaiveCache()
         assert (tier is None) == (loads is None) and (tier is None or radix_cache)
         cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes, tier)
+        adapters = None
+        if capacity.max_adapters:
+            adapters = AdapterTable(
+                capacity.num_rows, capacity.max_adapters, capacity.adapter_columns, max_loaded_loras
+            )
         max_itl_ms = config.max_itl_ms
         self.state = SchedulerState(
             config=config,
@@ -135,6 +143,7 @@ class Scheduler:
             latency=None if max_itl_ms is None else Latency(max_itl_ms / 1000, buckets, capacity.page_size),
             totals=Totals(),
             loads=loads,
+            adapters=adapters,
         )
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
@@ -142,7 +151,8 @@ class Scheduler:
         self._retraction_warning = RetractionWarning(capacity, config.schedule_conservativeness, clock)
         sampling = SamplingRows(capacity.num_rows)
         self._stopwatch = Stopwatch(clock)
-        builder = make_builder(buckets, table, sampling, capacity.page_size)
+        of_adapters = () if adapters is None else (adapters.rows,)
+        builder = make_builder(buckets, table, sampling, capacity.page_size, *of_adapters)
         self._copies = None if tier is None or loads is None else Copies(self.state, tier, loads, clock)
         self._applier = Applier(self.state, builder, sampling, self._stopwatch, self._copies)
         self._arrivals = Arrivals(
@@ -236,8 +246,9 @@ class Scheduler:
             self.check()
 
     def take_ops(self) -> list[EngineOp]:
-        """Operations on pages that go to the engine before the step that was launched last."""
-        return [] if self._copies is None else self._copies.take_ops()
+        """Operations that go to the engine before the step that was launched last."""
+        ops = [] if self._copies is None else self._copies.take_ops()
+        return ops if self.state.adapters is None else [*self.state.adapters.take_ops(), *ops]
 
     def take_gathers(self, gathers: Iterable[tuple[int, HostPages]]) -> None:
         """Takes pages that the engine has gathered."""
@@ -269,6 +280,7 @@ class Scheduler:
             step_times=self._stopwatch.step_times(self.is_idle),
             weight_version=weight_version,
             host=NO_HOST if self._copies is None else self._copies.load(),
+            adapters=() if self.state.adapters is None else self.state.adapters.names,
         )
 
     def pause(self, reason: PauseReason = PauseReason.OPERATOR) -> None:
@@ -317,6 +329,9 @@ class Scheduler:
         """Integrity of requests, rows and pages; raises AssertionError."""
         self._requests.check()
         self.cache.check(self._leases(), self._loading())
+        if self.state.adapters is not None:
+            held = [(req.adapter, req.lease.row) for req in self._requests.admitted.values() if req.lease]
+            self.state.adapters.check(held, [req.adapter for req in self._requests.all()])
         for req in self._requests.admitted.values():
             assert req.lease is not None and req.kv_len <= req.lease.num_tokens, f"{req.name} stores more than it holds"
 

@@ -138,7 +138,7 @@ def _with_offset(arch: ModelArch, scales: Tensor) -> Tensor:
     return scales if arch.norm_offset == 0 else scales.astype(np.float32) + np.float32(arch.norm_offset)
 
 
-def _fuse_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
+def fuse_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
     """Fuses q `[N * H]`, k and v `[K * H]` to `[K, G + 2, H]`; a trailing axis D stays."""
     heads = (arch.num_kv_heads, arch.stored_kv_heads, arch.stored_kv_heads)
     q, k, v = (
@@ -184,10 +184,10 @@ def _turned(arch: ModelArch, place: Place, heads: Tensor, axis: int) -> Iterator
 
 
 def _fuse_split_heads(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
-    """`_fuse_heads` of q, k and v that come as one tensor `[(N + 2 K) * H]`, one behind the other."""
+    """`fuse_heads` of q, k and v that come as one tensor `[(N + 2 K) * H]`, one behind the other."""
     (fused,) = tensors
     queries, keys = arch.num_heads * arch.head_dim, arch.stored_kv_heads * arch.head_dim
-    yield from _fuse_heads(arch, (fused[:queries], fused[queries : queries + keys], fused[queries + keys :]))
+    yield from fuse_heads(arch, (fused[:queries], fused[queries : queries + keys], fused[queries + keys :]))
 
 
 def _split_gate_up(arch: ModelArch, tensors: tuple[Tensor, ...]) -> Iterator[Piece]:
@@ -223,7 +223,7 @@ OF_ALL_LAYERS: dict[Path, Recipe] = {
             Source(_ATTENTION + "k_proj.bias", ("KH",)),
             Source(_ATTENTION + "v_proj.bias", ("KH",)),
         ),
-        _fuse_heads,
+        fuse_heads,
     ),
     ("vectors", "sinks"): Recipe((Source(_ATTENTION + "sinks", ("N",)),), _as_is),
 }
@@ -235,7 +235,7 @@ OF_LAYER: dict[Path, Recipe] = {
             Source(_ATTENTION + "k_proj.weight", ("KH", "D")),
             Source(_ATTENTION + "v_proj.weight", ("KH", "D")),
         ),
-        _fuse_heads,
+        fuse_heads,
     ),
     ("attention", "o"): Recipe((Source(_ATTENTION + "o_proj.weight", ("D", "NH")),), _as_is),
     ("attention", "o_bias"): Recipe((Source(_ATTENTION + "o_proj.bias", ("D",)),), _as_is),

@@ -1,0 +1,84 @@
+"""What adapters add to the decoder's products is what peft adds, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models.lora import ActiveAdapters, adaptable_modules, pool_arrays
+from jaxsgl.weights import load_params
+from jaxsgl.weights.adapters import AdapterFolder
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.plain_model import causal_attend, mesh_of
+from tests.weights.peft_adapters import ATTENTION, MLP, adapted_logits, make_adapter
+
+PROMPT = np.random.default_rng(3).integers(0, VOCAB_SIZE, 80).tolist()
+KINDS: dict[
+    str, list[tuple[list[str], dict[str, Any]]]
+] = {  # several adapters for each kind of model: modules and settings of peft
+    "qwen3": [
+        (ATTENTION + MLP, {"r": 4}),
+        (["q_proj", "v_proj"], {"r": 8, "use_rslora": True}),
+        (["k_proj", "up_proj", "down_proj"], {"r": 2, "alpha_pattern": {"layers.1.mlp.up_proj": 32}}),
+        (["o_proj", "gate_proj"], {"r": 3, "rank_pattern": {"o_proj": 6}, "layers_to_transform": [1]}),
+    ],
+    "phi3": [(["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], {"r": 4})],
+    "glm": [([*ATTENTION, "gate_up_proj"], {"r": 4})],
+    "qwen2_moe": [(ATTENTION, {"r": 4})],
+    "olmo2": [(ATTENTION + MLP, {"r": 4})],
+}
+
+
+def batch_logits(model: Path, adapters: Sequence[Path], dtype: str = "float32") -> list[np.ndarray]:
+    """Logits of the prompt without an adapter, then with each; of one batch whose adapters lie in shuffled columns."""
+    arch = ModelArch.from_folder(model)
+    graphdef, _ = abstract_model(arch, jnp.dtype(dtype))
+    params = load_params(model, arch, jnp.dtype(dtype), mesh_of())
+    modules, folders = adaptable_modules(arch), [AdapterFolder(folder, arch) for folder in adapters]
+    num_columns = sum(folder.rank for folder in folders) + 3
+    free = np.random.default_rng(0).permutation(num_columns)
+    owners = np.zeros(num_columns, np.int32)
+    pool = [
+        {name: np.full(array.shape, 7.0, dtype) for name, array in pool_arrays(arch, i, modules, num_columns).items()}
+        for i in range(arch.num_layers)
+    ]
+    for number, folder in enumerate(folders, 1):
+        mine, free = free[: folder.rank], free[folder.rank :]
+        owners[mine] = number
+        for i, layer in enumerate(folder.columns(modules, dtype)):
+            for name, array in layer.items():
+                axis = pool_arrays(arch, i, modules, 1)[name].column_axis
+                pool[i][name][(slice(None),) * axis + (mine,)] = array
+
+    @jax.jit
+    def run(params: nnx.State, pool: list[dict[str, jax.Array]], number: jax.Array) -> jax.Array:
+        active = ActiveAdapters(pool, jnp.full(len(PROMPT), number), jnp.asarray(owners))
+        merged, positions = nnx.merge(graphdef, params), jnp.arange(len(PROMPT), dtype=jnp.int32)
+        ids = jnp.asarray([token % arch.vocab_size for token in PROMPT], jnp.int32)
+        return merged.logits(merged(ids, positions, causal_attend(arch), adapters=active))
+
+    return [np.asarray(run(params, pool, jnp.int32(number))) for number in range(len(folders) + 1)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_with_an_adapter_are_those_of_peft(kind: str, tmp_path: Path) -> None:
+    model = make_checkpoint(kind, tmp_path / "model")
+    adapters = [
+        make_adapter(model, tmp_path / str(i), modules=modules, seed=i, **settings)
+        for i, (modules, settings) in enumerate(KINDS[kind])
+    ]
+    vocab_size = ModelArch.from_folder(model).vocab_size
+    prompt = [token % vocab_size for token in PROMPT]
+    base, *adapted = batch_logits(model, adapters)
+    np.testing.assert_allclose(base, adapted_logits(model, None, prompt), atol=1e-3)
+    for folder, logits in zip(adapters, adapted, strict=True):
+        assert np.abs(logits - base).max() > 0.05, "an adapter that changes nothing proves nothing"
+        np.testing.assert_allclose(logits, adapted_logits(model, folder, prompt), atol=1e-3, err_msg=folder.name)
