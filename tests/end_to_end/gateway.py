@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import openai
 
 from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer
 
@@ -129,6 +130,12 @@ def _metrics(address: str, name: str) -> dict[str, int]:
     text = httpx.get(f"http://{address}/metrics", timeout=PATIENCE_S).text
     found = re.findall(rf"^{re.escape(name)}({{.*}})? (\S+)$", text, re.MULTILINE)
     return {labels: int(float(value)) for labels, value in found}
+
+
+def client_of(url: str, stack: contextlib.ExitStack) -> openai.OpenAI:
+    """A client with connections of its own, which end with `stack`."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    return stack.enter_context(client)
 
 
 def free_ports(count: int) -> list[int]:

@@ -12,7 +12,14 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.end_to_end.precision import EXACT_FLAGS
+
 START_TIMEOUT_S = 150.0
+# Sizes of servers of the bundled model whose tests need no others: they compile the same programs, which are kept.
+COMMON_FLAGS = (
+    *EXACT_FLAGS, "--page-size", "16", "--max-total-tokens", "16384", "--max-running-requests", "8",
+    "--decode-buckets", "8", "--extend-buckets", "256", "--chunked-prefill-size", "256",
+)  # fmt: skip
 
 
 class RunningServer:

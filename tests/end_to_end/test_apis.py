@@ -23,14 +23,9 @@ from jaxsgl.sampling_params import SamplingParams
 from tests import numpy_sampling
 from tests.end_to_end.apis import PATIENCE_S, Answer, Api, OwnGrpc, Prompt, Sample, events_of, ids_of
 from tests.end_to_end.openai_apis import OpenAIChat, OpenAICompletions
-from tests.end_to_end.precision import EXACT_FLAGS
-from tests.end_to_end.servers import RunningServer, check_log, running_server
+from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, check_log, running_server
 from tests.end_to_end.sglang_apis import SglangGrpc, SglangHttp
 
-FLAGS = (
-    *EXACT_FLAGS, "--max-running-requests", "16", "--decode-buckets", "16",
-    "--extend-buckets", "256", "--chunked-prefill-size", "256", "--max-total-tokens", "16384",
-)  # fmt: skip
 EOS = frozenset({1023, 1021})
 TOLERANCE = 1e-3
 CLIENTS = 24
@@ -41,7 +36,7 @@ Reference: TypeAlias = Callable[[Sequence[int]], np.ndarray]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server"), FLAGS) as running:
+    with running_server(tmp_path_factory.mktemp("server"), COMMON_FLAGS) as running:
         yield running
         check_log(running)
 

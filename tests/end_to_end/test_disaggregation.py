@@ -15,19 +15,15 @@ import httpx
 import openai
 import pytest
 
-from tests.end_to_end.gateway import PATIENCE_S, Gateway, Worker, free_ports, running_gateway, wait_for
-from tests.end_to_end.precision import EXACT_FLAGS
-from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer, running_server
+from tests.end_to_end.gateway import PATIENCE_S, Gateway, Worker, client_of, free_ports, running_gateway, wait_for
+from tests.end_to_end.servers import COMMON_FLAGS, START_TIMEOUT_S, RunningServer, running_server
 from tests.end_to_end.texts import filler
 from tests.grids import NIGHTLY
 
 pytestmark = pytest.mark.foreign
 
 MODEL = "tiny"
-FLAGS = (
-    "--served-model-name", MODEL, "--page-size", "16", "--max-running-requests", "8", "--decode-buckets", "8",
-    "--extend-buckets", "64", "--chunked-prefill-size", "64", *EXACT_FLAGS,
-)  # fmt: skip
+FLAGS = (*COMMON_FLAGS, "--served-model-name", MODEL)
 ENDS_WITHIN_S = 10.0
 
 
@@ -67,7 +63,7 @@ class Fleet:
         return self._stack.enter_context(running_server(folder, (*FLAGS, *flags)))
 
     def client(self, url: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+        return client_of(url, self._stack)
 
     @property
     def through(self) -> openai.OpenAI:

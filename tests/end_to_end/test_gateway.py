@@ -20,9 +20,8 @@ import openai
 import pytest
 
 from tests.end_to_end import serve_poisoned
-from tests.end_to_end.gateway import PATIENCE_S, Gateway, Worker, free_ports, running_gateway, wait_for
-from tests.end_to_end.precision import EXACT_FLAGS
-from tests.end_to_end.servers import START_TIMEOUT_S, running_server
+from tests.end_to_end.gateway import PATIENCE_S, Gateway, Worker, client_of, free_ports, running_gateway, wait_for
+from tests.end_to_end.servers import COMMON_FLAGS, START_TIMEOUT_S, running_server
 from tests.end_to_end.texts import filler
 
 pytestmark = pytest.mark.foreign
@@ -30,11 +29,7 @@ pytestmark = pytest.mark.foreign
 PAGE_SIZE = 16
 NUM_WORKERS = 2
 MODEL = "tiny"
-WORKER_FLAGS = (
-    "--served-model-name", MODEL, "--page-size", str(PAGE_SIZE), "--max-running-requests", "8",
-    "--decode-buckets", "8", "--extend-buckets", "256", "--chunked-prefill-size", "256",
-    "--drain-s", "100", *EXACT_FLAGS,
-)  # fmt: skip
+WORKER_FLAGS = (*COMMON_FLAGS, "--served-model-name", MODEL, "--page-size", str(PAGE_SIZE), "--drain-s", "100")
 GATEWAY_FLAGS = (
     "--policy", "cache_aware", "--block-size", str(PAGE_SIZE),
     "--health-check-interval-secs", "1", "--health-success-threshold", "1",
@@ -73,11 +68,10 @@ class Fleet:
 
     @property
     def client(self) -> openai.OpenAI:
-        return client_of(self.gateway.url)
+        return client_of(self.gateway.url, self._stack)
 
-
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    def client_of(self, worker: Worker) -> openai.OpenAI:
+        return client_of(f"http://{worker.http}", self._stack)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +105,7 @@ def test_workers_that_were_still_loading_are_registered_with_their_model(fleet: 
 
 @pytest.mark.parametrize("question", ["What is 3 + 4?", "Say hello in Japanese.", "Count from 1 to 30"])
 def test_answers_equal_the_workers_own_whole_and_streamed(fleet: Fleet, question: str) -> None:
-    own = client_of(f"http://{fleet.workers[0].http}").chat.completions.create(**user(question))
+    own = fleet.client_of(fleet.workers[0]).chat.completions.create(**user(question))
     whole = fleet.client.chat.completions.create(**user(question))
     assert whole.choices[0].message.content == own.choices[0].message.content
     assert whole.choices[0].finish_reason == "stop"
@@ -133,7 +127,7 @@ def test_a_text_is_continued(fleet: Fleet) -> None:
 
 def test_log_probabilities_equal_the_workers_own(fleet: Fleet) -> None:
     request = {**user("What is 3 + 4?"), "logprobs": True, "top_logprobs": 3}
-    own = client_of(f"http://{fleet.workers[0].http}").chat.completions.create(**request).choices[0].logprobs
+    own = fleet.client_of(fleet.workers[0]).chat.completions.create(**request).choices[0].logprobs
     through = fleet.client.chat.completions.create(**request).choices[0].logprobs
     assert own is not None
     assert through is not None
@@ -176,7 +170,7 @@ def test_a_request_at_which_a_worker_fails_reaches_no_other_worker(fleet: Fleet,
         client.chat.completions.create(**poison)
     assert sorted(worker.failed - count for worker, count in zip(fleet.workers, before, strict=True)) == [0, 1]
     for worker in fleet.workers:
-        own = client_of(f"http://{worker.http}").chat.completions.create(**user("What is 3 + 4?"))
+        own = fleet.client_of(worker).chat.completions.create(**user("What is 3 + 4?"))
         assert own.choices[0].finish_reason == "stop"
     assert len(fleet.gateway.healthy()) == NUM_WORKERS
 
@@ -215,7 +209,7 @@ def test_a_client_that_leaves_before_its_whole_answer_frees_the_worker(fleet: Fl
 def teach(fleet: Fleet, worker: Worker, prefix: str) -> None:
     """Has a worker compute `prefix` past the gateway, which learns of it by the worker's cache events alone."""
     known = fleet.gateway.known_pages(worker)
-    client_of(f"http://{worker.http}").chat.completions.create(**user(f"{prefix} One?"), max_tokens=1)
+    fleet.client_of(worker).chat.completions.create(**user(f"{prefix} One?"), max_tokens=1)
     wait_for(lambda: fleet.gateway.known_pages(worker) >= known + 5, "events of the worker's new pages")
 
 

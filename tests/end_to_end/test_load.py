@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.end_to_end.servers import check_log, running_server
-from tests.end_to_end.test_apis import FLAGS  # so that the programs are compiled once for both
+from tests.end_to_end.servers import COMMON_FLAGS, check_log, running_server
 from tests.scripts.running import run_script
 
 CONVERSATIONS = (
@@ -18,7 +17,7 @@ CONVERSATIONS = (
 def test_conversations_find_their_earlier_turns_in_the_cache(tmp_path: Path) -> None:
     """All but the question of a turn has been served before; its whole pages are cached."""
     out = tmp_path / "out.jsonl"
-    with running_server(tmp_path, FLAGS) as server:
+    with running_server(tmp_path, COMMON_FLAGS) as server:
         for backend, address in (("jaxsgl-grpc", server.address), ("sglang", f"http://{server.http_address}")):
             run_script(
                 "bench_serving.py", "--backend", backend, "--base-url", address, "--output-file", out, *CONVERSATIONS

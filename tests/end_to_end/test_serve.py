@@ -22,25 +22,12 @@ import pytest
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from tests.end_to_end.precision import EXACT_FLAGS
-from tests.end_to_end.servers import RunningServer, client, running_server
-
-FLAGS = (
-    *EXACT_FLAGS,
-    "--max-running-requests",
-    "8",
-    "--decode-buckets",
-    "1,8",
-    "--extend-buckets",
-    "32,256",
-    "--chunked-prefill-size",
-    "256",
-)
+from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, client, running_server
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("server"), FLAGS) as running:
+    with running_server(tmp_path_factory.mktemp("server"), COMMON_FLAGS) as running:
         yield running
 
 
@@ -254,14 +241,14 @@ def test_the_first_start_takes_under_a_minute_and_the_second_is_much_faster(tmp_
 
 
 def test_sigterm_ends_everything_cleanly(tmp_path: Path) -> None:
-    with running_server(tmp_path, FLAGS) as server:
+    with running_server(tmp_path, COMMON_FLAGS) as server:
         engine_pid = server.engine_pid
         assert server.stop() == 0
         assert not Path(f"/proc/{engine_pid}").exists()
 
 
 def test_ctrl_c_during_a_stream_ends_the_call_and_the_server(tmp_path: Path) -> None:
-    with running_server(tmp_path, FLAGS) as server, grpc.insecure_channel(server.address) as channel:
+    with running_server(tmp_path, COMMON_FLAGS) as server, grpc.insecure_channel(server.address) as channel:
         call = pb_grpc.JaxsglStub(channel).Generate(greedy("Once upon a time", 10**6, ignore_eos=True))
         tokens = len(next(call).token_ids)
         os.killpg(server.process.pid, signal.SIGINT)  # as a terminal does
@@ -276,7 +263,7 @@ def test_ctrl_c_during_a_stream_ends_the_call_and_the_server(tmp_path: Path) -> 
 
 
 def test_killing_the_engine_ends_open_calls_within_two_seconds(tmp_path: Path) -> None:
-    with running_server(tmp_path, FLAGS) as server, grpc.insecure_channel(server.address) as channel:
+    with running_server(tmp_path, COMMON_FLAGS) as server, grpc.insecure_channel(server.address) as channel:
         stub = pb_grpc.JaxsglStub(channel)
         started, ended_s, codes = threading.Barrier(4), [], []
 

@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jaxsgl.config import BUNDLED_MODEL
-from tests.end_to_end.servers import RunningServer, check_log, running_server
-from tests.end_to_end.test_apis import FLAGS  # so that the programs are compiled once for both
+from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, check_log, running_server
 from tests.grids import count
 
 NUM_STREAMS = 64
@@ -43,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def server(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    flags = ("--model", str(folders[0]), *FLAGS)
+    flags = ("--model", str(folders[0]), *COMMON_FLAGS)
     with running_server(tmp_path_factory.mktemp("server"), flags) as server:
         yield server
         server.stop()
