@@ -21,6 +21,8 @@ from jaxsgl.adapter_messages import LoadAdapter
 from jaxsgl.config import BUNDLED_MODEL, DEFAULT_WEIGHT_VERSION, EngineConfig
 from jaxsgl.engine.residents import Tree
 from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
+from jaxsgl.llm_media import OfflineMedia, has_parts, read_chat, read_prompt
+from jaxsgl.media import MediaItem
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine, TokenLogprob
 from jaxsgl.models import Params
 from jaxsgl.request import Request, check_request
@@ -32,8 +34,9 @@ from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
 from jaxsgl.weight_messages import MemoryTag
 from jaxsgl.wiring import build, build_scheduler
 
-Prompt: TypeAlias = str | Sequence[int]
-Conversation: TypeAlias = Sequence[Mapping[str, str]]
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+Encoded: TypeAlias = tuple[list[int], tuple[MediaItem, ...]]
 
 MEMORY_TAGS = tuple(tag.value for tag in MemoryTag)
 
@@ -94,7 +97,8 @@ class LLM:
         """Completes all prompts (texts or lists of token ids) together; answers in their order, n for each.
 
         Args:
-          prompts: one prompt or many.
+          prompts: one prompt or many. One with pictures or videos is `{"prompt": ..., "multi_modal_data": {"image":
+            [...], "video": [...]}}`: PIL images, paths, files' contents or data: URLs; a video may be a list of frames.
           sampling_params: for all prompts, or one for each; default `SamplingParams()`.
           priority: of all prompts, or one for each; counts with `enable_priority_scheduling`.
           cache_salt: of all prompts, or one for each: cached prefixes are shared among prompts of an equal salt alone.
@@ -105,8 +109,8 @@ class LLM:
           InvalidRequest: a prompt can never be served; no prompt has run then.
           RequestFailed: our own bug in the work for one prompt; the answers of the others are lost.
         """
-        ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(ids, sampling_params, priority, cache_salt, adapter, progress)
+        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return self._run(encoded, sampling_params, priority, cache_salt, adapter, progress)
 
     def chat(
         self,
@@ -118,12 +122,14 @@ class LLM:
         adapter: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[Completion]:
-        """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`."""
+        """Like `generate`, for one or many conversations, each a list of `{"role": ..., "content": ...}`.
+
+        A content with pictures is a list of parts: `{"type": "text", "text": ...}`, `{"type": "image", "image": ...}`.
+        """
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(Sequence[Conversation], [conversations] if one else conversations)
-        chats = [[_message(turn) for turn in turns] for turns in many]
-        ids = [self.tokenizer.encode_chat(chat) for chat in chats]
-        return self._run(ids, sampling_params, priority, cache_salt, adapter, progress)
+        encoded = [self._encode_chat(turns) for turns in many]
+        return self._run(encoded, sampling_params, priority, cache_salt, adapter, progress)
 
     @property
     def lora_adapters(self) -> tuple[str, ...]:
@@ -223,18 +229,29 @@ class LLM:
         kept_prefixes.keep(self.config, self.engine, self._scheduler)
         self.engine.close()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> Encoded:
         try:
+            if isinstance(prompt, Mapping):
+                return self._media.prepare(read_prompt(prompt), add_special_tokens=True)
             if isinstance(prompt, str):
                 prompt.encode()  # a lone surrogate is no text
-                return self.tokenizer.encode(prompt)
-            return [operator.index(token_id) for token_id in prompt]
+                return self.tokenizer.encode(prompt), ()
+            return [operator.index(token_id) for token_id in prompt], ()
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidRequest(f"a prompt must be a text or a list of token ids: {error}") from None
 
+    def _encode_chat(self, turns: Conversation) -> Encoded:
+        if has_parts(turns):
+            return self._media.prepare(read_chat(turns, self.tokenizer), add_special_tokens=False)
+        return self.tokenizer.encode_chat([_message(turn) for turn in turns]), ()
+
+    @property
+    def _media(self) -> OfflineMedia:
+        return OfflineMedia(self.engine.info.model_path, self.engine.capacity.limits.media, self.tokenizer)
+
     def _run(
         self,
-        prompts: list[list[int]],
+        prompts: list[Encoded],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
         cache_salt: str | Sequence[str],
@@ -254,8 +271,10 @@ class LLM:
         for name in set(adapters) - {"", *self.lora_adapters}:
             raise InvalidRequest(f"no adapter named {name} is loaded: loaded are {self.lora_adapters}")
         requests = [
-            Request(str(i), ids, sampling, order, salt, adapter=name)
-            for i, (ids, sampling, order, salt, name) in enumerate(zip(prompts, *columns, adapters, strict=True))
+            Request(str(i), ids, sampling, order, salt, media=media, adapter=name)
+            for i, ((ids, media), sampling, order, salt, name) in enumerate(
+                zip(prompts, *columns, adapters, strict=True)
+            )
         ]
         for request in requests:
             if request.sampling.stop:
@@ -337,7 +356,7 @@ def _per_prompt(what: str, given: Any, kind: type, num_prompts: int) -> list[Any
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Returns one text or one list of ids as a list of one."""
-    one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Real))
+    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Real))
     return cast(Sequence[Prompt], [prompts] if one else prompts)
 
 

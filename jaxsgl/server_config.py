@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from jaxsgl.config import EngineConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.flags import check_choices, flag, flag_name, require
+from jaxsgl.media_config import MediaConfig
 from jaxsgl.text.dialects import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 LOG_FORMATS = ("text", "json")
@@ -27,6 +28,7 @@ class ServerConfig:
     """What `python -m jaxsgl.serve` needs: the engine's configuration and where to listen."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 for all")
     port: int = flag(30000, "HTTP port; 0 takes a free one", alias="--http-port")
     grpc_port: int = flag(30001, "gRPC port; 0 takes a free one")

@@ -19,6 +19,7 @@ COMMON = {
     "grammar",
     "bounds",
     "media",
+    "media_config",
     "media_settings",
     "pooling",
     "sampling_params",
@@ -28,7 +29,7 @@ COMMON = {
     "stacks",
 }
 ALLOWED = {
-    "text": {"messages"},
+    "text": {"messages", "preprocess.sources"},
     "frontend": {
         "server_config",
         "messages",

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import msgspec
 
 from jaxsgl import logs
 from jaxsgl.disaggregation import ALL_IN_ONE
@@ -26,20 +28,29 @@ from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import ReplyStream
+from jaxsgl.media import MediaItem
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
 from jaxsgl.request import Rendezvous, Request, check_num_scores, check_request
 from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.server_config import ServerConfig
 from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.dialects import Dialect
-from jaxsgl.text.prompts import Prompt, tokenize_all
+from jaxsgl.text.prompts import IdsPrompt, Prompt, tokenize_all
 from jaxsgl.text.sample import End, Piece, Sample, detokenizer_of, join
 from jaxsgl.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxsgl.frontend.media_loader import MediaLoader  # servers of text never load Pillow
 
 MAX_REQUEST_ID_CHARS = 256
 INLINE_SCORES = 1000  # that an endpoint may write out on the event loop: a few milliseconds
 REQUESTS_A_TURN = 64  # that a call may check or submit in one turn of the event loop: a few milliseconds
 TOKENS_LIKE_A_REQUEST = 1000  # to check so many tokens takes as long as to check a request
+
+TEXT_ALONE = (
+    "the request has images or videos, but the model takes text alone: leave them out, or ask a server whose model has "
+    "a vision tower"
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -57,11 +68,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model being served, known once the engine is ready; `dialect` is how it writes reasoning and calls."""
+    """The model being served, known once the engine is ready.
+
+    `dialect` is how it writes reasoning and calls; `media` prepares pictures and videos, None: it takes text alone.
+    """
 
     info: EngineInfo
     tokenizer: Tokenizer
     dialect: Dialect = field(default_factory=Dialect)
+    media: MediaLoader | None = None
 
 
 class Pause:
@@ -215,11 +230,11 @@ class Generator:
                 if sampling.stop:
                     model.tokenizer.check_text_comes_back("stop strings")
             limits, requests, pause = model.info.limits, list[Request](), Pause()
-            tokenized = await self.tokenize_all(prompts)
+            read = await self._read_all(prompts)
             rooms = rooms or [None] * len(prompts)
-            for ids, sampling, request_id, room in zip(tokenized, samplings, request_ids, rooms, strict=True):
+            for (ids, media), sampling, request_id, room in zip(read, samplings, request_ids, rooms, strict=True):
                 of_leg = sampling if room is None else leg_sampling(sampling, self._mode)
-                requests.append(Request(request_id, ids, of_leg, priority, namespace, room))
+                requests.append(Request(request_id, ids, of_leg, priority, namespace, room, media))
                 check_request(requests[-1], limits)
                 await pause.after(1 + len(ids) // TOKENS_LIKE_A_REQUEST)
             check_num_scores(requests, limits)
@@ -231,8 +246,22 @@ class Generator:
 
         Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready.
         """
+        return [ids for ids, _ in await self._read_all(prompts)]
+
+    async def _read_all(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], tuple[MediaItem, ...]]]:
+        """Returns the ids and the media of each of `prompts`."""
         model = self.model
-        return await tokenize_all(prompts, model.tokenizer, model.info.limits.context_length, self._threads)
+        limits = model.info.limits
+
+        async def tokenize(given: Sequence[Prompt]) -> list[list[int]]:
+            return await tokenize_all(given, model.tokenizer, limits.context_length, self._threads)
+
+        if any(prompt.media for prompt in prompts):
+            if model.media is None:
+                raise InvalidRequest(TEXT_ALONE)
+            return await model.media.prepare_all(prompts, tokenize)
+        items = (prompt.items if isinstance(prompt, IdsPrompt) else () for prompt in prompts)
+        return list(zip(await tokenize(prompts), items, strict=True))
 
     async def off_loop(self, num_scores: int, work: Callable[[], ResultT]) -> ResultT:
         """Returns the result of `work` on `num_scores` log-probabilities or tokens: from a thread, if they are many."""
@@ -260,6 +289,8 @@ class Generator:
         detokenizer = partial(detokenizer_of, self.model.tokenizer, request.sampling, visible) if text else NoText
         timing = Timing(self._metrics, request.sampling.n)
         with timing, self._engine.open(request, rank) as stream:
+            if request.media:  # on their way; megabytes that this process needs no more
+                msgspec.structs.force_setattr(request, "media", ())
             generation = Generation(request, stream, detokenizer, timing)
             timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, stream)
             try:

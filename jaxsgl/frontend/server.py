@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxsgl import logs
 from jaxsgl.frontend.access import Access
@@ -34,9 +34,14 @@ from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.watchdog import watch
 from jaxsgl.frontend.workers import Workers
+from jaxsgl.media_settings import load_settings
+from jaxsgl.messages import EngineInfo
 from jaxsgl.server_config import ServerConfig
 from jaxsgl.text.dialects import dialect_of
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from jaxsgl.frontend.media_loader import MediaLoader
 
 GRACE_S = 0.2  # calls that arrive at the end get an error that says why; a stopped gRPC server would say CANCELLED
 ENGINE_ERROR_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine's error explains it better
@@ -218,6 +223,17 @@ class Server:
         await self.report_health()
         await asyncio.sleep(GRACE_S)
 
+    def _media_loader(self, info: EngineInfo, tokenizer: Tokenizer) -> MediaLoader | None:
+        """Returns what prepares pictures, if the model takes any. Raises `CheckpointError`."""
+        if info.limits.media is None:
+            return None
+        from jaxsgl.frontend.media_loader import MediaLoader  # servers of text never load Pillow
+
+        settings = load_settings(info.model_path)
+        if settings is None:
+            return None
+        return MediaLoader(self._config.media, info.limits.media, settings, tokenizer, self._threads)
+
     async def _load_model(self) -> ServedModel:
         """Loads the tokenizer while the engine starts; waits for both."""
         starting = asyncio.create_task(self.engine.ready())
@@ -233,7 +249,8 @@ class Server:
                 starting.result()
             tokenizer: Tokenizer = await loading
             dialect = dialect_of(tokenizer.chat_template, self._config.tool_call_parser, self._config.reasoning_parser)
-            return ServedModel(await starting, tokenizer, dialect)
+            info = await starting
+            return ServedModel(info, tokenizer, dialect, self._media_loader(info, tokenizer))
         finally:
             starting.cancel()
             loading.cancel()

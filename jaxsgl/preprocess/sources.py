@@ -6,21 +6,42 @@ Knows no protocol and no network. `frontend/media_fetch.py` fetches what is left
 from __future__ import annotations
 
 import base64
-import binascii
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
-
-from PIL import Image
+from typing import TYPE_CHECKING, TypeAlias
 
 from jaxsgl.errors import InvalidRequest
 
-MAX_BYTES = 32 << 20  # of a picture or video
-_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.ASCII)
+if TYPE_CHECKING:
+    from PIL import Image  # text-only servers never load it
+
+_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?((?:;[\w.+-]+=[^;,]*)*)(;base64)?,", re.ASCII | re.IGNORECASE)
 _HEAD_CHARS = 256
+MAX_FRAMES = 4096  # of a list; how many a model takes is known later
 FRAME_LIST_TYPE = "video/jpeg"  # vLLM's name for frames as JPEG files in base64, separated by commas
 
 Content: TypeAlias = "bytes | Image.Image"
+
+
+class Budget:
+    """Bytes that the files of a request may still have."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._most = self._left = num_bytes
+
+    def check(self, num_bytes: int, name: str) -> None:
+        """Raises `InvalidRequest` if so many are too many; `name` says which file it is."""
+        if num_bytes > self._left:
+            raise InvalidRequest(
+                f"with {name} the request has more than {self._most} bytes of pictures and videos "
+                "(--media-max-bytes): send fewer or smaller ones"
+            )
+
+    def take(self, num_bytes: int, name: str) -> None:
+        """Counts bytes. Raises `InvalidRequest` if they are too many."""
+        self.check(num_bytes, name)
+        self._left -= num_bytes
 
 
 @dataclass(frozen=True)
@@ -40,18 +61,86 @@ class VideoFile:
 
 File: TypeAlias = ImageFile | VideoFile
 
+Named: TypeAlias = "str | bytes | Image.Image"  # a URL, a file's content, or a decoded picture
 
-def data_of(url: str, kinds: tuple[str, ...], max_bytes: int, name: str) -> tuple[str, bytes]:
-    """Returns the media type and the content of a data: URL. Raises `InvalidRequest`.
 
-    `kinds` are the main types that are taken, as "image"; `name` says in errors which one it is.
+@dataclass(frozen=True)
+class ImageSource:
+    """A picture as a client names it: by a data: or http(s) URL, or by its content."""
+
+    named: Named
+
+
+@dataclass(frozen=True)
+class VideoSource:
+    """A video as a client names it: a file, or its frames, `fps` of them a second."""
+
+    named: str | bytes | tuple[Named, ...]
+    fps: float | None = None
+
+
+Source: TypeAlias = ImageSource | VideoSource
+IMAGE_KINDS, VIDEO_KINDS = ("image",), ("video", "image")
+
+
+def is_remote(url: object) -> bool:
+    """Whether something is a URL that must be fetched."""
+    return isinstance(url, str) and url[:5].lower() != "data:"
+
+
+def files_of(sources: Sequence[Source], fetched: Mapping[str, bytes], budget: Budget) -> list[File]:
+    """Returns the files of `sources`, those at remote URLs from `fetched`. Raises `InvalidRequest`."""
+    files: list[File] = []
+    for number, source in enumerate(sources):
+        if isinstance(source, ImageSource):
+            content = _content(source.named, IMAGE_KINDS, fetched, budget, f"image {number}")
+            if isinstance(content, tuple):
+                raise InvalidRequest(f"image {number} is a list of frames: send it as a video")
+            files.append(ImageFile(content))
+            continue
+        name = f"video {number}"
+        if isinstance(source.named, tuple):
+            if len(source.named) > MAX_FRAMES:
+                raise InvalidRequest(f"{name} has {len(source.named)} frames, but may have {MAX_FRAMES}: send fewer")
+            frames: list[Content] = []
+            for frame in source.named:
+                content = _content(frame, IMAGE_KINDS, fetched, budget, f"a frame of {name}")
+                assert not isinstance(content, tuple)
+                frames.append(content)
+            files.append(VideoFile(tuple(frames), source.fps))
+        else:
+            content = _content(source.named, VIDEO_KINDS, fetched, budget, name)
+            files.append(VideoFile(content if isinstance(content, bytes | tuple) else (content,), source.fps))
+    return files
+
+
+def _content(
+    named: Named, kinds: tuple[str, ...], fetched: Mapping[str, bytes], budget: Budget, name: str
+) -> Content | tuple[bytes, ...]:
+    if isinstance(named, bytes):
+        budget.take(len(named), name)
+        return named
+    if not isinstance(named, str):
+        return named
+    return fetched[named] if is_remote(named) else data_of(named, kinds, budget, name)
+
+
+def data_of(url: str, kinds: tuple[str, ...], budget: Budget, name: str) -> bytes | tuple[bytes, ...]:
+    """Returns the content of a data: URL; of vLLM's `video/jpeg`, the frames. Raises `InvalidRequest`.
+
+    `kinds` are the main media types that are taken, as "image"; `name` says in errors which one it is.
     """
     head = _DATA_URL.match(url[:_HEAD_CHARS])
     if head is None or head[3] is None:
         raise InvalidRequest(f"{name} is no data: URL in base64: send data:image/png;base64,...")
     media_type = (head[1] or "").lower()
     check_type(media_type, kinds, name)
-    return media_type, from_base64(url[head.end() :], max_bytes, name)
+    text = url[head.end() :]
+    if media_type == FRAME_LIST_TYPE:
+        if text.count(",") >= MAX_FRAMES:
+            raise InvalidRequest(f"{name} has {text.count(',') + 1} frames, but may have {MAX_FRAMES}: send fewer")
+        return tuple(from_base64(frame, budget, f"frame {i} of {name}") for i, frame in enumerate(text.split(",")))
+    return from_base64(text, budget, name)
 
 
 def check_type(media_type: str, kinds: tuple[str, ...], name: str) -> None:
@@ -62,27 +151,13 @@ def check_type(media_type: str, kinds: tuple[str, ...], name: str) -> None:
         )
 
 
-def from_base64(text: str, max_bytes: int, name: str) -> bytes:
+def from_base64(text: str, budget: Budget, name: str) -> bytes:
     """Returns what `text` stands for. Raises `InvalidRequest`, before it decodes what is too long."""
-    num_bytes = len(text) * 3 // 4
-    if num_bytes > max_bytes + 2:
-        raise InvalidRequest(f"{name} has {num_bytes} bytes, but may have {max_bytes} (--media-max-bytes): send less")
+    budget.take(len(text) * 3 // 4, name)
     try:
         content = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise InvalidRequest(f"{name} is no base64: encode the file again") from None
     if not content:
         raise InvalidRequest(f"{name} is empty: send a file")
     return content
-
-
-def frames_of(text: str, max_frames: int, max_bytes: int, name: str) -> tuple[bytes, ...]:
-    """Returns the files in `text`, which are in base64 and separated by commas. Raises `InvalidRequest`."""
-    count = text.count(",") + 1
-    if count > max_frames:
-        raise InvalidRequest(f"{name} has {count} frames, but may have {max_frames}: send fewer")
-    if len(text) * 3 // 4 > max_bytes:
-        raise InvalidRequest(
-            f"{name} has {len(text) * 3 // 4} bytes, but may have {max_bytes} (--media-max-bytes): send less"
-        )
-    return tuple(from_base64(frame, max_bytes, f"frame {i} of {name}") for i, frame in enumerate(text.split(",")))

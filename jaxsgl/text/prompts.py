@@ -15,11 +15,15 @@ from typing import Protocol, TypeAlias, cast
 import msgspec
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.media import MediaItem
+from jaxsgl.preprocess.sources import Source
 from jaxsgl.request import check_prompt_len
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn, num_bytes_of
 
 INLINE_CHARS = 1000  # about a millisecond on the event loop; longer prompts are tokenized in a thread
 SLICE = 32  # prompts of a batch that a thread takes at a time
+
+Rewrite: TypeAlias = Callable[[str], str]
 
 
 class Message(Protocol):
@@ -36,25 +40,42 @@ class Message(Protocol):
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """Text, tokenized as it is. `add_special_tokens` puts the model's start token before it, if the model has one."""
+    """Text, tokenized as it is. `add_special_tokens` puts the model's start token before it, if the model has one.
+
+    `media` are its pictures and videos, each with a placeholder in the text; `rewrite` changes the text before it is
+    tokenized.
+    """
 
     text: str
     add_special_tokens: bool = True
+    media: tuple[Source, ...] = ()
+    rewrite: Rewrite | None = None
 
 
 @dataclass(frozen=True)
 class IdsPrompt:
-    """Token ids. They are copied only when their number is known to fit."""
+    """Token ids. They are copied only when their number is known to fit.
+
+    `media` are pictures and videos, each with one placeholder among the ids; `items` are pictures that are patches
+    already, with a placeholder for each token.
+    """
 
     ids: Sequence[int]
+    media: tuple[Source, ...] = ()
+    items: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """Messages for the chat template, in any protocol's form. They are converted only when their number may fit."""
+    """Messages for the chat template, in any protocol's form. They are converted only when their number may fit.
+
+    `media` are the pictures and videos of their contents, in order; `rewrite` changes the text that the template makes.
+    """
 
     messages: Sequence[Message | Turn]
     options: TemplateOptions = field(default_factory=TemplateOptions)
+    media: tuple[Source, ...] = ()
+    rewrite: Rewrite | None = None
 
 
 Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt
@@ -76,7 +97,8 @@ async def tokenize(prompt: Prompt, tokenizer: Tokenizer, context_length: int, th
     options = prompt.options
     num_bytes = len(msgspec.json.encode((turns, options.tools, options.variables)))
     is_long = num_bytes > INLINE_CHARS
-    return await _run(threads if is_long else None, _encode_chat, turns, options, num_bytes, tokenizer, context_length)
+    run_in = threads if is_long else None
+    return await _run(run_in, _encode_chat, turns, prompt, num_bytes, tokenizer, context_length)
 
 
 async def tokenize_all(
@@ -118,15 +140,18 @@ def _turn(message: Message | Turn) -> Turn:
 
 def _encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) -> list[int]:
     _check_bytes("prompt's text", num_bytes_of(prompt.text), tokenizer, context_length)
-    return tokenizer.encode(prompt.text, prompt.add_special_tokens)
+    text = prompt.text if prompt.rewrite is None else prompt.rewrite(prompt.text)
+    return tokenizer.encode(text, prompt.add_special_tokens)
 
 
 def _encode_chat(
-    turns: list[Turn], options: TemplateOptions, num_bytes: int, tokenizer: Tokenizer, context_length: int
+    turns: list[Turn], prompt: ChatPrompt, num_bytes: int, tokenizer: Tokenizer, context_length: int
 ) -> list[int]:
     """Bounds what goes into the chat template, and what comes out of it."""
     _check_bytes("chat", num_bytes, tokenizer, context_length)
-    text = tokenizer.render_chat(turns, options)
+    text = tokenizer.render_chat(turns, prompt.options)
+    if prompt.rewrite is not None:
+        text = prompt.rewrite(text)
     _check_bytes("chat", num_bytes_of(text), tokenizer, context_length)
     return tokenizer.encode(text, add_special_tokens=False)
 

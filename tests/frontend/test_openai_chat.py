@@ -221,7 +221,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "must be a text, or a list of parts"),
         ({"messages": ["hello"]}, "messages.0", "valid dictionary"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, None, "messages[0].content[0] is of type image_url"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, None, "the model takes text alone"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, None, "content[0] is of type audio"),
         ({"messages": [{"role": "tool", "content": "a"}]}, None, "unknown role tool"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},

@@ -130,7 +130,7 @@ def test_log_probabilities_come_as_sglang_writes_them(http: httpx.Client) -> Non
         ({"input_ids": [[5]] * 100, "sampling_params": {"n": 11}}, "1100"),
         ({"rid": ["a", "b"]}, "rid"),
         ({"rid": "x" * 300}, "300"),
-        ({"image_data": "x.png"}, "image_data"),
+        ({"image_data": "x.png"}, "the model takes text alone"),
         ({"top_logprobs_num": 21}, "top_logprobs_num"),
     ],
 )

@@ -96,8 +96,6 @@ def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, Any], word: 
 @pytest.mark.parametrize(
     "of_request",
     [
-        {"mm_inputs": pb.MultimodalInputs(image_urls=["http://a/b.png"])},
-        {"mm_inputs": pb.MultimodalInputs(pixel_values=pb.TensorData(data=b"1234", shape=[1], dtype="float32"))},
         {"disaggregated_params": pb.DisaggregatedParams(bootstrap_host="", bootstrap_port=1, bootstrap_room=1)},
         {"disaggregated_params": pb.DisaggregatedParams(bootstrap_host="a", bootstrap_port=-1, bootstrap_room=1)},
         {"disaggregated_params": pb.DisaggregatedParams(bootstrap_host="a", bootstrap_port=1, bootstrap_room=-1)},

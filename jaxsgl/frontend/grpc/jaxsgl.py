@@ -18,13 +18,14 @@ import jaxsgl
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, ServedModel
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
+from jaxsgl.frontend.grpc.media import chat_prompt, source_of
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.grammar import Grammar
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason
 from jaxsgl.sampling_params import SamplingParams, check_counts
-from jaxsgl.text.prompts import ChatPrompt, IdsPrompt, Prompt, TextPrompt
+from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Jaxsgl"].full_name
@@ -79,12 +80,15 @@ class JaxsglService(pb_grpc.JaxsglServicer):
 
 def _prompt(request: pb.GenerateRequest) -> Prompt:
     kind = request.WhichOneof("input")
+    media = tuple(map(source_of, request.media))
     if kind == "text":
-        return TextPrompt(request.text)
+        return TextPrompt(request.text, media=media)
     if kind == "token_ids":
-        return IdsPrompt(request.token_ids.ids)
+        return IdsPrompt(request.token_ids.ids, media=media)
     if kind == "chat":
-        return ChatPrompt(request.chat.messages)
+        if media:
+            raise InvalidRequest("the request has a chat and media: put the media into the parts of its messages")
+        return chat_prompt(request.chat.messages)
     raise InvalidRequest("the request has no input: set one of text, token_ids and chat")
 
 

@@ -24,7 +24,6 @@ from jaxsgl.text.sample import End, Piece
 
 # Field -> what to do instead. Ignoring one of them would give an answer that the client did not ask for.
 _UNSUPPORTED_OF_REQUEST = {
-    "mm_inputs": "only text models are served",
     "custom_logit_processor": "it would run code of the client's; use logit_bias",
     "input_embeds": "send tokenized.input_ids",
     "lora_id": "no LoRA adapters are loaded",

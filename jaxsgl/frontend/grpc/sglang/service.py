@@ -22,7 +22,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound, Unsupported
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
-from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.generation import TEXT_ALONE, FrontEnd
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.grpc.sglang.convert import Responses, options_of
 from jaxsgl.frontend.grpc.sglang.info import chunks, model_info, server_info, zip_tokenizer
@@ -57,6 +57,8 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         request_id = request.request_id or uuid.uuid4().hex
         options = options_of(request)
         prompt = IdsPrompt(request.tokenized.input_ids)
+        if request.mm_inputs.ByteSize():
+            prompt = await self._with_media(prompt, request.mm_inputs)
         prepared = await self._generator.prepare(prompt, options.sampling, request_id, room=options.room)
         if options.room is not None:
             options = replace(options, sampling=prepared.sampling)
@@ -202,6 +204,18 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     ) -> pb.ListLoadedLoRAAdaptersResponse:
         """Raises `Unsupported`."""
         raise Unsupported(_NO_LORA)
+
+    async def _with_media(self, prompt: IdsPrompt, inputs: pb.MultimodalInputs) -> IdsPrompt:
+        """Returns the prompt with the pictures of `inputs`. Raises `InvalidRequest`."""
+        loader = self._generator.model.media
+        if loader is None:
+            raise InvalidRequest(TEXT_ALONE)
+        from jaxsgl.frontend.grpc.sglang.media import media_of, sources_of
+
+        sglang_ids = self._config.media.mm_hash_ids == "sglang"
+        read = partial(media_of, inputs, loader.settings, loader.limits, sglang_ids)
+        items = await self._generator.off_loop(len(inputs.pixel_values.data), read)
+        return replace(prompt, media=sources_of(inputs), items=items)
 
     def _busy(self, rank: int) -> Busy:
         link = self._engine.links[rank]

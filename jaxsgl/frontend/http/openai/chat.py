@@ -19,6 +19,7 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import rooms_of, salt_of
 from jaxsgl.frontend.http.calls import start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.assistant import MessageWriter, finish_reason
+from jaxsgl.frontend.http.openai.contents import content_of
 from jaxsgl.frontend.http.openai.replies import (
     ChatChoice,
     ChatDelta,
@@ -33,7 +34,6 @@ from jaxsgl.frontend.http.openai.replies import (
 )
 from jaxsgl.frontend.http.openai.schemas import (
     ChatRequest,
-    ContentPart,
     MessageBody,
     TokenizeRequest,
     ToolCall,
@@ -41,6 +41,7 @@ from jaxsgl.frontend.http.openai.schemas import (
 )
 from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, template_variables, tool_use
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
+from jaxsgl.preprocess.sources import Source
 from jaxsgl.request import Request
 from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.text.prompts import ChatPrompt
@@ -86,31 +87,20 @@ def chat_prompt(
         variables=template_variables(body) if isinstance(body, ChatRequest) else body.chat_template_kwargs or {},
     )
     knows_developer = tokenizer.knows_role("developer")
-    return ChatPrompt([_turn(i, message, knows_developer) for i, message in enumerate(body.messages or ())], options)
+    media: list[Source] = []
+    turns = [_turn(i, message, knows_developer, media) for i, message in enumerate(body.messages or ())]
+    return ChatPrompt(turns, options, tuple(media))
 
 
-def _turn(index: int, message: MessageBody, knows_developer: bool) -> Turn:
+def _turn(index: int, message: MessageBody, knows_developer: bool, media: list[Source]) -> Turn:
     role = "system" if message.role == "developer" and not knows_developer else message.role
-    turn: dict[str, Any] = {"role": role, "content": _text(index, message.content)}
+    turn: dict[str, Any] = {"role": role, "content": content_of(index, message.content, media)}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
     if message.tool_calls:
         turn["tool_calls"] = [_tool_call(index, call) for call in message.tool_calls]
     return turn
-
-
-def _text(index: int, content: str | list[ContentPart] | None) -> str:
-    """Returns a message's text. The texts of several parts are joined by line breaks, as in vLLM."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for number, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            raise InvalidRequest(
-                f"messages[{index}].content[{number}] is of type {part.type}, but only text is understood: send parts "
-                '{"type": "text", "text": ...}'
-            )
-    return "\n".join(part.text or "" for part in content)
 
 
 def _tool_call(index: int, call: ToolCall) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from jaxsgl.frontend.http.bodies import (
     within,
 )
 from jaxsgl.frontend.http.grammars import Constrained, grammar_of
+from jaxsgl.preprocess.sources import MAX_FRAMES
 from jaxsgl.sampling_params import BOUNDS, MAX_SEED, SamplingParams
 
 MAX_TOOLS = 512
@@ -131,16 +132,42 @@ class CompletionRequest(Sampled):
     add_special_tokens: bool | None = None
 
 
+class MediaUrl(Body):
+    """Where a picture or video is: a data: URL, or http(s) at a host that the server fetches from."""
+
+    url: str
+    detail: Annotated[str, Field(description="has no effect: the model's processor decides")] | None = None
+    fps: Annotated[float, Field(gt=0, le=1000, description="of frames that come one by one")] | None = None
+
+
+Frames = Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES, fail_fast=True)]
+
+
 class ContentPart(Body):
-    """One part of a message's content; only texts are supported."""
+    """One part of a message's content: a text, a picture or a video (docs/multimodal.md)."""
 
     type: str
     text: str | None = None
+    image_url: Annotated[MediaUrl | str, one_error('must be {"url": ...} or a URL')] | None = None
+    image: Annotated[str, Field(description="as image_url, under Qwen's name")] | None = None
+    video_url: Annotated[MediaUrl | str, one_error('must be {"url": ...} or a URL')] | None = None
+    video: (
+        Annotated[
+            str | Frames,
+            one_error(f"must be a URL, or a list of up to {MAX_FRAMES} URLs of frames"),
+            Field(description="as video_url, under Qwen's name; or the URLs of its frames"),
+        ]
+        | None
+    ) = None
+    fps: Annotated[float, Field(gt=0, le=1000, description="of the frames in video")] | None = None
 
 
 Content = Annotated[
     str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True)],
-    one_error(f'must be a text, or a list of parts {{"type": "text", "text": ...}}, {MAX_PARTS} at most'),
+    one_error(
+        f'must be a text, or a list of parts {{"type": "text", "text": ...}} or {{"type": "image_url", "image_url": '
+        f'{{"url": ...}}}}, {MAX_PARTS} at most'
+    ),
 ]
 
 

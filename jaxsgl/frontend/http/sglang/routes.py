@@ -34,6 +34,7 @@ from jaxsgl.frontend.http.bodies import (
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.grammars import grammar_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
+from jaxsgl.frontend.http.sglang.media import with_media
 from jaxsgl.frontend.http.sglang.replies import Writer
 from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, ProfileBody, SamplingBody
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
@@ -47,8 +48,8 @@ from jaxsgl.text.sample import Piece
 
 # Fields of SGLang's that change the answer and that aren't built. Empty or false, they ask for nothing.
 NOT_BUILT = frozenset({
-    "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path", "return_hidden_states",
-    "session_params", "token_ids_logprob", "video_data",
+    "audio_data", "custom_logit_processor", "input_embeds", "lora_path", "return_hidden_states",
+    "session_params", "token_ids_logprob",
 })  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def _add_generate(router: APIRouter, front_end: FrontEnd) -> None:
 async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     """Returns one request per prompt, all of them checked. Raises `InvalidRequest`."""
     refuse_not_built(body, NOT_BUILT)
-    prompts = _prompts(body)
+    prompts = with_media(_prompts(body), body)
     given = body.sampling_params if body.sampling_params is not None else SamplingBody()
     each = given if isinstance(given, list) else [given] * len(prompts)
     _check_counts(prompts, each)

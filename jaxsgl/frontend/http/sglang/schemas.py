@@ -23,11 +23,13 @@ from jaxsgl.frontend.http.bodies import (
     TextList,
     TokenIds,
     TopLogprobs,
+    one_error,
     within,
 )
 from jaxsgl.frontend.http.grammars import GrammarText, Schema, Tag
 from jaxsgl.sampling_params import BOUNDS
 
+MAX_FILES = 1024  # of a prompt; how many a model takes is known later
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's
 Flag = bool | None
 
@@ -67,6 +69,13 @@ class SamplingBody(Body):
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
+Files = Annotated[list[str], Field(max_length=MAX_FILES, fail_fast=True)]
+FilesOfPrompts = Annotated[
+    str | Annotated[list[str | Files | None], Field(max_length=MAX_TEXTS, fail_fast=True)],
+    one_error("must be a URL or base64, a list of these, or for several prompts a list with an entry for each"),
+]
+
+
 class GenerateBody(Body):
     """Body of /generate: one prompt or several, as text or as token ids."""
 
@@ -75,6 +84,8 @@ class GenerateBody(Body):
     sampling_params: (
         SamplingBody | Annotated[list[SamplingBody], Field(max_length=MAX_TEXTS, fail_fast=True)] | None
     ) = None
+    image_data: Annotated[FilesOfPrompts, Field(description="pictures, each with a placeholder")] | None = None
+    video_data: Annotated[FilesOfPrompts, Field(description="videos, likewise")] | None = None
     rid: Annotated[str | list[str], Field(description="names the request, for /abort_request")] | None = None
     stream: Flag = None
     return_logprob: Flag = None

@@ -1,0 +1,132 @@
+"""Pictures and videos of offline prompts: PIL images, files, paths and data: URLs. `LLM` calls it.
+
+A prompt with media is `{"prompt": ..., "multi_modal_data": {"image": ..., "video": ...}}` as in vLLM, with a
+placeholder for each picture in the text; in chats, contents have parts such as `{"type": "image", "image": ...}`.
+Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.media import MediaItem, MediaLimits
+from jaxsgl.media_settings import load_settings
+from jaxsgl.preprocess.sources import Budget, File, ImageFile, VideoFile, data_of
+from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer
+
+_MAX_BYTES = 1 << 32  # of a data: URL
+_KEYS = {"prompt", "prompt_token_ids", "multi_modal_data"}
+
+
+class OfflinePrompt(NamedTuple):
+    """A text or ids, and the files that belong to its placeholders."""
+
+    prompt: str | Sequence[int]
+    files: list[File]
+
+
+def read_prompt(given: Mapping[str, Any]) -> OfflinePrompt:
+    """Reads a prompt in vLLM's form. Raises `InvalidRequest`."""
+    if set(given) - _KEYS or ("prompt" in given) == ("prompt_token_ids" in given):
+        raise InvalidRequest(f"a prompt has the keys {sorted(given)}, but may have prompt or prompt_token_ids, and "
+                             "multi_modal_data")  # fmt: skip
+    data = given.get("multi_modal_data") or {}
+    if set(data) - {"image", "video"}:
+        raise InvalidRequest(f"multi_modal_data has the keys {sorted(data)}, but may have image and video")
+    files: list[File] = [ImageFile(_content(image)) for image in _as_list(data.get("image"))]
+    files += [_video(video) for video in _as_list(data.get("video"))]
+    return OfflinePrompt(given["prompt"] if "prompt" in given else given["prompt_token_ids"], files)
+
+
+def read_chat(turns: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> OfflinePrompt:
+    """Returns the text that the chat template makes of `turns`, and their files. Raises `InvalidRequest`."""
+    files: list[File] = []
+    rendered = [{"role": turn["role"], "content": [_part(part, files) for part in _parts(turn)]} for turn in turns]
+    return OfflinePrompt(tokenizer.render_chat(rendered, TemplateOptions()), files)
+
+
+def has_parts(turns: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a content of `turns` is a list of parts."""
+    return any(isinstance(turn, Mapping) and not isinstance(turn.get("content", ""), str) for turn in turns)
+
+
+class OfflineMedia:
+    """Prepares prompts for the model in `folder`, whose vision tower has `limits`; None: it has none."""
+
+    def __init__(self, folder: str, limits: MediaLimits | None, tokenizer: Tokenizer) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._tokenizer = tokenizer
+
+    def prepare(self, given: OfflinePrompt, add_special_tokens: bool) -> tuple[list[int], tuple[MediaItem, ...]]:
+        """Returns ids with a placeholder for each token of the media, and the media. Raises `InvalidRequest`."""
+        settings = None if self._limits is None else load_settings(self._folder)
+        if self._limits is None or settings is None:
+            raise InvalidRequest(
+                "the prompt has images or videos, but the model takes text alone: leave them out, or load a model with "
+                "a vision tower"
+            )
+        from jaxsgl.preprocess.loading import bounds_of, load  # imports Pillow, which text needs not
+        from jaxsgl.preprocess.placeholders import expand, expand_videos, tokens_of, write_videos
+
+        visuals = load(given.files, settings, bounds_of(self._limits, max_pixels=1 << 28))
+        if isinstance(given.prompt, str):
+            text = write_videos(given.prompt, visuals, tokens_of(settings, self._tokenizer.token_bytes))
+            ids = self._tokenizer.encode(text, add_special_tokens)
+        else:
+            ids = expand_videos(given.prompt, visuals, settings, lambda text: self._tokenizer.encode(text, False))
+        return expand(ids, visuals, settings)
+
+
+def _parts(turn: Mapping[str, Any]) -> Sequence[Any]:
+    if not ("role" in turn and "content" in turn):
+        raise InvalidRequest(f"a turn has the keys {sorted(turn)}, but needs role and content")
+    content = turn["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _part(part: Mapping[str, Any], files: list[File]) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "text":
+        return {"type": "text", "text": part["text"]}
+    if kind not in ("image", "image_url", "video", "video_url"):
+        raise InvalidRequest(f"a part is of type {kind!r}, but must be text, image, image_url, video or video_url")
+    given = part.get(kind)
+    given = given.get("url") if isinstance(given, Mapping) else given
+    if kind.startswith("image"):
+        files.append(ImageFile(_content(given)))
+        return {"type": "image"}
+    files.append(_video(given, part.get("fps")))
+    return {"type": "video"}
+
+
+def _video(given: Any, fps: float | None = None) -> VideoFile:
+    if isinstance(given, list | tuple):
+        return VideoFile(tuple(_content(frame) for frame in given), fps)
+    content = _content(given, ("video", "image"))
+    return VideoFile(content if isinstance(content, bytes) else (content,), fps)
+
+
+def _content(given: Any, kinds: tuple[str, ...] = ("image",)) -> Any:
+    """Returns a picture as it is, or the content of a file."""
+    if hasattr(given, "getbands") or isinstance(given, bytes):
+        return given
+    if isinstance(given, str) and given[:5].lower() == "data:":
+        return data_of(given, kinds, Budget(_MAX_BYTES), "a picture")
+    if isinstance(given, str | Path):
+        try:
+            return Path(given).read_bytes()
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"the picture {str(given)[:200]} can't be read: {error}") from None
+    raise InvalidRequest(
+        f"a picture is a {type(given).__name__}, but must be a PIL image, bytes, a path or a data: URL"
+    )
+
+
+def _as_list(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]

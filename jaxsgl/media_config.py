@@ -1,0 +1,42 @@
+"""`MediaConfig`: flags of pictures and videos in requests, a part of `ServerConfig`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jaxsgl.flags import check_choices, flag, require
+
+HASH_IDS = ("digest", "sglang")
+_DOMAIN = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?(:[0-9]{1,5})?")
+
+
+@dataclass(frozen=True)
+class MediaConfig:
+    """Pictures and videos in requests (docs/multimodal.md)."""
+
+    allowed_media_domains: tuple[str, ...] = flag(
+        (),
+        "hosts from which pictures and videos are fetched, as images.example.org,*.example.com,cdn.example.net:8443; "
+        "only at global addresses (default: none, requests bring their pictures as data: URLs)",
+    )
+    media_max_bytes: int = flag(
+        64 << 20, "bytes of all pictures and videos of a request at most, as files; see --max-request-bytes, too"
+    )
+    media_max_pixels: int = flag(1 << 25, "pixels of a picture at most, by its header, before it is decoded")
+    media_timeout_s: float = flag(10.0, "seconds that fetching a picture or video may take, redirects included")
+    mm_hash_ids: str = flag(
+        "digest",
+        "what stands for pictures in the prefix cache and in KV events; digest: numbers drawn from their SHA-256; "
+        "sglang: one number of 30 bits for each, by SGLang's formula, for routers that know it",
+        choices=HASH_IDS,
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for domain in self.allowed_media_domains:
+            fits = _DOMAIN.fullmatch(domain) is not None
+            require(fits, "--allowed-media-domains", domain, "names as example.org, *.example.org or example.org:8443")
+        require(self.media_max_bytes >= 1024, "--media-max-bytes", self.media_max_bytes, "1024 and more")
+        require(1024 <= self.media_max_pixels <= 1 << 28, "--media-max-pixels", self.media_max_pixels, "1024 to 2**28")
+        require(0 < self.media_timeout_s <= 600, "--media-timeout-s", self.media_timeout_s, "above 0, up to 600")
