@@ -28,6 +28,7 @@ QUANTIZATIONS = ("int8", "fp8", "awq", "gptq", "compressed-tensors")
 DEFAULT_WEIGHT_VERSION = "default"  # SGLang's
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "xla", "native", "triton", "mosaic_gpu", "mosaic_tpu", "reference")
+GRAMMAR_BACKENDS = ("llguidance", "none")
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 PRIORITY_POLICIES = ("fcfs", "lof")
 
@@ -60,6 +61,9 @@ class SchedulingConfig:
     max_itl_ms: float | None = flag(
         None, "milliseconds between two tokens of a running request at most: chunks are sized by measured step times"
     )
+    grammar_timeout: float = flag(
+        30.0, "seconds that a request may wait until its grammar is compiled; then it is refused (docs/structured.md)"
+    )
     queue_timeout_s: float | None = flag(
         None, "seconds that a request may wait for admission; then it is refused (default: no limit)"
     )
@@ -86,6 +90,7 @@ class SchedulingConfig:
         require(self.max_prefill_tokens >= 1, "--max-prefill-tokens", self.max_prefill_tokens, "1 and more")
         most = self.prefill_max_requests
         require(most is None or most >= 1, "--prefill-max-requests", most, "1 and more")
+        require(self.grammar_timeout > 0, "--grammar-timeout", self.grammar_timeout, "more than 0")
         for name in ("queue_timeout_s", "running_timeout_s"):
             value = getattr(self, name)
             require(value is None or value > 0, flag_name(name), value, "more than 0")
@@ -169,6 +174,11 @@ class EngineConfig:
     disaggregation: DisaggregationConfig = field(default_factory=DisaggregationConfig)
     host_kv: HostKvConfig = field(default_factory=HostKvConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    grammar_backend: str = flag(
+        "llguidance",
+        "what holds output to grammars (response_format, regex, ...); none: requests with grammars are refused",
+        choices=GRAMMAR_BACKENDS,
+    )
     disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
     attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)

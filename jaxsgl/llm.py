@@ -23,7 +23,7 @@ from jaxsgl.engine.residents import Tree
 from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
 from jaxsgl.llm_media import OfflineMedia, has_parts, read_chat, read_prompt
 from jaxsgl.media import MediaItem
-from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine, TokenLogprob
+from jaxsgl.messages import Abort, News, RefusalKind, Replies, Shutdown, ToEngine, TokenLogprob
 from jaxsgl.models import Params
 from jaxsgl.request import Request, check_request
 from jaxsgl.sampling_params import SamplingParams
@@ -106,7 +106,7 @@ class LLM:
           progress: show a progress bar on standard error.
 
         Raises:
-          InvalidRequest: a prompt can never be served; no prompt has run then.
+          InvalidRequest: a prompt can never be served; no prompt has run then, unless its grammar is at fault.
           RequestFailed: our own bug in the work for one prompt; the answers of the others are lost.
         """
         encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
@@ -334,7 +334,8 @@ class _OfflineMailbox:
         assert isinstance(news, Replies), f"{news} came, but no command was given"
         for reply in news.replies:
             if reply.refusal is not None:
-                raise RequestFailed(f"prompt {reply.request_id}: {reply.refusal.text}")
+                refused = InvalidRequest if reply.refusal.kind is RefusalKind.INVALID else RequestFailed
+                raise refused(f"prompt {reply.request_id}: {reply.refusal.text}")
             key = (reply.request_id, reply.index)
             sample = self._samples[key]
             if sample.ended:

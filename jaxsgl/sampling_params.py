@@ -150,7 +150,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def edits_logits(self) -> bool:
         """Whether logits change before a token is chosen: penalties, bias, or stop tokens held back by min_tokens."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
-        return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.min_tokens > 0
+        return penalties != (0.0, 0.0, 1.0) or bool(self.logit_bias) or self.bans_stop_tokens
+
+    @property
+    def bans_stop_tokens(self) -> bool:
+        """Whether stop tokens are held back by edits of the logits. A grammar's masks hold them back, too."""
+        return self.min_tokens > 0 and self.grammar is None
 
     @property
     def greedy(self) -> bool:

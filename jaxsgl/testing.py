@@ -28,6 +28,8 @@ from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
 from jaxsgl.fake_device import FakeAdapters, FakePageTable, FakePool, pooled_rows
+from jaxsgl.fake_grammars import masked_tokens
+from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.load import Load
 from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
 from jaxsgl.sampling_params import MAX_TOP_LOGPROBS
@@ -79,32 +81,6 @@ def generate(
     return sequence[len(prompt) :]
 
 
-class FakeHandle:
-    """A launched fake step."""
-
-    def __init__(self, engine: FakeEngine, inputs: StepInputs, ready_at: float) -> None:
-        self.inputs = inputs
-        self._engine = engine
-        self._ready_at = ready_at
-        self.result: tuple[npt.NDArray[np.int32], StepScores] | None = None
-
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """Runs all steps up to this one, in order; waits until the fake device would be done."""
-        return self._wait()[0]
-
-    def scores(self) -> StepScores:
-        """Likewise."""
-        return self._wait()[1]
-
-    def _wait(self) -> tuple[npt.NDArray[np.int32], StepScores]:
-        while self.result is None:
-            self._engine.run_oldest()
-        delay = self._ready_at - time.perf_counter()
-        if delay > 0:
-            time.sleep(delay)
-        return self.result
-
-
 class FakeEngine:
     """A `StepEngine` and `PageEngine` without a model.
 
@@ -149,7 +125,9 @@ class FakeEngine:
         """Queues a step behind the ones before."""
         assert not self.released, "a step needs memory that is released"
         self._free_at = max(self._free_at, time.perf_counter()) + self._step_s
-        handle = FakeHandle(self, inputs, self._free_at)
+        handle = FakeHandle(self.run_oldest, inputs, self._free_at)
+        last = self._pending[-1] if self._pending else None
+        assert not isinstance(last, FakeHandle) or last.masks is not None or not last.inputs.masked, "masks came late"
         self._pending.append(handle)
         if self.recording:
             folder, num_steps = self.profiles[-1]
@@ -224,7 +202,8 @@ class FakeEngine:
         self._run_ops()
         handle = self._pending.popleft()
         assert isinstance(handle, FakeHandle)
-        handle.result = self._step(handle.inputs)
+        assert handle.inputs.masked == (handle.masks is not None), "the masks came late, or for nothing"
+        handle.result = self._step(handle.inputs, handle.masks)
 
     def _run_ops(self) -> None:
         """Runs operations on pages up to the next step."""
@@ -237,7 +216,9 @@ class FakeEngine:
             else:
                 self._pool.insert(op.pages, op.data)
 
-    def _step(self, inputs: StepInputs) -> tuple[npt.NDArray[np.int32], StepScores]:
+    def _step(
+        self, inputs: StepInputs, masks: npt.NDArray[np.uint32] | None
+    ) -> tuple[npt.NDArray[np.int32], StepScores]:
         arrays = inputs.arrays
         self._table.update(inputs)
         if arrays.steps is not None:
@@ -250,6 +231,8 @@ class FakeEngine:
         tokens = np.zeros(inputs.bucket.num_seqs, dtype=np.int32)
         for s, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
             banned, seed = self._banned(row, len(sequence)), seed_of(stored[s][:, 2])
+            if masks is not None:
+                banned += masked_tokens(masks[s], self._capacity.vocab_size)
             tokens[s] = next_allowed(sequence, banned, self._capacity.vocab_size, seed)
             self._counts[row, tokens[s]] += 2
         self._last_tokens[arrays.sample_rows] = tokens

@@ -6,17 +6,22 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 from jaxsgl import kept_prefixes
 from jaxsgl.adapter_messages import LoadAdapter
 from jaxsgl.cache.arena import allocate, pages_per_turn
 from jaxsgl.cache.host_pages import HostPages
 from jaxsgl.cache.tiers import HostTier
-from jaxsgl.config import EngineConfig
+from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.constraints.compiler import Compiler, LlMatcher
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
-from jaxsgl.errors import ConfigError
+from jaxsgl.errors import ConfigError, InvalidRequest
+from jaxsgl.grammar import Grammar
 from jaxsgl.scheduler.adapter_orders import load
+from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.plan import RetractAlso
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -57,6 +62,7 @@ def build_scheduler(
 
         make = make_leg_scheduler(config, engine)
     tier, loads = _host_tier(config, engine)
+    grammars = None if config.grammar_backend == "none" else _grammars(scheduling, engine, eagerly=limited)
     scheduler = make(
         engine.capacity,
         engine.buckets,
@@ -70,6 +76,7 @@ def build_scheduler(
         tier=tier,
         loads=loads,
         max_loaded_loras=config.lora.max_loaded_loras,
+        grammars=grammars,
     )
     _load_adapters(config, engine, scheduler, former)
     kept_prefixes.take(config, engine, scheduler)
@@ -89,6 +96,30 @@ def _load_adapters(config: EngineConfig, engine: Engine, scheduler: Scheduler, f
         store.drop_all()
     for order, staged in found:
         load(table, store, order, staged)
+
+
+def _grammars(scheduling: SchedulingConfig, engine: Engine, eagerly: bool) -> GrammarQueue:
+    """Compiles grammars for the model that `engine` serves.
+
+    `eagerly` reads the vocabulary now, which holds Python's lock; otherwise with the first grammar.
+    """
+
+    @cache
+    def compiler() -> Compiler | InvalidRequest:
+        try:
+            return Compiler(Path(engine.info.model_path), engine.arch.vocab_size, engine.arch.eos_token_ids)
+        except InvalidRequest as error:
+            return error
+
+    def compile(grammar: Grammar) -> LlMatcher:
+        made = compiler()
+        if isinstance(made, InvalidRequest):
+            raise made
+        return made.compile(grammar)
+
+    if eagerly:
+        compiler()
+    return GrammarQueue(compile, scheduling.grammar_timeout, engine.mask_programs.prepare)
 
 
 def _host_tier(config: EngineConfig, engine: Engine) -> tuple[HostTier | None, LoadRule | None]:

@@ -54,13 +54,14 @@ ALLOWED = {
     },
     "preprocess": set(),
     "transfer": set(),
+    "constraints": set(),
     "cache": set(),
     "batch": {"cache.pages"},
     "engine": {"batch", "models", "weights", "messages", "weight_messages", "cache.pages", "pallas_kernels"},
     "models": {"pallas_kernels"},
     "weights": {"models", "pallas_kernels"},
 }
-THIRD_PARTY_FREE_OF_JAX = ("scheduler", "transfer", "cache", "batch", "text", "preprocess", "frontend")
+THIRD_PARTY_FREE_OF_JAX = ("constraints", "scheduler", "transfer", "cache", "batch", "text", "preprocess", "frontend")
 
 
 def imports_of(path: Path) -> set[str]:

@@ -200,7 +200,8 @@ class BatchBuilder:
         features = self._features(arrays.sample_rows, works) if bucket.featured else None
         packed.flags.writeable = False
         changes = _table_changes(self._table.unsent(rows), self._dummy_row)
-        return StepInputs(bucket, packed, len(rows), num_tokens, features, changes)
+        masked = bucket.sampled and self._sampling.any_masked(arrays.sample_rows)
+        return StepInputs(bucket, packed, len(rows), num_tokens, features, changes, masked)
 
     def _features(self, sample_rows: IntArray, works: Sequence[Work]) -> StepFeatures:
         """A sequence whose token is dropped has the dummy row already, and so edits and counts nothing."""

@@ -77,6 +77,18 @@ class StepHandle(Protocol):
         ...
 
 
+class MaskedHandle(StepHandle, Protocol):
+    """A `masked` step that was launched: its tokens are chosen later."""
+
+    def choose(self, masks: npt.NDArray[np.uint32]) -> None:
+        """Launches what chooses the tokens of a `masked` step, and returns at once. Called before the next `submit`.
+
+        `masks [S, ceil(V / 32)]`, with the padded S: bit i % 32 of word i // 32 says whether token i may be chosen. The
+        caller doesn't change them any more.
+        """
+        ...
+
+
 class StepEngine(Protocol):
     """Runs steps in the order in which they are submitted."""
 

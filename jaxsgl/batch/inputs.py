@@ -198,6 +198,8 @@ class StepInputs:
       table_changes: `[3, TABLE_CHANGES]` each (row, place in it, page), to be written to the device's page table before
         the batch runs; padding writes the dummy page to the dummy row. Mostly none, since a step itself writes the
         pages of the tokens that it computes: what is left are pages shared with other requests.
+      masked: whether tokens are chosen only when `MaskedHandle.choose` brings the masks of grammars. Those follow from
+        the tokens of the step before.
     """
 
     bucket: Bucket
@@ -206,6 +208,7 @@ class StepInputs:
     num_tokens: int
     features: StepFeatures | None = None
     table_changes: tuple[npt.NDArray[np.int32], ...] = ()
+    masked: bool = False
 
     @property
     def arrays(self) -> StepArrays[npt.NDArray[Any]]:

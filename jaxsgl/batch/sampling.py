@@ -94,7 +94,7 @@ class Variant(NamedTuple):
     """What a batch asks of the programs that choose its tokens.
 
     Attributes:
-      sampled: whether any row needs more than the most likely token.
+      sampled: whether any row needs more than the most likely token, or a grammar's most likely one.
       featured: whether any row edits its logits or wants log-probabilities; implies `sampled`.
       filtered: whether any row draws from a part of the vocabulary: by top-k, top-p or min-p.
     """
@@ -115,6 +115,8 @@ class SamplingRows:
         self._filtered = np.zeros(num_rows + 1, dtype=bool)
         self._edited = np.zeros(num_rows + 1, dtype=bool)
         self._logprobs = np.zeros(num_rows + 1, dtype=bool)
+        self._masked = np.zeros(num_rows + 1, dtype=bool)
+        self._masks = False  # whether any row ever was: without grammars, steps aren't searched for them
 
     def set(self, row: int, params: SamplingParams, seed: int) -> None:
         """Writes the parameters of the request that took `row`; `seed` is a uint32."""
@@ -124,6 +126,8 @@ class SamplingRows:
         self._filtered[row] = params.filtered
         self._edited[row] = params.edits_logits
         self._logprobs[row] = params.logprobs is not None
+        self._masked[row] = params.grammar is not None
+        self._masks = self._masks or params.grammar is not None
 
     def bits(self, rows: IntArray) -> IntArray:
         """`[len(COLUMNS), len(rows)]`: what `SamplingArrays.unpack` reads, of `rows` in their order."""
@@ -132,7 +136,12 @@ class SamplingRows:
     def variant(self, rows: IntArray) -> Variant:
         """Which programs `rows` need."""
         sampled, featured = bool(self._sampled[rows].any()), self.any_featured(rows)
-        return Variant(sampled or featured, featured, sampled and bool(self._filtered[rows].any()))
+        filtered = sampled and bool(self._filtered[rows].any())
+        return Variant(sampled or featured or self.any_masked(rows), featured, filtered)
+
+    def any_masked(self, rows: IntArray) -> bool:
+        """Whether the tokens of any of `rows` are held to a grammar."""
+        return self._masks and bool(self._masked[rows].any())
 
     def any_featured(self, rows: IntArray) -> bool:
         """Whether any of `rows` edits its logits or wants log-probabilities."""
@@ -155,7 +164,7 @@ def pack_edits(params: SamplingParams, stop_ids: Collection[int], prompt_len: in
         params.presence_penalty,
         max(params.repetition_penalty, MIN_REPETITION_PENALTY),
     )
-    banned = sorted(stop_ids) if params.min_tokens else []
+    banned = sorted(stop_ids) if params.bans_stop_tokens else []
     ids = [*params.logit_bias, *banned]
     num_bias, count = len(params.logit_bias), len(ids)
     edits[IDS][:count] = ids

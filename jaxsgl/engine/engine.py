@@ -13,7 +13,9 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -28,6 +30,7 @@ from jaxsgl.config import EngineConfig
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, step_failure
+from jaxsgl.engine.masking import MaskPrograms
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
 from jaxsgl.engine.pooling import PooledSeqs
@@ -49,24 +52,42 @@ from pallas_kernels.gpu_compiler import log_compiler
 logger = logging.getLogger(__name__)
 
 
+class Chosen(NamedTuple):
+    """The tokens of a step, `[S]` or `[num_steps, S]`, and their log-probabilities if they are wanted."""
+
+    tokens: jax.Array
+    scores: Logprobs | None = None
+
+
+Choose: TypeAlias = Callable[[npt.NDArray[np.uint32]], Chosen]
+
+
 class DeviceHandle:
     """A step in flight: the device computes it, and copies to the host what the host will read."""
 
     def __init__(
         self,
         inputs: StepInputs,
-        tokens: jax.Array,
-        sampled: Logprobs | None = None,
+        chosen: Chosen | None,
         prompt: Logprobs | None = None,
         pooled: PooledSeqs | None = None,
         has_classes: bool = False,
+        choose: Choose | None = None,
     ) -> None:
+        """`chosen` are tokens and their scores; None: `choose` tells them once there are masks."""
         self._inputs = inputs
-        self._tokens = tokens
-        self._sampled = sampled
+        self._chosen = chosen
         self._prompt = prompt
         self._pooled, self._has_classes = pooled, has_classes
-        for array in jax.tree.leaves((tokens, sampled, prompt, pooled)):
+        self._choose = choose
+        for array in jax.tree.leaves((chosen, prompt, pooled)):
+            array.copy_to_host_async()
+
+    def choose(self, masks: npt.NDArray[np.uint32]) -> None:
+        """Launches the choice of a `masked` step's tokens; never waits for the device. See `MaskedHandle`."""
+        assert self._choose is not None and self._chosen is None, "the step needs no masks, or has got them"
+        self._chosen = self._choose(masks)
+        for array in jax.tree.leaves(self._chosen):
             array.copy_to_host_async()
 
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -74,11 +95,13 @@ class DeviceHandle:
 
         Raises what the device raised, if the step failed.
         """
-        return np.asarray(self._tokens)[..., : self._inputs.num_seqs]
+        assert self._chosen is not None, "the step waits for masks"
+        return np.asarray(self._chosen.tokens)[..., : self._inputs.num_seqs]
 
     def scores(self) -> StepScores:
         """Waits for the step; what the batch asked for beside tokens."""
-        sampled, prompt, pooled, num_seqs = self._sampled, self._prompt, self._pooled, self._inputs.num_seqs
+        assert self._chosen is not None, "the step waits for masks"
+        sampled, prompt, pooled, num_seqs = self._chosen.scores, self._prompt, self._pooled, self._inputs.num_seqs
         rows = None
         if pooled is not None:
             hidden, logits, total = jax.tree.map(lambda x: np.asarray(x)[:num_seqs], tuple(pooled))
@@ -101,6 +124,7 @@ class Engine:
       info: what the front end gets to know.
       residents: parameters and KV pool, to be exchanged or released between steps.
       adapters: LoRA adapters; None: no flag asks for any.
+      mask_programs: for `masked` steps; they must be prepared before the first one.
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True, moves_pages: bool = False) -> None:
@@ -165,6 +189,7 @@ class Engine:
                 self._page_io = PageIo(self.programs.spec.state.kv, page_shape, mesh, progress=progress)
                 self._state = self._state._replace(kv=self._page_io.run_all(self._state.kv))
         self._compiles = CompileCounter()
+        self.mask_programs = MaskPrograms(self.programs, self._compiles)
         self.residents = EngineResidents(
             config, self.arch, dtype, mesh, kv_scales, params, folder, self._compiles, self._set_pool
         )
@@ -214,14 +239,15 @@ class Engine:
         out = forward(self._params, self._state, inputs.packed, *pool)
         self._state = out.state
         if inputs.bucket.num_steps > 1:
-            return DeviceHandle(inputs, out.tokens)
+            return DeviceHandle(inputs, Chosen(out.tokens))
+        if inputs.masked:
+            choose = partial(self._choose_masked, after[0], out, inputs)
+            return DeviceHandle(inputs, None, out.prompt_scores, out.pooled, self._has_classes, choose)
         if inputs.features is not None:
-            return self._submit_featured(after[0], out, inputs, inputs.features)
-        tokens = out.tokens
-        for sample in after:
-            last_tokens, tokens = sample(out.logits, out.sampling, self._state.last_tokens)
-            self._state = self._state._replace(last_tokens=last_tokens)
-        return DeviceHandle(inputs, tokens, None, out.prompt_scores, out.pooled, self._has_classes)
+            chosen = self._choose_featured(after[0], out, inputs.features)
+        else:
+            chosen = self._choose(after[0], out) if after else Chosen(out.tokens)
+        return DeviceHandle(inputs, chosen, out.prompt_scores, out.pooled, self._has_classes)
 
     @property
     def page_layout(self) -> PageLayout:
@@ -258,17 +284,31 @@ class Engine:
             for array in jax.tree.leaves(self._state.kv):
                 array.delete()
 
-    def _submit_featured(
-        self, program: jax.stages.Compiled, forwarded: Forwarded, inputs: StepInputs, features: StepFeatures
-    ) -> DeviceHandle:
+    def _choose(self, program: jax.stages.Compiled, forwarded: Forwarded) -> Chosen:
+        last_tokens, tokens = program(forwarded.logits, forwarded.sampling, self._state.last_tokens)
+        self._state = self._state._replace(last_tokens=last_tokens)
+        return Chosen(tokens)
+
+    def _choose_masked(
+        self, program: jax.stages.Compiled, forwarded: Forwarded, inputs: StepInputs, masks: npt.NDArray[np.uint32]
+    ) -> Chosen:
+        logits, sampling = self.mask_programs.mask(forwarded.logits, forwarded.sampling, masks)
+        masked = forwarded._replace(logits=logits, sampling=sampling)
+        if inputs.features is None:
+            return self._choose(program, masked)
+        chosen = self._choose_featured(program, masked, inputs.features)
+        if chosen.scores is not None:
+            chosen = chosen._replace(scores=self.mask_programs.score(forwarded.logits, chosen.tokens))
+        return chosen
+
+    def _choose_featured(self, program: jax.stages.Compiled, forwarded: Forwarded, features: StepFeatures) -> Chosen:
         state = self._state
         tables = state.edit_tables
         for setup in features.row_setups:
             tables = self.programs.set_row(tables, setup)
         out = program(forwarded.logits, forwarded.sampling, state.last_tokens, tables, features.edit_rows)
         self._state = state._replace(last_tokens=out.last_tokens, edit_tables=out.edit_tables)
-        sampled = out.scores if features.logprobs else None
-        return DeviceHandle(inputs, out.tokens, sampled, forwarded.prompt_scores, forwarded.pooled, self._has_classes)
+        return Chosen(out.tokens, out.scores if features.logprobs else None)
 
     def start_profile(self, folder: str) -> None:
         """Starts to record a trace of device and host, readable in TensorBoard, XProf and Perfetto.

@@ -103,29 +103,29 @@ class ProgramSpec:
         arguments: tuple[Any, ...] = (leaves, self.state, self._int32(packed_len(bucket)))
         if bucket.adapter_columns:
             arguments += (pool,)
-        return self._trace(program, FORWARD_DONATES, arguments, shardings)
+        return self.traced(program, FORWARD_DONATES, arguments, shardings)
 
     def trace_sampling(self, num_seqs: int, filtered: bool) -> jax.stages.Traced:
         """The sampling program for `num_seqs` padded sequences, which may filter or not, traced."""
         program = filtered_step if filtered else sample_step
-        return self._trace(program, SAMPLING_DONATES, self._sampling_arguments(num_seqs), replicated(self.mesh))
+        return self.traced(program, SAMPLING_DONATES, self._sampling_arguments(num_seqs), replicated(self.mesh))
 
     def trace_featured(self, num_seqs: int) -> jax.stages.Traced:
         """The featured program for `num_seqs` padded sequences, traced."""
         arguments = (*self._sampling_arguments(num_seqs), self.state.edit_tables, self._int32(num_seqs))
-        return self._trace(featured_step, FEATURED_DONATES, arguments, replicated(self.mesh))
+        return self.traced(featured_step, FEATURED_DONATES, arguments, replicated(self.mesh))
 
     def trace_set_row(self) -> jax.stages.Traced:
         """The program that writes a row of the edit tables, traced."""
         arguments = (self.state.edit_tables, self._int32(1 + EDITS_LEN + self.vocab_size))
-        return self._trace(edits.set_row, SET_ROW_DONATES, arguments, replicated(self.mesh))
+        return self.traced(edits.set_row, SET_ROW_DONATES, arguments, replicated(self.mesh))
 
     def trace_set_pages(self) -> jax.stages.Traced:
         """The program that writes entries of the page table, traced."""
         arguments = (self.state.page_table, self._int32(3, TABLE_CHANGES))
-        return self._trace(page_table.set_pages, SET_PAGES_DONATES, arguments, replicated(self.mesh))
+        return self.traced(page_table.set_pages, SET_PAGES_DONATES, arguments, replicated(self.mesh))
 
-    def _trace(
+    def traced(
         self, program: Callable[..., Any], donated: tuple[int, ...], arguments: tuple[Any, ...], shardings: Any
     ) -> jax.stages.Traced:
         """Traces `program` for the mesh; `shardings` are those of its result."""

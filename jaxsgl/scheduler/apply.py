@@ -23,6 +23,7 @@ from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, Lease
+from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages import Reply
 from jaxsgl.pooling import Pooled
 from jaxsgl.request import FinishReason
@@ -142,6 +143,7 @@ class Applier:
                 assert scores.pooled is not None, f"{waits.key} wants hidden states, but its step has none"
                 waits.pooled.take(scores.pooled, place)
         num_tokens, first = 0, len(replies)
+        ends: list[Reply] = []
         for place, req, sampled in step.yielded(tokens):
             try:
                 if req.pooled is not None:
@@ -153,10 +155,13 @@ class Applier:
                 logprob, of_prompt = None, None
                 if req.wants_scores:
                     logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
+                told = None if req.is_complete else reason
                 replies.append(
-                    Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index, logprob, of_prompt)
+                    Reply(req.request_id, token_ids, told, req.cached_tokens, None, req.index, logprob, of_prompt)
                 )
                 if reason is not None:
+                    if told is None:  # its last token is no stop token, but a part of the text
+                        ends.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
                     self.end(req)
             except Exception as error:
                 replies.append(self.fail(req.request_id, error))
@@ -164,7 +169,12 @@ class Applier:
         for place, reply in enumerate(replies[first : first + step.num_chunks], first):
             if reply.token_ids and (times := self._stopwatch.first_token((reply.request_id, reply.index))):
                 replies[place] = msgspec.structs.replace(reply, times=times)
-        return replies
+        return replies + ends
+
+    @property
+    def newest_step(self) -> InFlightStep:
+        """The step that was launched last and isn't collected."""
+        return self._in_flight[-1]
 
     def _pooled_reply(self, req: Req, pooled: Pooled) -> Reply:
         """The answer to a request for pooling, which ends with its prompt."""
@@ -175,7 +185,7 @@ class Applier:
         """Ends all samples of a request for which our work raised `error`; what they computed is not shared."""
         for req in self._requests.samples_of(request_id):
             self.end(req, share=False)
-        self._state.totals.failed_requests += 1
+        self._state.totals.failed_requests += not isinstance(error, InvalidRequest)
         return failed_reply(request_id, error)
 
     def take_back(self, req: Req) -> None:

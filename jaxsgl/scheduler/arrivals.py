@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from jaxsgl.messages import Abort, Refusal, RefusalKind, Reply
 from jaxsgl.request import FinishReason, Request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
+from jaxsgl.scheduler.constraint import Matcher
 from jaxsgl.scheduler.copies import Copies
+from jaxsgl.scheduler.grammar_queue import Answer, GrammarQueue
 from jaxsgl.scheduler.plan import SchedulerState
 from jaxsgl.scheduler.queue_limits import QueueLimits
 from jaxsgl.scheduler.req import Req
@@ -29,6 +31,7 @@ class Arrivals:
       applier: ends requests that may hold pages.
       stopwatch: times their waiting.
       copies: of the host tier; None: there is none.
+      grammars: compiles grammars; None: requests with a grammar are refused.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Arrivals:
         applier: Applier,
         stopwatch: Stopwatch,
         copies: Copies | None,
+        grammars: GrammarQueue | None = None,
     ) -> None:
         self._state = state
         self._requests = state.requests
@@ -49,6 +53,7 @@ class Arrivals:
         self._applier = applier
         self._stopwatch = stopwatch
         self._copies = copies
+        self._grammars = grammars
 
     def receive(self, message: Request | Abort) -> list[Reply]:
         """Queues or refuses a request, or aborts one; returns the replies that follow at once."""
@@ -63,7 +68,13 @@ class Arrivals:
         for req in reqs:
             replies.append(Reply(req.request_id, (), FinishReason.ABORT, req.cached_tokens, index=req.index))
             self._applier.end(req)
+            self._forget(req.request_id)
         return replies
+
+    def _forget(self, request_id: str) -> None:
+        """Compiles no grammar for a request whose samples have all ended."""
+        if self._grammars is not None and self._grammars.num_waiting and not self._requests.samples_of(request_id):
+            self._grammars.forget(request_id)
 
     def end_overdue(self) -> list[Reply]:
         """Refuses requests that have waited too long, and ends those that have run too long, or loads that have."""
@@ -74,8 +85,6 @@ class Arrivals:
     def _enqueue(self, request: Request) -> list[Reply]:
         replies = []
         refusal = self._queue_limits.refusal(request, self._requests)
-        if refusal is None and request.sampling.grammar is not None:
-            refusal = Refusal(RefusalKind.INVALID, "output can't be held to a grammar yet: leave it out")
         if refusal is None and request.adapter:
             refusal = self._refuse_adapter(request.adapter)
         if refusal is not None and refusal.kind is RefusalKind.OVERLOADED:
@@ -85,15 +94,50 @@ class Arrivals:
                 refusal = None
         if refusal is not None:
             return [Reply(request.request_id, refusal=refusal)]
+        answer = None if request.sampling.grammar is None else self._grammar_of(request)
+        if isinstance(answer, Refusal):
+            return [*replies, Reply(request.request_id, refusal=answer)]
         samples = self._samples(request)
+        if answer is not None:
+            self._constrain(samples, answer)
         for i, req in enumerate(samples):
             req.num_ahead = self._state.num_admitted + len(self._requests.waiting) + i
-        failed = self._state.failed_admission
-        if failed is not None and self._state.policy.may_precede(samples[0], failed.head, self._requests.in_turn()):
-            self._state.failed_admission = None
+        self._may_be_admitted(samples[0])
         self._requests.add(samples)
         self._stopwatch.arrived(req.key for req in samples)
         return replies
+
+    def _may_be_admitted(self, arrival: Req) -> None:
+        """Has the queue read again if `arrival` may go before the request that found no room."""
+        failed = self._state.failed_admission
+        if failed is not None and self._state.policy.may_precede(arrival, failed.head, self._requests.in_turn()):
+            self._state.failed_admission = None
+
+    def _grammar_of(self, request: Request) -> Answer | None:
+        """What is known of its grammar; None: it has to wait."""
+        assert request.sampling.grammar is not None
+        if self._grammars is None:
+            return Refusal(RefusalKind.INVALID, "the server takes no grammars (--grammar-backend none): leave it out")
+        return self._grammars.ask(request.request_id, request.sampling.grammar)
+
+    def take_grammars(self) -> list[Reply]:
+        """Lets requests go on whose grammars are compiled by now, and refuses those whose grammars are not."""
+        assert self._grammars is not None
+        replies = []
+        for request_id, answer in self._grammars.poll():
+            samples = self._requests.samples_of(request_id)
+            if not samples:
+                continue
+            if isinstance(answer, Refusal):
+                replies.append(self._refuse(request_id, answer))
+            else:
+                self._constrain(samples, answer)
+                self._may_be_admitted(samples[0])
+        return replies
+
+    def _constrain(self, samples: list[Req], matcher: Matcher) -> None:
+        for req in samples:
+            req.constrain(matcher, self._eos_token_ids)
 
     def _samples(self, request: Request) -> list[Req]:
         """All samples of a request that was not refused; sample 0 leads the others."""
@@ -137,4 +181,5 @@ class Arrivals:
         """Ends all samples of a request that have not ended; one reply tells of all."""
         for req in self._requests.samples_of(request_id):
             self._applier.end(req)
+        self._forget(request_id)
         return Reply(request_id, refusal=refusal)

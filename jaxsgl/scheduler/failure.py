@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages import Refusal, RefusalKind, Reply
 from jaxsgl.scheduler.req import Req
 
@@ -38,7 +39,12 @@ def blame(parts: Iterable[tuple[Req, Callable[[], object]]]) -> None:
 
 
 def failed_reply(request_id: str, error: BaseException | None) -> Reply:
-    """Logs `error` with its traceback; returns the reply that ends the request. Its client learns the error's class."""
+    """Logs `error` with its traceback; returns the reply that ends the request. Its client learns the error's class.
+
+    `InvalidRequest` is the request's own fault, found late, as at the limits of a grammar: its client learns all of it.
+    """
+    if isinstance(error, InvalidRequest):
+        return Reply(request_id, refusal=Refusal(RefusalKind.INVALID, str(error)))
     logger.error("request %r failed by our own fault and is ended", request_id, exc_info=error)
     text = (
         f"the server failed at this request ({type(error).__name__}) and would fail at it again: don't repeat it; the "

@@ -1,15 +1,16 @@
 """The serving loop: the whole life of the engine process on one screen. Blocks only when there is nothing to do.
 
 Overlap is call order: step N + 1 is launched before the tokens of step N are read, so the host works while the device
-computes. Without overlap the same body reads every step's tokens at once.
+computes. Without overlap the same body reads every step's tokens at once. Grammars need the tokens of step N for the
+choice of those of step N + 1: the forward program of N + 1 is launched, then N is read, then the masks follow.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Protocol
+from typing import Protocol, cast
 
-from jaxsgl.batch.engine_api import PageEngine, StepEngine, StepHandle
+from jaxsgl.batch.engine_api import MaskedHandle, PageEngine, StepEngine, StepHandle
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
 from jaxsgl.request import Request
@@ -71,9 +72,13 @@ def run_loop(
                 control.before_step(inputs)
             in_flight.append(engine.submit(inputs))
         collects = bool(in_flight) and (inputs is None or len(in_flight) > unread_allowed)
-        if collects:
-            step = in_flight.popleft()
-            scheduler.collect(step.tokens(), step.scores())
+        newest_only = len(in_flight) == 1
+        if collects and not newest_only:
+            _collect(scheduler, in_flight)
+        if inputs is not None and inputs.masked:  # while its forward program runs, now that all before it are read
+            cast(MaskedHandle, in_flight[-1]).choose(scheduler.masks(inputs.bucket.num_seqs))
+        if collects and newest_only:
+            _collect(scheduler, in_flight)
         if pages is not None and scheduler.awaits_gathers:
             scheduler.take_gathers(pages.poll_gathers(wait=not (collects or in_flight)))
         news = control.after_turn(collects) if control.is_active else []
@@ -86,3 +91,8 @@ def run_loop(
             scheduler.check()
         if scheduler.is_idle:
             leak_check.when_idle()
+
+
+def _collect(scheduler: Scheduler, in_flight: deque[StepHandle]) -> None:
+    step = in_flight.popleft()
+    scheduler.collect(step.tokens(), step.scores())

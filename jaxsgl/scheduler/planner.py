@@ -177,12 +177,12 @@ class _Planner(Draft):
         """Steps in one program in which no request needs the host in between, and the pages that they take.
 
         Several steps cost the host as much as one, but a request that arrives or ends meanwhile waits until all are
-        done. Takes several if each step yields tokens, few rows idle, no logits are edited or scored, there are pages
-        for all these tokens without taking any from other requests, and the tokens come in time.
+        done. Takes several if each step yields tokens, few rows idle, no logits are edited, scored or masked, there
+        are pages for all these tokens without taking any from other requests, and the tokens come in time.
         """
         cache, several = self.view.cache, self.view.buckets.decode_steps
         one = (1, pages_for_one)
-        if any(req.is_featured for req in decodes):
+        if any(req.is_featured or req.constraint is not None for req in decodes):
             return one
         counts = [min(several, req.num_left) for req in decodes]
         if max(counts) < several or sum(counts) < LEAST_USED * several * len(decodes):

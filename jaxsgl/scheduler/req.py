@@ -36,6 +36,7 @@ from jaxsgl.pooling import Pooling, PoolingKind
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.sampling_params import MAX_SEED
 from jaxsgl.scheduler.adapters import Adapter
+from jaxsgl.scheduler.constraint import Constraint, Matcher
 from jaxsgl.scheduler.pooled import PooledPrompt
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample
@@ -89,6 +90,7 @@ class Req:
       page_names: of its leading full pages, if there is a host tier; [] without.
       to_load: while PREFETCHING, the host pages that are still to load, in order; it pins them.
       load_until_s: then, when it gives them up.
+      constraint: what its next token may be, once its grammar is compiled; None without a grammar.
     """
 
     __slots__ = (
@@ -96,6 +98,7 @@ class Req:
         "_prompt_logprobs",
         "adapter",
         "cached_tokens",
+        "constraint",
         "extend_to",
         "index",
         "is_featured",
@@ -170,6 +173,7 @@ class Req:
         self.to_load: list[HostPage] = []
         self.load_until_s = 0.0
         self.pooled = None if request.pooling is None else PooledPrompt(request.pooling, pooled_kind)
+        self.constraint: Constraint | None = None
         self._prompt_logprobs: list[TokenLogprob] = []
 
     @property
@@ -179,7 +183,10 @@ class Req:
 
     @property
     def may_start(self) -> bool:
-        """Whether it may be admitted: the leader's prompt is launched, so its pages can be shared."""
+        """Whether it may be admitted: its grammar, if it has one, is compiled, and the leader's prompt is launched, so
+        that its pages can be shared."""
+        if self.sampling.grammar is not None and self.constraint is None:
+            return False
         return self.leader is None or self.leader.prefilled or self.leader.state is State.FINISHED
 
     @property
@@ -243,6 +250,15 @@ class Req:
     def can_launch(self) -> bool:
         """Whether it may decode another token, as far as is known before the tokens in flight are read."""
         return self.state is State.RUNNING and self.num_launched < self.max_new_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its grammar has ended its output, without a stop token."""
+        return self.constraint is not None and self.constraint.ended and self.output_ids[-1] not in self.stop_ids
+
+    def constrain(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> None:
+        """Holds its output to a grammar; `matcher` is that of an empty output."""
+        self.constraint = Constraint(matcher, eos_token_ids, self.stop_ids, self.sampling.min_tokens)
 
     def stored_ids(self) -> IntArray:
         """The `hash_ids` of tokens whose KV is stored or in flight: what may be shared."""
@@ -308,12 +324,19 @@ class Req:
         return self.num_launched < self.max_new_tokens
 
     def take(self, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Takes `token_ids` up to the one that ends the request; returns those taken, and why it ended if it did."""
+        """Takes `token_ids` up to the one that ends the request; returns those taken, and why it ended if it did.
+
+        Raises `InvalidRequest` if its grammar can't be followed.
+        """
         output_ids, stop_ids, most = self.output_ids, self.stop_ids, self.max_new_tokens
         for count, token_id in enumerate(token_ids, 1):
             output_ids.append(token_id)
             if token_id in stop_ids:
                 return token_ids[:count], FinishReason.STOP
+            if self.constraint is not None:
+                self.constraint.advance(token_id)
+                if self.constraint.ended:
+                    return token_ids[:count], FinishReason.STOP
             if len(output_ids) == most:
                 return token_ids[:count], FinishReason.LENGTH
         return token_ids, None

@@ -39,9 +39,12 @@ from jaxsgl.scheduler.adapters import AdapterTable
 from jaxsgl.scheduler.apply import Applier, MakeBuilder
 from jaxsgl.scheduler.arrivals import Arrivals
 from jaxsgl.scheduler.budget import NewTokenRatio
+from jaxsgl.scheduler.constraint import Words
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure
+from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.latency import Latency
+from jaxsgl.scheduler.masks import masks_of_newest
 from jaxsgl.scheduler.plan import RetractAlso, SchedulerState, StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
@@ -52,6 +55,7 @@ from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.retraction_warning import RetractionWarning
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
+GRAMMAR_WAIT_S = 0.001  # that an idle turn waits for a grammar, so that the loop doesn't spin
 NO_SCORES = StepScores()
 NO_HOST = HostLoad()
 
@@ -85,6 +89,7 @@ class Scheduler:
       tier: of the cache, in host memory; None: there is none.
       loads: when loading from `tier` pays.
       max_loaded_loras: adapters that may be loaded; None: any number.
+      grammars: compiles the grammars of requests; None: such requests are refused.
 
     Attributes:
       queue_limits: what the queue takes.
@@ -113,6 +118,7 @@ class Scheduler:
         tier: HostTier | None = None,
         loads: LoadRule | None = None,
         max_loaded_loras: int | None = None,
+        grammars: GrammarQueue | None = None,
     ) -> None:
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
         eos_token_ids = frozenset(eos_token_ids)
@@ -156,8 +162,10 @@ class Scheduler:
         self._copies = None if tier is None or loads is None else Copies(self.state, tier, loads, clock)
         self._applier = Applier(self.state, builder, sampling, self._stopwatch, self._copies)
         self._arrivals = Arrivals(
-            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, self._stopwatch, self._copies
-        )
+            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, self._stopwatch, self._copies,
+            grammars,
+        )  # fmt: skip
+        self._grammars = grammars
         self._replies: list[Reply] = []
         self._pauses: set[PauseReason] = set()
 
@@ -218,6 +226,15 @@ class Scheduler:
         A request for which that fails is ended, and the step decided again without it.
         """
         self._end_overdue()
+        if self._grammars is None or not self._grammars.num_waiting:
+            return self._launch()
+        self._replies += self._arrivals.take_grammars()
+        inputs = self._launch()
+        if inputs is None and not (self.state.steps_in_flight or self._replies):
+            self._grammars.wait(GRAMMAR_WAIT_S)
+        return inputs
+
+    def _launch(self) -> StepInputs | None:
         while not self._pauses:
             try:
                 return self.apply(plan_step(self.state))
@@ -244,6 +261,16 @@ class Scheduler:
         self._replies += self._applier.collect(np.asarray(tokens), scores)
         if self.state.totals.failed_requests != num_failed:
             self.check()
+
+    def masks(self, num_seqs: int) -> Words:
+        """`[num_seqs, ceil(V / 32)]` which tokens the step that was launched last may choose, for a `masked` step.
+
+        `num_seqs` is its padded S. All steps before it must be collected.
+        """
+        assert self.state.steps_in_flight == 1, "the tokens of a step before are not read"
+        words, replies = masks_of_newest(self._applier, num_seqs, self.state.capacity.vocab_size)
+        self._replies += replies
+        return words
 
     def take_ops(self) -> list[EngineOp]:
         """Operations that go to the engine before the step that was launched last."""

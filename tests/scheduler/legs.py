@@ -8,12 +8,13 @@ from typing import Any
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.disaggregation import TransferLoad
+from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.messages import Abort, RefusalKind, Reply
 from jaxsgl.request import FinishReason, Rendezvous, Request
 from jaxsgl.scheduler.disagg.legs import DecodeScheduler, LegScheduler, PrefillScheduler
 from jaxsgl.scheduler.disagg.rooms import RoomLimits
 from jaxsgl.scheduler.req import Key
-from jaxsgl.testing import FakeEngine, FakeHandle
+from jaxsgl.testing import FakeEngine
 from tests.checked import CheckedScheduler
 from tests.scheduler.memory_wire import MemoryWire, Network
 

@@ -15,11 +15,12 @@ from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.errors import ConfigError
+from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.request import Request
 from jaxsgl.scheduler.budget import TokenBudget
 from jaxsgl.scheduler.latency import FIT_EVERY, FORGET_AFTER, StepTimes
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, FakeHandle, ScriptedMailbox
+from jaxsgl.testing import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected, request
 

@@ -6,10 +6,11 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.messages import Answer, StartProfile, StopProfile, ToEngine
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.profiling import WRITING_FACTOR, Profiling, resident_bytes
-from jaxsgl.testing import FakeEngine, FakeHandle, ScriptedMailbox
+from jaxsgl.testing import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, request
 

@@ -56,12 +56,12 @@ def failing_method(owner: type, name: str, of: Callable[..., Req | Request | str
     """`owner.name`, but it raises for the poisoned request."""
     plain = getattr(owner, name)
 
-    def call(self: Any, *args: Any) -> Any:
+    def call(self: Any, *args: Any, **named: Any) -> Any:
         victim = of(self, *args)
         request_id = victim if isinstance(victim, str) else victim.request_id
         if request_id.startswith(POISON) and when(victim):
             raise Planted
-        return plain(self, *args) if callable(plain) else plain.fget(self)
+        return plain(self, *args, **named) if callable(plain) else plain.fget(self)
 
     return call if callable(plain) else property(call)
 

@@ -25,6 +25,7 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH
 from jaxsgl.config import POLICIES, PRIORITY_POLICIES, SchedulingConfig
+from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.messages import (
     Abort,
     Answer,
@@ -40,7 +41,7 @@ from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.control import CacheJournal, Control
 from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.prefetch import LoadRule
-from jaxsgl.testing import FakeEngine, FakeHandle, RetractEvery
+from jaxsgl.testing import FakeEngine, RetractEvery
 from jaxsgl.weight_messages import (
     MemoryTag,
     ReleaseMemory,

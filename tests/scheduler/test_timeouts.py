@@ -9,11 +9,12 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.errors import ConfigError
+from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.messages import Abort, RefusalKind, Reply
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine, FakeHandle
+from jaxsgl.testing import FakeEngine
 from tests.scheduler.serving import capacity, expected, request
 
 PROMPT = list(range(40))

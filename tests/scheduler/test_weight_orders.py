@@ -14,6 +14,7 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config import SchedulingConfig
+from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.messages import (
     Answer,
     CacheEvents,
@@ -30,7 +31,7 @@ from jaxsgl.messages import (
 )
 from jaxsgl.request import FinishReason
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, FakeHandle, ScriptedMailbox, generate, next_token, seed_of
+from jaxsgl.testing import FakeEngine, ScriptedMailbox, generate, next_token, seed_of
 from jaxsgl.weight_messages import (
     MemoryTag,
     ReleaseMemory,

@@ -13,11 +13,12 @@ from jaxsgl.cache.host_pages import HostPages, extend_names
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.tiers import WRITE_THROUGH, HostTier
 from jaxsgl.config import SchedulingConfig
+from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.messages import Abort, ToEngine
 from jaxsgl.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.prefetch import LoadRule
-from jaxsgl.testing import FakeEngine, FakeHandle, ScriptedMailbox
+from jaxsgl.testing import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler, WatchedScheduler
 from tests.scheduler.serving import capacity
 

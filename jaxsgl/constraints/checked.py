@@ -1,0 +1,57 @@
+"""Parts of grammars whose compilation no limit of llguidance bounds: they are checked before, or refused.
+
+Called by translation.py and structural_tags.py.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from llguidance.gbnf_to_lark import any_to_lark
+
+from jaxsgl.errors import InvalidRequest
+
+MAX_EBNF_CHARS = 1 << 16  # it is parsed in Python
+MAX_MULTIPLE_OF = 10_000  # a number's digits are followed by so many states
+MAX_DEPTH = 200
+
+
+def check_schema(schema: Any, depth: int = 0) -> None:
+    """Raises `InvalidRequest` for a schema whose compilation would take minutes, whatever llguidance's limits are."""
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"the json_schema is nested more than {MAX_DEPTH} deep: flatten it")
+    if isinstance(schema, dict):
+        step = schema.get("multipleOf")
+        if isinstance(step, int | float) and not isinstance(step, bool) and _coefficient(step) > MAX_MULTIPLE_OF:
+            raise InvalidRequest(
+                f"multipleOf is {step}, but must have at most {MAX_MULTIPLE_OF} as its digits: leave it out"
+            )
+        parts = schema.get("allOf")
+        steps = [part for part in parts if "multipleOf" in part] if isinstance(parts, list) else []
+        if len(steps) + (step is not None) > 1:
+            raise InvalidRequest("allOf holds several multipleOf: write their least common multiple in one")
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            check_schema(part, depth + 1)
+
+
+def _coefficient(number: float) -> int:
+    """The digits of `number` without its decimal point and trailing zeros."""
+    try:
+        digits = Decimal(str(number)).normalize().as_tuple().digits
+    except InvalidOperation:
+        return 0
+    return int("".join(map(str, digits)) or 0)
+
+
+def lark_of_ebnf(text: str) -> str:
+    """A grammar in GBNF or Lark's form, in Lark's form. Raises `InvalidRequest`."""
+    if len(text) > MAX_EBNF_CHARS:
+        raise InvalidRequest(f"the ebnf has {len(text)} characters, but {MAX_EBNF_CHARS} are the most: shorten it")
+    try:
+        lark: str = any_to_lark(text)
+    except Exception as error:  # a parser in Python works on what the client sent
+        raise InvalidRequest(f"the ebnf can't be read: {str(error)[:300]}") from None
+    return lark

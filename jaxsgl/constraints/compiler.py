@@ -1,0 +1,115 @@
+"""`Compiler`: grammars to matchers, by llguidance. `LlMatcher` follows one output and tells which tokens may come next.
+
+Owns the vocabulary as llguidance knows it, and the limits of its work. Compiling leaves Python's lock alone, so that
+threads may do it beside the serving loop (scheduler/grammar_queue.py). Building the vocabulary holds the lock, for
+0.6 s at 150,000 tokens: servers do it before they are ready. wiring.py makes it; the scheduler sees only `compile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
+
+from jaxsgl.constraints.translation import SpecialTokens, llguidance_text
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.grammar import Grammar
+
+MAX_REASON_CHARS = 500
+# llguidance's defaults would let one request's grammar stop the serving loop for half a second a token. A mask takes
+# milliseconds at most with these, and hundreds of properties are still few enough.
+LIMITS = LLParserLimits(
+    max_items_in_row=8_000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    precompute_large_lexemes=False,  # may take minutes and hundreds of megabytes
+    verbose_errors=False,
+)
+
+
+class Compiler:
+    """Compiles grammars for one vocabulary. Safe to call from several threads.
+
+    Args:
+      folder: of the model.
+      vocab_size: V of the model's logits, which may be more than the tokenizer's tokens.
+      eos_token_ids: tokens that end a text.
+
+    Raises:
+      InvalidRequest: for this model no grammar can be compiled.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise InvalidRequest("the model folder has no tokenizer.json, which grammars need: leave the grammar out")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = LLTokenizer(str(path), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise InvalidRequest(f"grammars can't be used with the model's tokenizer: {_short(error)}") from None
+        self._special: SpecialTokens = {
+            token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+
+    def compile(self, grammar: Grammar) -> LlMatcher:
+        """The matcher of an empty output. Raises `InvalidRequest` for what is no grammar or goes beyond the limits."""
+        matcher = LLMatcher(self._tokenizer, llguidance_text(grammar, self._special), log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise InvalidRequest(f"the {grammar.kind} can't be used: {_short(matcher.get_error())}")
+        return LlMatcher(matcher)
+
+
+class LlMatcher:
+    """Follows one output token by token; a `Matcher` of scheduler/constraint.py."""
+
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> LlMatcher:
+        """Another one for the same output so far; costs microseconds."""
+        return LlMatcher(self._matcher.deep_copy())
+
+    def advance(self, token_id: int) -> None:
+        """Takes the next token. Raises `InvalidRequest` if the grammar doesn't allow it, or at its limits."""
+        if not self._matcher.consume_token(token_id):
+            self._check()
+            raise InvalidRequest(f"the grammar doesn't allow token {token_id}")
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the output may end here."""
+        return self._matcher.is_accepting()
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow."""
+        return self._matcher.is_stopped()
+
+    def mask_into(self, words: npt.NDArray[np.uint32]) -> None:
+        """Writes `words [ceil(V / 32)]`, contiguous: bit i % 32 of word i // 32 says whether token i may come next.
+
+        EOS tokens may be among them where the output may end. Raises `InvalidRequest` at the limits.
+        """
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidRequest(
+                f"the grammar can't be followed any further: {_short(self._matcher.get_error())}: simplify it"
+            )
+
+
+def _short(reason: object) -> str:
+    text = " ".join(str(reason).replace("<non-verbose/>", "").split())
+    return text if len(text) <= MAX_REASON_CHARS else text[:MAX_REASON_CHARS] + "..."

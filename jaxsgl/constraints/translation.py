@@ -1,0 +1,65 @@
+"""A `Grammar` in llguidance's own words: its form of Lark, in which JSON schemas and regular expressions are embedded.
+
+Never knows a vocabulary beyond the names
+of special tokens, which are no text for llguidance. Called by compiler.py and structural_tags.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from llguidance import LLMatcher
+
+from jaxsgl.constraints import structural_tags
+from jaxsgl.constraints.checked import check_schema, lark_of_ebnf
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.grammar import Grammar
+
+# A schema's own "x-guidance" goes before. Small models would write blanks without end.
+JSON_DEFAULTS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+
+SpecialTokens: TypeAlias = Mapping[str, int]  # name -> id
+
+
+def llguidance_text(grammar: Grammar, special: SpecialTokens) -> str:
+    """What llguidance compiles for `grammar`. Raises `InvalidRequest`."""
+    text = grammar.text
+    try:
+        if grammar.kind == "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', JSON_DEFAULTS)
+        if grammar.kind == "json_schema":
+            schema = parsed("json_schema", text)
+            check_schema(schema)
+            return LLMatcher.grammar_from_json_schema(text, JSON_DEFAULTS)
+        if grammar.kind == "regex":
+            return LLMatcher.grammar_from_regex(text)
+        if grammar.kind == "lark":
+            return LLMatcher.grammar_from_lark(text)
+        if grammar.kind == "ebnf":
+            return LLMatcher.grammar_from_lark(lark_of_ebnf(text))
+        if grammar.kind == "choice":
+            return LLMatcher.grammar_from_lark(_lark_of_choice(parsed("choice", text)))
+        return LLMatcher.grammar_from_lark(structural_tags.lark_of(parsed("structural_tag", text), special))
+    except InvalidRequest:
+        raise
+    except ValueError as error:
+        raise InvalidRequest(f"the {grammar.kind} can't be used: {str(error)[:300]}") from None
+
+
+def parsed(kind: str, text: str) -> Any:
+    """`text` as JSON. Raises `InvalidRequest`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the {kind} is not JSON: {str(error)[:200]}") from None
+
+
+def _lark_of_choice(texts: Any) -> str:
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("the choice must be a list of texts, one at least")
+    some = [json.dumps(text) for text in texts if text]
+    if not some:
+        return 'start: ""'
+    return f"start: CHOICE{'' if all(texts) else '?'}\nCHOICE: {' | '.join(some)}"

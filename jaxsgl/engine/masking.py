@@ -1,0 +1,113 @@
+"""Programs for steps whose tokens are held to grammars: masks between the forward and the sampling program.
+
+    forward -> logits -> masked_step(logits, packed, masks) -> the sampling program of any other step
+                   '---> score_step(logits, tokens), if log-probabilities are wanted: they are the model's own
+
+`MaskPrograms` compiles them for every number of sequences when the first grammar comes: scheduler/grammar_queue.py has
+`prepare` called in a thread, while requests with grammars wait. So a server without grammars neither compiles nor runs
+them. Called by `engine`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsgl.engine import vocabulary
+from jaxsgl.engine.programs import Programs, ProgramSpec
+from jaxsgl.engine.sampler import Logprobs, score
+from jaxsgl.engine.step import SAMPLING_ROWS
+from jaxsgl.engine.warmup import CompileCounter
+from jaxsgl.models.tensor_parallel import num_parts, part_index
+from jaxsgl.weights.sharding import logits_sharding, replicated
+
+BEST = 2  # row of the packed sampling inputs that holds the most likely tokens
+
+
+def masked_step(logits: jax.Array, packed: jax.Array, masks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Takes from each row the tokens that its mask forbids; the results take the place of `logits` and `packed`.
+
+    Args:
+      logits: `[S, V]` float32, this device's V.
+      packed: `[SAMPLING_ROWS, S]` int32, as `pack_sampling` makes it.
+      masks: `[S, ceil(V / 32)]` uint32, of the whole V; bit i % 32 of word i // 32 allows token i. No row is empty.
+    """
+    masked = jnp.where(_bits(masks, logits.shape[-1]), logits, -jnp.inf)
+    return masked, packed.at[BEST].set(vocabulary.greedy(masked))
+
+
+def score_step(logits: jax.Array, tokens: jax.Array) -> Logprobs:
+    """Log-probabilities of `tokens [S]` by `logits [S, V]`, which no mask has changed."""
+    return vocabulary.by_rows(score, logits, tokens)
+
+
+def _bits(masks: jax.Array, vocab_size: int) -> jax.Array:
+    """`[S, V]` bool, of this device's part of the vocabulary."""
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    flat = bits.reshape(len(masks), -1) != 0
+    if num_parts() == 1:
+        return flat[:, :vocab_size]
+    return jax.lax.dynamic_slice_in_dim(flat, part_index() * vocab_size, vocab_size, axis=1)
+
+
+class MaskPrograms:
+    """The compiled programs, by S, once they are prepared.
+
+    Args:
+      programs: of the other steps.
+      compiles: isn't told of these.
+    """
+
+    def __init__(self, programs: Programs, compiles: CompileCounter) -> None:
+        self._programs = programs
+        self._compiles = compiles
+        self._preparing = threading.Lock()
+        self._masked: dict[int, jax.stages.Compiled] = {}
+        self._score: dict[int, jax.stages.Compiled] = {}
+
+    def __len__(self) -> int:
+        return len(self._masked) + len(self._score)
+
+    def prepare(self) -> None:
+        """Compiles what isn't compiled yet; from any thread, in a few seconds."""
+        spec = self._programs.spec
+        with self._preparing, self._compiles.not_counting():
+            for num_seqs in sorted({bucket.num_seqs for bucket in self._programs.buckets.all()}):
+                if num_seqs not in self._masked:
+                    self._score[num_seqs] = trace_score(spec, num_seqs).lower().compile()
+                    self._masked[num_seqs] = trace_masked(spec, num_seqs).lower().compile()
+
+    def mask(self, logits: jax.Array, packed: jax.Array, masks: Any) -> tuple[jax.Array, jax.Array]:
+        """See `masked_step`."""
+        masked, changed = self._masked[len(logits)](logits, packed, masks)
+        return masked, changed
+
+    def score(self, logits: jax.Array, tokens: jax.Array) -> Logprobs:
+        """See `score_step`."""
+        scores: Logprobs = self._score[len(logits)](logits, tokens)
+        return scores
+
+
+def trace_masked(spec: ProgramSpec, num_seqs: int) -> jax.stages.Traced:
+    """`masked_step` for `num_seqs` padded sequences, traced."""
+    logits, packed = _logits(spec, num_seqs), _replicated(spec, jnp.int32, SAMPLING_ROWS, num_seqs)
+    masks = _replicated(spec, jnp.uint32, num_seqs, -(-spec.vocab_size // 32))
+    shardings = (logits_sharding(spec.mesh), replicated(spec.mesh))
+    return spec.traced(masked_step, (), (logits, packed, masks), shardings)
+
+
+def trace_score(spec: ProgramSpec, num_seqs: int) -> jax.stages.Traced:
+    """`score_step` for `num_seqs` padded sequences, traced."""
+    arguments = (_logits(spec, num_seqs), _replicated(spec, jnp.int32, num_seqs))
+    return spec.traced(score_step, (), arguments, replicated(spec.mesh))
+
+
+def _logits(spec: ProgramSpec, num_seqs: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num_seqs, spec.vocab_size), jnp.float32, sharding=logits_sharding(spec.mesh))
+
+
+def _replicated(spec: ProgramSpec, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(spec.mesh))

@@ -1,0 +1,287 @@
+"""Requests whose output is held to a grammar, among free ones: on the fake engine, with fake grammars.
+
+`constrained` is the oracle: what such a request must yield, whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.config import SchedulingConfig
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.fake_grammars import FakeMatcher, compile_fake
+from jaxsgl.grammar import Grammar
+from jaxsgl.messages import Abort, Reply, ToEngine
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.scheduler.grammar_queue import GrammarQueue
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.testing import FakeEngine, RetractEvery, ScriptedMailbox, generate, next_allowed
+from tests.checked import CheckedScheduler
+from tests.scheduler.serving import VOCAB, capacity
+
+EOS = (7, 500)
+
+
+def fake(seed: int, length: int, words: str = "") -> Grammar:
+    return Grammar.regex(f"{seed} {length} {words}".strip())
+
+
+def asking(
+    request_id: str, prompt: Sequence[int], grammar: Grammar | None, max_tokens: int = 20, **params: object
+) -> Request:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, grammar=grammar, **params)  # type: ignore[arg-type]
+    return Request(request_id, list(prompt), sampling)
+
+
+def constrained(request: Request) -> tuple[list[int], FinishReason]:
+    """What a request with a grammar yields, and why it ends: by the rules, token by token."""
+    params = request.sampling
+    assert params.grammar is not None
+    matcher = compile_fake(params.grammar, VOCAB)
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
+    output: list[int] = []
+    while len(output) < (params.max_tokens or 0):
+        may = set(matcher.allowed()) - set(EOS) - stops
+        if matcher.accepts and len(output) >= params.min_tokens:
+            may |= stops
+        if not may:
+            assert matcher.accepts
+            return output, FinishReason.STOP
+        output.append(next_allowed([*request.prompt_ids, *output], set(range(VOCAB)) - may, VOCAB))
+        if output[-1] in stops:
+            return output, FinishReason.STOP
+        matcher.advance(output[-1])
+        if matcher.ended:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+def served(
+    script: Sequence[Sequence[ToEngine]],
+    sizes: Capacity | None = None,
+    *,
+    overlap: bool = True,
+    config: SchedulingConfig = SchedulingConfig(),
+    retract_every: int | None = None,
+    compile: Callable[[Grammar], FakeMatcher] = lambda grammar: compile_fake(grammar, VOCAB),
+    decode_steps: int = 1,
+) -> tuple[ScriptedMailbox, CheckedScheduler]:
+    sizes = sizes or capacity()
+    scheduler = CheckedScheduler(
+        sizes,
+        BucketSet.derive(sizes, decode_steps=decode_steps),
+        EOS,
+        config,
+        retract_also=RetractEvery(retract_every) if retract_every else None,
+        grammars=GrammarQueue(compile, 30.0),
+    )
+    mailbox = ScriptedMailbox(script)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, overlap)
+    assert scheduler.is_idle and scheduler.cache.num_available == sizes.num_pages - 1
+    return mailbox, scheduler
+
+
+def outcome(mailbox: ScriptedMailbox, request_id: str, index: int = 0) -> tuple[list[int], FinishReason | None]:
+    replies = [reply for reply in mailbox.replies if (reply.request_id, reply.index) == (request_id, index)]
+    return [token for reply in replies for token in reply.token_ids], replies[-1].finish_reason
+
+
+def refusal(mailbox: ScriptedMailbox, request_id: str) -> str:
+    (reply,) = [reply for reply in mailbox.replies if reply.request_id == request_id and reply.refusal is not None]
+    assert reply.refusal is not None
+    return f"{reply.refusal.kind.value}: {reply.refusal.text}"
+
+
+def some_requests(seed: int, count: int = 24) -> list[Request]:
+    """A third are free; the others share few grammars, with all that may end an output."""
+    dice = random.Random(seed)
+    requests = []
+    for number in range(count):
+        prompt = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 40))]
+        grammar = None if dice.random() < 0.34 else fake(dice.randrange(4), dice.choice((1, 5, 12, 40)))
+        ends = dice.random()
+        params: dict[str, object] = {}
+        if ends < 0.3:
+            params = {"stop_token_ids": tuple(dice.sample(range(VOCAB), 3))}
+        elif ends < 0.5:
+            params = {"min_tokens": dice.randint(1, 10)}
+        elif ends < 0.6:
+            params = {"ignore_eos": True}
+        requests.append(asking(f"r{number}", prompt, grammar, dice.randint(10, 24), **params))
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("overlap", "retract_every", "decode_steps", "mixed"),
+    [(True, None, 1, False), (False, None, 1, False), (True, 3, 1, True), (True, None, 4, True), (False, 4, 1, True)],
+)
+def test_free_and_constrained_rows_share_batches_and_keep_their_tokens(
+    overlap: bool, retract_every: int | None, decode_steps: int, mixed: bool
+) -> None:
+    requests = some_requests(5)
+    script = [list(requests[i : i + 4]) for i in range(0, len(requests), 4)]
+    config = SchedulingConfig(enable_mixed_chunk=mixed)
+    mailbox, scheduler = served(
+        script, overlap=overlap, config=config, retract_every=retract_every, decode_steps=decode_steps
+    )
+    for request in requests:
+        params = request.sampling
+        if params.grammar is not None:
+            assert outcome(mailbox, request.request_id) == constrained(request)
+            continue
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(EOS))
+        free = generate(request.prompt_ids, params.max_tokens or 0, stops, VOCAB, params.min_tokens)
+        assert outcome(mailbox, request.request_id)[0] == free
+    assert (scheduler.state.totals.retractions > 0) == (retract_every is not None)
+
+
+def test_rows_that_free_requests_take_over_are_free() -> None:
+    """Two rows: each is held to a grammar, free, and held to another one in turn."""
+    sizes = capacity(rows=2)
+    requests = [asking(f"r{i}", [i, i + 1], None if i % 2 else fake(i, 4)) for i in range(10)]
+    mailbox, _ = served([requests], sizes)
+    for request in requests:
+        if request.sampling.grammar is None:
+            assert outcome(mailbox, request.request_id)[0] == generate(request.prompt_ids, 20, frozenset(EOS), VOCAB)
+        else:
+            assert outcome(mailbox, request.request_id) == constrained(request)
+
+
+def test_equal_grammars_are_compiled_once_and_each_sample_follows_its_own() -> None:
+    compiled: list[Grammar] = []
+
+    def compile(grammar: Grammar) -> FakeMatcher:
+        compiled.append(grammar)
+        return compile_fake(grammar, VOCAB)
+
+    grammar = fake(3, 12)
+    requests = [asking(f"r{i}", [i, 9], grammar, n=2, seed=i) for i in range(4)]
+    later = asking("later", [77], grammar)
+    mailbox, _ = served([requests, [], [], [later]], compile=compile)
+    assert compiled == [grammar]
+    for request in [*requests, later]:
+        for index in range(request.sampling.n):
+            assert outcome(mailbox, request.request_id, index) == constrained(request)
+
+
+def test_a_hostile_grammar_ends_only_its_request() -> None:
+    """Its grammar is followed for some tokens, then goes beyond its limits."""
+    hostile = asking("hostile", [1, 2], fake(2, 10, "fails"), ignore_eos=True)
+    others = [asking("held", [3, 4], fake(2, 10)), asking("free", [5, 6], None)]
+    mailbox, scheduler = served([[hostile, *others]])
+    assert refusal(mailbox, "hostile") == "invalid: the fake grammar fails here"
+    assert outcome(mailbox, "hostile")[0] == constrained(asking("held", [1, 2], fake(2, 10), ignore_eos=True))[0][:5]
+    assert outcome(mailbox, "held") == constrained(others[0])
+    assert outcome(mailbox, "free")[0] == generate([5, 6], 20, frozenset(EOS), VOCAB)
+    assert scheduler.state.totals.failed_requests == 0, "no fault of ours"
+
+
+def test_min_tokens_beyond_the_grammars_end_leaves_a_defined_end() -> None:
+    request = asking("a", [1], fake(1, 3), min_tokens=10)
+    mailbox, _ = served([[request]])
+    tokens, reason = outcome(mailbox, "a")
+    assert (len(tokens), reason) == (3, FinishReason.STOP)
+
+
+def test_a_stop_token_that_the_grammar_needs_is_refused_with_words() -> None:
+    first = compile_fake(fake(1, 3), VOCAB).allowed()
+    request = asking("a", [1], fake(1, 3), stop_token_ids=tuple(first))
+    mailbox, _ = served([[request, asking("b", [2], None)]])
+    if compile_fake(fake(1, 3), VOCAB).accepts:
+        assert outcome(mailbox, "a") == constrained(request)
+    else:
+        assert "leaves no token of the vocabulary" in refusal(mailbox, "a")
+    assert outcome(mailbox, "b")[0] == generate([2], 20, frozenset(EOS), VOCAB)
+
+
+def test_nothing_advances_after_the_end() -> None:
+    """The step behind the last token is in flight already; its token is dropped, and no matcher gets it."""
+    advanced: list[FakeMatcher] = []
+
+    class Watched(FakeMatcher):
+        def copy(self) -> FakeMatcher:
+            advanced.append(Watched(self._seed, self._length, self._vocab_size))
+            return advanced[-1]
+
+    request = asking("a", [1], fake(1, 4), max_tokens=9)
+    mailbox, _ = served([[request]], compile=lambda grammar: Watched(1, 4, VOCAB))
+    (matcher,) = advanced
+    tokens, _ = outcome(mailbox, "a")
+    assert tokens[: len(matcher.output)] == matcher.output and len(tokens) - len(matcher.output) <= 1
+
+
+def test_a_request_that_waits_for_its_grammar_lets_others_pass_and_is_served_then() -> None:
+    may_compile = threading.Event()
+
+    def compile(grammar: Grammar) -> FakeMatcher:
+        assert may_compile.wait(10)
+        return compile_fake(grammar, VOCAB)
+
+    class Mailbox(ScriptedMailbox):
+        def receive(self, block: bool) -> list[ToEngine]:
+            if any(reply.request_id == "free" and reply.finish_reason for reply in self.replies):
+                may_compile.set()
+            return super().receive(block)
+
+    sizes = capacity(rows=1)
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), EOS, grammars=GrammarQueue(compile, 30.0))
+    held = asking("held", [1, 2], fake(1, 4))
+    mailbox = Mailbox([[held, asking("free", [3, 4], None)]])
+    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    assert outcome(mailbox, "free")[0] == generate([3, 4], 20, frozenset(EOS), VOCAB)
+    assert outcome(mailbox, "held") == constrained(held)
+
+
+def test_a_bad_grammar_is_refused_and_the_refusal_is_kept() -> None:
+    compiled: list[str] = []
+
+    def compile(grammar: Grammar) -> FakeMatcher:
+        compiled.append(grammar.text)
+        raise InvalidRequest("no grammar at all")
+
+    script: list[list[Request | Abort]] = [[asking("a", [1], fake(1, 4))], [], [], [asking("b", [1], fake(1, 4))]]
+    mailbox, _ = served(script, compile=compile)
+    assert [refusal(mailbox, name) for name in "ab"] == ["invalid: no grammar at all"] * 2
+    assert len(compiled) == 1
+
+
+def test_without_a_grammar_queue_requests_with_grammars_are_refused() -> None:
+    sizes = capacity()
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), EOS)
+    mailbox = ScriptedMailbox([[asking("a", [1], fake(1, 4))]])
+    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    assert "--grammar-backend none" in refusal(mailbox, "a")
+
+
+def test_steps_without_grammars_bring_no_masks() -> None:
+    masked: list[bool] = []
+
+    class Watching(FakeEngine):
+        def submit(self, inputs: object) -> object:  # type: ignore[override]
+            masked.append(inputs.masked)  # type: ignore[attr-defined]
+            return super().submit(inputs)  # type: ignore[arg-type]
+
+    sizes = capacity(rows=4)
+    scheduler = CheckedScheduler(
+        sizes, BucketSet.derive(sizes), EOS, grammars=GrammarQueue(lambda grammar: compile_fake(grammar, VOCAB), 30.0)
+    )
+    script: list[list[ToEngine]] = [[asking("free", range(5), None, 6)]]
+    run_loop(scheduler, Watching(sizes), ScriptedMailbox(script), True)  # type: ignore[arg-type]
+    assert masked and not any(masked)
+
+
+def replies_of(mailbox: ScriptedMailbox, request_id: str) -> list[Reply]:
+    return [reply for reply in mailbox.replies if reply.request_id == request_id]
+
+
+def test_the_grammars_end_comes_as_a_reply_of_its_own_so_that_the_last_token_is_text() -> None:
+    mailbox, _ = served([[asking("a", [1], fake(1, 2), ignore_eos=True)]])
+    *tokens, end = replies_of(mailbox, "a")
+    assert sum(len(reply.token_ids) for reply in tokens) == 2 and all(reply.finish_reason is None for reply in tokens)
+    assert (end.token_ids, end.finish_reason) == ((), FinishReason.STOP)
