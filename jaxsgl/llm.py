@@ -7,36 +7,29 @@ for completion in llm.generate(["3 + 4 =", "3 6 9 12"], jaxsgl.SamplingParams(te
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from tqdm import tqdm
-
 from jaxsgl import kept_prefixes
 from jaxsgl.adapter_messages import LoadAdapter
-from jaxsgl.config import BUNDLED_MODEL, DEFAULT_WEIGHT_VERSION, EngineConfig
+from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.engine.residents import Tree
-from jaxsgl.errors import ConfigError, EngineUnavailable, InvalidRequest, RequestFailed
-from jaxsgl.llm_media import OfflineMedia, has_parts, read_chat, read_prompt
-from jaxsgl.media import MediaItem
-from jaxsgl.messages import Abort, News, RefusalKind, Replies, Shutdown, ToEngine, TokenLogprob
+from jaxsgl.errors import ConfigError, InvalidRequest
+from jaxsgl.llm_media import has_parts, read_chat
+from jaxsgl.llm_pooling import PoolingLLM
+from jaxsgl.messages import TokenLogprob
 from jaxsgl.models import Params
-from jaxsgl.request import Request, check_request
+from jaxsgl.offline import Encoded, Prompt, as_list, per_prompt
+from jaxsgl.request import Request
 from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.adapter_orders import load
-from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.text.sample import Piece, Sample, detokenizer_of, join
-from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
+from jaxsgl.text.sample import Piece, join
+from jaxsgl.text.tokenizer import ChatMessage
 from jaxsgl.weight_messages import MemoryTag
-from jaxsgl.wiring import build, build_scheduler
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-Encoded: TypeAlias = tuple[list[int], tuple[MediaItem, ...]]
 
 MEMORY_TAGS = tuple(tag.value for tag in MemoryTag)
 
@@ -69,7 +62,7 @@ class Completion:
     weight_version: str = DEFAULT_WEIGHT_VERSION
 
 
-class LLM:
+class LLM(PoolingLLM):
     """A model with its KV cache, ready for batches of prompts. Not for use by several threads at once.
 
     Args:
@@ -78,11 +71,6 @@ class LLM:
         `max_queued_tokens` and the timeouts limit servers only: a call may bring any number of prompts, and waits for
         all of them.
     """
-
-    def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
-        self.config = EngineConfig(model=model, **flags)
-        self.engine, self._scheduler = build(self.config, limited=False)
-        self.tokenizer = load_tokenizer(model, self.config.revision)
 
     def generate(
         self,
@@ -109,7 +97,7 @@ class LLM:
           InvalidRequest: a prompt can never be served; no prompt has run then, unless its grammar is at fault.
           RequestFailed: our own bug in the work for one prompt; the answers of the others are lost.
         """
-        encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
+        encoded = [self._encode(prompt) for prompt in as_list(prompts)]
         return self._run(encoded, sampling_params, priority, cache_salt, adapter, progress)
 
     def chat(
@@ -229,25 +217,10 @@ class LLM:
         kept_prefixes.keep(self.config, self.engine, self._scheduler)
         self.engine.close()
 
-    def _encode(self, prompt: Prompt) -> Encoded:
-        try:
-            if isinstance(prompt, Mapping):
-                return self._media.prepare(read_prompt(prompt), add_special_tokens=True)
-            if isinstance(prompt, str):
-                prompt.encode()  # a lone surrogate is no text
-                return self.tokenizer.encode(prompt), ()
-            return [operator.index(token_id) for token_id in prompt], ()
-        except (TypeError, UnicodeEncodeError) as error:
-            raise InvalidRequest(f"a prompt must be a text or a list of token ids: {error}") from None
-
     def _encode_chat(self, turns: Conversation) -> Encoded:
         if has_parts(turns):
             return self._media.prepare(read_chat(turns, self.tokenizer), add_special_tokens=False)
         return self.tokenizer.encode_chat([_message(turn) for turn in turns]), ()
-
-    @property
-    def _media(self) -> OfflineMedia:
-        return OfflineMedia(self.engine.info.model_path, self.engine.capacity.limits.media, self.tokenizer)
 
     def _run(
         self,
@@ -259,15 +232,11 @@ class LLM:
         progress: bool,
     ) -> list[Completion]:
         params = sampling_params if sampling_params is not None else SamplingParams()
-        released = self.engine.residents.released
-        if released:
-            names = ", ".join(sorted(tag.value for tag in released))
-            raise EngineUnavailable(f"the memory of {names} is released: call resume_memory_occupation first")
         given: list[tuple[str, Any, Any]] = [
             ("sampling_params", params, SamplingParams), ("priorities", priority, int), ("salts", cache_salt, str)
         ]  # fmt: skip
-        columns = [_per_prompt(what, value, kind, len(prompts)) for what, value, kind in given]
-        adapters = _per_prompt("adapters", adapter, str, len(prompts))
+        columns = [per_prompt(what, value, kind, len(prompts)) for what, value, kind in given]
+        adapters = per_prompt("adapters", adapter, str, len(prompts))
         for name in set(adapters) - {"", *self.lora_adapters}:
             raise InvalidRequest(f"no adapter named {name} is loaded: loaded are {self.lora_adapters}")
         requests = [
@@ -276,20 +245,8 @@ class LLM:
                 zip(prompts, *columns, adapters, strict=True)
             )
         ]
-        for request in requests:
-            if request.sampling.stop:
-                self.tokenizer.check_text_comes_back("stop strings")
-            check_request(request, self.engine.capacity.limits)
-        with tqdm(total=sum(request.sampling.n for request in requests), desc="requests", disable=not progress) as bar:
-            mailbox = _OfflineMailbox(requests, self.tokenizer, bar)
-            try:
-                overlap = not self.config.disable_overlap_schedule
-                check = self.config.check_every_step
-                run_loop(self._scheduler, self.engine, mailbox, overlap, check, pages=self.engine)
-            except BaseException:  # Ctrl-C too: unfinished requests are dropped, and the next call starts clean
-                self._scheduler = build_scheduler(self.config, self.engine, limited=False, former=self._scheduler)
-                raise
-        return [_completion(join(pieces), self.weight_version) for pieces in mailbox.pieces.values()]
+        pieces = self._serve(requests, progress).pieces.values()
+        return [_completion(join(of_sample), self.weight_version) for of_sample in pieces]
 
 
 def _completion(answer: Piece, weight_version: str) -> Completion:
@@ -306,59 +263,6 @@ def _completion(answer: Piece, weight_version: str) -> Completion:
         prompt_logprobs=answer.prompt_logprobs,
         weight_version=weight_version,
     )
-
-
-class _OfflineMailbox:
-    """Delivers all requests at the first call, and `Shutdown` once the loop has no work left.
-
-    Keeps the pieces of every sample, in the order of requests and samples. A sample that a stop string ends is aborted.
-    """
-
-    def __init__(self, requests: list[Request], tokenizer: Tokenizer, bar: Any) -> None:
-        self._messages: list[ToEngine] = list(requests)
-        self._bar = bar
-        self._samples = {
-            (request.request_id, index): Sample(request, index, detokenizer_of(tokenizer, request.sampling))
-            for request in requests
-            for index in range(request.sampling.n)
-        }
-        self.pieces: dict[tuple[str, int], list[Piece]] = {key: [] for key in self._samples}
-
-    def receive(self, block: bool) -> list[ToEngine]:
-        """Returns all requests, later aborts, and `Shutdown` when the loop would wait."""
-        messages, self._messages = self._messages, []
-        return messages or ([Shutdown()] if block else [])
-
-    def send(self, news: News) -> None:
-        """Keeps the pieces of samples that have not ended."""
-        assert isinstance(news, Replies), f"{news} came, but no command was given"
-        for reply in news.replies:
-            if reply.refusal is not None:
-                refused = InvalidRequest if reply.refusal.kind is RefusalKind.INVALID else RequestFailed
-                raise refused(f"prompt {reply.request_id}: {reply.refusal.text}")
-            key = (reply.request_id, reply.index)
-            sample = self._samples[key]
-            if sample.ended:
-                continue
-            self.pieces[key].append(sample.take([reply]))
-            if sample.ended:
-                self._bar.update()
-                if reply.finish_reason is None:
-                    self._messages.append(Abort(*key))
-
-
-def _per_prompt(what: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
-    """Returns a value for each prompt, if one of type `kind` or a sequence of them is given."""
-    values = [given] * num_prompts if isinstance(given, kind) else list(given)
-    if len(values) != num_prompts:
-        raise InvalidRequest(f"{len(values)} {what} for {num_prompts} prompts: give one for all, or one for each")
-    return values
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Returns one text or one list of ids as a list of one."""
-    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Real))
-    return cast(Sequence[Prompt], [prompts] if one else prompts)
 
 
 def _message(turn: Mapping[str, str]) -> ChatMessage:

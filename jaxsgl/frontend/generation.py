@@ -30,6 +30,7 @@ from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.media import MediaItem
 from jaxsgl.messages import EngineInfo, RefusalKind, Reply
+from jaxsgl.pooling import Pooled, Pooling
 from jaxsgl.request import Rendezvous, Request, check_num_scores, check_request
 from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.server_config import ServerConfig
@@ -98,6 +99,7 @@ class Generation:
 
     Attributes:
       ends: the ends of samples, in the order in which they came.
+      pooled: the answer to a request for pooling, once it has ended.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Generation:
         self._samples = [Sample(request, index, new_detokenizer()) for index in range(request.sampling.n)]
         self._pieces: deque[Piece] = deque()
         self.ends: list[End] = []
+        self.pooled: Pooled | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +149,8 @@ class Generation:
         for reply in replies:
             if reply.refusal is not None:
                 raise _REFUSALS[reply.refusal.kind](reply.refusal.text)
+            if reply.pooled is not None:
+                self.pooled = reply.pooled
             if reply.times is not None:
                 self._timing.engine_times(reply.index, reply.times)
             of_sample.setdefault(reply.index, []).append(reply)
@@ -216,8 +221,12 @@ class Generator:
         priority: int = 0,
         cache_salt: str = "",
         rooms: Sequence[Rendezvous | None] = (),
+        pooling: Pooling | None = None,
     ) -> list[Request]:
-        """Tokenizes and checks all prompts of one call, like `prepare`. Other calls go on meanwhile."""
+        """Tokenizes and checks all prompts of one call, like `prepare`. Other calls go on meanwhile.
+
+        With `pooling` they yield that, and no tokens.
+        """
         logs.name_unnamed_request(request_ids[0])
         start_s = self._metrics.clock()
         with self._metrics.counting_errors():
@@ -230,31 +239,33 @@ class Generator:
                 if sampling.stop:
                     model.tokenizer.check_text_comes_back("stop strings")
             limits, requests, pause = model.info.limits, list[Request](), Pause()
-            read = await self._read_all(prompts)
+            read = await self._read_all(prompts, 1 if pooling is None else 0)
             rooms = rooms or [None] * len(prompts)
             for (ids, media), sampling, request_id, room in zip(read, samplings, request_ids, rooms, strict=True):
                 of_leg = sampling if room is None else leg_sampling(sampling, self._mode)
-                requests.append(Request(request_id, ids, of_leg, priority, namespace, room, media))
+                requests.append(Request(request_id, ids, of_leg, priority, namespace, room, media, pooling=pooling))
                 check_request(requests[-1], limits)
                 await pause.after(1 + len(ids) // TOKENS_LIKE_A_REQUEST)
             check_num_scores(requests, limits)
             self._metrics.prepare_s.observe(self._metrics.clock() - start_s, len(requests))
             return requests
 
-    async def tokenize_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Returns the ids of each of `prompts`.
+    async def tokenize_all(self, prompts: Sequence[Prompt], least_output: int = 1) -> list[list[int]]:
+        """Returns the ids of each of `prompts`, beside which the context must hold `least_output` (0 or 1) tokens.
 
         Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready.
         """
-        return [ids for ids, _ in await self._read_all(prompts)]
+        return [ids for ids, _ in await self._read_all(prompts, least_output)]
 
-    async def _read_all(self, prompts: Sequence[Prompt]) -> list[tuple[list[int], tuple[MediaItem, ...]]]:
+    async def _read_all(
+        self, prompts: Sequence[Prompt], least_output: int = 1
+    ) -> list[tuple[list[int], tuple[MediaItem, ...]]]:
         """Returns the ids and the media of each of `prompts`."""
         model = self.model
         limits = model.info.limits
 
         async def tokenize(given: Sequence[Prompt]) -> list[list[int]]:
-            return await tokenize_all(given, model.tokenizer, limits.context_length, self._threads)
+            return await tokenize_all(given, model.tokenizer, limits.context_length, self._threads, least_output)
 
         if any(prompt.media for prompt in prompts):
             if model.media is None:

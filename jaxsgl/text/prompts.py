@@ -81,13 +81,18 @@ class ChatPrompt:
 Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt
 
 
-async def tokenize(prompt: Prompt, tokenizer: Tokenizer, context_length: int, threads: Executor) -> list[int]:
-    """Returns the ids of `prompt`, made in `threads` if it is long. Raises `InvalidRequest`."""
+async def tokenize(
+    prompt: Prompt, tokenizer: Tokenizer, context_length: int, threads: Executor, least_output: int = 1
+) -> list[int]:
+    """Returns the ids of `prompt`, made in `threads` if it is long. Raises `InvalidRequest`.
+
+    The context must hold `least_output` (0 or 1) tokens beside it.
+    """
     if isinstance(prompt, IdsPrompt):
-        return _copy_ids(prompt, context_length)
+        return _copy_ids(prompt, context_length, least_output)
     if isinstance(prompt, TextPrompt):
         is_long = len(prompt.text) > INLINE_CHARS
-        return await _run(threads if is_long else None, _encode_text, prompt, tokenizer, context_length)
+        return await _run(threads if is_long else None, encode_text, prompt, tokenizer, context_length)
     if len(prompt.messages) > context_length:
         raise InvalidRequest(
             f"the chat has {len(prompt.messages)} messages, but the context holds {context_length} tokens: "
@@ -102,17 +107,17 @@ async def tokenize(prompt: Prompt, tokenizer: Tokenizer, context_length: int, th
 
 
 async def tokenize_all(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer, context_length: int, threads: Executor
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, context_length: int, threads: Executor, least_output: int = 1
 ) -> list[list[int]]:
     """Returns the ids of each of `prompts`. A batch goes through `threads` in slices. Raises `InvalidRequest`."""
     if len(prompts) == 1 or any(isinstance(prompt, ChatPrompt) for prompt in prompts):
-        return [await tokenize(prompt, tokenizer, context_length, threads) for prompt in prompts]
+        return [await tokenize(prompt, tokenizer, context_length, threads, least_output) for prompt in prompts]
 
     def encode(part: Sequence[Prompt]) -> list[list[int]]:
         return [
-            _encode_text(prompt, tokenizer, context_length)
+            encode_text(prompt, tokenizer, context_length)
             if isinstance(prompt, TextPrompt)
-            else _copy_ids(cast(IdsPrompt, prompt), context_length)
+            else _copy_ids(cast(IdsPrompt, prompt), context_length, least_output)
             for prompt in part
         ]
 
@@ -123,8 +128,8 @@ async def tokenize_all(
     return ids
 
 
-def _copy_ids(prompt: IdsPrompt, context_length: int) -> list[int]:
-    check_prompt_len(len(prompt.ids), context_length)
+def _copy_ids(prompt: IdsPrompt, context_length: int, least_output: int) -> list[int]:
+    check_prompt_len(len(prompt.ids), context_length, least_output)
     return list(prompt.ids)
 
 
@@ -138,8 +143,9 @@ def _turn(message: Message | Turn) -> Turn:
     return message if isinstance(message, Mapping) else {"role": message.role, "content": message.content}
 
 
-def _encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) -> list[int]:
-    _check_bytes("prompt's text", num_bytes_of(prompt.text), tokenizer, context_length)
+def encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) -> list[int]:
+    """Returns the ids of a text. Raises `InvalidRequest` at once if it can't fit."""
+    check_bytes("prompt's text", num_bytes_of(prompt.text), tokenizer, context_length)
     text = prompt.text if prompt.rewrite is None else prompt.rewrite(prompt.text)
     return tokenizer.encode(text, prompt.add_special_tokens)
 
@@ -148,15 +154,16 @@ def _encode_chat(
     turns: list[Turn], prompt: ChatPrompt, num_bytes: int, tokenizer: Tokenizer, context_length: int
 ) -> list[int]:
     """Bounds what goes into the chat template, and what comes out of it."""
-    _check_bytes("chat", num_bytes, tokenizer, context_length)
+    check_bytes("chat", num_bytes, tokenizer, context_length)
     text = tokenizer.render_chat(turns, prompt.options)
     if prompt.rewrite is not None:
         text = prompt.rewrite(text)
-    _check_bytes("chat", num_bytes_of(text), tokenizer, context_length)
+    check_bytes("chat", num_bytes_of(text), tokenizer, context_length)
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _check_bytes(what: str, num_bytes: int, tokenizer: Tokenizer, context_length: int) -> None:
+def check_bytes(what: str, num_bytes: int, tokenizer: Tokenizer, context_length: int) -> None:
+    """Raises `InvalidRequest` for a text of more bytes than the tokens of a context can stand for."""
     max_bytes = context_length * tokenizer.max_token_bytes
     if num_bytes > max_bytes:
         raise InvalidRequest(

@@ -105,6 +105,13 @@ class Tokenizer:
         ids: list[int] = self._or_refuse().encode(text, add_special_tokens=add_special_tokens)
         return ids
 
+    def encode_pair(self, one: str, other: str) -> list[int]:
+        """Returns the ids of two texts as the tokenizer joins them, with what it adds. Raises `InvalidRequest`."""
+        for text in (one, other):
+            num_bytes_of(text)
+        ids: list[int] = self._or_refuse().encode(one, other)
+        return ids
+
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns the ids of `messages` in the chat template, ready for the assistant's turn. Errors: `render_chat`."""
         turns = [{"role": message.role, "content": message.content} for message in messages]

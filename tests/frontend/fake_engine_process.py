@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from array import array
 from dataclasses import dataclass, field
 
 import msgspec
@@ -48,6 +49,7 @@ from jaxsgl.messages import (
     WatchCache,
     Withdraw,
 )
+from jaxsgl.pooling import Pooled, PoolingSpec
 from jaxsgl.request import FinishReason, Request, max_new_tokens
 from jaxsgl.shared_mailbox import SharedMailbox
 from jaxsgl.weight_messages import (
@@ -60,7 +62,8 @@ from jaxsgl.weight_messages import (
 )
 
 VOCAB_SIZE = 1000
-LIMITS = Limits(vocab_size=VOCAB_SIZE, context_length=200, pool_tokens=160)
+POOLING = PoolingSpec(dimension=4, matryoshka=True, made_for_it=True)
+LIMITS = Limits(vocab_size=VOCAB_SIZE, context_length=200, pool_tokens=160, pooling=POOLING)
 EOS_ID = 1  # <|end|> of small_tokenizers
 
 
@@ -242,9 +245,20 @@ class FakeEngine:
             case WatchCache(number):
                 self.mailbox.send(CacheEvents([PagesStored([-5], [7], None)], number))
 
+    def pool(self, run: Running) -> Reply:
+        """The hidden state says which ids came; the logit of a label token is id / 8."""
+        request, ids = run.request, run.request.prompt_ids
+        del self.running[request.request_id, run.index]
+        hidden = array("f", [sum(ids), len(ids), ids[0], ids[-1]]).tobytes()
+        labels = request.pooling.label_ids if request.pooling else ()
+        pooled = Pooled(b"", tuple(label / 8 for label in labels), 8.0) if labels else Pooled(hidden)
+        return Reply(request.request_id, (), FinishReason.LENGTH, len(ids) // 2, pooled=pooled)
+
     def step(self, run: Running) -> Reply | None:
         if run.hangs:
             return None
+        if run.request.pooling is not None:
+            return self.pool(run)
         match run.script[0]:
             case Script.DIE if len(run.sent) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)

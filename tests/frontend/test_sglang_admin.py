@@ -291,7 +291,6 @@ def test_the_cache_is_flushed_when_nothing_runs(sglang: Stub) -> None:
 
 def test_methods_that_are_not_built_are_refused(sglang: Stub) -> None:
     for call, word in (
-        (lambda: sglang.Embed(pb.EmbedRequest()), "embeddings"),
         (lambda: sglang.LoadLoRAAdapter(pb.LoadLoRAAdapterRequest(lora_name="a")), "LoRA"),
         (lambda: sglang.UnloadLoRAAdapter(pb.UnloadLoRAAdapterRequest(lora_name="a")), "LoRA"),
         (lambda: sglang.ListLoadedLoRAAdapters(pb.ListLoadedLoRAAdaptersRequest()), "LoRA"),

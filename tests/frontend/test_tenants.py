@@ -31,8 +31,8 @@ CLIENT_CALLS = {
     "Embed", "Generate", "GetLoads", "GetModelInfo", "GetTokenizer", "HealthCheck", "ListLoadedLoRAAdapters",
 }  # fmt: skip
 CLIENT_POSTS = {
-    "/detokenize", "/generate", "/tokenize", "/v1/chat/completions", "/v1/completions", "/v1/detokenize",
-    "/v1/tokenize",
+    "/classify", "/detokenize", "/encode", "/generate", "/rerank", "/score", "/tokenize", "/v1/chat/completions",
+    "/v1/completions", "/v1/detokenize", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/tokenize", "/v2/rerank",
 }  # fmt: skip
 
 

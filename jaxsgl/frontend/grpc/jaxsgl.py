@@ -19,10 +19,12 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd, ServedModel
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
 from jaxsgl.frontend.grpc.media import chat_prompt, source_of
+from jaxsgl.frontend.pooling import Call, pool, spec_of
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.grammar import Grammar
 from jaxsgl.messages import TokenLogprob
+from jaxsgl.pooling import Pooling, check_dimensions, embedding_of
 from jaxsgl.request import FinishReason
 from jaxsgl.sampling_params import SamplingParams, check_counts
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
@@ -62,6 +64,22 @@ class JaxsglService(pb_grpc.JaxsglServicer):
                 for piece in await generation.whole():
                     await self._write(context, request_id, piece)
 
+    @answers_errors
+    async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedReply:
+        """Returns the embedding of a prompt, or the logits of label tokens."""
+        request_id = request.request_id or uuid.uuid4().hex
+        dimensions = request.dimensions if request.HasField("dimensions") else None
+        spec = spec_of(self._generator)
+        check_dimensions(spec, dimensions)
+        call = Call(request_id, request.priority, request.cache_salt)
+        (answer,) = await pool(self._generator, [_prompt(request)], call, Pooling(tuple(request.label_ids)))
+        pooled = answer.pooled
+        vector = embedding_of(pooled, spec, dimensions).tolist() if pooled.hidden else ()
+        usage = pb.Usage(prompt_tokens=answer.prompt_tokens, cached_tokens=answer.cached_tokens)
+        return pb.EmbedReply(
+            request_id=request_id, embedding=vector, logits=pooled.logits, usage=usage, log_total=pooled.log_total
+        )
+
     async def _write(self, context: grpc.aio.ServicerContext, request_id: str, piece: Piece) -> None:
         reply = partial(_reply, request_id, piece)
         scored = piece.logprobs or piece.prompt_logprobs
@@ -78,14 +96,14 @@ class JaxsglService(pb_grpc.JaxsglServicer):
         return _model_info(self._generator.model, self._engine.load.weight_version)
 
 
-def _prompt(request: pb.GenerateRequest) -> Prompt:
+def _prompt(request: pb.GenerateRequest | pb.EmbedRequest) -> Prompt:
     kind = request.WhichOneof("input")
-    media = tuple(map(source_of, request.media))
+    media = tuple(map(source_of, request.media)) if isinstance(request, pb.GenerateRequest) else ()
     if kind == "text":
         return TextPrompt(request.text, media=media)
     if kind == "token_ids":
         return IdsPrompt(request.token_ids.ids, media=media)
-    if kind == "chat":
+    if kind == "chat" and isinstance(request, pb.GenerateRequest):
         if media:
             raise InvalidRequest("the request has a chat and media: put the media into the parts of its messages")
         return chat_prompt(request.chat.messages)

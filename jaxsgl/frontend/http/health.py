@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.exposition import registry_of, registry_of_all
 from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.pooling import Pooling
 from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
 
@@ -108,6 +109,8 @@ class _Probe:
     async def _generate(self) -> None:
         generator = self._front_end.generator
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        request = await generator.prepare(IdsPrompt([0]), sampling, f"health-{uuid.uuid4().hex}")
+        pooling = None if generator.model.info.limits.generates else Pooling()
+        ids = [f"health-{uuid.uuid4().hex}"]
+        (request,) = await generator.prepare_all([IdsPrompt([0])], [sampling], ids, pooling=pooling)
         with contextlib.suppress(Overloaded), generator.start(request) as generation:  # a full queue: the engine lives
             await generation.whole()

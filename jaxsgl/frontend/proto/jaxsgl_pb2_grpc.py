@@ -39,6 +39,11 @@ class JaxsglStub(object):
                 request_serializer=jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.GenerateReply.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/jaxsgl.v1.Jaxsgl/Embed',
+                request_serializer=jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.EmbedReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/jaxsgl.v1.Jaxsgl/Abort',
                 request_serializer=jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.AbortRequest.SerializeToString,
@@ -57,6 +62,13 @@ class JaxsglServicer(object):
     def Generate(self, request, context):
         """One completion, or n of them. Streamed: a reply per step or so, those of all samples mixed; otherwise exactly one
         reply per sample. Cancelling the call aborts it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """The embedding of a prompt, or the logits of some tokens behind it. INVALID_ARGUMENT from a server that gives none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,6 +95,11 @@ def add_JaxsglServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.GenerateRequest.FromString,
                     response_serializer=jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.GenerateReply.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.EmbedRequest.FromString,
+                    response_serializer=jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.EmbedReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -122,6 +139,33 @@ class Jaxsgl(object):
             '/jaxsgl.v1.Jaxsgl/Generate',
             jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.GenerateRequest.SerializeToString,
             jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.GenerateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxsgl.v1.Jaxsgl/Embed',
+            jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.EmbedRequest.SerializeToString,
+            jaxsgl_dot_frontend_dot_proto_dot_jaxsgl__pb2.EmbedReply.FromString,
             options,
             channel_credentials,
             insecure,

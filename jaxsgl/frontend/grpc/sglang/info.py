@@ -48,7 +48,7 @@ def model_info(model: ServedModel, config: ServerConfig, weight_version: str) ->
     return pb.GetModelInfoResponse(
         model_path=info.model_path,
         tokenizer_path=info.model_path if model.tokenizer.exists else "",
-        is_generation=True,
+        is_generation=limits.generates,
         weight_version=weight_version,
         served_model_name=config.model_name,
         max_context_length=limits.context_length,
@@ -74,7 +74,7 @@ def server_info(
             {
                 "max_total_num_tokens": info.limits.pool_tokens,
                 "max_req_input_len": _max_prompt_len(info),
-                "is_generation": True,
+                "is_generation": info.limits.generates,
                 "platform": info.platform,
                 "weight_bytes": info.weight_bytes,
                 "kv_bytes": info.kv_bytes,

@@ -28,7 +28,9 @@ from jaxsgl.frontend.grpc.sglang.convert import Responses, options_of
 from jaxsgl.frontend.grpc.sglang.info import chunks, model_info, server_info, zip_tokenizer
 from jaxsgl.frontend.grpc.sglang.kv_events import KvLog, KvStream
 from jaxsgl.frontend.grpc.sglang.loads import Busy, check_loads_request, loads_response
+from jaxsgl.frontend.pooling import Call, pool, spec_of
 from jaxsgl.messages import FlushCache
+from jaxsgl.pooling import class_scores, embedding_of
 from jaxsgl.text.prompts import IdsPrompt
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
@@ -181,8 +183,17 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
 
     @answers_errors
     async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
-        """Raises `Unsupported`."""
-        raise Unsupported("embeddings are not supported: the model served generates text")
+        """Returns the embedding of token ids, or the scores of a classification head's classes in its place."""
+        if request.HasField("mm_inputs") and request.mm_inputs.ByteSize():
+            raise InvalidRequest("mm_inputs are given, but only texts are embedded: leave them out")
+        if request.is_cross_encoder or request.texts:
+            raise InvalidRequest("is_cross_encoder needs texts, which this service does not tokenize: call /v1/rerank")
+        spec = spec_of(self._generator)
+        prompt = IdsPrompt(request.tokenized.input_ids)
+        (answer,) = await pool(self._generator, [prompt], Call(request.request_id or uuid.uuid4().hex))
+        pooled = answer.pooled
+        vector = class_scores(pooled.logits, spec.activation) if spec.labels else embedding_of(pooled, spec).tolist()
+        return pb.EmbedResponse(embedding_dim=len(vector), embedding=vector, prompt_tokens=answer.prompt_tokens)
 
     @answers_errors
     async def LoadLoRAAdapter(

@@ -43,7 +43,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 async def answer_completions(front_end: FrontEnd, body: CompletionRequest, http: HttpRequest) -> Response:
     """Returns the whole answer or its stream. Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`."""
-    prompts = _prompts(body)
+    prompts = prompts_of(body.prompt, body.add_special_tokens is not False)
     sampling = _sampling(body)
     check_num_choices(len(prompts), sampling.n)
     salt = salt_of(body)
@@ -61,13 +61,12 @@ async def answer_completions(front_end: FrontEnd, body: CompletionRequest, http:
     return json_response(await until_gone(http, _whole(front_end, requests, choices, head, usage)))
 
 
-def _prompts(body: CompletionRequest) -> list[Prompt]:
-    given = body.prompt
+def prompts_of(given: str | list[str] | list[int] | list[list[int]], with_special: bool) -> list[Prompt]:
+    """Returns the prompts of a body: one or several, texts or token ids. The tokenizer's start token is for texts."""
     if isinstance(given, str):
         given = [given]
     if not given or isinstance(given[0], int):  # not copied: there may be millions
         return [IdsPrompt(cast(list[int], given))]
-    with_special = body.add_special_tokens is not False
     several = cast(list[str | list[int]], given)
     return [TextPrompt(one, with_special) if isinstance(one, str) else IdsPrompt(one) for one in several]
 

@@ -16,6 +16,15 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.openai.chat import answer_chat, chat_prompt
 from jaxsgl.frontend.http.openai.completions import answer_completions
+from jaxsgl.frontend.http.openai.embeddings import EmbeddingRequest, answer_embeddings
+from jaxsgl.frontend.http.openai.ranking import (
+    ClassifyRequest,
+    RerankRequest,
+    ScoreRequest,
+    answer_classify,
+    answer_rerank,
+    answer_score,
+)
 from jaxsgl.frontend.http.openai.replies import encode, json_response, name_of
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxsgl.request import check_token_ids
@@ -40,9 +49,41 @@ def router(front_end: FrontEnd) -> APIRouter:
         _check_model(front_end, body.model)
         return await answer_completions(front_end, body, http)
 
+    _add_pooling(router, front_end)
     _add_models(router, front_end)
     _add_tokenizer(router, front_end)
     return router
+
+
+def _add_pooling(router: APIRouter, front_end: FrontEnd) -> None:
+    """Adds what answers with vectors and scores; each path as OpenAI, vLLM, SGLang, Jina or Cohere have it."""
+
+    @router.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
+        """The vector of each input."""
+        _check_model(front_end, body.model)
+        return await answer_embeddings(front_end, body, http)
+
+    @router.post("/score")
+    @router.post("/v1/score")
+    async def score(body: ScoreRequest, http: HttpRequest) -> Response:
+        """Scores of pairs of texts, or of label tokens behind items."""
+        _check_model(front_end, body.model)
+        return await answer_score(front_end, body, http)
+
+    @router.post("/rerank")
+    @router.post("/v1/rerank")
+    @router.post("/v2/rerank")
+    async def rerank(body: RerankRequest, http: HttpRequest) -> Response:
+        """The documents that answer the query, best first."""
+        _check_model(front_end, body.model)
+        return await answer_rerank(front_end, body, http)
+
+    @router.post("/classify")
+    async def classify(body: ClassifyRequest, http: HttpRequest) -> Response:
+        """The class of each input, by a classification head."""
+        _check_model(front_end, body.model)
+        return await answer_classify(front_end, body, http)
 
 
 def _check_model(front_end: FrontEnd, model: str | None) -> None:

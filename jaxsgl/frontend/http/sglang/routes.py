@@ -273,7 +273,7 @@ def _add_infos(router: APIRouter, front_end: FrontEnd) -> None:
             "model_path": info.model_path,
             "tokenizer_path": info.model_path,
             "served_model_name": front_end.config.model_name,
-            "is_generation": True,
+            "is_generation": info.limits.generates,
             "preferred_sampling_params": None,
             "weight_version": front_end.engine.load.weight_version,
             "architectures": [info.architecture],

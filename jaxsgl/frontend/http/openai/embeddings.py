@@ -1,0 +1,112 @@
+"""Answers /v1/embeddings: texts or token ids to vectors, as numbers or as base64 of float32.
+
+routes.py calls `answer_embeddings`; frontend/pooling.py does the work.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Literal
+
+import msgspec
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.http.bodies import MAX_INT, Body, CacheSalt, Priority, refuse_not_built, salt_of
+from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.openai.completions import prompts_of
+from jaxsgl.frontend.http.openai.replies import PromptDetails, encode, json_response, new_head
+from jaxsgl.frontend.http.openai.schemas import Prompts
+from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
+from jaxsgl.pooling import Floats, PoolingSpec, check_dimensions, embedding_of
+
+NOT_BUILT = frozenset({"input_embeds", "lora_path", "messages", "truncate_prompt_tokens"})  # vLLM's and SGLang's
+
+
+class EmbeddingRequest(Body):
+    """Body of /v1/embeddings."""
+
+    input: Prompts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: (
+        Annotated[int, Field(ge=1, le=MAX_INT, description="only of models whose embeddings may be cut")] | None
+    ) = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+    normalize: Annotated[bool, Field(description="false: leave the vectors at their length")] | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
+
+
+class PromptUsage(msgspec.Struct):
+    """Tokens of all prompts."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Embedding(msgspec.Struct):
+    """The vector of one input."""
+
+    object: str
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(msgspec.Struct):
+    """The answer."""
+
+    object: str
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+
+
+async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest, http: HttpRequest) -> Response:
+    """Returns the answer. Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`."""
+    refuse_not_built(body, NOT_BUILT)
+    generator = front_end.generator
+    spec = spec_of(generator)
+    check_dimensions(spec, body.dimensions)
+    call = Call(new_head("embd", "list", "").id, body.priority or 0, salt_of(body))
+    prompts = prompts_of(body.input, body.add_special_tokens is not False)
+    answers = await until_gone(http, pool(generator, prompts, call))
+    if body.normalize is False:
+        spec = msgspec.structs.replace(spec, normalize=False)
+
+    def write() -> bytes:
+        return encode(_answer(answers, spec, body, front_end.config.model_name))
+
+    return json_response(await generator.off_loop(len(answers) * spec.dimension, write))
+
+
+def _answer(answers: list[Answer], spec: PoolingSpec, body: EmbeddingRequest, model: str) -> EmbeddingList:
+    as_text = body.encoding_format == "base64"
+    vectors = [embedding_of(answer.pooled, spec, body.dimensions) for answer in answers]
+    data = [
+        Embedding("embedding", index, base64_of(vector) if as_text else vector.tolist())
+        for index, vector in enumerate(vectors)
+    ]
+    return EmbeddingList("list", data, model, usage_of(answers))
+
+
+def base64_of(vector: Floats) -> str:
+    """The little-endian bytes of `vector`, as OpenAI's clients read them."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def usage_of(answers: list[Answer]) -> PromptUsage:
+    """The tokens of all prompts of a call."""
+    return prompt_usage(
+        sum(answer.prompt_tokens for answer in answers), sum(answer.cached_tokens for answer in answers)
+    )
+
+
+def prompt_usage(num_tokens: int, num_cached: int) -> PromptUsage:
+    """The usage of a call without output."""
+    return PromptUsage(num_tokens, num_tokens, PromptDetails(num_cached))

@@ -1,0 +1,204 @@
+"""Answers /v1/score, /v1/rerank and /classify, in the forms of vLLM (Jina's and Cohere's) and of SGLang.
+
+    /v1/score     text_1 and text_2, or queries and documents: a score of each pair (vLLM)
+                  query, items and label_token_ids: for each item the shares of these tokens behind it (SGLang)
+    /v1/rerank    a query and documents: the documents, best first (Jina, Cohere, vLLM)
+    /classify     the classes of a classification head (vLLM)
+
+routes.py calls the functions here; frontend/pooling.py does the work.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.http.bodies import MAX_INT, MAX_TEXTS, Body, CacheSalt, Priority, TokenIds, one_error, salt_of
+from jaxsgl.frontend.http.calls import check_num_choices, until_gone
+from jaxsgl.frontend.http.openai.completions import prompts_of
+from jaxsgl.frontend.http.openai.embeddings import prompt_usage, usage_of
+from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
+from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
+from jaxsgl.frontend.pooling import Answer, Call, pool, scores_of_pairs, spec_of
+from jaxsgl.pooling import MAX_LABELS, Pooling, class_scores
+from jaxsgl.text.prompts import IdsPrompt, TextPrompt
+
+
+class _Common(Body):
+    """What the endpoints share."""
+
+    model: str | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
+
+
+class ScoreRequest(_Common):
+    """Body of /v1/score, in vLLM's form or in SGLang's."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Annotated[Texts, Field(description="vLLM's newer word for text_1")] | None = None
+    documents: Annotated[Texts, Field(description="vLLM's newer word for text_2")] | None = None
+    instruction: str | None = None
+    query: Annotated[str | TokenIds, one_error("must be a text or a list of token ids")] | None = None
+    items: Prompts | None = None
+    label_token_ids: (
+        Annotated[TokenIds, Field(min_length=1, max_length=MAX_LABELS, description="SGLang's form")] | None
+    ) = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+
+
+class Document(Body):
+    """A document in Cohere's form."""
+
+    text: str
+
+
+Documents = Annotated[
+    list[str | Document],
+    Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True),
+]
+
+
+class RerankRequest(_Common):
+    """Body of /v1/rerank."""
+
+    query: str
+    documents: Documents
+    top_n: Annotated[int, Field(ge=0, le=MAX_INT, description="0: all")] | None = None
+    return_documents: bool | None = None
+    instruction: Annotated[str, Field(description="what a query asks for, of rerankers that are told")] | None = None
+    instruct: Annotated[str, Field(description="SGLang's word for instruction")] | None = None
+
+
+class ClassifyRequest(_Common):
+    """Body of /classify."""
+
+    input: Prompts
+    add_special_tokens: bool | None = None
+
+
+def _call(body: _Common, prefix: str) -> Call:
+    return Call(new_head(prefix, "list", "").id, body.priority or 0, salt_of(body))
+
+
+async def answer_rerank(front_end: FrontEnd, body: RerankRequest, http: HttpRequest) -> Response:
+    """Returns the documents, best first; equally good ones in their order."""
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    call = _call(body, "rerank")
+    pairs = [(body.query, text) for text in texts]
+    instruction = body.instruction or body.instruct
+    scores = await until_gone(http, scores_of_pairs(front_end.generator, pairs, call, instruction))
+    order = sorted(range(len(texts)), key=lambda index: -scores.values[index])[: body.top_n or None]
+    results: list[dict[str, Any]] = []
+    for index in order:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores.values[index]}
+        if body.return_documents is not False:
+            result["document"] = {"text": texts[index]}
+        results.append(result)
+    usage = prompt_usage(scores.prompt_tokens, scores.cached_tokens)
+    return json_response(
+        encode({"id": call.request_id, "model": front_end.config.model_name, "usage": usage, "results": results})
+    )
+
+
+async def answer_score(front_end: FrontEnd, body: ScoreRequest, http: HttpRequest) -> Response:
+    """Returns a score of each pair, or in SGLang's form the shares of label tokens of each item."""
+    if body.label_token_ids is not None:
+        return await _answer_labels(front_end, body, http)
+    pairs = _pairs(body)
+    check_num_choices(len(pairs), 1)
+    call = _call(body, "score")
+    scores = await until_gone(http, scores_of_pairs(front_end.generator, pairs, call, body.instruction))
+    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.values)]
+    usage = prompt_usage(scores.prompt_tokens, scores.cached_tokens)
+    return json_response(encode({**_head(front_end, call), "data": data, "usage": usage}))
+
+
+def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
+    """The pairs: one text with each of the others, or as many of both."""
+    first, second = body.text_1 or body.queries, body.text_2 or body.documents
+    if first is None or second is None:
+        raise InvalidRequest(
+            "the request needs text_1 and text_2 (or queries and documents), or SGLang's query, items and "
+            "label_token_ids"
+        )
+    firsts = [first] if isinstance(first, str) else first
+    seconds = [second] if isinstance(second, str) else second
+    if len(firsts) == 1:
+        return [(firsts[0], other) for other in seconds]
+    if len(firsts) != len(seconds):
+        raise InvalidRequest(
+            f"there are {len(firsts)} first texts and {len(seconds)} second ones: send one first text, or as many"
+        )
+    return list(zip(firsts, seconds, strict=True))
+
+
+async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, http: HttpRequest) -> Response:
+    generator = front_end.generator
+    spec_of(generator)
+    if body.query is None or body.items is None or body.label_token_ids is None:
+        raise InvalidRequest("SGLang's form needs query, items and label_token_ids: send all of them")
+    if not body.apply_softmax and not generator.model.info.limits.generates:
+        raise InvalidRequest(
+            "apply_softmax is false, which needs the whole vocabulary, but the server computes no logits of it: set it "
+            "to true, or start the server with --enable-embeddings in place of --is-embedding"
+        )
+    prompts = prompts_of(body.items, True)
+    if isinstance(body.query, str):
+        if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
+            raise InvalidRequest("query is a text, but items are token ids: send both in one form")
+        texts = [prompt.text for prompt in prompts if isinstance(prompt, TextPrompt)]
+        joined = [TextPrompt(text + body.query if body.item_first else body.query + text) for text in texts]
+        answers = await until_gone(http, pool(generator, joined, _call(body, "score"), _labels(body)))
+    else:
+        if not all(isinstance(prompt, IdsPrompt) for prompt in prompts):
+            raise InvalidRequest("query is a list of token ids, but items are texts: send both in one form")
+        ids = [list(prompt.ids) for prompt in prompts if isinstance(prompt, IdsPrompt)]
+        whole = [IdsPrompt([*item, *body.query] if body.item_first else [*body.query, *item]) for item in ids]
+        answers = await until_gone(http, pool(generator, whole, _call(body, "score"), _labels(body)))
+    shares = [_shares(answer, bool(body.apply_softmax)) for answer in answers]
+    answer = {"scores": shares, "model": front_end.config.model_name, "object": "scoring", "usage": usage_of(answers)}
+    return json_response(encode(answer))
+
+
+def _labels(body: ScoreRequest) -> Pooling:
+    return Pooling(tuple(body.label_token_ids or ()))
+
+
+def _shares(answer: Answer, among_labels: bool) -> list[float]:
+    """Probabilities of the labels: among them, or among all tokens."""
+    pooled = answer.pooled
+    if among_labels or pooled.log_total is None:
+        return class_scores(pooled.logits, "softmax")
+    return [math.exp(logit - pooled.log_total) for logit in pooled.logits]
+
+
+async def answer_classify(front_end: FrontEnd, body: ClassifyRequest, http: HttpRequest) -> Response:
+    """Returns the probabilities of a classification head's classes for each input."""
+    spec = spec_of(front_end.generator)
+    if not spec.labels:
+        raise InvalidRequest("the model has no classification head: ask for embeddings, scores or ranks")
+    call = _call(body, "classify")
+    prompts = prompts_of(body.input, body.add_special_tokens is not False)
+    answers = await until_gone(http, pool(front_end.generator, prompts, call))
+    data = []
+    for index, answer in enumerate(answers):
+        probs = class_scores(answer.pooled.logits, spec.activation)
+        best = max(range(len(probs)), key=probs.__getitem__)
+        data.append({"index": index, "label": spec.labels[best], "probs": probs, "num_classes": len(probs)})
+    return json_response(encode({**_head(front_end, call), "data": data, "usage": usage_of(answers)}))
+
+
+def _head(front_end: FrontEnd, call: Call) -> dict[str, Any]:
+    name = front_end.config.model_name
+    return {"id": call.request_id, "object": "list", "created": int(time.time()), "model": name}

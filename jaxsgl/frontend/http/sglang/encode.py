@@ -1,0 +1,80 @@
+"""SGLang's POST /encode: the embedding of a prompt, or of each of several. app.py includes the router."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.http.bodies import (
+    MAX_INT,
+    Body,
+    CacheSalt,
+    Priority,
+    StrictJson,
+    refuse_not_built,
+    salt_of,
+)
+from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.openai.completions import prompts_of
+from jaxsgl.frontend.http.openai.replies import encode, json_response
+from jaxsgl.frontend.http.openai.schemas import Prompts
+from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
+from jaxsgl.pooling import check_dimensions, embedding_of
+
+NOT_BUILT = frozenset({"audio_data", "image_data", "lora_path", "video_data"})
+
+
+class EncodeBody(Body):
+    """Body of /encode."""
+
+    text: Prompts | None = None
+    input_ids: Prompts | None = None
+    rid: str | None = None
+    dimensions: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    priority: Priority | None = None
+    cache_salt: CacheSalt | None = None
+    extra_key: CacheSalt | None = None
+    data_parallel_rank: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+
+
+def router(front_end: FrontEnd) -> APIRouter:
+    """Returns the endpoint, for `front_end`."""
+    router = APIRouter(route_class=StrictJson, tags=["sglang"])
+
+    @router.post("/encode")
+    async def encode_prompts(body: EncodeBody, http: HttpRequest) -> Response:
+        """An object for one prompt, a list for several."""
+        refuse_not_built(body, NOT_BUILT)
+        generator = front_end.generator
+        spec = spec_of(generator)
+        check_dimensions(spec, body.dimensions)
+        given = body.text if body.text is not None else body.input_ids
+        if given is None or (body.text is not None and body.input_ids is not None):
+            raise InvalidRequest("the request needs either text or input_ids: send one of them")
+        alone = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+        call = Call(body.rid or uuid.uuid4().hex, body.priority or 0, salt_of(body), body.data_parallel_rank)
+        answers = await until_gone(http, pool(generator, prompts_of(given, True), call))
+
+        def one(answer: Answer) -> dict[str, Any]:
+            meta = {
+                "id": call.request_id,
+                "finish_reason": {"type": "length"},
+                "prompt_tokens": answer.prompt_tokens,
+                "cached_tokens": answer.cached_tokens,
+            }
+            return {"embedding": embedding_of(answer.pooled, spec, body.dimensions).tolist(), "meta_info": meta}
+
+        def write() -> bytes:
+            written = [one(answer) for answer in answers]
+            return encode(written[0] if alone else written)
+
+        return json_response(await generator.off_loop(len(answers) * spec.dimension, write))
+
+    return router

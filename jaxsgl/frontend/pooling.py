@@ -1,0 +1,111 @@
+"""From prompts to embeddings, class scores and ranks: the work that all protocols share.
+
+Never knows a protocol; http and grpc call it. text/ranking.py says what is asked for a score, generation.py runs the
+requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.generation import Generation, Generator, Pause
+from jaxsgl.pooling import POOLING_SAMPLING, Pooled, Pooling, PoolingSpec
+from jaxsgl.request import Request
+from jaxsgl.text.prompts import IdsPrompt, Prompt
+from jaxsgl.text.ranking import Pair, ranking_of
+
+
+@dataclass(frozen=True)
+class Call:
+    """What all prompts of a call have in common.
+
+    Attributes:
+      request_id: of the call; its prompts are numbered.
+      priority, cache_salt: as in `Request`.
+      rank: the replica that must serve them; None: any.
+    """
+
+    request_id: str
+    priority: int = 0
+    cache_salt: str = ""
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one prompt yields."""
+
+    pooled: Pooled
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of pairs, with the tokens that their prompts took."""
+
+    values: list[float]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def spec_of(generator: Generator) -> PoolingSpec:
+    """How the model pools. Raises `InvalidRequest` if the server gives no embeddings."""
+    limits = generator.model.info.limits
+    if limits.pooling is None:
+        raise InvalidRequest(
+            "the server gives no embeddings or scores: start it with --enable-embeddings, or with --is-embedding for "
+            "nothing else"
+        )
+    return limits.pooling
+
+
+async def pool(
+    generator: Generator, prompts: Sequence[Prompt], call: Call, pooling: Pooling = Pooling()
+) -> list[Answer]:
+    """Returns what each prompt yields, in their order. Raises as `Generator.prepare_all` and `Generator.start`."""
+    spec_of(generator)
+    several = len(prompts) > 1
+    ids = [f"{call.request_id}-{number}" if several else call.request_id for number in range(len(prompts))]
+    samplings = [POOLING_SAMPLING] * len(prompts)
+    requests = await generator.prepare_all(prompts, samplings, ids, call.priority, call.cache_salt, pooling=pooling)
+    return await run(generator, requests, call.rank)
+
+
+async def run(generator: Generator, requests: Sequence[Request], rank: int | None = None) -> list[Answer]:
+    """Submits prepared requests for pooling together, and waits for all. Leaving before their end aborts them."""
+    generations: list[Generation] = []
+    pause = Pause()
+    with contextlib.ExitStack() as stack:
+        for request in requests:
+            generations.append(stack.enter_context(generator.start(request, text=False, rank=rank)))
+            await pause.after(1)
+        return [await _answer(generation) for generation in generations]
+
+
+async def _answer(generation: Generation) -> Answer:
+    await generation.whole()
+    end = generation.ends[0]
+    if generation.pooled is None:
+        raise InvalidRequest("the request was aborted")
+    return Answer(generation.pooled, end.prompt_tokens, end.cached_tokens)
+
+
+async def scores_of_pairs(
+    generator: Generator, pairs: Sequence[Pair], call: Call, instruction: str | None = None
+) -> Scores:
+    """How well the second text of each pair answers the first: from 0 to 1, of embeddings from -1 to 1."""
+    spec, model = spec_of(generator), generator.model
+    context_length = model.info.limits.context_length
+    work = partial(ranking_of, model.tokenizer, spec, pairs, instruction, context_length)
+    ranking = await generator.off_loop(sum(len(text) for pair in pairs for text in pair), work)
+    answers = await pool(generator, [IdsPrompt(ids) for ids in ranking.prompts], call, ranking.pooling)
+    return Scores(
+        ranking.values([answer.pooled for answer in answers]),
+        sum(answer.prompt_tokens for answer in answers),
+        sum(answer.cached_tokens for answer in answers),
+    )

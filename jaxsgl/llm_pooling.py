@@ -1,0 +1,116 @@
+"""The part of `LLM` that gives vectors and scores instead of tokens; llm.py has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.offline import Encoded, Offline, Prompt, as_list, per_prompt
+from jaxsgl.pooling import POOLING_SAMPLING, Floats, Pooled, Pooling, PoolingSpec, check_dimensions, embedding_of
+from jaxsgl.request import Request
+from jaxsgl.text.ranking import ranking_of
+from jaxsgl.text.sample import Piece, join
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The vector of one prompt.
+
+    Attributes:
+      embedding: `[D]` float32.
+      prompt_tokens, cached_tokens: see `Completion`.
+    """
+
+    embedding: Floats
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class PoolingLLM(Offline):
+    """Embeddings and scores; needs `is_embedding` or `enable_embeddings`, or a model made for it."""
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        cache_salt: str | Sequence[str] = "",
+        progress: bool = True,
+    ) -> list[Embedding]:
+        """The embedding of each prompt; needs `is_embedding` or `enable_embeddings`, or a model made for it.
+
+        Args:
+          prompts: one prompt or many.
+          dimensions: numbers of an embedding, of models whose embeddings may be cut.
+          cache_salt, progress: see `generate`.
+
+        Raises `InvalidRequest`.
+        """
+        check_dimensions(self._spec, dimensions)
+        return self._embeddings(prompts, self._spec, dimensions, cache_salt, progress)
+
+    def encode(
+        self, prompts: Prompt | Sequence[Prompt], *, cache_salt: str | Sequence[str] = "", progress: bool = True
+    ) -> list[Embedding]:
+        """The pooled hidden state of each prompt as it is, neither cut nor normalized; otherwise like `embed`."""
+        return self._embeddings(prompts, replace(self._spec, normalize=False), None, cache_salt, progress)
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        progress: bool = True,
+    ) -> list[float]:
+        """How well each document answers the query, or that of its own if there are several; text/ranking.py says how.
+
+        `instruction` says what queries ask for, to models that are told. Needs what `embed` needs.
+        """
+        queries, texts = ([given] if isinstance(given, str) else list(given) for given in (query, documents))
+        if len(queries) not in (1, len(texts)):
+            raise InvalidRequest(
+                f"{len(queries)} queries for {len(texts)} documents: give one for all, or one for each"
+            )
+        pairs = list(zip(queries if len(queries) > 1 else queries * len(texts), texts, strict=True))
+        ranking = ranking_of(self.tokenizer, self._spec, pairs, instruction)
+        prompts: list[Encoded] = [(ids, ()) for ids in ranking.prompts]
+        return ranking.values([pooled for pooled, _ in self._pool(prompts, ranking.pooling, "", progress)])
+
+    def _embeddings(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        spec: PoolingSpec,
+        dimensions: int | None,
+        cache_salt: str | Sequence[str],
+        progress: bool,
+    ) -> list[Embedding]:
+        encoded = [self._encode(prompt) for prompt in as_list(prompts)]
+        return [
+            Embedding(embedding_of(pooled, spec, dimensions), end.end.prompt_tokens, end.end.cached_tokens)
+            for pooled, end in self._pool(encoded, Pooling(), cache_salt, progress)
+            if end.end is not None
+        ]
+
+    def _pool(
+        self, prompts: list[Encoded], pooling: Pooling, cache_salt: str | Sequence[str], progress: bool
+    ) -> list[tuple[Pooled, Piece]]:
+        """What each prompt yields, and its end."""
+        salts = per_prompt("salts", cache_salt, str, len(prompts))
+        requests = [
+            Request(str(i), ids, POOLING_SAMPLING, cache_salt=salt, media=media, pooling=pooling)
+            for i, ((ids, media), salt) in enumerate(zip(prompts, salts, strict=True))
+        ]
+        mailbox = self._serve(requests, progress)
+        ends = (join(of_sample) for of_sample in mailbox.pieces.values())
+        return [(mailbox.pooled[str(i)], end) for i, end in enumerate(ends)]
+
+    @property
+    def _spec(self) -> PoolingSpec:
+        spec = self.engine.capacity.pooling
+        if spec is None:
+            raise InvalidRequest("no embeddings are computed: make the LLM with is_embedding or enable_embeddings")
+        return spec

@@ -1,0 +1,133 @@
+"""What all kinds of offline use share: engine and scheduler in one process, a list of requests as mailbox.
+
+llm.py and llm_pooling.py make requests and answers; this file runs the loop.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any, TypeAlias, cast
+
+from tqdm import tqdm
+
+from jaxsgl.config import BUNDLED_MODEL, EngineConfig
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed
+from jaxsgl.llm_media import OfflineMedia, read_prompt
+from jaxsgl.media import MediaItem
+from jaxsgl.messages import Abort, News, RefusalKind, Replies, Shutdown, ToEngine
+from jaxsgl.pooling import Pooled
+from jaxsgl.request import Request, check_request
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.text.sample import Piece, Sample, detokenizer_of
+from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
+from jaxsgl.wiring import build, build_scheduler
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+Encoded: TypeAlias = tuple[list[int], tuple[MediaItem, ...]]
+
+
+class Offline:
+    """An engine, its scheduler and its tokenizer. The arguments are those of `LLM`."""
+
+    def __init__(self, model: str = BUNDLED_MODEL, **flags: Any) -> None:
+        self.config = EngineConfig(model=model, **flags)
+        self.engine, self._scheduler = build(self.config, limited=False)
+        self.tokenizer = load_tokenizer(model, self.config.revision)
+
+    def _encode(self, prompt: Prompt) -> Encoded:
+        try:
+            if isinstance(prompt, Mapping):
+                return self._media.prepare(read_prompt(prompt), add_special_tokens=True)
+            if isinstance(prompt, str):
+                prompt.encode()  # a lone surrogate is no text
+                return self.tokenizer.encode(prompt), ()
+            return [operator.index(token_id) for token_id in prompt], ()
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InvalidRequest(f"a prompt must be a text or a list of token ids: {error}") from None
+
+    @property
+    def _media(self) -> OfflineMedia:
+        return OfflineMedia(self.engine.info.model_path, self.engine.capacity.limits.media, self.tokenizer)
+
+    def _serve(self, requests: list[Request], progress: bool) -> OfflineMailbox:
+        """Runs the loop until `requests` have ended. Raises as `LLM.generate`."""
+        released = self.engine.residents.released
+        if released:
+            names = ", ".join(sorted(tag.value for tag in released))
+            raise EngineUnavailable(f"the memory of {names} is released: call resume_memory_occupation first")
+        for request in requests:
+            if request.sampling.stop:
+                self.tokenizer.check_text_comes_back("stop strings")
+            check_request(request, self.engine.capacity.limits)
+        with tqdm(total=sum(request.sampling.n for request in requests), desc="requests", disable=not progress) as bar:
+            mailbox = OfflineMailbox(requests, self.tokenizer, bar)
+            try:
+                overlap = not self.config.disable_overlap_schedule
+                check = self.config.check_every_step
+                run_loop(self._scheduler, self.engine, mailbox, overlap, check, pages=self.engine)
+            except BaseException:  # Ctrl-C too: unfinished requests are dropped, and the next call starts clean
+                self._scheduler = build_scheduler(self.config, self.engine, limited=False, former=self._scheduler)
+                raise
+        return mailbox
+
+
+class OfflineMailbox:
+    """Delivers all requests at the first call, and `Shutdown` once the loop has no work left.
+
+    A sample that a stop string ends is aborted.
+
+    Attributes:
+      pieces: of every sample, in the order of requests and samples.
+      pooled: by request id, what requests for pooling yield.
+    """
+
+    def __init__(self, requests: list[Request], tokenizer: Tokenizer, bar: Any) -> None:
+        self._messages: list[ToEngine] = list(requests)
+        self._bar = bar
+        self._samples = {
+            (request.request_id, index): Sample(request, index, detokenizer_of(tokenizer, request.sampling))
+            for request in requests
+            for index in range(request.sampling.n)
+        }
+        self.pieces: dict[tuple[str, int], list[Piece]] = {key: [] for key in self._samples}
+        self.pooled: dict[str, Pooled] = {}
+
+    def receive(self, block: bool) -> list[ToEngine]:
+        """Returns all requests, later aborts, and `Shutdown` when the loop would wait."""
+        messages, self._messages = self._messages, []
+        return messages or ([Shutdown()] if block else [])
+
+    def send(self, news: News) -> None:
+        """Keeps the pieces of samples that have not ended."""
+        assert isinstance(news, Replies), f"{news} came, but no command was given"
+        for reply in news.replies:
+            if reply.refusal is not None:
+                refused = InvalidRequest if reply.refusal.kind is RefusalKind.INVALID else RequestFailed
+                raise refused(f"prompt {reply.request_id}: {reply.refusal.text}")
+            key = (reply.request_id, reply.index)
+            sample = self._samples[key]
+            if sample.ended:
+                continue
+            self.pieces[key].append(sample.take([reply]))
+            if reply.pooled is not None:
+                self.pooled[reply.request_id] = reply.pooled
+            if sample.ended:
+                self._bar.update()
+                if reply.finish_reason is None:
+                    self._messages.append(Abort(*key))
+
+
+def per_prompt(what: str, given: Any, kind: type, num_prompts: int) -> list[Any]:
+    """Returns a value for each prompt, if one of type `kind` or a sequence of them is given."""
+    values = [given] * num_prompts if isinstance(given, kind) else list(given)
+    if len(values) != num_prompts:
+        raise InvalidRequest(f"{len(values)} {what} for {num_prompts} prompts: give one for all, or one for each")
+    return values
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Returns one text or one list of ids as a list of one."""
+    one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], Real))
+    return cast(Sequence[Prompt], [prompts] if one else prompts)

@@ -1,0 +1,180 @@
+"""Embeddings, scores and ranks over HTTP and gRPC, by an engine process whose hidden states say which ids came."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from math import exp, hypot
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from fake_engine_process import VOCAB_SIZE, Script
+from http_calls import connect, post, refusal
+from server_process import PATIENCE_S, ServerProcess, wait_for
+from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
+from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
+
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
+from jaxsgl.text.tokenizer import Tokenizer
+
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def http(server: ServerProcess) -> Iterator[httpx.Client]:
+    with connect(server) as http:
+        yield http
+
+
+def expected(ids: list[int], dimensions: int = 4, normalize: bool = True) -> list[Any]:
+    hidden = [float(sum(ids)), float(len(ids)), float(ids[0]), float(ids[-1])][:dimensions]
+    length = hypot(*hidden) if normalize else 1.0
+    return [pytest.approx(value / length, rel=1e-6) for value in hidden]
+
+
+def vectors(answer: dict[str, Any]) -> list[Any]:
+    assert [entry["index"] for entry in answer["data"]] == list(range(len(answer["data"])))
+    return [entry["embedding"] for entry in answer["data"]]
+
+
+def test_an_answer_has_all_fields_of_openai(http: httpx.Client, tokenizer: Tokenizer, model_folder: str) -> None:
+    answer = post(http, PATH, input="hello world", model="default")
+    usage = {"prompt_tokens": 3, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}
+    assert answer == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": expected(tokenizer.encode("hello world"))}],
+        "model": model_folder,
+        "usage": usage,
+    }
+
+
+def test_inputs_are_texts_or_ids_one_or_many(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    assert vectors(post(http, PATH, input=[50, 60])) == [expected([50, 60])]
+    assert vectors(post(http, PATH, input=[[50, 60], [70]])) == [expected([50, 60]), expected([70])]
+    texts = ["one", "two words", "one"]
+    assert vectors(post(http, PATH, input=texts)) == [expected(tokenizer.encode(text)) for text in texts]
+
+
+def test_dimensions_cut_before_the_vector_is_normalized(http: httpx.Client) -> None:
+    (vector,) = vectors(post(http, PATH, input=[50, 60, 70], dimensions=2))
+    assert vector == expected([50, 60, 70], 2) and hypot(*vector) == pytest.approx(1.0)
+    assert vectors(post(http, PATH, input=[50, 60], normalize=False)) == [expected([50, 60], normalize=False)]
+
+
+def test_base64_holds_little_endian_float32(http: httpx.Client) -> None:
+    (text,) = vectors(post(http, PATH, input=[50, 60], encoding_format="base64"))
+    assert list(array("f", base64.b64decode(text))) == expected([50, 60])
+
+
+def test_the_openai_client_reads_them(server: ServerProcess) -> None:
+    client = openai.OpenAI(base_url=f"http://{server.http_address}/v1", api_key="none")
+    answer = client.embeddings.create(model="default", input=[[50, 60], [70]], dimensions=3)
+    assert [entry.embedding for entry in answer.data] == [expected([50, 60], 3), expected([70], 3)]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"input": ""}, "is empty"),
+        ({"input": []}, "is empty"),
+        ({"input": [VOCAB_SIZE]}, "ids go from 0 to 999"),
+        ({"input": list(range(201))}, "the prompt has 201 tokens, but the context holds 200"),
+        ({"input": "x", "dimensions": 5}, "dimensions is 5, but must be 1 to 4"),
+        ({"input": "x", "dimensions": 0}, "dimensions"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": [Script.REFUSE, 0]}, "the scheduler refuses this"),
+        ({"input": "x", "lora_path": "a"}, "lora_path"),
+    ],
+)
+def test_bad_inputs_are_refused(http: httpx.Client, body: dict[str, Any], words: str) -> None:
+    assert words in refusal(http, PATH, **body)["message"]
+
+
+def test_documents_are_ranked_by_the_angle_of_their_embeddings(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    documents = ["dog", "hello", {"text": "hello world"}]
+    answer = post(http, "/v1/rerank", query="hello", documents=documents)
+    scores = {result["index"]: result["relevance_score"] for result in answer["results"]}
+    ordered = sorted(scores, key=lambda index: -scores[index])
+    assert [result["index"] for result in answer["results"]] == ordered and ordered[0] == 1
+    assert scores[1] == pytest.approx(1.0)
+    assert answer["results"][0]["document"] == {"text": "hello"}
+    assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer.encode(t)) for t in ("hello", "dog", "hello world"))
+    two = post(http, "/v2/rerank", query="hello", documents=documents, top_n=2, return_documents=False)["results"]
+    assert [set(result) for result in two] == [{"index", "relevance_score"}] * 2
+    pairs = post(http, "/v1/score", text_1="hello", text_2=["dog", "hello", "hello world"])["data"]
+    assert [pair["score"] for pair in pairs] == [scores[0], scores[1], scores[2]]
+    both = post(http, "/score", queries=["hello", "dog"], documents=["hello", "dog"])["data"]
+    assert [pair["score"] for pair in both] == pytest.approx([1.0, 1.0])
+
+
+def test_label_tokens_are_scored_in_sglangs_form(http: httpx.Client) -> None:
+    body = {"query": [50, 60], "items": [[70], [80]], "label_token_ids": [8, 16]}
+    shares = [exp(1) / (exp(1) + exp(2)), exp(2) / (exp(1) + exp(2))]
+    answer = post(http, "/v1/score", **body, apply_softmax=True)
+    assert answer["object"] == "scoring" and answer["scores"] == [pytest.approx(shares)] * 2
+    assert answer["usage"]["prompt_tokens"] == 6
+    among_all = post(http, "/v1/score", **body)["scores"]
+    assert among_all == [pytest.approx([exp(1 - 8), exp(2 - 8)])] * 2, "of the whole vocabulary"
+    assert "send both in one form" in refusal(http, "/v1/score", **body | {"query": "x"})["message"]
+    assert "needs text_1 and text_2" in refusal(http, "/v1/score", query="x")["message"]
+    assert "label_token_ids" in str(refusal(http, "/v1/score", **body | {"label_token_ids": [1] * 17}))
+
+
+def test_a_model_without_classes_classifies_nothing(http: httpx.Client) -> None:
+    assert "no classification head" in refusal(http, "/classify", input="x")["message"]
+
+
+def test_sglangs_encode(http: httpx.Client) -> None:
+    answer = post(http, "/encode", input_ids=[50, 60], rid="mine")
+    assert answer["embedding"] == expected([50, 60])
+    assert answer["meta_info"] == {
+        "id": "mine", "finish_reason": {"type": "length"}, "prompt_tokens": 2, "cached_tokens": 1
+    }  # fmt: skip
+    assert [one["embedding"] for one in post(http, "/encode", input_ids=[[50], [60]])] == [
+        expected([50]),
+        expected([60]),
+    ]
+    assert "either text or input_ids" in refusal(http, "/encode", rid="x")["message"]
+
+
+def test_our_service_embeds(stub: pb_grpc.JaxsglStub) -> None:
+    reply = stub.Embed(pb.EmbedRequest(token_ids=pb.TokenIds(ids=[50, 60]), request_id="r", dimensions=3))
+    assert (reply.request_id, list(reply.embedding)) == ("r", expected([50, 60], 3))
+    assert (reply.usage.prompt_tokens, reply.usage.cached_tokens) == (2, 1)
+    reply = stub.Embed(pb.EmbedRequest(text="hello world", label_ids=[8, 16]))
+    assert (list(reply.embedding), list(reply.logits), reply.log_total) == ([], [1.0, 2.0], 8.0)
+    for bad in (pb.EmbedRequest(), pb.EmbedRequest(text="x", dimensions=9), pb.EmbedRequest(text="x", label_ids=[-1])):
+        with pytest.raises(grpc.RpcError) as error:
+            stub.Embed(bad)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_sglangs_service_embeds(sglang: sglang_grpc.SglangSchedulerStub) -> None:
+    request = sglang_pb.EmbedRequest(request_id="r", tokenized=sglang_pb.TokenizedInput(input_ids=[50, 60]))
+    reply = sglang.Embed(request)
+    assert (reply.embedding_dim, list(reply.embedding), reply.prompt_tokens) == (4, expected([50, 60]), 2)
+    for bad in (sglang_pb.EmbedRequest(), sglang_pb.EmbedRequest(texts=["x"])):
+        with pytest.raises(grpc.RpcError) as error:
+            sglang.Embed(bad)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_client_that_leaves_aborts_its_inputs(server: ServerProcess, http: httpx.Client) -> None:
+    def num_running() -> int:
+        return int(http.get("/internal_state").json()["num_running"])
+
+    def leave() -> None:
+        with connect(server) as leaving, pytest.raises(httpx.ReadTimeout):
+            leaving.post(PATH, json={"input": [[Script.HANG], [50]]}, timeout=httpx.Timeout(PATIENCE_S, read=0.5))
+
+    with ThreadPoolExecutor() as pool:
+        left = pool.submit(leave)
+        wait_for(lambda: num_running() == 1, "running input")
+        left.result()
+    wait_for(lambda: num_running() == 0, "abort")
