@@ -227,8 +227,9 @@ class BucketSet:
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory."""
         size, tokens_by_seqs = self.decode_sizes[-1], {seqs: tokens for tokens, seqs in self._extend_shapes()}
+        most = self.column_sizes[-1] if self.column_sizes else 0
         if not self.generates:
-            return [self.pool(tokens, seqs, False) for seqs, tokens in tokens_by_seqs.items()]
+            return [self.pool(tokens, seqs, False, columns=most) for seqs, tokens in tokens_by_seqs.items()]
         buckets = [self.extend(tokens, seqs, *v) for seqs, tokens in tokens_by_seqs.items() for v in VARIANTS]
         buckets += [self.score(self.score_sizes[-1], *variant) for variant in VARIANTS]
         buckets += [self.decode(size, *variant) for variant in VARIANTS]
@@ -236,22 +237,18 @@ class BucketSet:
             buckets += [self.pool(self.score_sizes[-1], 1, *variant) for variant in VARIANTS]
         if self.decode_steps > 1:
             buckets += [self.decode(size, sampled, num_steps=self.decode_steps) for sampled in (False, True)]
-        most = self.column_sizes[-1] if self.column_sizes else 0
         return [replace(bucket, adapter_columns=most) for bucket in buckets]
 
     def all(self) -> list[Bucket]:
         """Every bucket that warm-up compiles; larger ones first, so that the last programs to compile are short."""
-        buckets = set()
-        if not self.generates:
-            pooling = {self.pool(*shape, False) for shape in self._extend_shapes()}
-            return sorted(pooling, key=lambda bucket: (-bucket.num_tokens, bucket))
-        for variant in VARIANTS:
+        buckets = set() if self.generates else {self.pool(*shape, False) for shape in self._extend_shapes()}
+        for variant in VARIANTS if self.generates else ():
             if self.pools:
                 buckets |= {self.pool(size, 1, *variant) for size in self.score_sizes}
             buckets |= {self.decode(size, *variant) for size in self.decode_sizes}
             buckets |= {self.extend(*shape, *variant) for shape in self._extend_shapes()}
             buckets |= {self.score(size, *variant) for size in self.score_sizes}
-        if self.decode_steps > 1:
+        if self.decode_steps > 1 and self.generates:
             buckets |= {
                 self.decode(size, sampled, num_steps=self.decode_steps)
                 for size in self.decode_sizes
