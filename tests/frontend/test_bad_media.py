@@ -1,0 +1,248 @@
+"""Pictures that can't be taken: refused with the limit, nothing fetched, little memory, and other requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import bad_media
+import grpc
+import pytest
+from smg_grpc_proto import sglang_scheduler_pb2 as pb
+from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
+from vision_front_end import VisionFrontEnd, data_url, image_part, serving, vision_folder
+
+from jaxsgl.frontend.media_fetch import Streams
+from jaxsgl.frontend.media_urls import Target
+from jaxsgl.media_config import MediaConfig
+from tests.preprocess.pictures import file_of, picture
+
+PUBLIC = "93.184.216.34"
+PICTURE = file_of(picture(16, 16))
+CONFIG = MediaConfig(
+    allowed_media_domains=("allowed.example", "*.cdn.example:8080", "rebound.example"), media_max_bytes=100_000,
+    media_max_pixels=1_000_000, media_timeout_s=0.3,
+)  # fmt: skip
+MOST_BYTES = 200 << 20
+
+
+class Network:
+    """A server for all hosts, which notes what was looked up and dialled."""
+
+    def __init__(self) -> None:
+        self.looked_up: list[str] = []
+        self.dialled: list[tuple[str, str]] = []
+        self._port = 0
+
+    async def resolve(self, host: str, port: int) -> list[str]:
+        self.looked_up.append(host)
+        return [PUBLIC, "10.0.0.1"] if host == "rebound.example" else [PUBLIC]
+
+    async def connect(self, address: str, target: Target) -> Streams:
+        self.dialled.append((address, target.host))
+        return await asyncio.open_connection("127.0.0.1", self._port)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self._port = server.sockets[0].getsockname()[1]
+        yield
+        server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+            if path == "/slow":
+                await reader.read()
+            for part in answer_to(path):
+                writer.write(part)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+def answer_to(path: str) -> Iterator[bytes]:
+    """The parts of the answer to a path of `bad_media.ANSWERS`, or a picture."""
+    redirects = {
+        "/to-private": "http://169.254.169.254/", "/to-user": "http://a@allowed.example/", "/to-file": "file:///etc/passwd",
+        "/to-rebound": "//rebound.example/a", "/loop": "/loop", "/once": "/a.png", "/twice": "http://x.cdn.example:8080/once",
+    }  # fmt: skip
+    ok = b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\n"
+    if path in redirects:
+        yield f"HTTP/1.1 302 Found\r\nlocation: {redirects[path]}\r\ncontent-length: 0\r\n\r\n".encode()
+    elif path == "/big":
+        yield ok + b"content-length: 99999999\r\n\r\nabc"
+    elif path == "/endless":
+        yield ok + b"transfer-encoding: chunked\r\n\r\n"
+        for _ in range(10_000):
+            yield b"1000\r\n" + bytes(4096) + b"\r\n"
+    elif path == "/html":
+        yield b"HTTP/1.1 200 OK\r\ncontent-type: text/html\r\ncontent-length: 3\r\n\r\n<p>"
+    elif path == "/missing":
+        yield b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
+    elif path == "/truncated":
+        yield ok + b"content-length: 500\r\n\r\nabc"
+    elif path == "/gzip":
+        yield ok + b"content-encoding: gzip\r\ncontent-length: 3\r\n\r\nabc"
+    elif path == "/garbage":
+        yield b"SSH-2.0-OpenSSH_9.6\r\n\r\n"
+    elif path == "/headers":
+        yield b"HTTP/1.1 200 OK\r\n"
+        for number in range(2000):
+            yield f"x-{number}: {'a' * 100}\r\n".encode()
+    elif path == "/empty":
+        yield ok + b"content-length: 0\r\n\r\n"
+    elif path == "/text.png":
+        yield ok + b"content-length: 5\r\n\r\nhello"
+    elif path != "/closed":
+        yield ok + f"content-length: {len(PICTURE)}\r\n\r\n".encode() + PICTURE
+
+
+class Served:
+    """A front end and its network, in an event loop that stands still between two calls."""
+
+    def __init__(self, folder: str, config: MediaConfig, resolves: bool) -> None:
+        self.network = Network()
+        self.stack = AsyncExitStack()
+        self.runner = asyncio.Runner()
+        self._setting = (folder, config, resolves)
+        self.front_end = self.runner.run(self._start())
+
+    async def _start(self) -> VisionFrontEnd:
+        folder, config, resolves = self._setting
+        await self.stack.enter_async_context(self.network.serving())
+        resolve = self.network.resolve if resolves else None
+        started = serving(folder, config=config, resolve=resolve, connect=self.network.connect)
+        return await self.stack.enter_async_context(started)
+
+    def chat(self, *parts: dict[str, object] | str) -> tuple[int, str]:
+        """Status and body of the answer."""
+        answer = self.runner.run(self.front_end.chat(*parts))
+        return answer.status_code, answer.text
+
+    def close(self) -> None:
+        self.runner.run(self.stack.aclose())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return vision_folder(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def served(folder: str) -> Iterator[Served]:
+    served = Served(folder, CONFIG, resolves=True)
+    assert served.chat(image_part(data_url(PICTURE)))[0] == 200
+    before_kb = reset_peak_kb()
+    yield served
+    assert (peak_kb() - before_kb) << 10 < MOST_BYTES, "the peak of all bad requests together"
+    assert served.chat(image_part(data_url(PICTURE)))[0] == 200, "others are served on"
+    served.close()
+
+
+@pytest.fixture(scope="module")
+def anywhere(folder: str) -> Iterator[Served]:
+    """Fetches from every host, with the system's resolver."""
+    served = Served(folder, MediaConfig(allowed_media_domains=("*",)), resolves=False)
+    yield served
+    served.close()
+
+
+def reset_peak_kb() -> int:
+    """Begins to look for the peak of this process's memory; returns what it has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_kb()
+
+
+def peak_kb() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def check(answer: tuple[int, str], words: str) -> None:
+    status, text = answer
+    assert status == 400, text
+    assert re.search(words, text.replace('\\"', '"')), text
+
+
+@pytest.mark.parametrize("url", bad_media.URLS)
+def test_a_url_that_is_not_allowed_is_not_even_looked_up(served: Served, url: str) -> None:
+    served.network.looked_up.clear()
+    check(served.chat(image_part(url)), bad_media.URLS[url])
+    assert served.network.looked_up == []
+
+
+@pytest.mark.parametrize("host", bad_media.ADDRESSES)
+def test_an_address_that_is_not_public_is_not_dialled_however_it_is_written(anywhere: Served, host: str) -> None:
+    check(anywhere.chat(image_part(f"http://{host}/a.png")), f"{bad_media.NOT_PUBLIC}|has no address")
+    assert anywhere.network.dialled == []
+
+
+@pytest.mark.parametrize("path", bad_media.ANSWERS)
+def test_a_server_that_answers_wrongly_costs_the_request_alone(served: Served, path: str) -> None:
+    served.network.dialled.clear()
+    check(served.chat(image_part(f"http://allowed.example{path}")), bad_media.ANSWERS[path])
+    assert all(dialled == (PUBLIC, "allowed.example") for dialled in served.network.dialled)
+    assert len(served.network.dialled) == (4 if path == "/loop" else 1)
+
+
+def test_allowed_urls_are_fetched_once_at_the_address_that_was_checked(served: Served) -> None:
+    served.network.dialled.clear()
+    part = image_part("http://allowed.example/twice")
+    status, text = served.chat(part, part)
+    assert status == 200, text
+    hosts = ["allowed.example", "x.cdn.example", "x.cdn.example"]
+    assert served.network.dialled == [(PUBLIC, host) for host in hosts]
+    fetched = served.front_end.requests[-1].media
+    assert served.chat(image_part(data_url(PICTURE)))[0] == 200
+    assert {item.digest for item in fetched} == {served.front_end.requests[-1].media[0].digest}
+
+
+@pytest.mark.parametrize("name", bad_media.FILES)
+def test_a_file_that_is_no_picture_is_refused(served: Served, name: str) -> None:
+    parts, words = bad_media.FILES[name]
+    check(served.chat("Look:", *parts), words)
+
+
+@pytest.mark.parametrize("name", bad_media.LIES)
+def test_a_gateways_tensors_must_agree_with_each_other(served: Served, name: str) -> None:
+    inputs, words = bad_media.LIES[name]
+    pads = 1 if inputs.image_urls or inputs.image_data else 4
+    ids = [5, *[served.front_end.image] * pads, 6]
+    request = pb.GenerateRequest(tokenized=pb.TokenizedInput(input_ids=ids), mm_inputs=inputs)
+
+    async def send() -> None:
+        async for _ in pb_grpc.SglangSchedulerStub(served.front_end.channel).Generate(request):
+            pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        served.runner.run(send())
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, refused.value
+    assert re.search(words, str(refused.value.details())), refused.value.details()
+
+
+def test_a_model_without_a_tower_fetches_nothing(folder: str) -> None:
+    network = Network()
+
+    async def scenario() -> None:
+        started = serving(folder, config=CONFIG, resolve=network.resolve, connect=network.connect, has_tower=False)
+        async with started as front_end:
+            answer = await front_end.chat(image_part("http://allowed.example/a.png"))
+            assert answer.status_code == 400 and "the model takes text alone" in answer.text
+            body = {"text": "a<|image_pad|>", "image_data": data_url(PICTURE)}
+            answer = await front_end.http.post("/generate", json=body)
+            assert answer.status_code == 400 and "the model takes text alone" in answer.text
+            request = pb.GenerateRequest(mm_inputs=bad_media.inputs())
+            with pytest.raises(grpc.aio.AioRpcError, match="the model takes text alone"):
+                async for _ in pb_grpc.SglangSchedulerStub(front_end.channel).Generate(request):
+                    pass
+
+    asyncio.run(scenario())
+    assert network.looked_up == []
