@@ -26,6 +26,7 @@ from jaxsgl.models.pooling import read_labels, read_pooling
 from jaxsgl.models.quantization import WeightFormat
 from jaxsgl.models.quantized_checkpoints import experts_are_decoded, read_format
 from jaxsgl.models.rope import RopeParams
+from jaxsgl.models.vision.arch import VisionArch, read_vision
 from jaxsgl.pooling import LAST_TOKEN, PoolingSpec
 from pallas_kernels.options import AttentionOptions
 
@@ -71,6 +72,7 @@ class ModelArch:
       folder_pooling: how the folder says that embeddings and scores are made.
       pooling: how they are made here; None: none are served.
       generates: whether tokens are served.
+      vision: the tower that makes tokens of images; None: there is none, or it is left out.
     """
 
     name: str
@@ -107,6 +109,7 @@ class ModelArch:
     folder_pooling: PoolingSpec = LAST_TOKEN
     pooling: PoolingSpec | None = None
     generates: bool = True
+    vision: VisionArch | None = None
 
     @property
     def num_layers(self) -> int:
@@ -126,6 +129,11 @@ class ModelArch:
     def attention_options(self, layer_index: int) -> AttentionOptions:
         """Softmax scale, window and soft cap of a layer's attention."""
         return AttentionOptions(self.attention_scale, self.layers[layer_index].window, self.attention_cap)
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether tokens have three positions: time, row and column."""
+        return any(rope.sections for rope in self.ropes)
 
     @property
     def stored_kv_heads(self) -> int:
@@ -213,6 +221,7 @@ def _read_arch(whole: ConfigFile, generation: ConfigFile | None) -> ModelArch:
         logits_cap=_read_cap(config, family, "final_logit_softcapping"),
         sinks=family.sinks,
         head=head,
+        vision=read_vision(whole, hidden_size) if family.vision else None,
     )
 
 

@@ -7,6 +7,7 @@ lies between them in `activations`; RMSNorm statistics, rope and logits are floa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -23,10 +24,31 @@ from jaxsgl.models.moe import MoE
 from jaxsgl.models.precision import product
 from jaxsgl.models.rope import RopeParams, rope_tables
 from jaxsgl.models.tensor_parallel import num_parts, part_index, sum_of_parts
+from jaxsgl.models.vision.tower import Tower
 from pallas_kernels import add_and_norm
 from pallas_kernels.norm import rms_norm, scale_of, sum_parts
 
 Params: TypeAlias = nnx.State[Any, Any]  # the tree of a model's parameters
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """What a tower made of images, for the tokens of a step.
+
+    Attributes:
+      rows: `[T, (1 + J) D]`: embeddings, then what is added behind each of the first J layers; 0 for other tokens.
+      is_image: `[T]` whether a token is an image's.
+      num_parts: 1 + J.
+    """
+
+    rows: jax.Array
+    is_image: jax.Array
+    num_parts: int
+
+    def part(self, index: int) -> jax.Array:
+        """`[T, D]`: the embeddings (0), or what is added behind layer `index` - 1."""
+        size = self.rows.shape[1] // self.num_parts
+        return self.rows[:, index * size : (index + 1) * size]
 
 
 class DecoderLayer(nnx.Module):
@@ -54,6 +76,7 @@ class Decoder(Matrices):
             self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
         elif arch.head == "vocabulary" and not arch.tie_embeddings:
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
+        self.visual = None if arch.vision is None else Tower(arch.vision, dtype, activations)
 
     def __call__(
         self,
@@ -62,17 +85,20 @@ class Decoder(Matrices):
         attend: Attend,
         is_token: jax.Array | None = None,
         adapters: ActiveAdapters | None = None,
+        images: ImageTokens | None = None,
     ) -> jax.Array:
-        """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` int32.
+        """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
 
         `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it. `is_token [T]` is
         false where a bucket is padded, which costs no expert's weights; None: all are tokens. `adapters` are those of
-        the tokens; None: there are none.
+        the tokens; None: there are none. `images` take the places of some of the embeddings.
         """
         arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
+        if images is not None:
+            x_TD = jnp.where(images.is_image[:, None], images.part(0).astype(x_TD.dtype), x_TD)
         tables = {rope: rope_tables(positions, rope, arch.head_dim) for rope in self._ropes()}
-        rows = LayerRows(arch.num_layers, positions, x_TD.dtype)
+        rows = LayerRows(arch.num_layers, positions.reshape(-1), x_TD.dtype)
         # Each sum of the residual stream is made together with the norm of what reads it next, as a GPU's kernel does.
         first = rows.of(vectors.attention_norm, 0)
         read_TD = x_TD if first is None else rms_norm(x_TD, scale_of(*first, x_TD.dtype), arch.rms_norm_eps)
@@ -87,6 +113,8 @@ class Decoder(Matrices):
                 update_TD = layer.mlp(read_TD, is_token)
             else:
                 update_TD = layer.mlp(read_TD, adapters=mine)
+            if images is not None and index + 1 < images.num_parts:
+                update_TD = sum_parts(update_TD, x_TD) + images.part(index + 1).astype(x_TD.dtype)
             is_last = index == arch.num_layers - 1
             next_norm = (self.final_norm[...][None], 0) if is_last else rows.of(vectors.attention_norm, index + 1)
             x_TD, read_TD = self._add(x_TD, update_TD, rows.of(vectors.mlp_out_norm, index), next_norm)

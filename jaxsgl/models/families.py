@@ -77,6 +77,7 @@ class Family:
       sinks: every query head has an attention sink, a score that joins the softmax's denominator and has no value.
       section: the object of config.json that describes the decoder, if it is a part of a larger model; None: the file.
       moe: of families with mixtures of experts.
+      vision: config.json describes a vision tower, too, and tokens have three positions (`mrope_section`).
       defaults: values of keys that config.json may leave out.
       ignored: keys that the family's reference code ignores, too.
     """
@@ -101,6 +102,7 @@ class Family:
     section: str | None = None
     sinks: bool = False
     moe: MoeFamily | None = None
+    vision: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
 
@@ -156,6 +158,20 @@ _GEMMA3 = replace(
     full_every=6,
     sliding_theta_key="rope_local_base_freq",
     defaults={**_GEMMA.defaults, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
+)
+
+# What the dense Qwen3-VL and the mixture of experts have in common.
+_QWEN3_VL = Family(
+    qk_norm="head",
+    section="text_config",
+    vision=True,
+    defaults={
+        "head_dim": 128,
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 128_000,
+        "eos_token_id": 151_645,
+    },
+    ignored=frozenset({"vision_start_token_id", "vision_end_token_id"}),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -235,6 +251,13 @@ FAMILIES: dict[str, Family] = {
         windows="flag",
         moe=MoeFamily(("num_experts", "num_local_experts"), dense_layers="steps"),
         defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8},
+    ),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        _QWEN3_VL,
+        moe=MoeFamily(("num_experts", "num_local_experts"), renormalize=True, dense_layers="steps"),
+        defaults={**_QWEN3_VL.defaults, "num_key_value_heads": 16, "num_experts_per_tok": 4},
+        ignored=_QWEN3_VL.ignored | {"norm_topk_prob"},
     ),
     "MixtralForCausalLM": Family(
         qkv_bias=False,

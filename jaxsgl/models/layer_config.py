@@ -114,7 +114,8 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
         section = section or ConfigFile(config.path, {})
         own_share = section.number("partial_rotary_factor", share) if family.partial_rope else 1.0
         rotary_dim = None if own_share == 1 else int(head_dim * own_share)
-        plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=family.interleaved_rope)
+        sections = _read_sections(section, head_dim) if family.vision else ()
+        plain = RopeParams(theta, rotary_dim=rotary_dim, interleaved=family.interleaved_rope, sections=sections)
         return read_rope(section, plain, original, max_context)
 
     both = config.section("rope_parameters") or config.section("rope_scaling")
@@ -125,3 +126,16 @@ def _read_ropes(config: ConfigFile, family: Family, head_dim: int) -> dict[str, 
     if both is not None and (FULL in both.values or SLIDING in both.values):
         return {FULL: rope(both.section(FULL), theta), SLIDING: rope(both.section(SLIDING), sliding_theta)}
     return {FULL: rope(both, theta), SLIDING: rope(None, sliding_theta)}
+
+
+def _read_sections(rope: ConfigFile, head_dim: int) -> tuple[int, ...]:
+    """Pairs of dimensions that turn with time, row and column, which take turns."""
+    sections = rope.get("mrope_section", [24, 20, 20])
+    if not rope.get("mrope_interleaved", True):
+        raise CheckpointError(f"{rope.path}: mrope_interleaved is false, but only true is supported")
+    fits = isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)
+    if not fits or min(sections) < 0 or sum(sections) != head_dim // 2:
+        raise CheckpointError(
+            f"{rope.path}: mrope_section is {sections}, but must be three numbers of pairs, {head_dim // 2} together"
+        )
+    return tuple(sections)

@@ -4,7 +4,7 @@ Checkpoints that turn a part of a head, or neighbouring dimensions together, com
 `split_half_order` says how a head's dimensions are reordered, and what doesn't turn has angle 0.
 
 Source: RoFormer (arXiv 2104.09864); the llama3 scaling is the one published with Llama 3.1; YaRN (arXiv 2309.00071);
-LongRoPE (arXiv 2402.13753). `rope_config` reads the parameters, `dense` computes the tables once per step,
+LongRoPE (arXiv 2402.13753); positions with three axes that take turns (Qwen3-VL, arXiv 2511.21631). `rope_config` reads the parameters, `dense` computes the tables once per step,
 `pallas_kernels.rotate_and_store` applies them in every layer.
 """
 
@@ -41,6 +41,8 @@ class RopeParams:
         aren't stretched, those that turn less than `beta_slow` times fully; whether these limits are whole pairs.
       short_factors, long_factors: longrope: stretching of each pair, for contexts up to the original one and beyond.
       is_long: longrope: the long factors hold.
+      sections: tokens have three positions (time, row, column), and so many pairs turn with each; pairs of the three
+        take turns, as far as rows and columns have any. (): tokens have one position.
     """
 
     theta: float = 10000.0
@@ -58,6 +60,7 @@ class RopeParams:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     is_long: bool = False
+    sections: tuple[int, ...] = ()
 
     def for_context(self, context_length: int) -> RopeParams:
         """The rope for sequences of up to `context_length` tokens.
@@ -117,17 +120,27 @@ def split_half_order(rope: RopeParams, head_dim: int) -> list[int] | None:
     return [*firsts, *still[:half], *seconds, *still[half:]]
 
 
-def rope_tables(positions_T: jax.Array, rope: RopeParams | None, head_dim: int) -> tuple[jax.Array, jax.Array]:
+def axis_of_pairs(rope: RopeParams, head_dim: int) -> npt.NDArray[np.int32]:
+    """Which of three positions each pair of dimensions turns with, `[H / 2]`: 0 time, 1 row, 2 column."""
+    axes = np.zeros(head_dim // 2, np.int32)
+    for axis, count in enumerate(rope.sections[1:], 1):
+        axes[axis : 3 * count : 3] = axis
+    return axes
+
+
+def rope_tables(positions: jax.Array, rope: RopeParams | None, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[T, 1, H / 2]` float32 of the tokens' angles; once per step, shared by all layers.
 
-    None is no rotation: the tables of angle 0.
+    `positions` are `[T]`, or `[3, T]` for a rope with `sections`; tokens of text have three equal ones, which `[T]`
+    stands for. None is no rotation: the tables of angle 0.
     """
-    shape = (len(positions_T), 1, head_dim // 2)
+    shape = (positions.shape[-1], 1, head_dim // 2)
     if rope is None:
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
 
     def tables() -> tuple[jax.Array, jax.Array]:
-        angles = positions_T[:, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+        per_pair = positions[:, None] if positions.ndim == 1 else positions[axis_of_pairs(rope, head_dim)].T
+        angles = per_pair[:, None, :].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         if rope.amplitude == 1:
             return cos, sin
@@ -140,5 +153,7 @@ def rope_tables(positions_T: jax.Array, rope: RopeParams | None, head_dim: int) 
     # On a CPU, XLA would compute them again in every layer, for every head. It does not look into a branch, and can't
     # know that this one is always taken.
     zeros = jnp.zeros(shape, jnp.float32)
-    cos_and_sin: tuple[jax.Array, jax.Array] = jax.lax.cond(positions_T[0] >= 0, tables, lambda: (zeros, zeros))
+    cos_and_sin: tuple[jax.Array, jax.Array] = jax.lax.cond(
+        positions[(0,) * positions.ndim] >= 0, tables, lambda: (zeros, zeros)
+    )
     return cos_and_sin

@@ -18,7 +18,7 @@ from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.weights.mxfp4 import Mxfp4
-from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor
+from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, stored_name
 
 ShapeOf = Callable[[str], tuple[int, ...] | None]  # of the checkpoint's tensor of that name; None: there is none
 
@@ -71,7 +71,9 @@ def recipe_of_experts(path: Path, arch: ModelArch, shape_of: ShapeOf) -> Recipe 
     if not isinstance(mlp, MoeMlp):
         return None
     names = NAMES.get(arch.name, ExpertNames())
-    return _OfLayer(names, names.block.format(layer), mlp, arch, shape_of).recipe(*map(str, path[3:]))
+    return _OfLayer(names, stored_name(names.block.format(layer), arch), mlp, arch, shape_of).recipe(
+        *map(str, path[3:])
+    )
 
 
 @dataclass(frozen=True)

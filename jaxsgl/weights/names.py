@@ -87,9 +87,25 @@ class Recipe:
 
 def sizes(arch: ModelArch) -> dict[str, int]:
     """Length of every axis named by a `Source`: E, EF and SF are experts, F of an expert, and F of the shared ones; C
-    are the classes of a classification head."""
-    mixture = arch.mixture
+    are the classes of a classification head.
+
+    Those that begin with V and go on are of the vision tower: its hidden size, its F, the merger's width, pixels.
+    """
+    mixture, vision = arch.mixture, arch.vision
+    of_vision = {}
+    if vision is not None:
+        of_vision = {
+            "VM": vision.hidden_size,
+            "V3M": 3 * vision.hidden_size,
+            "VF": vision.ffn_size,
+            "VG": vision.table_side**2,
+            "VW": vision.merged_size,
+            "VI": vision.channels,
+            "VT": vision.temporal_patch_size,
+            "VP": vision.patch_size,
+        }
     return {
+        **of_vision,
         "V": arch.vocab_size,
         "D": arch.hidden_size,
         "F": arch.ffn_size,
@@ -292,6 +308,9 @@ OF_FAMILY: dict[str, Mapping[Path, Recipe]] = {
 # Where the decoder is a part of a larger model: what its tensors' names begin with, and those of the other parts.
 _WITH_TOWER = ("language_model.", ("vision_tower.", "multi_modal_projector."))
 _PREFIXES = {"Gemma3ForConditionalGeneration": _WITH_TOWER, "Mistral3ForConditionalGeneration": _WITH_TOWER}
+# Where the decoder is within "model.", beside the tower; the output head is outside.
+_BESIDE_TOWER = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+_WITHIN = "model.language_model."
 
 
 _HEADS = ("lm_head.", "score.")
@@ -305,18 +324,29 @@ def with_model_prefix(names: Iterable[str]) -> dict[str, str]:
     return {name if name.startswith(_HEADS) else f"model.{name}": name for name in stored}
 
 
-def prefixes(arch: ModelArch) -> tuple[str, tuple[str, ...]]:
-    """What the names of the decoder's tensors begin with, and those of the model's other parts."""
-    return _PREFIXES.get(arch.name, ("", ()))
+def stored_name(name: str, arch: ModelArch) -> str:
+    """What the checkpoint calls a tensor of the decoder, which is `name` where the model is nothing but a decoder."""
+    if arch.name in _BESIDE_TOWER:
+        return _WITHIN + name.removeprefix("model.") if name.startswith("model.") else name
+    return _PREFIXES.get(arch.name, ("", ()))[0] + name
+
+
+def own_name(name: str, arch: ModelArch) -> str | None:
+    """The inverse of `stored_name`; None for a tensor of a part of the model that is not served."""
+    if arch.name in _BESIDE_TOWER:
+        if name.startswith("model.visual."):
+            return name if arch.vision is not None else None
+        return "model." + name.removeprefix(_WITHIN) if name.startswith(_WITHIN) else name
+    prefix, others = _PREFIXES.get(arch.name, ("", ()))
+    return None if others and name.startswith(others) else name.removeprefix(prefix)
 
 
 def recipe_of(path: Path, arch: ModelArch) -> Recipe:
     """The recipe of the parameter at `path`, with the layers' indices filled in."""
     own = OF_FAMILY.get(arch.name, {})
-    prefix, _ = prefixes(arch)
 
     def named(sources: tuple[Source, ...], layer: Hashable = None) -> tuple[Source, ...]:
-        return tuple(Source(prefix + source.name.format(layer), source.axes) for source in sources)
+        return tuple(Source(stored_name(source.name.format(layer), arch), source.axes) for source in sources)
 
     if path[0] == "vectors":
         recipe = own.get(path) or OF_ALL_LAYERS[path]

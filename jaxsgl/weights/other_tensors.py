@@ -10,7 +10,7 @@ import re
 
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import stored_matrix
-from jaxsgl.weights.names import prefixes
+from jaxsgl.weights.names import own_name
 
 # What scales K, V or both of a layer's KV cache in float8, by the end of the tensor's name: compressed-tensors and its
 # older form, ModelOpt, Quark. Scales of queries and probabilities belong to attention in float8, which ours is not.
@@ -20,7 +20,7 @@ _KV_SCALES = {
     "kv_scale": "kv", "attn.kv_scale": "kv",
 }  # fmt: skip
 _UNUSED_SCALES = ("q_scale", "q_proj.q_scale", "q_proj.output_scale", "prob_scale", "prob_output_scale")
-_OF_ATTENTION = re.compile(r"(?:language_model\.)?model\.layers\.(\d+)\.self_attn\.(.+)")
+_OF_ATTENTION = re.compile(r"(?:language_model\.model|model\.language_model|model)\.layers\.(\d+)\.self_attn\.(.+)")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Architectures whose checkpoints have layers behind the last one, which predict further tokens.
 _PREDICT_MORE = ("Glm4MoeForCausalLM",)
@@ -38,10 +38,10 @@ def is_harmless(name: str, arch: ModelArch) -> bool:
 
     The scales of the KV cache are read by themselves (`kv_scales.py`), if it is float8.
     """
-    prefix, others = prefixes(arch)
-    if name.startswith(others):
+    own = own_name(name, arch)
+    if own is None:
         return True
-    name = name.removeprefix(prefix)
+    name = own
     of_attention = _OF_ATTENTION.fullmatch(name)
     if of_attention is not None and (of_attention[2] in _KV_SCALES or of_attention[2].endswith(_UNUSED_SCALES)):
         return True

@@ -28,6 +28,7 @@ from jaxsgl.weights import names
 from jaxsgl.weights.experts import ShapeOf, recipe_of_experts
 from jaxsgl.weights.names import Path, Piece, Recipe, Source, Tensor, sizes
 from jaxsgl.weights.stored_matrix import StoredMatrix, tensor_names
+from jaxsgl.weights.tower import recipe_of_tower
 
 WEIGHTS = "weights"  # a part that is no parameter of its own: numbers, offsets and scales multiplied out
 
@@ -36,6 +37,9 @@ def recipe_of(path: Path, param: nnx.Param[jax.Array], arch: ModelArch, shape_of
     """The recipe of the (abstract) parameter at `path`, quantized or not; `shape_of` tells the checkpoint's tensors."""
     part = param.get_metadata().get("part")
     if part is None:
+        of_tower = recipe_of_tower(path, arch)
+        if of_tower is not None:
+            return of_tower
         of_experts = recipe_of_experts(path, arch, shape_of)
         return names.recipe_of(path, arch) if of_experts is None else _of_experts(path, of_experts, arch)
     fmt: WeightFormat = param.get_metadata("format")

@@ -1,0 +1,160 @@
+"""Where the patches of images lie, as a vision tower is told: places, learned positions around them, which image.
+
+NumPy only: the host computes this for a grid once, and packs the images of one call of the tower into padded arrays.
+Knows no parameters and no requests. The scheduler's side packs, `engine/encoding.py` unpacks. Also the three positions
+of each of a prompt's tokens, which follow from the grids alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxsgl.cache.pages import IntArray
+from jaxsgl.media import Grid, MediaItem, patches_of
+
+NUM_TAPS = 4
+PLACES = 2 + 2 * NUM_TAPS + 1  # columns of `Layout.columns`
+KEPT_GRIDS = 256  # layouts of grids that are remembered
+PAD_SEGMENT = -1
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """What of a tower the host must know.
+
+    Attributes:
+      merge_size: patches along the sides of the square that becomes one token.
+      table_side: learned positions along the sides of an image.
+      patch_len: C, numbers of a patch.
+    """
+
+    merge_size: int
+    table_side: int
+    patch_len: int
+
+    def tokens_of(self, num_patches: int) -> int:
+        """The tokens that so many patches become."""
+        return num_patches // self.merge_size**2
+
+
+class EncodeBucket(NamedTuple):
+    """The shape of a call of the tower: patches on each of `num_bins` devices that share the images."""
+
+    num_patches: int
+    num_bins: int = 1
+
+
+@dataclass(frozen=True)
+class EncodeInputs:
+    """One call of the tower, padded; read-only.
+
+    Attributes:
+      bucket: which compiled program runs it.
+      pixels: `[bins, P, C]` uint8.
+      columns: `[bins, P, PLACES]` int32: row and column of each patch, 4 learned positions around it, the bits of
+        their float32 weights, and which image it is of.
+      rows: `[bins, P / 4]` int32, where each token goes in the pool of embeddings; padding goes behind its end.
+      num_images, num_patches: real ones.
+    """
+
+    bucket: EncodeBucket
+    pixels: npt.NDArray[np.uint8]
+    columns: IntArray
+    rows: IntArray
+    num_images: int
+    num_patches: int
+
+
+@lru_cache(maxsize=KEPT_GRIDS)
+def layout_of(grid: Grid, shape: TowerShape) -> IntArray:
+    """`[t * h * w, PLACES - 1]` of one image: all columns but the last, patches in the order of merges."""
+    t, h, w = grid
+    merge, side = shape.merge_size, shape.table_side
+    row, column = np.meshgrid(np.arange(h), np.arange(w), indexing="ij")
+
+    def in_order(of_patches: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        squares = of_patches.reshape(h // merge, merge, w // merge, merge)
+        return squares.transpose(0, 2, 1, 3).reshape(-1)
+
+    row, column = in_order(row), in_order(column)
+    # In float32, as the reference does: the corners of the image are those of the table.
+    y, x = (
+        at.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
+        for at, count in ((row, h), (column, w))
+    )
+    y0, x0 = np.floor(y).astype(np.int32), np.floor(x).astype(np.int32)
+    y1, x1 = np.minimum(y0 + 1, side - 1), np.minimum(x0 + 1, side - 1)
+    fy, fx = y - y0.astype(np.float32), x - x0.astype(np.float32)
+    one = np.float32(1)
+    taps = np.stack([y0 * side + x0, y0 * side + x1, y1 * side + x0, y1 * side + x1], axis=1)
+    weights = np.stack([(one - fy) * (one - fx), (one - fy) * fx, fy * (one - fx), fy * fx], axis=1)
+    of_frame = np.concatenate(
+        [np.stack([row, column], axis=1), taps, weights.astype(np.float32).view(np.int32)], axis=1
+    ).astype(np.int32)
+    layout = np.tile(of_frame, (t, 1))
+    layout.flags.writeable = False
+    return layout
+
+
+def pack(
+    bins: Sequence[Sequence[tuple[MediaItem, IntArray]]], bucket: EncodeBucket, shape: TowerShape, num_rows: int
+) -> EncodeInputs:
+    """Packs images into a call of the tower.
+
+    Args:
+      bins: for each device the images that it encodes, with the rows `[length]` of their tokens.
+      bucket: its patches hold those of each bin.
+      shape: of the tower.
+      num_rows: of the pool; padding goes to this row, which it hasn't.
+    """
+    size = bucket.num_patches
+    pixels = np.zeros((bucket.num_bins, size, shape.patch_len), np.uint8)
+    columns = np.zeros((bucket.num_bins, size, PLACES), np.int32)
+    columns[:, :, -1] = PAD_SEGMENT
+    rows = np.full((bucket.num_bins, shape.tokens_of(size)), num_rows, np.int32)
+    num_patches = 0
+    for b, images in enumerate(bins):
+        first = 0
+        for segment, (item, of_tokens) in enumerate(images):
+            stop = first + item.num_patches
+            pixels[b, first:stop] = patches_of(item)
+            columns[b, first:stop, :-1] = layout_of(item.grid, shape)
+            columns[b, first:stop, -1] = segment
+            rows[b, shape.tokens_of(first) : shape.tokens_of(stop)] = of_tokens
+            first = stop
+        num_patches += first
+    for array in (pixels, columns, rows):
+        array.flags.writeable = False
+    return EncodeInputs(bucket, pixels, columns, rows, sum(map(len, bins)), num_patches)
+
+
+def empty_call(bucket: EncodeBucket, shape: TowerShape, num_rows: int) -> EncodeInputs:
+    """A call of padding only, which changes nothing."""
+    return pack([[] for _ in range(bucket.num_bins)], bucket, shape, num_rows)
+
+
+def token_positions(num_tokens: int, media: Sequence[MediaItem], merge_size: int) -> tuple[IntArray, int]:
+    """The positions `[3, n]` (time, row, column) of a prompt's tokens, and what is added to the index of later ones.
+
+    Text counts on by one in all three. An image's tokens share their time, count rows and columns from where the image
+    begins, and what follows goes on behind the larger side.
+    """
+    positions = np.empty((3, num_tokens), np.int32)
+    index = position = 0
+    for item in media:
+        positions[:, index : item.offset] = np.arange(index, item.offset) + (position - index)
+        position += item.offset - index
+        height, width = item.grid[1] // merge_size, item.grid[2] // merge_size
+        at = np.arange(item.length)
+        positions[0, item.offset : item.stop] = position
+        positions[1, item.offset : item.stop] = position + at // width
+        positions[2, item.offset : item.stop] = position + at % width
+        position, index = position + max(height, width), item.stop
+    positions[:, index:] = np.arange(index, num_tokens) + (position - index)
+    return positions, position - index
