@@ -19,6 +19,7 @@ from jaxsgl.host_kv_config import HostKvConfig
 from jaxsgl.lora_config import LoraConfig
 from jaxsgl.media import MediaLimits
 from jaxsgl.pooling import PoolingSpec
+from jaxsgl.vision_config import VisionConfig
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 AUTO = "auto"
@@ -179,6 +180,7 @@ class EngineConfig:
         "what holds output to grammars (response_format, regex, ...); none: requests with grammars are refused",
         choices=GRAMMAR_BACKENDS,
     )
+    vision: VisionConfig = field(default_factory=VisionConfig)
     disable_radix_cache: bool = flag(False, "do not share prefixes between requests")
     disable_overlap_schedule: bool = flag(False, "read each step's tokens before launching the next")
     attention_backend: str = flag("auto", "attention and KV store kernels", choices=ATTENTION_BACKENDS)

@@ -19,6 +19,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.engine_api import PooledRows
 from jaxsgl.batch.engine_ops import HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepArrays, StepInputs
+from jaxsgl.batch.patches import TowerCapacity
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, page_of, slots_of, tokens_in
 from jaxsgl.errors import CheckpointError
 
@@ -108,6 +109,31 @@ class FakeAdapters:
             assert len(columns) == rank, "columns of an adapter lie beyond what the program reads"
             total[arrays.adapters == place] += weights
         return total
+
+
+class FakeImages:
+    """A pool of embeddings whose rows hold an id of the pixels, `image_ids`, that stand for a token."""
+
+    def __init__(self, capacity: TowerCapacity) -> None:
+        self._ids: IntArray = np.full(capacity.num_rows + 1, -1, dtype=np.int32)
+
+    def embedded(self, ids: IntArray, inputs: StepInputs) -> IntArray:
+        """Ids `[T]` of a step's tokens, those of images from their rows, after the calls of the tower before it."""
+        for call in inputs.encodes:
+            for pixels, rows in zip(call.pixels, call.rows, strict=True):
+                real = rows < len(self._ids)
+                self._ids[rows[real]] = image_ids(pixels.reshape(len(rows), -1))[real]
+        pool_rows = inputs.arrays.pool_rows
+        if pool_rows is None:
+            return ids
+        found = np.where(pool_rows > 0, self._ids[pool_rows], ids)
+        assert (found >= 0).all(), "a step reads a row of the pool that no call has written"
+        return found
+
+
+def image_ids(pixels: npt.NDArray[np.uint8]) -> IntArray:
+    """`[tokens]` ids of the pixels `[tokens, ...]` of an image's tokens."""
+    return np.array([zlib.crc32(each.tobytes()) & 0x7FFFFFFF for each in pixels], dtype=np.int32)
 
 
 class FakePool:

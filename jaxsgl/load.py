@@ -26,6 +26,7 @@ class Totals(msgspec.Struct, array_like=True):
       recompiles: programs compiled while serving; more than 0 is a bug.
       leaks: pages, rows and locks that the leak check found lost or in two places; more than 0 is a bug.
       failed_requests: requests that were ended because the work for them raised an exception; more than 0 is a bug.
+      encoded_images, encoded_patches: images and frame pairs that the vision tower has encoded, and their patches.
     """
 
     prompt_tokens: int = 0
@@ -43,6 +44,8 @@ class Totals(msgspec.Struct, array_like=True):
     recompiles: int = 0
     leaks: int = 0
     failed_requests: int = 0
+    encoded_images: int = 0
+    encoded_patches: int = 0
 
 
 class HostLoad(msgspec.Struct, array_like=True):

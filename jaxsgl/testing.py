@@ -27,7 +27,7 @@ from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
-from jaxsgl.fake_device import FakeAdapters, FakePageTable, FakePool, pooled_rows
+from jaxsgl.fake_device import FakeAdapters, FakeImages, FakePageTable, FakePool, pooled_rows
 from jaxsgl.fake_grammars import masked_tokens
 from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.load import Load
@@ -107,6 +107,7 @@ class FakeEngine:
         self._free_at = 0.0
         self._pool = FakePool(capacity)
         self._table = FakePageTable(capacity)
+        self._images = None if capacity.tower is None else FakeImages(capacity.tower)
         self._last_tokens: IntArray = np.zeros(capacity.num_rows + 1, dtype=np.int32)
         self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
         self._counts: IntArray = np.zeros((capacity.num_rows + 1, capacity.vocab_size), dtype=np.int32)
@@ -224,6 +225,8 @@ class FakeEngine:
         if arrays.steps is not None:
             return self._several_steps(inputs, arrays.steps), StepScores()
         ids = np.where(arrays.token_ids < 0, self._last_tokens[~np.minimum(arrays.token_ids, -1)], arrays.token_ids)
+        if self._images is not None:
+            ids = self._images.embedded(ids, inputs)
         self._pool.store(arrays.slots, ids, arrays.positions, self.adapters.weights(self._weights, arrays))
         stored = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
         sequences = [np.ascontiguousarray(of_seq[:, 0]) for of_seq in stored]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxsgl.batch.inputs import Bucket
+from jaxsgl.batch.patches import EncodeBucket, TowerCapacity
 from jaxsgl.batch.sampling import Variant
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config import EngineConfig, Limits
@@ -57,6 +58,8 @@ class Capacity:
       generates: whether tokens are; without, every step extends prompts and pools.
       max_adapters: LoRA adapters that may be on the device; 0: there are none.
       adapter_columns: columns of the pool for them, enough for `max_adapters` of the highest rank.
+      tower: what the tower encodes and the pool of embeddings holds; None: the model has no vision tower.
+      has_axes: tokens have positions other than their indices.
     """
 
     page_size: int
@@ -71,6 +74,8 @@ class Capacity:
     generates: bool = True
     max_adapters: int = 0
     adapter_columns: int = 0
+    tower: TowerCapacity | None = None
+    has_axes: bool = False
 
     @property
     def max_mixed_decodes(self) -> int:
@@ -107,6 +112,8 @@ class BucketSet:
       pools: whether there are programs that pool hidden states; those that score prompts pool then, too.
       generates: whether there are any other programs.
       column_sizes: R of the programs for batches with adapters, ascending; of "score" programs the last one.
+      rope_axes: of steps without images; see `Bucket`.
+      encode: shapes of calls of the vision tower, ascending; (): the model has none.
     """
 
     decode_sizes: tuple[int, ...]
@@ -118,6 +125,8 @@ class BucketSet:
     pools: bool = False
     generates: bool = True
     column_sizes: tuple[int, ...] = ()
+    rope_axes: int = 0
+    encode: tuple[EncodeBucket, ...] = ()
 
     @classmethod
     def derive(
@@ -157,6 +166,8 @@ class BucketSet:
             pools=capacity.pooling is not None,
             generates=capacity.generates,
             column_sizes=_column_sizes(capacity.adapter_columns),
+            rope_axes=int(capacity.has_axes),
+            encode=() if capacity.tower is None else capacity.tower.buckets,
         )
 
     def decode(
@@ -174,7 +185,7 @@ class BucketSet:
         """
         size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
         forms = _forms(sampled, featured, filtered, num_steps)
-        return Bucket("decode", size, size, *forms, adapter_columns=self._columns(columns))
+        return self._turned(Bucket("decode", size, size, *forms, adapter_columns=self._columns(columns)))
 
     def extend(
         self,
@@ -189,7 +200,8 @@ class BucketSet:
         tokens = self.extend_sizes[bisect_left(self.extend_sizes, num_tokens)]
         seqs = self.extend_seqs[bisect_left(self.extend_seqs, num_seqs)]
         forms = _forms(sampled, featured, filtered)
-        return Bucket("extend", tokens, min(seqs, tokens), *forms, adapter_columns=self._columns(columns))
+        bucket = Bucket("extend", tokens, min(seqs, tokens), *forms, adapter_columns=self._columns(columns))
+        return self._turned(bucket)
 
     def pool(
         self,
@@ -219,13 +231,23 @@ class BucketSet:
         seqs = min(self.extend_seqs[-1], tokens)
         most = self.column_sizes[-1] if columns else 0
         forms = _forms(sampled, featured, filtered)
-        return Bucket("score", tokens, seqs, *forms, pools=self.pools, adapter_columns=most)
+        return self._turned(Bucket("score", tokens, seqs, *forms, pools=self.pools, adapter_columns=most))
+
+    def _turned(self, bucket: Bucket) -> Bucket:
+        return replace(bucket, rope_axes=self.rope_axes) if self.rope_axes else bucket
+
+    def encode_of(self, num_patches: int) -> EncodeBucket:
+        """The smallest call of the tower that holds `num_patches` on each device that encodes other images."""
+        return next(bucket for bucket in self.encode if bucket.num_patches >= num_patches)
 
     def _columns(self, columns: int) -> int:
         return self.column_sizes[bisect_left(self.column_sizes, columns)] if columns else 0
 
     def largest(self) -> list[Bucket]:
-        """Of each kind of step the buckets that take most memory."""
+        """Of each kind of step the buckets that take most memory; with images, if there may be any."""
+        return [with_images(bucket) if self.encode else bucket for bucket in self._largest_without_images()]
+
+    def _largest_without_images(self) -> list[Bucket]:
         size, tokens_by_seqs = self.decode_sizes[-1], {seqs: tokens for tokens, seqs in self._extend_shapes()}
         most = self.column_sizes[-1] if self.column_sizes else 0
         if not self.generates:
@@ -241,6 +263,12 @@ class BucketSet:
 
     def all(self) -> list[Bucket]:
         """Every bucket that warm-up compiles; larger ones first, so that the last programs to compile are short."""
+        buckets = self._all_without_images()
+        if self.encode:
+            buckets |= {with_images(bucket) for bucket in buckets}
+        return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
+
+    def _all_without_images(self) -> set[Bucket]:
         buckets = set() if self.generates else {self.pool(*shape, False) for shape in self._extend_shapes()}
         for variant in VARIANTS if self.generates else ():
             if self.pools:
@@ -261,7 +289,7 @@ class BucketSet:
                 for bucket in without
                 if size == self.column_sizes[-1] or not (bucket.kind == "score" or (bucket.pools and self.generates))
             }
-        return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
+        return buckets
 
     def _extend_shapes(self) -> list[tuple[int, int]]:
         """`(tokens, sequences)` of the extend programs, ascending: without shapes that no step can have."""
@@ -272,6 +300,11 @@ class BucketSet:
             for seqs in self.extend_seqs
             if seqs == few or shared is None or smaller < shared
         ]
+
+
+def with_images(bucket: Bucket) -> Bucket:
+    """The bucket for the same batch if it has images, which decode batches have not."""
+    return bucket if bucket.kind == "decode" else replace(bucket, rope_axes=3)
 
 
 def _forms(sampled: bool, featured: bool, filtered: bool, num_steps: int = 1) -> tuple[bool, bool, int, bool]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxsgl.batch.adapter_rows import AdapterRows
-from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.buckets import BucketSet, with_images
 from jaxsgl.batch.inputs import (
     TABLE_CHANGES,
     Bucket,
@@ -42,6 +42,8 @@ class Work:
       targets: `[n]` the prompt token that follows each of them, if its log-probability is wanted.
       setup: what must be in the row's edit tables before the row samples for the first time, if it edits logits.
       pooling: what the request asks for, if hidden states of these tokens are to be pooled.
+      rope_positions: `[3, n]` of the tokens, where they differ from their indices.
+      pool_rows: `[n]` where the embeddings of images' tokens are, 0 for text; None: there are no images.
     """
 
     row: int
@@ -51,6 +53,8 @@ class Work:
     targets: IntArray | None = None
     setup: IntArray | None = None
     pooling: Pooling | None = None
+    rope_positions: IntArray | None = None
+    pool_rows: IntArray | None = None
 
 
 def empty_step(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
@@ -89,6 +93,18 @@ def _table_changes(entries: IntArray, dummy_row: int) -> tuple[IntArray, ...]:
     return tuple(parts)
 
 
+def _fill_rope(arrays: StepArrays[Any], part: slice, work: Work) -> None:
+    """Writes what queries and keys of a sequence's tokens turn with, and where images' embeddings are."""
+    assert arrays.rope_positions is not None
+    positions = arrays.positions[part] if work.rope_positions is None else work.rope_positions
+    if arrays.pool_rows is None:
+        arrays.rope_positions[part] = positions if positions.ndim == 1 else positions[0]
+        return
+    arrays.rope_positions[:, part] = positions
+    if work.pool_rows is not None:
+        arrays.pool_rows[part] = work.pool_rows
+
+
 class BatchBuilder:
     """Builds `StepInputs` from the page table, sampling rows and buckets; all are the scheduler's.
 
@@ -123,6 +139,8 @@ class BatchBuilder:
         packed, arrays = _padding(bucket, self._dummy_row)
         arrays.token_ids[:n] = ~rows
         arrays.positions[:n] = positions
+        if arrays.rope_positions is not None:
+            arrays.rope_positions[:n] = positions + self._sampling.rope_deltas[rows]
         arrays.lengths[:n] = positions + 1
         arrays.query_offsets[:] = np.minimum(np.arange(bucket.num_seqs + 1), n)
         arrays.rows[:n] = arrays.sample_rows[:n] = rows
@@ -151,6 +169,8 @@ class BatchBuilder:
             bucket = self._buckets.pool(num_tokens, len(works), *variant, columns=columns)
         else:
             bucket = self._buckets.extend(num_tokens, len(works), *variant, columns=columns)
+        if any(work.pool_rows is not None for work in works):
+            bucket = with_images(bucket)
         packed, arrays = _padding(bucket, self._dummy_row)
         assert arrays.token_rows is not None
         arrays.rows[: len(works)] = rows
@@ -164,6 +184,8 @@ class BatchBuilder:
             arrays.lengths[s] = stop
             arrays.query_offsets[s] = offset
             arrays.sample_rows[s] = work.row if work.sample else self._dummy_row
+            if arrays.rope_positions is not None:
+                _fill_rope(arrays, slice(offset, end), work)
             if work.targets is not None:
                 assert arrays.targets is not None
                 arrays.targets[offset:end] = work.targets

@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from jaxsgl.batch.patches import EncodeInputs
 from jaxsgl.batch.sampling import COLUMNS, Bitcast, SamplingArrays
 from jaxsgl.pooling import MAX_LABELS
 
@@ -39,6 +40,9 @@ class Bucket:
       num_steps: steps that the program takes one after the other; more than 1 only in decode buckets, never featured.
       pools: whether it also pools the hidden states of each sequence; never in decode buckets.
       adapter_columns: R, the leading columns of the adapters' pool that it reads; 0: no sequence has an adapter.
+      rope_axes: what queries and keys turn with. 0: `positions`. 1: `rope_positions`, one of each token, in models that
+        see images, whose tokens of text have other positions than indices. 3: three of each token, in steps that
+        extend images, which take their embeddings from the pool.
     """
 
     kind: StepKind
@@ -50,6 +54,7 @@ class Bucket:
     filtered: bool = False
     pools: bool = False
     adapter_columns: int = 0
+    rope_axes: int = 0
 
     @property
     def padded_tokens(self) -> int:
@@ -67,7 +72,8 @@ class Bucket:
         steps = f" {self.num_steps} steps" if self.num_steps > 1 else ""
         pools = " pooled" if self.pools else ""
         adapters = f" {self.adapter_columns} adapter columns" if self.adapter_columns else ""
-        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{steps}{pools}{adapters}"
+        images = " with images" if self.rope_axes == 3 else ""
+        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{steps}{pools}{adapters}{images}"
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,8 @@ class StepArrays(Generic[ArrayT]):
       adapters: `[T]` the number of each token's adapter in this step, 0 for none; only if the bucket has columns of
         adapters, as the next.
       column_owners: `[R]` the number of the adapter that has each column, 0 for none.
+      rope_positions: `[T]`, or `[3, T]` (time, row, column), as `Bucket.rope_axes` says; 0 for padding.
+      pool_rows: `[T]` in steps that extend images: where in the pool of embeddings each token's is; 0: it is text.
     """
 
     token_ids: ArrayT
@@ -112,6 +120,8 @@ class StepArrays(Generic[ArrayT]):
     steps: ArrayT | None = None
     adapters: ArrayT | None = None
     column_owners: ArrayT | None = None
+    rope_positions: ArrayT | None = None
+    pool_rows: ArrayT | None = None
 
 
 @cache
@@ -138,6 +148,10 @@ def layout(bucket: Bucket) -> dict[str, tuple[int, tuple[int, ...]]]:
         shapes["steps"] = (s,)
     if bucket.adapter_columns:
         shapes |= {"adapters": (t,), "column_owners": (bucket.adapter_columns,)}
+    if bucket.rope_axes:
+        shapes["rope_positions"] = (t,) if bucket.rope_axes == 1 else (bucket.rope_axes, t)
+    if bucket.rope_axes == 3:
+        shapes["pool_rows"] = (t,)
     places, offset = {}, 0
     for name, shape in shapes.items():
         places[name] = (offset, shape)
@@ -200,6 +214,7 @@ class StepInputs:
         pages of the tokens that it computes: what is left are pages shared with other requests.
       masked: whether tokens are chosen only when `MaskedHandle.choose` brings the masks of grammars. Those follow from
         the tokens of the step before.
+      encodes: calls of the vision tower that come before the batch.
     """
 
     bucket: Bucket
@@ -209,6 +224,7 @@ class StepInputs:
     features: StepFeatures | None = None
     table_changes: tuple[npt.NDArray[np.int32], ...] = ()
     masked: bool = False
+    encodes: tuple[EncodeInputs, ...] = ()
 
     @property
     def arrays(self) -> StepArrays[npt.NDArray[Any]]:

@@ -7,6 +7,7 @@ of each of a prompt's tokens, which follow from the grids alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,7 @@ from jaxsgl.media import Grid, MediaItem, patches_of
 
 NUM_TAPS = 4
 PLACES = 2 + 2 * NUM_TAPS + 1  # columns of `Layout.columns`
+MIN_CALL_PATCHES = 256  # of the smallest call of the tower
 KEPT_GRIDS = 256  # layouts of grids that are remembered
 PAD_SEGMENT = -1
 
@@ -41,6 +43,32 @@ class TowerShape:
     def tokens_of(self, num_patches: int) -> int:
         """The tokens that so many patches become."""
         return num_patches // self.merge_size**2
+
+
+@dataclass(frozen=True)
+class TowerCapacity:
+    """What one engine encodes, fixed at start-up.
+
+    Attributes:
+      shape: of the tower.
+      num_rows: tokens that the pool of embeddings holds, in the rows from 1 on; row 0 stands for text.
+      max_patches: of a call, on each device that encodes other images; an image has no more.
+      num_bins: devices that share the images of a call, each of which encodes whole ones.
+    """
+
+    shape: TowerShape
+    num_rows: int
+    max_patches: int
+    num_bins: int = 1
+
+    @property
+    def buckets(self) -> tuple[EncodeBucket, ...]:
+        """Shapes of calls, ascending: sizes double."""
+        size, buckets = min(MIN_CALL_PATCHES, self.max_patches), []
+        while size < self.max_patches:
+            buckets.append(EncodeBucket(size, self.num_bins))
+            size *= 2
+        return (*buckets, EncodeBucket(self.max_patches, self.num_bins))
 
 
 class EncodeBucket(NamedTuple):
@@ -103,21 +131,20 @@ def layout_of(grid: Grid, shape: TowerShape) -> IntArray:
 
 
 def pack(
-    bins: Sequence[Sequence[tuple[MediaItem, IntArray]]], bucket: EncodeBucket, shape: TowerShape, num_rows: int
+    bins: Sequence[Sequence[tuple[MediaItem, IntArray]]], bucket: EncodeBucket, capacity: TowerCapacity
 ) -> EncodeInputs:
     """Packs images into a call of the tower.
 
     Args:
       bins: for each device the images that it encodes, with the rows `[length]` of their tokens.
       bucket: its patches hold those of each bin.
-      shape: of the tower.
-      num_rows: of the pool; padding goes to this row, which it hasn't.
+      capacity: of tower and pool; padding goes behind the pool's last row, where it is dropped.
     """
-    size = bucket.num_patches
+    size, shape = bucket.num_patches, capacity.shape
     pixels = np.zeros((bucket.num_bins, size, shape.patch_len), np.uint8)
     columns = np.zeros((bucket.num_bins, size, PLACES), np.int32)
     columns[:, :, -1] = PAD_SEGMENT
-    rows = np.full((bucket.num_bins, shape.tokens_of(size)), num_rows, np.int32)
+    rows = np.full((bucket.num_bins, shape.tokens_of(size)), capacity.num_rows + 1, np.int32)
     num_patches = 0
     for b, images in enumerate(bins):
         first = 0
@@ -134,12 +161,12 @@ def pack(
     return EncodeInputs(bucket, pixels, columns, rows, sum(map(len, bins)), num_patches)
 
 
-def empty_call(bucket: EncodeBucket, shape: TowerShape, num_rows: int) -> EncodeInputs:
+def empty_call(bucket: EncodeBucket, capacity: TowerCapacity) -> EncodeInputs:
     """A call of padding only, which changes nothing."""
-    return pack([[] for _ in range(bucket.num_bins)], bucket, shape, num_rows)
+    return pack([[] for _ in range(bucket.num_bins)], bucket, capacity)
 
 
-def token_positions(num_tokens: int, media: Sequence[MediaItem], merge_size: int) -> tuple[IntArray, int]:
+def token_positions(num_tokens: int, media: Sequence[MediaItem]) -> tuple[IntArray, int]:
     """The positions `[3, n]` (time, row, column) of a prompt's tokens, and what is added to the index of later ones.
 
     Text counts on by one in all three. An image's tokens share their time, count rows and columns from where the image
@@ -150,6 +177,7 @@ def token_positions(num_tokens: int, media: Sequence[MediaItem], merge_size: int
     for item in media:
         positions[:, index : item.offset] = np.arange(index, item.offset) + (position - index)
         position += item.offset - index
+        merge_size = math.isqrt(item.num_patches // item.length)
         height, width = item.grid[1] // merge_size, item.grid[2] // merge_size
         at = np.arange(item.length)
         positions[0, item.offset : item.stop] = position

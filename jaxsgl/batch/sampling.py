@@ -105,12 +105,17 @@ class Variant(NamedTuple):
 
 
 class SamplingRows:
-    """The sampling parameters of every row and of the dummy row. The scheduler writes a row when a request takes it."""
+    """The sampling parameters of every row and of the dummy row. The scheduler writes a row when a request takes it.
+
+    Attributes:
+      rope_deltas: `[rows + 1]` what is added to the index of a row's new tokens to get their positions.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self._bits: IntArray = np.tile(NEUTRAL_BITS[:, None], num_rows + 1)
         self._arrays = SamplingArrays.unpack(self._bits, np.ndarray.view)
         self._dummy_row = num_rows
+        self.rope_deltas: IntArray = np.zeros(num_rows + 1, dtype=np.int32)
         self._sampled = np.zeros(num_rows + 1, dtype=bool)
         self._filtered = np.zeros(num_rows + 1, dtype=bool)
         self._edited = np.zeros(num_rows + 1, dtype=bool)
@@ -118,8 +123,9 @@ class SamplingRows:
         self._masked = np.zeros(num_rows + 1, dtype=bool)
         self._masks = False  # whether any row ever was: without grammars, steps aren't searched for them
 
-    def set(self, row: int, params: SamplingParams, seed: int) -> None:
+    def set(self, row: int, params: SamplingParams, seed: int, rope_delta: int = 0) -> None:
         """Writes the parameters of the request that took `row`; `seed` is a uint32."""
+        self.rope_deltas[row] = rope_delta
         for array, column in zip(self._arrays, COLUMNS, strict=True):
             array[row] = column.value(params, seed)
         self._sampled[row] = not params.greedy

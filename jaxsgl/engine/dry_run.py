@@ -15,6 +15,7 @@ from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import empty_step
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, empty_call
 from jaxsgl.engine.memory import OUT_OF_MEMORY
 from jaxsgl.engine.programs import ProgramKey, keys_of
 from jaxsgl.errors import StartupError
@@ -37,6 +38,16 @@ def run_all(
             step = submit(empty_step(bucket, capacity.num_rows, capacity.vocab_size))
             step.tokens()
             step.scores()
+
+
+def run_tower(
+    encode: Callable[[EncodeInputs], jax.Array], buckets: Iterable[EncodeBucket], capacity: Capacity, account: str
+) -> None:
+    """Runs a call of the vision tower on padding in each of `buckets`, and waits for each; errors as of `run_all`."""
+    for bucket in buckets:
+        assert capacity.tower is not None
+        with step_failure(f"the vision tower can't encode {bucket.num_patches} patches", account):
+            jax.block_until_ready(encode(empty_call(bucket, capacity.tower)))
 
 
 def covering(buckets: Iterable[Bucket]) -> list[Bucket]:

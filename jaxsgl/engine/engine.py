@@ -7,14 +7,10 @@ loop calls it from one thread.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -25,16 +21,18 @@ from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.engine_api import PooledRows, StepScores, TokenScores
 from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
+from jaxsgl.batch.patches import EncodeInputs
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config import EngineConfig
+from jaxsgl.engine import profiler
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
-from jaxsgl.engine.dry_run import run_all, step_failure
+from jaxsgl.engine.dry_run import run_all, run_tower, step_failure
 from jaxsgl.engine.masking import MaskPrograms
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
 from jaxsgl.engine.pooling import PooledSeqs
-from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, keys_of, step_bytes
+from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, encode_keys, keys_of, step_bytes
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.engine.sampler import Logprobs
 from jaxsgl.engine.sizing import NO_ADAPTERS, KvShape, PoolSize, choose_page_size, kv_shape, plan_capacity
@@ -167,11 +165,13 @@ class Engine:
 
         page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype, mesh.size)
         abstract = abstract_params(params)
+        images = None if self.arch.vision is None else (self.arch.vision.row_len, activations)
 
         def spec_of(capacity: Capacity) -> ProgramSpec:
-            state = abstract_state(page_shape, capacity, mesh)
+            state = abstract_state(page_shape, capacity, mesh, images)
             pool = None if self.adapters is None else self.adapters.abstract
-            return ProgramSpec(graphdef, abstract, state, config.attention_backend, mesh, kv_scales, pool)
+            backend = config.attention_backend
+            return ProgramSpec(graphdef, abstract, state, backend, mesh, kv_scales, pool, capacity.tower)
 
         memory = least_free_memory(list(mesh.devices.flat), config.mem_fraction_static, jax_share)
         with step_failure("the programs can't be compiled", memory.account):
@@ -181,7 +181,7 @@ class Engine:
             )
         self.buckets = self.programs.buckets
         with step_failure("the KV pool can't be allocated", memory.account):
-            self._state = jax.block_until_ready(allocate(page_shape, self.capacity, mesh))
+            self._state = jax.block_until_ready(allocate(page_shape, self.capacity, mesh, images))
         self._page_shape, self._mesh = page_shape, mesh
         self._page_io: PageIo | None = None
         if moves_pages:
@@ -196,6 +196,7 @@ class Engine:
         self._params = self.residents.leaves
         self._has_classes = self.arch.head == "labels"
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
+        run_tower(self._encode, self.buckets.encode, self.capacity, memory.account)
         self.info = EngineInfo(
             model_path=str(folder),
             architecture=self.arch.name,
@@ -234,6 +235,8 @@ class Engine:
         if inputs.bucket.adapter_columns:
             assert self.adapters is not None
             pool = (self.adapters.leaves,)
+        for call in inputs.encodes:
+            self._encode(call)
         for changes in inputs.table_changes:
             self._state = self._state._replace(page_table=self.programs.set_pages(self._state.page_table, changes))
         out = forward(self._params, self._state, inputs.packed, *pool)
@@ -310,35 +313,20 @@ class Engine:
         self._state = state._replace(last_tokens=out.last_tokens, edit_tables=out.edit_tables)
         return Chosen(out.tokens, out.scores if features.logprobs else None)
 
-    def start_profile(self, folder: str) -> None:
-        """Starts to record a trace of device and host, readable in TensorBoard, XProf and Perfetto.
+    def _encode(self, call: EncodeInputs) -> jax.Array:
+        """Launches a call of the vision tower; returns the pool of embeddings."""
+        program = self.programs.encode(call.bucket)
+        images = program(self._params, self._state.images, call.pixels, call.columns, call.rows)
+        self._state = self._state._replace(images=images)
+        return images
 
-        A process records one trace at a time. Makes `folder`; raises OSError or ValueError at once if it can't be
-        written, where JAX would find out only when it writes the trace. Python's functions are left out: tracing them
-        takes more time and memory than all the rest.
-        """
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        jax.profiler.start_trace(folder, profiler_options=options)
+    def start_profile(self, folder: str) -> None:
+        """Starts to record a trace of device and host; see `profiler.start`."""
+        profiler.start(folder)
 
     def stop_profile(self) -> None:
-        """Writes the trace to `plugins/profile/<time>/` in the folder. Raises RuntimeError if that fails.
-
-        The trace is dropped then. JAX would keep it in memory and record no other one.
-        """
-        try:
-            jax.profiler.stop_trace()
-        except Exception:
-            with contextlib.suppress(ImportError, AttributeError):  # there is no public way to give a trace up
-                from jax._src import profiler
-
-                profiler._profile_state.reset()
-            raise
-        finally:
-            _return_free_memory()
+        """Writes the trace; see `profiler.stop`."""
+        profiler.stop()
 
     def close(self) -> None:
         """Stops counting compilations and frees the device's memory."""
@@ -348,12 +336,6 @@ class Engine:
                 array.delete()
         if self.adapters is not None:
             self.adapters.close()
-
-
-def _return_free_memory() -> None:
-    """Has glibc return to the system what writing a trace has freed, hundreds of megabytes; it would keep them."""
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _compile(
@@ -376,7 +358,8 @@ def _compile(
         buckets, spec = buckets_of(config, capacity), spec_of(capacity)
         _check_backend(spec, buckets)
         largest = buckets.largest()
-        done = compile_keys(spec, [key for bucket in largest for key in keys_of(bucket)], progress=progress)
+        keys = [*encode_keys(buckets)[:1], *(key for bucket in largest for key in keys_of(bucket))]
+        done = compile_keys(spec, keys, progress=progress)
         taken = step_bytes(done, largest) + beside_bytes
         fitting = plan_capacity(config, arch, page, memory, taken, adapters)
         if fitting.num_pages >= capacity.num_pages:

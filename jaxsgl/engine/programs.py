@@ -16,8 +16,10 @@ from jax.sharding import Mesh
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
+from jaxsgl.batch.patches import EncodeBucket, TowerCapacity
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine import edits, page_table
+from jaxsgl.engine.encoding import ENCODE_DONATES, call_shapes, make_encode
 from jaxsgl.engine.on_mesh import each_device
 from jaxsgl.engine.state import DeviceState
 from jaxsgl.engine.step import (
@@ -56,6 +58,7 @@ class ProgramSpec:
       mesh: where everything lies.
       kv_scales: of a float8 KV cache; None for any other, and where all are 1.
       adapters: shapes and places of the adapters' pool; None: there is none.
+      tower: what the vision tower encodes, if there is one.
     """
 
     graphdef: nnx.GraphDef[Decoder]
@@ -65,6 +68,7 @@ class ProgramSpec:
     mesh: Mesh
     kv_scales: KvScales | None = None
     adapters: list[dict[str, jax.ShapeDtypeStruct]] | None = None
+    tower: TowerCapacity | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -75,6 +79,8 @@ class ProgramSpec:
         """The program of `key`, traced."""
         if isinstance(key.shape, Bucket):
             return self.trace_forward(key.shape)
+        if isinstance(key.shape, EncodeBucket):
+            return self.trace_encode(key.shape)
         if key == SET_ROW:
             return self.trace_set_row()
         if key == SET_PAGES:
@@ -104,6 +110,14 @@ class ProgramSpec:
         if bucket.adapter_columns:
             arguments += (pool,)
         return self.traced(program, FORWARD_DONATES, arguments, shardings)
+
+    def trace_encode(self, bucket: EncodeBucket) -> jax.stages.Traced:
+        """The program that runs the vision tower on `bucket`, traced."""
+        assert self.tower is not None and self.state.images is not None
+        leaves, treedef = jax.tree.flatten(self.params)
+        program = make_encode(self.graphdef, treedef, bucket.num_bins)
+        arguments = (leaves, self.state.images, *call_shapes(bucket, self.tower, self.mesh))
+        return self.traced(program, ENCODE_DONATES, arguments, replicated(self.mesh))
 
     def trace_sampling(self, num_seqs: int, filtered: bool) -> jax.stages.Traced:
         """The sampling program for `num_seqs` padded sequences, which may filter or not, traced."""
@@ -142,11 +156,11 @@ class ProgramSpec:
 
 
 class ProgramKey(NamedTuple):
-    """Names a program: "forward" by its bucket; "sampled", "filtered" or "featured" by its sequences; "set_row" or
-    "set_pages"."""
+    """Names a program: "forward" and "encode" by their bucket; "sampled", "filtered" or "featured" by its sequences;
+    "set_row" or "set_pages"."""
 
     kind: str
-    shape: Bucket | int = 0
+    shape: Bucket | EncodeBucket | int = 0
 
 
 SET_ROW, SET_PAGES = ProgramKey("set_row"), ProgramKey("set_pages")
@@ -164,7 +178,13 @@ def keys_of(bucket: Bucket) -> list[ProgramKey]:
 
 def all_keys(buckets: BucketSet) -> list[ProgramKey]:
     """Every program that warm-up compiles, in its order."""
-    return list(dict.fromkeys([*(key for bucket in buckets.all() for key in keys_of(bucket)), SET_ROW, SET_PAGES]))
+    of_steps = (key for bucket in buckets.all() for key in keys_of(bucket))
+    return list(dict.fromkeys([*encode_keys(buckets), *of_steps, SET_ROW, SET_PAGES]))
+
+
+def encode_keys(buckets: BucketSet) -> list[ProgramKey]:
+    """The programs that run the vision tower, the largest first."""
+    return [ProgramKey("encode", bucket) for bucket in reversed(buckets.encode)]
 
 
 Compilations: TypeAlias = Mapping[ProgramKey, Compilation]
@@ -176,12 +196,14 @@ def compile_keys(spec: ProgramSpec, keys: Iterable[ProgramKey], *, progress: boo
 
 
 def step_bytes(compilations: Compilations, buckets: Iterable[Bucket]) -> int:
-    """Device memory that the largest step of `buckets` takes beside parameters and state.
+    """Device memory that the largest step of `buckets`, or call of the tower, takes beside parameters and state.
 
     That is a program's temporaries and outputs, together with the outputs of the programs of the step before it. What
     a program donates and returns is part of the state.
     """
-    return max(_bytes_of([compilations[key].compiled for key in keys_of(bucket)]) for bucket in buckets)
+    of_steps = (_bytes_of([compilations[key].compiled for key in keys_of(bucket)]) for bucket in buckets)
+    of_tower = (_bytes_of([one.compiled]) for key, one in compilations.items() if key.kind == "encode")
+    return max((*of_steps, *of_tower))
 
 
 def _bytes_of(programs: Iterable[jax.stages.Compiled]) -> int:
@@ -216,6 +238,11 @@ class Programs:
             bucket: tuple(self.compilations[key].compiled for key in keys_of(bucket)) for bucket in buckets.all()
         }
 
+        self._encode = {
+            bucket: self.compilations[key].compiled
+            for bucket, key in zip(reversed(buckets.encode), encode_keys(buckets), strict=True)
+        }
+
     def __len__(self) -> int:
         return len(self.compilations)
 
@@ -233,6 +260,10 @@ class Programs:
                 f"no program was compiled for bucket [{bucket}]; the {len(self._of_bucket)} buckets of warm-up are "
                 "the only shapes that may run"
             ) from None
+
+    def encode(self, bucket: EncodeBucket) -> jax.stages.Compiled:
+        """The program that runs the vision tower on `bucket`."""
+        return self._encode[bucket]
 
 
 def _lowering(spec: ProgramSpec, key: ProgramKey) -> Callable[[], jax.stages.Lowered]:

@@ -53,6 +53,8 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
         enable_embeddings=config.enable_embeddings,
         matryoshka=config.matryoshka,
     )
+    if config.vision.language_only:
+        arch = dataclasses.replace(arch, vision=None)
     arch = arch.for_context(choose_context_length(config, arch))
     arch = model_on_devices(arch, config.tp, by_experts=config.ep)
     return dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.memory import Memory
 from jaxsgl.errors import ConfigError
+from jaxsgl.media import MediaLimits
 from jaxsgl.models import ModelArch
 
 ROWS = {"cpu": 32}
@@ -28,6 +30,10 @@ TPU_PAGE_SIZE = {64: 128}  # by head size: the kernels take heads of 64 in pages
 CHUNK_TOKENS = {"cpu": 512}
 OTHER_CHUNK_TOKENS = 2048
 UNLIMITED = -1
+MAX_PATCHES = {"cpu": 4096}  # of an image, and of a call of the tower on a device
+OTHER_MAX_PATCHES = 16384
+POOL_TOKENS = {"cpu": 4096}  # of images whose embeddings are kept
+OTHER_POOL_TOKENS = 16384
 MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
 CPU_FRACTION = 0.25  # of free host memory: other programs use it too
 
@@ -98,13 +104,15 @@ def plan_capacity(
     """
     context_length = choose_context_length(config, arch)
     num_rows = config.max_running_requests or ROWS.get(memory.platform, OTHER_ROWS)
+    tower = tower_capacity(config, arch, memory.platform)
     num_pages = choose_num_pages(
         page,
         memory,
         max_total_tokens=config.max_total_tokens,
         useful_tokens=num_rows * context_length,
         reserved_bytes=edits.table_bytes(num_rows, arch.vocab_size)
-        + page_table.table_bytes(num_rows, pages_for(context_length, page.page_size)),
+        + page_table.table_bytes(num_rows, pages_for(context_length, page.page_size))
+        + _embeddings_bytes(config, arch, memory.platform, tower),
         step_bytes=step_bytes,
     )
     return Capacity(
@@ -119,7 +127,48 @@ def plan_capacity(
         generates=arch.generates,
         max_adapters=adapters.max_adapters,
         adapter_columns=adapters.num_columns,
+        media=_media_limits(arch, tower),
+        tower=tower,
+        has_axes=arch.has_axes,
     )
+
+
+def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> TowerCapacity | None:
+    """What the model's vision tower encodes and the pool of embeddings holds; None if it has no tower."""
+    if arch.vision is None:
+        return None
+    flags, vision = config.vision, arch.vision
+    shape = TowerShape(vision.merge_size, vision.table_side, vision.patch_len)
+    max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
+    max_patches -= max_patches % vision.merge_size**2
+    num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)
+    if num_rows < shape.tokens_of(max_patches):
+        raise ConfigError(
+            f"--mm-pool-tokens is {num_rows}, but an image may have {shape.tokens_of(max_patches)} tokens: raise it to "
+            f"that, or lower --mm-max-patches to {num_rows * vision.merge_size**2}"
+        )
+    return TowerCapacity(shape, num_rows, max_patches, config.tp if flags.mm_enable_dp_encoder else 1)
+
+
+def _media_limits(arch: ModelArch, tower: TowerCapacity | None) -> MediaLimits | None:
+    if arch.vision is None or tower is None:
+        return None
+    return MediaLimits(
+        image_token_id=arch.vision.image_token_id,
+        video_token_id=arch.vision.video_token_id,
+        patch_size=arch.vision.patch_size,
+        temporal_patch_size=arch.vision.temporal_patch_size,
+        merge_size=arch.vision.merge_size,
+        max_patches=tower.max_patches,
+    )
+
+
+def _embeddings_bytes(config: EngineConfig, arch: ModelArch, platform: str, tower: TowerCapacity | None) -> int:
+    """Bytes of the pool of embeddings, which every device has whole."""
+    if arch.vision is None or tower is None:
+        return 0
+    dtype = "float32" if platform == "cpu" else arch.dtype if config.dtype == "auto" else config.dtype
+    return (1 + tower.num_rows) * arch.vision.row_len * jnp.dtype(dtype).itemsize
 
 
 def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, context_length: int) -> int:

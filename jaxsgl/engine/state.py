@@ -36,16 +36,24 @@ class DeviceState(NamedTuple):
       page_table: `[rows + 1, P]` int32, the pages of each row, the dummy row last; see `page_table.py`.
       last_tokens: `[rows + 1]` int32, the newest token of each row, the dummy row last.
       edit_tables: by row, what featured batches do to logits.
+      images: `[rows + 1, (1 + J) D]` embeddings of images' tokens and what deepstack adds; row 0 is zeros. None: the
+        model has no vision tower.
     """
 
     kv: KvBuffers
     page_table: jax.Array
     last_tokens: jax.Array
     edit_tables: EditTables
+    images: jax.Array | None = None
 
 
-def abstract_state(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
-    """Shapes and places of the state, in the place of arrays."""
+def abstract_state(
+    shape: KvShape, capacity: Capacity, mesh: Mesh, images: tuple[int, jnp.dtype] | None = None
+) -> DeviceState:
+    """Shapes and places of the state, in the place of arrays.
+
+    `images` are the length and dtype of a row of the pool of embeddings, if there is one.
+    """
     pages = jax.ShapeDtypeStruct(_pages_dims(shape, capacity.num_pages), shape.dtype, sharding=kv_sharding(mesh))
     layers: Any = (pages,) * shape.num_layers
     rows = capacity.num_rows + 1
@@ -54,16 +62,26 @@ def abstract_state(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceStat
         for dims in ((rows, capacity.max_pages_per_seq), (rows,), (rows, EDITS_LEN), (rows, capacity.vocab_size))
     ]
     page_table, last_tokens, edits, counts = tables
-    return DeviceState(KvBuffers(layers, layers), page_table, last_tokens, EditTables(edits, counts))
+    pool: Any = None
+    if images is not None and capacity.tower is not None:
+        dims = capacity.tower.num_rows + 1, images[0]
+        pool = jax.ShapeDtypeStruct(dims, images[1], sharding=replicated(mesh))
+    return DeviceState(KvBuffers(layers, layers), page_table, last_tokens, EditTables(edits, counts), pool)
 
 
-def allocate(shape: KvShape, capacity: Capacity, mesh: Mesh) -> DeviceState:
+def allocate(
+    shape: KvShape, capacity: Capacity, mesh: Mesh, images: tuple[int, jnp.dtype] | None = None
+) -> DeviceState:
     """The state before the first step."""
     tables = neutral_tables(capacity.num_rows, capacity.vocab_size)
     page_table = np.zeros((capacity.num_rows + 1, capacity.max_pages_per_seq), np.int32)
     last_tokens = np.zeros(capacity.num_rows + 1, np.int32)
     kv = allocate_kv(shape, capacity.num_pages, mesh)
-    return DeviceState(kv, *jax.device_put((page_table, last_tokens, tables), replicated(mesh)))
+    pool = None
+    if images is not None and capacity.tower is not None:
+        dims = capacity.tower.num_rows + 1, images[0]
+        pool = jax.jit(lambda: jnp.zeros(dims, images[1]), out_shardings=replicated(mesh))()
+    return DeviceState(kv, *jax.device_put((page_table, last_tokens, tables), replicated(mesh)), images=pool)
 
 
 def allocate_kv(shape: KvShape, num_pages: int, mesh: Mesh) -> KvBuffers:

@@ -29,7 +29,7 @@ from jaxsgl.engine.edits import EditTables
 from jaxsgl.engine.pooling import PooledSeqs, pool
 from jaxsgl.engine.sampler import Logprobs, score
 from jaxsgl.engine.state import DeviceState, KvBuffers
-from jaxsgl.models import Decoder, Params
+from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
 from jaxsgl.models.lora import ActiveAdapters, PoolWeights
 from jaxsgl.models.tensor_parallel import num_parts, of_this_part
 from jaxsgl.weights import KvScales
@@ -135,6 +135,7 @@ def make_step(
         token_rows = arrays.rows if arrays.token_rows is None else arrays.token_rows
         table = page_table.note_tokens(state.page_table, token_rows, arrays.positions, arrays.slots, page_size)
         table_SP = page_table.of_seqs(table, arrays.rows, arrays.lengths, page_size)
+        rope_positions = arrays.positions if arrays.rope_positions is None else arrays.rope_positions
         options = [model.arch.attention_options(layer) for layer in range(model.arch.num_layers)]
         pages = Pages(state.kv, table_SP, arrays, kind, options, attention_backend, kv_scales)
         is_token = arrays.slots >= page_size  # padding is stored in the dummy page
@@ -142,8 +143,8 @@ def make_step(
         if adapter_pool is not None:
             assert arrays.adapters is not None and arrays.column_owners is not None
             adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
-        ids = _token_ids(arrays.token_ids, state.last_tokens)
-        hidden = model(ids, arrays.positions, pages.attend, is_token, adapters)
+        ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
+        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images)
         last = hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
             logits = model.logits(last)
@@ -153,7 +154,7 @@ def make_step(
             logits, tokens = jnp.zeros((len(last), 0), jnp.float32), jnp.zeros(len(last), jnp.int32)
             last_tokens = state.last_tokens
         scores = None if arrays.targets is None else vocabulary.score_in_slices(model.logits, hidden, arrays.targets)
-        state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables)
+        state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables, state.images)
         if arrays.label_ids is None:
             return Stepped(state, tokens, logits, scores)
         pooled = pool(model, hidden, last, arrays, logits if model.arch.generates else None)
@@ -236,6 +237,7 @@ def arrays_of_step(first: StepArrays[jax.Array], i: jax.Array, state: DeviceStat
     return replace(
         first,
         positions=jnp.where(on, first.positions + i, 0),
+        rope_positions=None if first.rope_positions is None else jnp.where(on, first.rope_positions + i, 0),
         slots=first.slots[i],
         lengths=jnp.where(on, first.lengths + i, 0),
         rows=jnp.where(on, first.rows, dummy_row),
@@ -348,6 +350,16 @@ def _token_ids(token_ids: jax.Array, last_tokens: jax.Array) -> jax.Array:
     """Ids `[T]`, where an id below 0 is replaced by the last token of row ~id, which only the device knows."""
     known = token_ids >= 0
     return jnp.where(known, token_ids, last_tokens[jnp.where(known, 0, ~token_ids)])
+
+
+def _image_tokens(state: DeviceState, arrays: StepArrays[jax.Array], arch: ModelArch) -> ImageTokens | None:
+    """What the pool holds for the images of a step, if it may have any."""
+    rows = arrays.pool_rows
+    if rows is None:
+        return None
+    assert state.images is not None and arch.vision is not None
+    gathered = state.images.at[rows].get(mode="promise_in_bounds")
+    return ImageTokens(gathered, rows > 0, 1 + len(arch.vision.deepstack_layers))
 
 
 def _last_of_each(hidden: jax.Array, query_offsets: jax.Array) -> jax.Array:

@@ -122,6 +122,11 @@ TABLE = (
         labels=("reason",),
     ),
     Row(
+        ("jaxsgl:encoded_images_total",),
+        "Images and frame pairs that the vision tower has encoded; an image whose embeddings are kept isn't again.",
+        lambda front_end, engine: engine.load.totals.encoded_images,
+    ),
+    Row(
         ("jaxsgl:failed_requests_total",),
         "Requests that were ended because the work for them raised an exception; more than 0 is a bug.",
         lambda front_end, engine: engine.load.totals.failed_requests,

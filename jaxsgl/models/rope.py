@@ -4,8 +4,9 @@ Checkpoints that turn a part of a head, or neighbouring dimensions together, com
 `split_half_order` says how a head's dimensions are reordered, and what doesn't turn has angle 0.
 
 Source: RoFormer (arXiv 2104.09864); the llama3 scaling is the one published with Llama 3.1; YaRN (arXiv 2309.00071);
-LongRoPE (arXiv 2402.13753); positions with three axes that take turns (Qwen3-VL, arXiv 2511.21631). `rope_config` reads the parameters, `dense` computes the tables once per step,
-`pallas_kernels.rotate_and_store` applies them in every layer.
+LongRoPE (arXiv 2402.13753); three positions whose pairs take turns (Qwen3-VL, arXiv 2511.21631). `rope_config` reads
+the parameters, `dense` computes the tables once per step, `pallas_kernels.rotate_and_store` applies them in every
+layer.
 """
 
 from __future__ import annotations

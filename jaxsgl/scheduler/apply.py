@@ -77,6 +77,7 @@ class Applier:
         self._stopwatch = stopwatch
         self._copies = copies
         self._in_flight: deque[InFlightStep] = deque()
+        self._images = state.images
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
         """Does what `plan` says; returns the batch to launch, if there is one, which counts as launched.
@@ -193,6 +194,8 @@ class Applier:
         if self._copies is not None:
             self._copies.left(req)
             self._copies.name_pages(req)
+        if self._images is not None:
+            self._images.left(req)
         lease = req.retract()
         self._leave_device(req, lease)
         self._cache.drop(lease)
@@ -205,6 +208,8 @@ class Applier:
         stored = req.stored_ids() if share else None
         if self._copies is not None:
             self._copies.left(req)
+        if self._images is not None:
+            self._images.left(req)
         lease = req.finish()
         if req.adapter is not None:
             req.adapter.num_requests -= 1
@@ -267,12 +272,16 @@ class Applier:
         except Exception:
             blame((req, partial(self._builder.extend, [work])) for req, work in zip(reqs, works, strict=True))
             raise
+        if self._images is not None:
+            inputs = self._images.with_calls(inputs)
         for chunk in plan.chunks:
             if chunk.req.launch_chunk(chunk.num_tokens):
                 self._requests.moved(chunk.req)
         for req in plan.decodes:
             if not req.launch_decode():
                 self._requests.moved(req)
+        if self._images is not None:
+            self._images.launched(plan.chunks)
         silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
         numbers = [req.lease_number for req in reqs]
         rows = [work.row for work in works]
@@ -329,19 +338,20 @@ class Applier:
         self._cache.grow(req.lease, stop)
         last, setup = stop == req.extend_to, None
         if last and req.pooled is None:
-            self._sampling.set(req.lease.row, req.sampling, req.seed)
+            self._sampling.set(req.lease.row, req.sampling, req.seed, req.rope_delta)
             setup = req.edit_setup(self._state.capacity.vocab_size)
         samples, pooling = last and req.pooled is None, req.pools_chunk(chunk.num_tokens)
-        return Work(
-            req.lease.row, req.known_ids[start:stop], start, samples, req.targets(start, stop), setup, pooling=pooling
-        )
+        ids, targets, positions = req.known_ids[start:stop], req.targets(start, stop), req.rope_positions(start, stop)
+        work = Work(req.lease.row, ids, start, samples, targets, setup, pooling, positions)
+        return work if self._images is None or not req.media else self._images.placed(work, req)
 
     def _decoding_work_of(self, req: Req) -> Work:
         """One token in a mixed step."""
         assert req.lease is not None
         row, start = req.lease.row, req.kv_len
         self._cache.grow(req.lease, start + 1)
-        return Work(row, np.array([~row], dtype=np.int32), start, True)
+        positions = req.rope_positions(start, start + 1)
+        return Work(row, np.array([~row], dtype=np.int32), start, True, rope_positions=positions)
 
     def _launched(self, inputs: StepInputs, step: InFlightStep, rows: Sequence[int]) -> None:
         if inputs.table_changes:

@@ -137,6 +137,7 @@ class ExtendStep:
         self._sizes = [size - len(mixed) for size in view.buckets.extend_sizes if size > len(mixed)]
         self._score_sizes = view.buckets.score_sizes
         self._whole_prompts = view.capacity.whole_prompts
+        self._images = None if view.images is None else view.images.budget()
         self._pages_taken = sum(req.needs_page for req in mixed)
         self._chunks: dict[Claim, int] = {}
         self._loading = [Claim.held(req) for req in draft.loading]
@@ -276,10 +277,17 @@ class ExtendStep:
             count = claim.extend_left if self._takes_whole(claim) else 0
         else:
             count = min(before + min(budget, self._budget.num_tokens), self._in_time(claim, before), claim.extend_left)
+        if self._images is not None and claim.req.media:
+            whole = count
+            count = self._images.longest_chunk(claim.req, claim.kv_len, count)
+            if self._whole_prompts and count < whole:
+                return
         pages_before = new_pages(claim, before, self._cache) if before else 0
         count = self._chunk_len(claim, count, pages_before)
         if count <= before:
             return
+        if self._images is not None and claim.req.media:
+            self._images.take(claim.req, claim.kv_len, count)
         self._pages_taken += new_pages(claim, count, self._cache) - pages_before
         self._budget.take(claim.kv_len, before, count)
         self._seqs_left -= not before

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.manager import CacheManager
@@ -22,6 +22,9 @@ from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable
+
+if TYPE_CHECKING:
+    from jaxsgl.scheduler.images import Images
 
 
 class NoRoom(enum.Enum):
@@ -55,6 +58,7 @@ class SchedulerState:
       num_ops: operations on pages so far, which numbers them.
       adapters: LoRA adapters; None: no flag asks for any.
       host_totals: counters of the host tier since the start, as far as they are not those of `HostTier`.
+      images: of requests, in the pool of embeddings; None: the model has no vision tower.
     """
 
     config: SchedulingConfig
@@ -77,6 +81,7 @@ class SchedulerState:
     num_ops: int = 0
     adapters: AdapterTable | None = None
     host_totals: HostLoad = field(default_factory=HostLoad)
+    images: Images | None = None
 
 
 RetractAlso: TypeAlias = Callable[[SchedulerState], Sequence[Req]]

@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxsgl.batch.patches import token_positions
 from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.namespaces import namespace_of
@@ -72,6 +73,7 @@ class Req:
       leader: sample 0 of the same request, whose prompt it waits for; None for sample 0 itself.
       prompt_ids: `[n]` int32, what steps embed; one array shared by all samples.
       media: its images and video frames, whose placeholder tokens are among `prompt_ids`.
+      rope_delta: what is added to the index of a token behind the prompt to get its position, if there are images.
       output_ids: tokens read from the device so far.
       max_new_tokens: tokens it may generate, capped by context and pool.
       kv_len: tokens whose KV is stored or will be stored by steps in flight.
@@ -96,6 +98,7 @@ class Req:
     __slots__ = (
         "_prompt_hash_ids",
         "_prompt_logprobs",
+        "_prompt_positions",
         "adapter",
         "cached_tokens",
         "constraint",
@@ -120,6 +123,7 @@ class Req:
         "priority",
         "prompt_ids",
         "request_id",
+        "rope_delta",
         "sampling",
         "seed",
         "state",
@@ -149,7 +153,10 @@ class Req:
         self.prompt_ids: IntArray = leader.prompt_ids if leader else np.array(request.prompt_ids, dtype=np.int32)
         self.media: tuple[MediaItem, ...] = request.media
         self._prompt_hash_ids: IntArray = self.prompt_ids
+        self._prompt_positions: IntArray | None = None
+        self.rope_delta = 0
         if request.media:
+            self._prompt_positions, self.rope_delta = token_positions(len(self.prompt_ids), request.media)
             self._prompt_hash_ids = leader._prompt_hash_ids if leader else hash_ids(self.prompt_ids, request.media)
         self.max_new_tokens = max_new_tokens
         self.stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -263,6 +270,16 @@ class Req:
     def stored_ids(self) -> IntArray:
         """The `hash_ids` of tokens whose KV is stored or in flight: what may be shared."""
         return self.hash_ids[: self.kv_len]
+
+    def rope_positions(self, start: int, stop: int) -> IntArray | None:
+        """`[3, stop - start]` time, row and column of tokens; None without images, as they are the tokens' indices."""
+        prompt, count = self._prompt_positions, stop - start
+        if prompt is None:
+            return None
+        if stop <= self.prompt_len:
+            return prompt[:, start:stop]
+        later = np.arange(max(start, self.prompt_len), stop, dtype=np.int32) + self.rope_delta
+        return np.concatenate([prompt[:, start:], np.broadcast_to(later, (3, len(later)))], axis=1)[:, :count]
 
     def targets(self, start: int, stop: int) -> IntArray | None:
         """`[stop - start]` the prompt token behind each of a chunk's tokens, if its log-probability is wanted.

@@ -24,6 +24,7 @@ from jaxsgl.batch.engine_api import PageEngine, StepScores
 from jaxsgl.batch.engine_ops import EngineOp, HostPages
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS, SamplingRows
+from jaxsgl.cache.embeddings import EmbeddingRows
 from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import Lease, PageTable
@@ -43,6 +44,7 @@ from jaxsgl.scheduler.constraint import Words
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
+from jaxsgl.scheduler.images import Images
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.masks import masks_of_newest
 from jaxsgl.scheduler.plan import RetractAlso, SchedulerState, StepPlan
@@ -151,6 +153,9 @@ class Scheduler:
             loads=loads,
             adapters=adapters,
         )
+        if capacity.tower is not None:
+            pool = EmbeddingRows(capacity.tower.num_rows)
+            self.state.images = Images(pool, capacity.tower, buckets, self.state.totals)
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
         self._requests = self.state.requests
@@ -340,11 +345,15 @@ class Scheduler:
         if self._copies is not None:
             for req in list(self._requests.prefetching.values()):
                 self._copies.stop(req)
+        if self.state.images is not None:
+            self.state.images.pool.retire()
         self.cache.retire(self._leases())
         self.state.failed_admission = None
 
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""
+        if self.state.images is not None:
+            self.state.images.pool.flush()
         self.cache.flush()
         self.state.failed_admission = None
 
@@ -359,6 +368,8 @@ class Scheduler:
         if self.state.adapters is not None:
             held = [(req.adapter, req.lease.row) for req in self._requests.admitted.values() if req.lease]
             self.state.adapters.check(held, [req.adapter for req in self._requests.all()])
+        if self.state.images is not None:
+            self.state.images.check()
         for req in self._requests.admitted.values():
             assert req.lease is not None and req.kv_len <= req.lease.num_tokens, f"{req.name} stores more than it holds"
 

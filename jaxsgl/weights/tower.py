@@ -37,6 +37,7 @@ def recipe_of_tower(path: Path, arch: ModelArch) -> Recipe | None:
     is_bias = names[-1].endswith("_bias")
     own = names[-1].removesuffix("_bias")
     count = 1
+    axes: tuple[str, ...]
     if names[0] == "merger":
         tensor, axes = f"merger.{_MERGER[own]}", _MERGER_AXES.get(own, ("VM",))
     elif names[0] == "deepstack":

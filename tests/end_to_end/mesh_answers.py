@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.llm import LLM, Completion
 from jaxsgl.sampling_params import SamplingParams
@@ -60,7 +61,7 @@ def answers(folder: str, flags: dict[str, Any], other: str | None = None, only_g
     found: dict[str, Any] = {
         "completions": [_public(each) for each in llm.generate(prompts, params, progress=False)],
         "collectives": {
-            key.kind + (f" {key.shape.kind}" if hasattr(key.shape, "kind") else ""): Counter(
+            key.kind + (f" {key.shape.kind}" if isinstance(key.shape, Bucket) else ""): Counter(
                 COLLECTIVE.findall(done.compiled.as_text() or "")
             )
             for key, done in llm.engine.programs.compilations.items()

@@ -7,9 +7,11 @@ and the engine use it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.media import CHANNELS
 from jaxsgl.models.config_file import ConfigFile
 
 ROPE_THETA = 10000.0
@@ -29,6 +31,7 @@ class VisionArch:
       table_side: learned positions along the sides of an image.
       deepstack_layers: layers whose outputs become embeddings, too; the j-th is added behind the decoder's layer j.
       rope_theta: base of the wavelengths.
+      mean, std: of the channels' values from 0 to 1, by which pixels are normalized.
       image_token_id, video_token_id: the placeholder tokens of images, and of video frames.
     """
 
@@ -46,6 +49,8 @@ class VisionArch:
     image_token_id: int
     video_token_id: int
     rope_theta: float = ROPE_THETA
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     @property
     def head_dim(self) -> int:
@@ -87,8 +92,8 @@ def read_vision(whole: ConfigFile, hidden_size: int) -> VisionArch:
     deepstack = tuple(config.get("deepstack_visual_indexes", [8, 16, 24]))
     if list(deepstack) != sorted(set(deepstack)) or not all(type(i) is int and 0 <= i < depth for i in deepstack):
         raise CheckpointError(
-            f"{config.path}: vision_config.deepstack_visual_indexes is {list(deepstack)}, but must be ascending numbers "
-            f"of layers below {depth}"
+            f"{config.path}: vision_config.deepstack_visual_indexes is {list(deepstack)}, but must be ascending "
+            f"numbers of layers below {depth}"
         )
     arch = VisionArch(
         num_layers=depth,
@@ -107,7 +112,29 @@ def read_vision(whole: ConfigFile, hidden_size: int) -> VisionArch:
         rope_theta=ROPE_THETA if rope is None else rope.number("rope_theta", ROPE_THETA),
     )
     _check(arch, config, hidden_size)
+    return _normalized(arch, whole.path.parent)
+
+
+def _normalized(arch: VisionArch, folder: Path) -> VisionArch:
+    """The tower with the mean and deviation by which the folder's image processor normalizes."""
+    for name, section in (("preprocessor_config.json", None), ("processor_config.json", "image_processor")):
+        path = folder / name
+        if not path.is_file():
+            continue
+        processor = ConfigFile(path)
+        values = processor if section is None else processor.section(section)
+        if values is None:
+            continue
+        mean, std = (_per_channel(values, key, arch.channels) for key in ("image_mean", "image_std"))
+        return replace(arch, mean=mean, std=std)
     return arch
+
+
+def _per_channel(values: ConfigFile, key: str, channels: int) -> tuple[float, ...]:
+    told = values.get(key, [0.5] * channels)
+    if not isinstance(told, list) or len(told) != channels or not all(isinstance(each, int | float) for each in told):
+        raise CheckpointError(f"{values.path}: {key} is {told}, but must be {channels} numbers, one for each channel")
+    return tuple(map(float, told))
 
 
 def _check(arch: VisionArch, config: ConfigFile, hidden_size: int) -> None:
@@ -115,6 +142,10 @@ def _check(arch: VisionArch, config: ConfigFile, hidden_size: int) -> None:
         raise CheckpointError(
             f"{config.path}: vision_config.out_hidden_size is {arch.out_size}, but the decoder's hidden size is "
             f"{hidden_size}"
+        )
+    if arch.channels != CHANNELS:
+        raise CheckpointError(
+            f"{config.path}: vision_config.in_channels is {arch.channels}, but images have {CHANNELS}"
         )
     if arch.hidden_size % arch.num_heads or arch.head_dim % 4:
         raise CheckpointError(

@@ -92,13 +92,10 @@ class Tower(Matrices):
         taps = len(arch.deepstack_layers)
         self.deepstack = Merger(arch, dtype, taps, normalizes_squares=True) if taps else None
 
-    def __call__(self, patches: Patches, mean: tuple[float, ...], std: tuple[float, ...]) -> jax.Array:
-        """Rows `[P / 4, (1 + J) D]`: each token's embedding, then what deepstack adds behind the first J layers.
-
-        `mean` and `std` are those of the channels' values from 0 to 1, by which pixels are normalized.
-        """
+    def __call__(self, patches: Patches) -> jax.Array:
+        """Rows `[P / 4, (1 + J) D]`: each token's embedding, then what deepstack adds behind the first J layers."""
         arch = self.arch
-        x_PM = self._embed(patches, mean, std)
+        x_PM = self._embed(patches)
         cos, sin = rope_tables(patches.places, arch)
         rows: list[jax.Array] = []
         first = 0
@@ -110,11 +107,12 @@ class Tower(Matrices):
                 rows.append(self.deepstack(x_PM, index))
         return jnp.concatenate([self.merger(x_PM), *rows], axis=-1)
 
-    def _embed(self, patches: Patches, mean: tuple[float, ...], std: tuple[float, ...]) -> jax.Array:
+    def _embed(self, patches: Patches) -> jax.Array:
         """`[P, M]` of pixels and learned positions."""
-        per_channel = self.arch.patch_len // self.arch.channels
-        scale = np.repeat(1 / (255 * np.asarray(std, np.float64)), per_channel).astype(np.float32)
-        shift = np.repeat(np.asarray(mean, np.float64) / np.asarray(std, np.float64), per_channel).astype(np.float32)
+        arch, per_channel = self.arch, self.arch.patch_len // self.arch.channels
+        std = np.asarray(arch.std, np.float64)
+        scale = np.repeat(1 / (255 * std), per_channel).astype(np.float32)
+        shift = np.repeat(np.asarray(arch.mean, np.float64) / std, per_channel).astype(np.float32)
         pixels = patches.pixels.astype(jnp.float32) * scale - shift
         x_PM = product(pixels.astype(self.activations), _array(self, "patches")) + _array(self, "patches_bias")
         table = _array(self, "positions").at[patches.taps].get(mode="promise_in_bounds").astype(jnp.float32)
@@ -145,7 +143,7 @@ class Tower(Matrices):
 
 
 def rope_tables(places: jax.Array, arch: VisionArch) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[P, 1, H / 2]` float32: the first half of the pairs turns with rows, the others with columns."""
+    """Cosines and sines `[P, 1, H / 2]` float32: half of the pairs turns with rows, half with columns."""
     turned = arch.head_dim // 2
     inverse = (arch.rope_theta ** -(np.arange(0, turned, 2, dtype=np.float64) / turned)).astype(np.float32)
     angles = (places[:, :, None].astype(jnp.float32) * inverse).reshape(len(places), 1, -1)

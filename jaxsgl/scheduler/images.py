@@ -1,0 +1,179 @@
+"""Images of requests in extend steps: which rows of the pool of embeddings they have, and when the tower runs for them.
+
+A chunk that reaches into an image needs the image's rows. They are locked from the launch of the first such chunk until
+the launch of the last one: steps run in order on the device, so the rows may then be written by a later call of the
+tower. A request between two chunks therefore holds at most the image that its next chunk begins in, which it needs no
+further row to finish; so requests that wait for rows never wait for each other.
+
+`ImageBudget` is for plans and reads only; `Images` carries out. Both exist only if the model has a vision tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.build import Work
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.patches import EncodeInputs, TowerCapacity, pack
+from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage
+from jaxsgl.cache.pages import IntArray
+from jaxsgl.load import Totals
+from jaxsgl.media import MediaItem
+from jaxsgl.scheduler.plan import Chunk
+from jaxsgl.scheduler.req import Req
+
+SHARED_CALL_PATCHES = 4096  # images share a call of the tower up to so many on a device; a larger one has its own
+
+
+class ImageBudget:
+    """What the images of one plan's chunks take of the pool."""
+
+    def __init__(self, images: Images) -> None:
+        self._images = images
+        self._left = images.pool.num_available
+        self._taken: set[bytes] = set()
+
+    def longest_chunk(self, req: Req, start: int, count: int) -> int:
+        """At most `count`: tokens from `start` on whose images find rows, besides those that are taken."""
+        left = self._left
+        seen: set[bytes] = set()
+        for index, item in items_of(req, start, start + count):
+            if not self._has_rows(req, index, item) and item.digest not in seen:
+                seen.add(item.digest)
+                left -= item.length
+                if left < 0:
+                    return max(item.offset - start, 0)
+        return count
+
+    def take(self, req: Req, start: int, count: int) -> None:
+        """Takes rows for the images of a chunk."""
+        for index, item in items_of(req, start, start + count):
+            if not self._has_rows(req, index, item):
+                self._left -= item.length
+            self._taken.add(item.digest)
+
+    def _has_rows(self, req: Req, index: int, item: MediaItem) -> bool:
+        """Whether the image has rows that no other image can take."""
+        held = self._images.pool.find(item.digest)
+        is_locked = (held is not None and held.num_locks > 0) or self._images.holds(req, index)
+        return is_locked or item.digest in self._taken
+
+
+class Images:
+    """Locks rows, and has images encoded.
+
+    Args:
+      pool: rows.
+      capacity: of tower and pool.
+      buckets: shapes of calls.
+      totals: counts.
+    """
+
+    def __init__(self, pool: EmbeddingRows, capacity: TowerCapacity, buckets: BucketSet, totals: Totals) -> None:
+        self.pool = pool
+        self._capacity, self._buckets, self._totals = capacity, buckets, totals
+        self._locks: dict[Req, dict[int, HeldImage]] = {}  # by the image's place among the request's
+        self._to_encode: dict[bytes, tuple[MediaItem, HeldImage]] = {}
+
+    def placed(self, work: Work, req: Req) -> Work:
+        """`work` with the rows of its images, which are locked for `req`; those that are not encoded will be."""
+        start, stop = work.start, work.start + len(work.token_ids)
+        rows: IntArray | None = None
+        for index, item in items_of(req, start, stop):
+            image = self._lock(req, index, item)
+            if rows is None:
+                rows = np.zeros(stop - start, np.int32)
+            first, end = max(item.offset, start), min(item.stop, stop)
+            rows[first - start : end - start] = image.rows[first - item.offset : end - item.offset]
+        return replace(work, pool_rows=rows)
+
+    def with_calls(self, inputs: StepInputs) -> StepInputs:
+        """The batch with the calls of the tower that must come before it."""
+        return replace(inputs, encodes=tuple(self._calls())) if self._to_encode else inputs
+
+    def launched(self, chunks: Iterable[Chunk]) -> None:
+        """Counts the step's calls as launched, and unlocks the images whose last chunk is."""
+        for item, image in self._to_encode.values():
+            image.encoded = True
+            self._totals.encoded_images += 1
+            self._totals.encoded_patches += item.num_patches
+        self._to_encode.clear()
+        for chunk in chunks:
+            locks = self._locks.get(chunk.req)
+            if locks is None:
+                continue
+            for index in [index for index in locks if chunk.req.media[index].stop <= chunk.req.kv_len]:
+                self.pool.unlock(locks.pop(index))
+            if not locks:
+                del self._locks[chunk.req]
+
+    def left(self, req: Req) -> None:
+        """Unlocks what a request holds that ends, or goes back to the queue."""
+        for image in self._locks.pop(req, {}).values():
+            self.pool.unlock(image)
+            if image.num_locks == 0:
+                self._to_encode.pop(image.digest, None)
+
+    def budget(self) -> ImageBudget:
+        """What a plan may take."""
+        return ImageBudget(self)
+
+    def holds(self, req: Req, index: int) -> bool:
+        """Whether the request has locked rows of its image `index`."""
+        return index in self._locks.get(req, ())
+
+    def check(self) -> None:
+        """Raises AssertionError if a row or a lock is lost."""
+        self.pool.check([image for locks in self._locks.values() for image in locks.values()])
+
+    def _lock(self, req: Req, index: int, item: MediaItem) -> HeldImage:
+        locks = self._locks.setdefault(req, {})
+        image = locks.get(index)
+        if image is None:
+            image = locks[index] = self.pool.lock(item.digest, item.length)
+        if not image.encoded:
+            self._to_encode[item.digest] = (item, image)
+        return image
+
+    def _calls(self) -> list[EncodeInputs]:
+        waiting = [(item, image.rows) for item, image in self._to_encode.values()]
+        calls = []
+        for bins in share_out(waiting, self._capacity.num_bins, self._capacity.max_patches):
+            most = max(sum(item.num_patches for item, _ in images) for images in bins)
+            calls.append(pack(bins, self._buckets.encode_of(most), self._capacity))
+        return calls
+
+
+def items_of(req: Req, start: int, stop: int) -> list[tuple[int, MediaItem]]:
+    """The images that tokens start .. stop - 1 reach into, with their places among the request's."""
+    return [(i, item) for i, item in enumerate(req.media) if item.offset < stop and item.stop > start]
+
+
+def share_out(
+    images: Sequence[tuple[MediaItem, IntArray]], num_bins: int, max_patches: int
+) -> list[list[list[tuple[MediaItem, IntArray]]]]:
+    """Calls of the tower for `images`: for each, those of each of `num_bins` devices.
+
+    The largest image that is left goes to the device that has least, so that the loads of the devices of a call differ
+    by one image at most, unless one has no room for another image.
+    """
+    left = sorted(images, key=lambda image: -image[0].num_patches)
+    calls = []
+    while left:
+        most = min(max(SHARED_CALL_PATCHES, left[0][0].num_patches), max_patches)
+        bins: list[list[tuple[MediaItem, IntArray]]] = [[] for _ in range(num_bins)]
+        loads, rest = [0] * num_bins, []
+        for image in left:
+            b = loads.index(min(loads))
+            if bins[b] and loads[b] + image[0].num_patches > most:
+                rest.append(image)
+                continue
+            bins[b].append(image)
+            loads[b] += image[0].num_patches
+        calls.append(bins)
+        left = rest
+    return calls

@@ -1,0 +1,33 @@
+"""Flags of models that see images: how much of them is held and encoded at once, and where. Part of `EngineConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxsgl.flags import flag, require
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower, and the embeddings that it makes."""
+
+    language_only: bool = flag(
+        False,
+        "leave the vision tower of a model out: requests with images are refused, except those whose prompts a prefill "
+        "server computes",
+    )
+    mm_enable_dp_encoder: bool = flag(
+        False, "the devices of --tp share the images of a step, each encodes whole ones; else each encodes all"
+    )
+    mm_pool_tokens: int | None = flag(
+        None,
+        "tokens of images whose embeddings stay on the device, so that an image is encoded once "
+        "(default: 4096 on a CPU, else 16384)",
+    )
+    mm_max_patches: int | None = flag(
+        None, "patches of one image at most, 4 of which are a token (default: 4096 on a CPU, else 16384)"
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in (("--mm-pool-tokens", self.mm_pool_tokens), ("--mm-max-patches", self.mm_max_patches)):
+            require(value is None or value >= 16, name, value, "16 and more")

@@ -1,0 +1,158 @@
+"""Answers to requests with images are those of transformers, whatever chunks, prefixes and neighbours they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.engine.engine import Engine
+from jaxsgl.request import Request
+from jaxsgl.vision_config import VisionConfig
+from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
+from tests.grids import daily
+from tests.vision_models import image, is_greedy, logits_of, make_model, request
+
+pytestmark = pytest.mark.device
+ATOL = 2e-3
+
+
+def engine_of(folder: Path, page_size: int, **flags: Any) -> Engine:
+    config = EngineConfig(
+        model=str(folder),
+        page_size=page_size,
+        max_total_tokens=1500,
+        context_length=256,
+        max_running_requests=8,
+        chunked_prefill_size=48,
+        extend_buckets=(48,),
+        decode_buckets=(8,),
+        compilation_cache_dir="",
+        vision=VisionConfig(mm_max_patches=256, mm_pool_tokens=80),
+    )
+    return Engine(replace(config, **flags), progress=False)
+
+
+@pytest.fixture(scope="module", params=daily([(False, 16), (True, 1), (True, 16), (False, 1)], every=2), ids=str)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
+    moe, page_size = request.param
+    folder = tmp_path_factory.mktemp("model")
+    model = make_model(folder, moe=moe)
+    engine = engine_of(folder, page_size)
+    yield engine, model
+    assert engine.recompiles == 0
+    engine.close()
+
+
+def mixture() -> list[Request]:
+    """24 requests with 0 to 4 images of odd sizes, and a video."""
+    rng = np.random.default_rng(7)
+    requests = []
+    for number in range(23):
+        grids = [(1, 2 * int(rng.integers(1, 8)), 2 * int(rng.integers(1, 6))) for _ in range(number % 5)]
+        requests.append(request(str(number), grids, number))
+    return [*requests, request("video", [(1, 6, 4)] * 4, 99, is_video=True)]
+
+
+def test_many_requests_at_once_get_greedy_tokens(served: tuple[Engine, Any]) -> None:
+    engine, model = served
+    requests = mixture()
+    scheduling = SchedulingConfig(enable_mixed_chunk=True)
+    answers = outputs(serve(engine, [requests[:8], [], requests[8:]], config=scheduling), requests)
+    for asked, answer in zip(requests, answers, strict=True):
+        assert is_greedy(model, asked, answer), asked.request_id
+    assert len(set(map(tuple, answers))) > 20  # else any model would agree
+    assert outputs(serve(engine, [requests], retract_every=5), requests) == answers
+    text = [asked for asked in requests if not asked.media]
+    assert outputs(serve(engine, [text]), text) == [answers[requests.index(asked)] for asked in text]
+
+
+def test_logits_of_prompts_cut_at_each_token_of_an_image(served: tuple[Engine, Any]) -> None:
+    engine, model = served
+    asked = request("a", [(1, 4, 6), (1, 8, 4)], 3)
+    exact = logits_of(model, asked)
+    first, last = asked.media[0].offset - 1, asked.media[0].stop + 1
+    for cut in range(first, last + 1):
+        scheduler = new_scheduler(engine, radix=True)
+        sizes = [cut, *[48] * 3]
+        scheduler.receive([asked])
+        while scheduler.num_waiting or scheduler.state.requests.extending:
+            limit = replace(scheduler.state.config, max_prefill_tokens=sizes.pop(0))
+            scheduler.state.config = limit
+            inputs = scheduler.launch()
+            assert inputs is not None
+            logits = step_logits(engine, inputs)
+        np.testing.assert_allclose(logits, exact[-1], atol=ATOL)
+        scheduler.collect(np.array([int(logits.argmax())]))
+
+
+def step_logits(engine: Engine, inputs: Any) -> np.ndarray:
+    """Logits `[V]` of the step's first sequence."""
+    for call in inputs.encodes:
+        engine._encode(call)
+    (forward,) = engine.programs.of(inputs.bucket)
+    for changes in inputs.table_changes:
+        engine._state = engine._state._replace(page_table=engine.programs.set_pages(engine._state.page_table, changes))
+    out = forward(engine._params, engine._state, inputs.packed)
+    engine._state = out.state
+    return np.asarray(out.logits)[0]
+
+
+def test_an_image_is_encoded_once_and_a_second_turn_computes_new_tokens_only(served: tuple[Engine, Any]) -> None:
+    engine, model = served
+    first = request("a", [(1, 8, 10)], 4)
+    others = [msgspec.structs.replace(first, request_id=str(i)) for i in range(10)]
+    same_image = image(2, first.media[0].grid, 400)
+    assert same_image.digest == first.media[0].digest
+    scheduler = new_scheduler(engine, radix=True)
+    mailbox = run(engine, scheduler, [first, *others])
+    assert scheduler.state.totals.encoded_images == 1
+    answer = mailbox.output_ids("a")
+    second = msgspec.structs.replace(first, request_id="turn", prompt_ids=[*first.prompt_ids, *answer[:-1], 17, 33, 21])
+    mailbox = run(engine, scheduler, [second])
+    assert scheduler.state.totals.encoded_images == 1
+    page_size = engine.capacity.page_size
+    known = len(first.prompt_ids) + len(answer) - 1
+    assert ends(mailbox)["turn"].cached_tokens == known - known % page_size
+    assert is_greedy(model, second, mailbox.output_ids("turn"))
+
+
+def test_the_same_text_with_another_image_shares_nothing_behind_its_beginning(served: tuple[Engine, Any]) -> None:
+    engine, model = served
+    pair = [request("a", [(1, 4, 4)], 11, text_seed=1), request("b", [(1, 4, 4)], 12, text_seed=1)]
+    assert pair[0].prompt_ids == pair[1].prompt_ids
+    scheduler = new_scheduler(engine, radix=True)
+    mailbox = run(engine, scheduler, pair[:1])
+    after = run(engine, scheduler, pair[1:])
+    assert ends(after)["b"].cached_tokens <= pair[1].media[0].offset
+    assert is_greedy(model, pair[0], mailbox.output_ids("a")) and is_greedy(model, pair[1], after.output_ids("b"))
+
+
+def test_samples_scores_and_aborts_of_requests_with_images(served: tuple[Engine, Any]) -> None:
+    engine, model = served
+    plain = request("a", [(1, 4, 6), (1, 2, 2)], 21)
+    asked = request("a", [(1, 4, 6), (1, 2, 2)], 21, n=3, prompt_logprobs=0, logprobs=1)
+    mailbox = serve(engine, [[asked]])
+    answers = [[t for r in mailbox.replies if r.index == i for t in r.token_ids] for i in range(3)]
+    assert answers[0] == answers[1] == answers[2] and is_greedy(model, plain, answers[0])
+    (scores,) = [reply.prompt_logprobs for reply in mailbox.replies if reply.prompt_logprobs]
+    exact = logits_of(model, plain).astype(np.float64)
+    exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    found = [score.logprob for score in scores]
+    expected = [exact[i, token] for i, token in enumerate(plain.prompt_ids[1:])]
+    np.testing.assert_allclose(found, expected, atol=ATOL)
+
+
+def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
+    from jaxsgl.scheduler.loop import run_loop
+    from jaxsgl.testing import ScriptedMailbox
+
+    mailbox = ScriptedMailbox([requests])
+    run_loop(scheduler, engine, mailbox, True)
+    return mailbox

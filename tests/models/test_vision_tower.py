@@ -1,0 +1,70 @@
+"""The vision tower and the positions of tokens, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jaxsgl.batch.patches import EncodeBucket, TowerCapacity, TowerShape, layout_of, pack, token_positions
+from jaxsgl.engine.encoding import patches_of_call
+from jaxsgl.media import Grid, patches_of
+from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.weights import load_params
+from tests.plain_model import mesh_of
+from tests.vision_models import IMAGE, VIDEO, image, make_model, request
+
+GRIDS: list[Grid] = [(1, 4, 6), (1, 2, 2), (1, 4, 30), (1, 10, 8)]
+FLOAT32 = jnp.dtype(jnp.float32)
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_packed_images_have_the_rows_of_transformers_tower(moe: bool, tmp_path: Path) -> None:
+    model = make_model(tmp_path, moe=moe)
+    arch = ModelArch.from_folder(tmp_path)
+    assert arch.vision is not None and arch.has_axes
+    params = load_params(tmp_path, arch, FLOAT32, mesh_of())
+    graphdef, _ = abstract_model(arch, FLOAT32, FLOAT32)
+    shape = TowerShape(2, arch.vision.table_side, arch.vision.patch_len)
+    items = [image(0, grid, seed) for seed, grid in enumerate(GRIDS)]
+    count = sum(item.num_patches for item in items)
+    pixels = torch.tensor(np.concatenate([patches_of(item) for item in items]).astype(np.float32) / 255 * 2 - 1)
+    with torch.no_grad():
+        exact = model.model.visual(pixels, torch.tensor(GRIDS))
+    rows = np.concatenate([exact.pooler_output.numpy(), *(each.numpy() for each in exact.deepstack_features)], axis=-1)
+    tower = jax.jit(lambda params, patches: nnx.merge(graphdef, params).visual(patches))
+    for size in (count, 512):  # alone, and with padding, in blocks
+        capacity = TowerCapacity(shape, 100, size)
+        call = pack([[(item, np.zeros(item.length, np.int32)) for item in items]], EncodeBucket(size), capacity)
+        found = tower(params, patches_of_call(jnp.asarray(call.pixels[0]), jnp.asarray(call.columns[0])))
+        np.testing.assert_allclose(np.asarray(found)[: count // 4], rows, atol=5e-5)
+
+
+def test_layouts_of_thin_and_least_images() -> None:
+    shape = TowerShape(2, 48, 1536)
+    places = layout_of((1, 2, 2), shape)[:, :2]
+    assert places.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    corners = layout_of((1, 4, 30), shape)
+    taps, weights = corners[:, 2:6], corners[:, 6:10].copy().view(np.float32)
+    np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-6)
+    first, last = 0, len(corners) - 1
+    assert taps[first][weights[first].argmax()] == 0 and taps[last][weights[last].argmax()] == 48 * 48 - 1
+
+
+@pytest.mark.parametrize("is_video", [False, True])
+def test_positions_of_tokens_are_those_of_transformers(is_video: bool, tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    asked = request("a", GRIDS[:1] * 3 if is_video else GRIDS, 5, is_video=is_video)
+    ids = torch.tensor([asked.prompt_ids])
+    grids = torch.tensor([(3, *GRIDS[0][1:])] if is_video else GRIDS)
+    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    kind = "video_grid_thw" if is_video else "image_grid_thw"
+    exact, delta = model.model.get_rope_index(ids, types, **{kind: grids})
+    positions, ours = token_positions(len(asked.prompt_ids), asked.media)
+    assert positions.tolist() == exact[:, 0].tolist()
+    assert ours == int(delta)

@@ -1,0 +1,167 @@
+"""Images in the scheduler: rows are locked while chunks need them, each image is encoded once, for its own requests.
+
+The fake engine stores an id of the pixels for each of an image's tokens, which it reads from its pool of embeddings. A
+row that is taken away too early, or read before it is written, changes the tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.patches import TowerCapacity, TowerShape
+from jaxsgl.config import SchedulingConfig
+from jaxsgl.fake_device import image_ids
+from jaxsgl.media import MediaItem, MediaLimits, digest_of, patches_of
+from jaxsgl.messages import Abort, ToEngine
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.scheduler.images import share_out
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.testing import FakeEngine, RetractEvery, ScriptedMailbox, generate
+from tests.checked import CheckedScheduler
+from tests.grids import count
+from tests.scheduler.serving import VOCAB
+
+PLACEHOLDER = 999
+PATCH_LEN = 6
+
+
+def capacity(rows: int = 16, page_size: int = 4, num_pages: int = 100, chunk: int = 24, num_bins: int = 1) -> Capacity:
+    tower = TowerCapacity(TowerShape(2, 4, PATCH_LEN), rows, 64, num_bins)
+    limits = MediaLimits(PLACEHOLDER, PLACEHOLDER - 1, patch_size=1)
+    return Capacity(page_size, num_pages, 6, 160, chunk, VOCAB, media=limits, tower=tower, has_axes=True)
+
+
+def asked(request_id: str, parts: list[int | tuple[int, int]], max_tokens: int = 5) -> Request:
+    """A prompt of so many tokens of text, and images as (seed, tokens), in turns."""
+    ids: list[int] = []
+    media = []
+    for part in parts:
+        if isinstance(part, int):
+            ids += [(7 * len(ids) + 3) % 900 for _ in range(part)]
+            continue
+        seed, tokens = part
+        pixels = np.random.default_rng(seed).integers(0, 256, (4 * tokens, PATCH_LEN), dtype=np.uint8).tobytes()
+        grid = (1, 2, 2 * tokens)
+        media.append(MediaItem(digest_of(pixels, grid, ""), len(ids), tokens, grid, pixels))
+        ids += [PLACEHOLDER] * tokens
+    return Request(request_id, ids, SamplingParams(temperature=0.0, max_tokens=max_tokens), media=tuple(media))
+
+
+def expected(request: Request) -> list[int]:
+    """What the fake engine yields, given what is in the images' places."""
+    ids = list(request.prompt_ids)
+    for item in request.media:
+        ids[item.offset : item.stop] = image_ids(patches_of(item).reshape(item.length, -1)).tolist()
+    max_tokens = request.sampling.max_tokens
+    assert max_tokens is not None
+    return generate(ids, max_tokens, frozenset(), VOCAB)
+
+
+def serve(
+    sizes: Capacity, script: list[list[ToEngine]], config: SchedulingConfig = SchedulingConfig(), **options: Any
+) -> tuple[ScriptedMailbox, CheckedScheduler]:
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, **options)
+    mailbox = ScriptedMailbox(script)
+    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    images = scheduler.state.images
+    assert scheduler.is_idle and images is not None and images.pool.num_available == images.pool.num_rows
+    return mailbox, scheduler
+
+
+def test_requests_with_one_image_have_it_encoded_once() -> None:
+    requests = [asked(str(i), [3, (1, 9), i + 1]) for i in range(10)]
+    mailbox, scheduler = serve(capacity(), [requests[:4], [], list(requests[4:])])
+    assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
+    assert scheduler.state.totals.encoded_images == 1
+    assert scheduler.state.totals.encoded_patches == 36
+
+
+def test_images_beyond_the_pool_take_turns() -> None:
+    """Each has most of the pool; chunks end inside of them, and requests wait for rows."""
+    requests = [asked(str(i), [2, (10 + i, 12), 1, (20 + i, 15), 2]) for i in range(5)]
+    mailbox, scheduler = serve(capacity(rows=16, chunk=16), [list(requests)])
+    assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
+    assert scheduler.state.totals.encoded_images == 10
+
+
+def test_two_images_of_one_prompt_may_be_the_same() -> None:
+    request = asked("a", [2, (1, 9), 2, (1, 9), 2, (1, 9)])
+    mailbox, scheduler = serve(capacity(rows=9, chunk=8), [[request]])
+    assert mailbox.output_ids("a") == expected(request)
+    assert scheduler.state.totals.encoded_images == 1
+
+
+def test_what_is_cached_needs_no_image() -> None:
+    request = asked("a", [4, (1, 8), 9])
+    again = asked("b", [4, (1, 8), 9])
+    mailbox, scheduler = serve(
+        capacity(rows=8), [[request], *[[]] * 12, [asked("c", [(2, 8), 1])], *[[]] * 12, [again]]
+    )
+    assert mailbox.output_ids("a") == mailbox.output_ids("b") == expected(request)
+    assert scheduler.state.totals.encoded_images == 2  # not three, though the second image took the first one's rows
+
+
+def test_later_weights_encode_images_again() -> None:
+    request = asked("a", [4, (1, 8), 2])
+    _, scheduler = serve(capacity(), [[request]])
+    scheduler.retire_cache()
+    mailbox = ScriptedMailbox([[request]])
+    run_loop(scheduler, FakeEngine(scheduler.state.capacity), mailbox, True)
+    assert mailbox.output_ids("a") == expected(request)
+    assert scheduler.state.totals.encoded_images == 2
+
+
+@pytest.mark.parametrize("seed", range(count(12, 400)))
+def test_random_histories_yield_the_tokens_of_each_request_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = rng.choice([16, 20, 60])
+    page_size = rng.choice([1, 3, 4, 16])
+    num_pages = 2 + rng.randint(110, 250) // page_size
+    sizes = capacity(rows, page_size, num_pages, rng.choice([5, 16, 40]), rng.choice([1, 2]))
+    config = SchedulingConfig(
+        enable_mixed_chunk=rng.random() < 0.5,
+        decode_first=rng.random() < 0.3,
+        max_itl_ms=rng.choice([None, None, 0.001, 5000.0]),
+    )
+    script: list[list[ToEngine]] = []
+    requests = []
+    for number in range(rng.randint(3, 14)):
+        parts: list[int | tuple[int, int]] = [rng.randint(1, 9)]
+        for _ in range(rng.randint(0, 4)):
+            parts += [(seed := rng.randint(0, 5), 3 * seed + 1), rng.randint(1, 6)]
+        requests.append(asked(str(number), parts, rng.randint(1, 8)))
+        script += [[] for _ in range(rng.randint(0, 4))]
+        script.append([requests[-1]])
+        if rng.random() < 0.1:
+            script.append([Abort(str(rng.randint(0, number)))])
+    aborted = {message.request_id for turn in script for message in turn if isinstance(message, Abort)}
+    retract = RetractEvery(rng.choice([2, 3, 7])) if rng.random() < 0.5 else None
+    mailbox, _ = serve(sizes, script, config, retract_also=retract, radix_cache=rng.random() < 0.8)
+    for request in requests:
+        answer = mailbox.output_ids(request.request_id)
+        if request.request_id in aborted:
+            assert answer == expected(request)[: len(answer)]
+        else:
+            assert answer == expected(request)
+
+
+def test_devices_share_images_within_one_of_the_best_balance() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        num_bins = rng.choice([2, 4, 8])
+        items = [asked("", [(seed, rng.randint(1, 200))]).media[0] for seed in range(rng.randint(1, 20))]
+        calls = share_out([(item, np.zeros(item.length, np.int32)) for item in items], num_bins, 16384)
+        placed = [item.digest for bins in calls for images in bins for item, _ in images]
+        assert sorted(placed) == sorted(item.digest for item in items)
+        for bins in calls:
+            loads = [sum(item.num_patches for item, _ in images) for images in bins]
+            sizes = [item.num_patches for images in bins for item, _ in images]
+            best = max(max(sizes), -(-sum(sizes) // num_bins))  # no packing has less on its fullest device
+            assert max(loads) <= best + max(sizes)
+            assert max(loads) - min(loads) <= max(sizes)

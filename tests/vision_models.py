@@ -1,0 +1,132 @@
+"""Tiny random Qwen3-VL checkpoints, requests with random images, and what transformers says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from jaxsgl.media import Grid, MediaItem, digest_of, patches_of
+from jaxsgl.request import Request
+from jaxsgl.sampling_params import SamplingParams
+
+VOCAB = 256
+IMAGE, VIDEO, START, END = 250, 251, 252, 253
+FIRST_SPECIAL = 250
+PATCH_LEN = 3 * 2 * 4 * 4
+
+# All sizes differ, and no two axes of a tensor can be mistaken for each other.
+VISION: dict[str, Any] = {
+    "depth": 4,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+    "patch_size": 4,
+}
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
+IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+
+
+def make_model(folder: Path, *, moe: bool = False, seed: int = 0) -> Any:
+    """Saves a random model into `folder`; returns it. It never answers with a placeholder."""
+    transformers.logging.disable_progress_bar()
+    config_class: Any = transformers.Qwen3VLMoeConfig if moe else transformers.Qwen3VLConfig
+    model_class: Any = (
+        transformers.Qwen3VLMoeForConditionalGeneration if moe else transformers.Qwen3VLForConditionalGeneration
+    )
+    text = {**TEXT, **MOE} if moe else TEXT
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = model_class(config_class(text_config=text, vision_config=VISION, **IDS)).eval().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.15 if parameter.ndim > 1 else 0.1))
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+        model.lm_head.weight[FIRST_SPECIAL:] = 0
+    torch.random.set_rng_state(state)
+    model.save_pretrained(folder)
+    return model
+
+
+def image(offset: int, grid: Grid, seed: int) -> MediaItem:
+    """A random image that stands at `offset`."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (grid[1] * grid[2], PATCH_LEN), dtype=np.uint8).tobytes()
+    return MediaItem(digest_of(pixels, grid, "test"), offset, grid[1] * grid[2] // 4, grid, pixels)
+
+
+def request(
+    request_id: str,
+    grids: Sequence[Grid],
+    seed: int,
+    *,
+    max_tokens: int = 8,
+    is_video: bool = False,
+    text_seed: int | None = None,
+    **params: Any,
+) -> Request:
+    """Text with images of `grids` between it. The same `seed` gives the same images, `text_seed` the same text."""
+    rng = np.random.default_rng(seed if text_seed is None else text_seed)
+    ids: list[int] = rng.integers(5, 240, 4).tolist()
+    items = []
+    for i, grid in enumerate(grids):
+        items.append(image(len(ids) + 1, grid, 100 * seed + i))
+        ids += [START, *[VIDEO if is_video else IMAGE] * items[-1].length, END]
+        ids += rng.integers(5, 240, rng.integers(1, 5)).tolist()
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params})
+    return Request(request_id, ids, sampling, media=tuple(items))
+
+
+def logits_of(model: Any, request: Request, answer: Sequence[int] = ()) -> np.ndarray:
+    """transformers' logits `[n, V]` of the prompt and the answer."""
+    ids = torch.tensor([[*request.prompt_ids, *answer]])
+    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    media: dict[str, Any] = {}
+    if request.media:
+        pixels = torch.tensor(np.concatenate([patches_of(item) for item in request.media]).astype(np.float32) / 255)
+        pixels = (pixels - 0.5) / 0.5
+        grids = [item.grid for item in request.media]
+        if VIDEO in request.prompt_ids:
+            frames = (len(grids), *grids[0][1:])
+            media = {"pixel_values_videos": pixels, "video_grid_thw": torch.tensor([frames])}
+        else:
+            media = {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+    model.model.rope_deltas = None
+    with torch.no_grad():
+        logits: np.ndarray = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **media).logits[0].numpy()
+    return logits
+
+
+def is_greedy(model: Any, request: Request, answer: Sequence[int]) -> bool:
+    """Whether each token of `answer` is the one that transformers finds most likely behind those before it."""
+    best = logits_of(model, request, answer)[len(request.prompt_ids) - 1 : -1].argmax(axis=-1)
+    return bool(best.tolist() == list(answer))
