@@ -81,7 +81,7 @@ def allocate(
     if images is not None and capacity.tower is not None:
         dims = capacity.tower.num_rows + 1, images[0]
         pool = jax.jit(lambda: jnp.zeros(dims, images[1]), out_shardings=replicated(mesh))()
-    return DeviceState(kv, *jax.device_put((page_table, last_tokens, tables), replicated(mesh)), images=pool)
+    return DeviceState(kv, *jax.device_put((page_table, last_tokens, tables), replicated(mesh)))._replace(images=pool)
 
 
 def allocate_kv(shape: KvShape, num_pages: int, mesh: Mesh) -> KvBuffers:

@@ -39,7 +39,7 @@ def engine_of(folder: Path, page_size: int, **flags: Any) -> Engine:
     return Engine(replace(config, **flags), progress=False)
 
 
-@pytest.fixture(scope="module", params=daily([(False, 16), (True, 1), (True, 16), (False, 1)], every=2), ids=str)
+@pytest.fixture(scope="module", params=daily([(False, 1), (True, 16), (True, 1), (False, 16)], every=4), ids=str)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Any]]:
     moe, page_size = request.param
     folder = tmp_path_factory.mktemp("model")

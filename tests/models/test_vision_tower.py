@@ -14,7 +14,8 @@ from flax import nnx
 from jaxsgl.batch.patches import EncodeBucket, TowerCapacity, TowerShape, layout_of, pack, token_positions
 from jaxsgl.engine.encoding import patches_of_call
 from jaxsgl.media import Grid, patches_of
-from jaxsgl.models import ModelArch, abstract_model
+from jaxsgl.models import ModelArch, Params, abstract_model
+from jaxsgl.models.vision.tower import Patches
 from jaxsgl.weights import load_params
 from tests.plain_model import mesh_of
 from tests.vision_models import IMAGE, VIDEO, image, make_model, request
@@ -37,7 +38,13 @@ def test_packed_images_have_the_rows_of_transformers_tower(moe: bool, tmp_path: 
     with torch.no_grad():
         exact = model.model.visual(pixels, torch.tensor(GRIDS))
     rows = np.concatenate([exact.pooler_output.numpy(), *(each.numpy() for each in exact.deepstack_features)], axis=-1)
-    tower = jax.jit(lambda params, patches: nnx.merge(graphdef, params).visual(patches))
+
+    @jax.jit
+    def tower(params: Params, patches: Patches) -> jax.Array:
+        visual = nnx.merge(graphdef, params).visual
+        assert visual is not None
+        return visual(patches)
+
     for size in (count, 512):  # alone, and with padding, in blocks
         capacity = TowerCapacity(shape, 100, size)
         call = pack([[(item, np.zeros(item.length, np.int32)) for item in items]], EncodeBucket(size), capacity)

@@ -76,7 +76,7 @@ def serve(
 
 def test_requests_with_one_image_have_it_encoded_once() -> None:
     requests = [asked(str(i), [3, (1, 9), i + 1]) for i in range(10)]
-    mailbox, scheduler = serve(capacity(), [requests[:4], [], list(requests[4:])])
+    mailbox, scheduler = serve(capacity(), [[*requests[:4]], [], [*requests[4:]]])
     assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
     assert scheduler.state.totals.encoded_images == 1
     assert scheduler.state.totals.encoded_patches == 36
