@@ -15,6 +15,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
       folder: a folder in PEFT's layout, or a hub id.
       pinned: keep it on the device once it is there.
       replace: take the place of one of the same name, for requests that come from then on.
+      alias: another name for requests, if there is one: gateways number adapters.
     """
 
     number: int
@@ -22,6 +23,7 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
     folder: str
     pinned: bool = False
     replace: bool = False
+    alias: str = ""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
@@ -41,7 +43,7 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
     """An adapter that requests may name.
 
     Attributes:
-      name, folder, pinned: see `LoadAdapter`.
+      name, folder, pinned, alias: see `LoadAdapter`.
       rank: its highest one.
       on_device: whether it is on the device now, so that a request for it needn't wait for room.
       num_requests: samples that have it and have not ended.
@@ -53,6 +55,7 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
     pinned: bool
     on_device: bool
     num_requests: int
+    alias: str = ""
 
 
 AdapterOrder: TypeAlias = LoadAdapter | UnloadAdapter | ListAdapters

@@ -21,6 +21,7 @@ MAX_REPLICAS = 64
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
 ADMIN_API_KEY_VARIABLE = "JAXSGL_ADMIN_API_KEY"  # in the environment of servers
 KEY_PATTERN = r"[!-~]+"
+ANY_MODEL = "default"  # for clients that must name a model and don't care which
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,8 @@ class ServerConfig:
             )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")
+        for name in (ANY_MODEL, self.model_name):
+            require(name not in self.engine.lora.adapters, "--lora-paths", name, "names other than the model's")
         self._check_sites()
         self._check_profiles()
         check_choices(self)

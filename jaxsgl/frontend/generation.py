@@ -204,13 +204,16 @@ class Generator:
         priority: int = 0,
         cache_salt: str = "",
         room: Rendezvous | None = None,
+        adapter: str = "",
     ) -> Request:
         """Tokenizes and checks. Raises `InvalidRequest`, or `EngineUnavailable` until the engine is ready.
 
         Prefixes are shared with requests of the same tenant and of an equal `cache_salt` alone. With a `room`, the
-        request has the parameters of this server's leg.
+        request has the parameters of this server's leg. `adapter` is the name of a LoRA adapter.
         """
-        (request,) = await self.prepare_all([prompt], [sampling], [request_id], priority, cache_salt, [room])
+        (request,) = await self.prepare_all(
+            [prompt], [sampling], [request_id], priority, cache_salt, [room], adapters=[adapter]
+        )
         return request
 
     async def prepare_all(
@@ -222,6 +225,7 @@ class Generator:
         cache_salt: str = "",
         rooms: Sequence[Rendezvous | None] = (),
         pooling: Pooling | None = None,
+        adapters: Sequence[str] = (),
     ) -> list[Request]:
         """Tokenizes and checks all prompts of one call, like `prepare`. Other calls go on meanwhile.
 
@@ -241,9 +245,14 @@ class Generator:
             limits, requests, pause = model.info.limits, list[Request](), Pause()
             read = await self._read_all(prompts, 1 if pooling is None else 0)
             rooms = rooms or [None] * len(prompts)
-            for (ids, media), sampling, request_id, room in zip(read, samplings, request_ids, rooms, strict=True):
+            adapters = adapters or [""] * len(prompts)
+            for (ids, media), sampling, request_id, room, adapter in zip(
+                read, samplings, request_ids, rooms, adapters, strict=True
+            ):
                 of_leg = sampling if room is None else leg_sampling(sampling, self._mode)
-                requests.append(Request(request_id, ids, of_leg, priority, namespace, room, media, pooling=pooling))
+                requests.append(
+                    Request(request_id, ids, of_leg, priority, namespace, room, media, pooling=pooling, adapter=adapter)
+                )
                 check_request(requests[-1], limits)
                 await pause.after(1 + len(ids) // TOKENS_LIKE_A_REQUEST)
             check_num_scores(requests, limits)

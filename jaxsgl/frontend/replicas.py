@@ -284,5 +284,6 @@ def total(links: Sequence[EngineLink]) -> Load:
         totals=Totals(**counters),
         step_times=merged_times(load.step_times for load in loads),
         weight_version=alive[0].weight_version,
+        adapters=tuple(name for name in alive[0].adapters if all(name in load.adapters for load in alive)),
         host=HostLoad(**{name: sum(getattr(load.host, name) for load in loads) for name in HostLoad.__struct_fields__}),
     )

@@ -86,7 +86,8 @@ class Router:
     def send(self, request: Request, loads: Sequence[ReplicaLoad | None], rank: int | None = None) -> int:
         """Returns the replica for `request`, which is to be sent there: `rank` if given. `loads` are as in `choose`."""
         ids = hash_ids(request.prompt_ids, request.media).tolist() if request.media else request.prompt_ids
-        names = page_names(ids, self._page_size, request.cache_salt)
+        salt = f"{request.adapter}\0{request.cache_salt}" if request.adapter else request.cache_salt
+        names = page_names(ids, self._page_size, salt)
         chosen = choose(names, self._index, loads) if rank is None else rank
         self._index.add(chosen, names)
         return chosen

@@ -100,7 +100,7 @@ class AdapterOrders:
                 else:
                     self._reading.append(_Reading(order, self._thread.submit(store.stage, order.folder)))
             case UnloadAdapter(number, name):
-                adapter = table.by_name.get(name)
+                adapter = table.named(name)
                 if adapter is None:
                     self._answer(Answer(number, False, f"no adapter named {name} is loaded"))
                 else:
@@ -173,5 +173,5 @@ def load(
     if old is not None:
         table.retire(old)
         replaced(old)
-    adapter = table.load(order.name, order.folder, staged.rank, order.pinned)
+    adapter = table.load(order.name, order.folder, staged.rank, order.pinned, order.alias)
     store.keep(adapter.number, staged)

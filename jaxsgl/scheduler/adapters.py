@@ -28,7 +28,7 @@ class Adapter:
 
     Attributes:
       number: of the loading; never used again.
-      name, folder, rank, pinned: see `LoadAdapter`.
+      name, folder, rank, pinned, alias: see `LoadAdapter`.
       loading: stands for this loading in namespaces; unlike that of any other server.
       num_requests: samples that have it and have not ended.
       num_admitted: of those, the ones that hold a row.
@@ -41,6 +41,7 @@ class Adapter:
     folder: str
     rank: int
     pinned: bool
+    alias: str = ""
     loading: str = field(default_factory=lambda: uuid.uuid4().hex)
     num_requests: int = 0
     num_admitted: int = 0
@@ -103,10 +104,17 @@ class AdapterTable:
             )
         return None
 
-    def load(self, name: str, folder: str, rank: int, pinned: bool) -> Adapter:
+    def named(self, name: str) -> Adapter | None:
+        """The adapter of that name or alias; None: there is none."""
+        found = self.by_name.get(name)
+        if found is None and name:
+            found = next((adapter for adapter in self.by_name.values() if adapter.alias == name), None)
+        return found
+
+    def load(self, name: str, folder: str, rank: int, pinned: bool, alias: str = "") -> Adapter:
         """Lets requests name an adapter from now on, instead of one that had its name before; see `why_not`."""
         self._num_loaded += 1
-        adapter = Adapter(self._num_loaded, name, folder, rank, pinned)
+        adapter = Adapter(self._num_loaded, name, folder, rank, pinned, alias)
         self.by_name.pop(name, None)
         self.by_name[name] = adapter
         return adapter
@@ -160,7 +168,13 @@ class AdapterTable:
         """What operators may know."""
         return [
             LoadedAdapter(
-                adapter.name, adapter.folder, adapter.rank, adapter.pinned, bool(adapter.place), adapter.num_requests
+                adapter.name,
+                adapter.folder,
+                adapter.rank,
+                adapter.pinned,
+                bool(adapter.place),
+                adapter.num_requests,
+                adapter.alias,
             )
             for adapter in self.by_name.values()
         ]

@@ -148,7 +148,8 @@ class Arrivals:
         kind = "last" if capacity.pooling is None else capacity.pooling.kind
         adapter = None
         if self._state.adapters is not None and request.adapter:
-            adapter = self._state.adapters.by_name[request.adapter]
+            adapter = self._state.adapters.named(request.adapter)
+            assert adapter is not None, "it was looked up before"
             adapter.num_requests += sampling.n
         leader = Req(request, max_new, self._eos_token_ids, seed, pooled_kind=kind, adapter=adapter)
         others = [
@@ -164,7 +165,7 @@ class Arrivals:
     def _refuse_adapter(self, name: str) -> Refusal | None:
         """Refuses a request for an adapter that isn't loaded."""
         adapters = self._state.adapters
-        if adapters is not None and name in adapters.by_name:
+        if adapters is not None and adapters.named(name) is not None:
             return None
         known = "none is" if adapters is None or not adapters.by_name else f"loaded are {', '.join(adapters.by_name)}"
         return Refusal(RefusalKind.INVALID, f"no adapter named {name} is loaded: {known:.200}")

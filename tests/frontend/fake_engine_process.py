@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jaxsgl import logs
+from jaxsgl.adapter_messages import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
 from jaxsgl.config import Limits
 from jaxsgl.engine_process import follow_parent, read_launch, set_signals
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
@@ -112,6 +113,7 @@ class FakeEngine:
         self.paused = self.retracted = False
         self.drains: list[int] = []
         self.version = "default"
+        self.adapters: dict[str, LoadedAdapter] = {}
 
     def run(self) -> None:
         while True:
@@ -139,6 +141,7 @@ class FakeEngine:
             paused=self.paused,
             num_retracted=len(self.running) if self.retracted else 0,
             weight_version=self.version,
+            adapters=tuple(self.adapters),
             totals=Totals(
                 prompt_tokens=self.num_prompt_tokens,
                 cached_prompt_tokens=self.num_cached_tokens,
@@ -158,7 +161,10 @@ class FakeEngine:
             script = list(message.prompt_ids)
             if script[0] == Script.REPORT:
                 script = [len(self.running), self.num_seen, self.num_aborts]
-            if script[0] == Script.REFUSE or len(self.running) >= self.max_requests:
+            if message.adapter and message.adapter not in self.names():
+                refusal = Refusal(RefusalKind.INVALID, f"no adapter named {message.adapter} is loaded")
+                self.send([Reply(message.request_id, refusal=refusal)])
+            elif script[0] == Script.REFUSE or len(self.running) >= self.max_requests:
                 told = list(RefusalKind)[(script[1:] or [0])[0]]
                 kind = told if script[0] == Script.REFUSE else RefusalKind.OVERLOADED
                 self.send(
@@ -181,6 +187,9 @@ class FakeEngine:
 
     def cache_salts(self) -> list[str]:
         return [run.request.cache_salt for run in self.running.values()]
+
+    def names(self) -> set[str]:
+        return {name for each in self.adapters.values() for name in (each.name, each.alias)}
 
     def abort(self, request_id: str, index: int) -> None:
         del self.running[request_id, index]
@@ -240,6 +249,20 @@ class FakeEngine:
                 self.paused = isinstance(command, ReleaseMemory)
                 self.send([])
                 self.mailbox.send(Answer(number, True))
+            case LoadAdapter(number, name, folder):
+                text = f"no adapter in {folder}" if folder == "/nothing" else ""
+                if not text:
+                    rank, pinned, alias = 8, command.pinned, command.alias
+                    self.adapters[name] = LoadedAdapter(name, folder, rank, pinned, False, 0, alias)
+                self.send([])
+                self.mailbox.send(Answer(number, not text, text))
+            case UnloadAdapter(number, name):
+                found = self.adapters.pop(name, None)
+                self.send([])
+                self.mailbox.send(Answer(number, found is not None, "" if found else f"no adapter named {name}"))
+            case ListAdapters(number):
+                text = msgspec.json.encode(list(self.adapters.values())).decode()
+                self.mailbox.send(Answer(number, True, text))
             case StopProfile(number):
                 self.mailbox.send(Answer(number, False, "no profile is being recorded"))
             case WatchCache(number):

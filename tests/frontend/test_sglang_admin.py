@@ -287,13 +287,3 @@ def test_the_cache_is_flushed_when_nothing_runs(sglang: Stub) -> None:
     assert waiting[0].success
     for timeout_s in (-1.0, float("nan"), 1e9):
         assert status_of(functools.partial(flush, timeout_s))[0] is grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_methods_that_are_not_built_are_refused(sglang: Stub) -> None:
-    for call, word in (
-        (lambda: sglang.LoadLoRAAdapter(pb.LoadLoRAAdapterRequest(lora_name="a")), "LoRA"),
-        (lambda: sglang.UnloadLoRAAdapter(pb.UnloadLoRAAdapterRequest(lora_name="a")), "LoRA"),
-        (lambda: sglang.ListLoadedLoRAAdapters(pb.ListLoadedLoRAAdaptersRequest()), "LoRA"),
-    ):
-        code, words = status_of(call)
-        assert (code, word in words) == (grpc.StatusCode.UNIMPLEMENTED, True)

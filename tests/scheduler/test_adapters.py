@@ -66,8 +66,10 @@ def serve(
     return mailbox, scheduler, engine
 
 
-def load(number: int, name: str, weights: int, rank: int = 4, **how: bool) -> LoadAdapter:
-    return LoadAdapter(number, name, f"{weights}r{rank}", **how)
+def load(
+    number: int, name: str, weights: int, rank: int = 4, pinned: bool = False, replace: bool = False
+) -> LoadAdapter:
+    return LoadAdapter(number, name, f"{weights}r{rank}", pinned, replace)
 
 
 def ask(request_id: str, adapter: str, max_tokens: int = 6, prompt: Sequence[int] = PROMPT, n: int = 1) -> Request:

@@ -55,7 +55,9 @@ class JaxsglService(pb_grpc.JaxsglServicer):
         """Streams pieces, or writes each sample as one reply. A cancelled call aborts the request."""
         request_id = request.request_id or uuid.uuid4().hex
         prompt, sampling = _prompt(request), _sampling(request.sampling)
-        prepared = await self._generator.prepare(prompt, sampling, request_id, request.priority, request.cache_salt)
+        prepared = await self._generator.prepare(
+            prompt, sampling, request_id, request.priority, request.cache_salt, adapter=request.adapter
+        )
         with self._generator.start(prepared) as generation:
             if request.stream:
                 async for piece in generation:

@@ -27,6 +27,7 @@ OPEN_PATHS = ("/", "/health", "/health_generate", "/metrics")  # probes, scraper
 # They operate the server or show what all its clients do: for the administrator, if there is one.
 ORDER_PATHS = frozenset({
     "/abort_request", "/continue_generation", "/flush_cache", "/get_server_info", "/internal_state",
+    "/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
     "/pause_generation", "/release_memory_occupation", "/resume_memory_occupation", "/server_info", "/start_profile",
     "/stop_profile", "/update_weight_version", "/update_weights_from_disk",
 })  # fmt: skip

@@ -26,7 +26,6 @@ from jaxsgl.text.sample import End, Piece
 _UNSUPPORTED_OF_REQUEST = {
     "custom_logit_processor": "it would run code of the client's; use logit_bias",
     "input_embeds": "send tokenized.input_ids",
-    "lora_id": "no LoRA adapters are loaded",
     "token_ids_logprob": "use top_logprobs_num",
     "return_hidden_states": "hidden states are not returned",
 }

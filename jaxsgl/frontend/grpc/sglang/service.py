@@ -20,7 +20,8 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound, Unsupported
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound
+from jaxsgl.frontend import adapters
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import TEXT_ALONE, FrontEnd
 from jaxsgl.frontend.grpc.interceptors import answers_errors, write
@@ -35,7 +36,6 @@ from jaxsgl.text.prompts import IdsPrompt
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
 HEALTH_LIMIT_S = 4.0  # gateways wait 5 s
-_NO_LORA = "LoRA adapters are not supported: merge them into the weights and serve those"
 
 
 class SglangService(pb_grpc.SglangSchedulerServicer):
@@ -61,7 +61,9 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         prompt = IdsPrompt(request.tokenized.input_ids)
         if request.mm_inputs.ByteSize():
             prompt = await self._with_media(prompt, request.mm_inputs)
-        prepared = await self._generator.prepare(prompt, options.sampling, request_id, room=options.room)
+        prepared = await self._generator.prepare(
+            prompt, options.sampling, request_id, room=options.room, adapter=request.lora_id
+        )
         if options.room is not None:
             options = replace(options, sampling=prepared.sampling)
         responses = Responses(request_id, options, prepared.prompt_ids)
@@ -199,22 +201,42 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
     async def LoadLoRAAdapter(
         self, request: pb.LoadLoRAAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.LoadLoRAAdapterResponse:
-        """Raises `Unsupported`."""
-        raise Unsupported(_NO_LORA)
+        """Loads an adapter, which requests name by `lora_id` or `lora_name`."""
+        name, alias = request.lora_name, request.lora_id
+        if not name or not request.lora_path:
+            raise InvalidRequest("lora_name and lora_path must be given")
+        asked = adapters.load(self._engine, self._config, name, request.lora_path, pinned=request.pinned, alias=alias)
+        answer = await asked
+        return pb.LoadLoRAAdapterResponse(
+            success=answer.ok, message=answer.text, loaded_lora_ids=await self._adapter_ids()
+        )
 
     @answers_errors
     async def UnloadLoRAAdapter(
         self, request: pb.UnloadLoRAAdapterRequest, context: grpc.aio.ServicerContext
     ) -> pb.UnloadLoRAAdapterResponse:
-        """Raises `Unsupported`."""
-        raise Unsupported(_NO_LORA)
+        """Forgets an adapter, once the requests that have it have ended."""
+        answer = await adapters.unload(self._engine, request.lora_name or request.lora_id)
+        return pb.UnloadLoRAAdapterResponse(
+            success=answer.ok, message=answer.text, loaded_lora_ids=await self._adapter_ids()
+        )
 
     @answers_errors
     async def ListLoadedLoRAAdapters(
         self, request: pb.ListLoadedLoRAAdaptersRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListLoadedLoRAAdaptersResponse:
-        """Raises `Unsupported`."""
-        raise Unsupported(_NO_LORA)
+        """The adapters that requests may name."""
+        return pb.ListLoadedLoRAAdaptersResponse(
+            loaded_adapters=[
+                pb.LoadedLoRAAdapter(
+                    lora_id=each.alias or each.name, lora_name=each.name, lora_path=each.folder, pinned=each.pinned
+                )
+                for each in await adapters.loaded(self._engine)
+            ]
+        )
+
+    async def _adapter_ids(self) -> list[str]:
+        return [each.alias or each.name for each in await adapters.loaded(self._engine)]
 
     async def _with_media(self, prompt: IdsPrompt, inputs: pb.MultimodalInputs) -> IdsPrompt:
         """Returns the prompt with the pictures of `inputs`. Raises `InvalidRequest`."""

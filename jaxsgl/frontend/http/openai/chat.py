@@ -49,8 +49,11 @@ from jaxsgl.text.sample import Piece
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn
 
 
-async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest) -> Response:
-    """Returns the whole answer or its stream. Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`."""
+async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest, adapter: str = "") -> Response:
+    """Returns the whole answer or its stream, of the model with `adapter`.
+
+    Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`.
+    """
     generator = front_end.generator
     sampling = _sampling(body)
     use = tool_use(body)
@@ -58,9 +61,9 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest)
         raise InvalidRequest("tool_choice can be auto or none: forcing a call needs a grammar, which isn't built yet")
     prompt = chat_prompt(body, generator.model.tokenizer, use.told)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    head = new_head("chatcmpl", kind, front_end.config.model_name)
+    head = new_head("chatcmpl", kind, adapter or front_end.config.model_name)
     (room,) = rooms_of(body, 1)
-    request = await generator.prepare(prompt, sampling, head.id, body.priority or 0, salt_of(body), room)
+    request = await generator.prepare(prompt, sampling, head.id, body.priority or 0, salt_of(body), room, adapter)
     form = answer_form(body, generator.model, use, request.prompt_ids)
     if body.stream:
         usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], sampling.n)

@@ -41,17 +41,24 @@ from jaxsgl.text.tokenizer import Tokenizer
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-async def answer_completions(front_end: FrontEnd, body: CompletionRequest, http: HttpRequest) -> Response:
-    """Returns the whole answer or its stream. Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`."""
+async def answer_completions(
+    front_end: FrontEnd, body: CompletionRequest, http: HttpRequest, adapter: str = ""
+) -> Response:
+    """Returns the whole answer or its stream, of the model with `adapter`.
+
+    Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`.
+    """
     prompts = prompts_of(body.prompt, body.add_special_tokens is not False)
     sampling = _sampling(body)
     check_num_choices(len(prompts), sampling.n)
     salt = salt_of(body)
-    head = new_head("cmpl", "text_completion", front_end.config.model_name)
+    head = new_head("cmpl", "text_completion", adapter or front_end.config.model_name)
     ids = [head.id] if len(prompts) == 1 else [f"{head.id}-{number}" for number in range(len(prompts))]
     samplings = [sampling] * len(prompts)
     rooms = rooms_of(body, len(prompts))
-    requests = await front_end.generator.prepare_all(prompts, samplings, ids, body.priority or 0, salt, rooms)
+    requests = await front_end.generator.prepare_all(
+        prompts, samplings, ids, body.priority or 0, salt, rooms, adapters=[adapter] * len(prompts)
+    )
     texts = await _echoed(front_end, body, prompts, requests)
     usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], sampling.n)
     tokenizer = front_end.generator.model.tokenizer

@@ -11,7 +11,9 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jaxsgl.errors import InvalidRequest, NotFound
+from jaxsgl.adapter_messages import LoadedAdapter
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.adapters import adapter_of, loaded
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.openai.chat import answer_chat, chat_prompt
@@ -30,8 +32,6 @@ from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, 
 from jaxsgl.request import check_token_ids
 from jaxsgl.text.prompts import Prompt, TextPrompt
 
-ANY_MODEL = "default"  # for clients that must name a model and don't care which
-
 
 def router(front_end: FrontEnd) -> APIRouter:
     """Returns the endpoints, for `front_end`."""
@@ -40,14 +40,12 @@ def router(front_end: FrontEnd) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, http: HttpRequest) -> Response:
         """The assistant's next turn, whole or streamed."""
-        _check_model(front_end, body.model)
-        return await answer_chat(front_end, body, http)
+        return await answer_chat(front_end, body, http, adapter_of(front_end, body.model, body.lora_path))
 
     @router.post("/v1/completions")
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """Continues each prompt n times; choices are numbered prompt by prompt. Whole or streamed."""
-        _check_model(front_end, body.model)
-        return await answer_completions(front_end, body, http)
+        return await answer_completions(front_end, body, http, adapter_of(front_end, body.model, body.lora_path))
 
     _add_pooling(router, front_end)
     _add_models(router, front_end)
@@ -87,38 +85,38 @@ def _add_pooling(router: APIRouter, front_end: FrontEnd) -> None:
 
 
 def _check_model(front_end: FrontEnd, model: str | None) -> None:
-    """Raises `NotFound` unless `model` is served; naming no model is fine."""
-    served = front_end.config.model_name
-    if model not in (None, "", ANY_MODEL, served, front_end.config.engine.model):
-        error = NotFound(f"the model {model} does not exist: the only one here is {served}")
-        error.param, error.code = "model", "model_not_found"
-        raise error
+    """Raises `NotFound` unless `model` is served, and `InvalidRequest` if it is an adapter."""
+    if adapter_of(front_end, model):
+        raise InvalidRequest(f"{model} is an adapter: vectors and scores are those of the model without adapters")
 
 
 def _add_models(router: APIRouter, front_end: FrontEnd) -> None:
     started_s = int(time.time())
 
-    def card() -> dict[str, object]:
+    def card(adapter: LoadedAdapter | None = None) -> dict[str, object]:
+        config = front_end.config
         return {
-            "id": front_end.config.model_name,
+            "id": config.model_name if adapter is None else adapter.name,
             "object": "model",
             "created": started_s,
             "owned_by": "jaxsgl",
-            "root": front_end.config.engine.model,
-            "parent": None,
+            "root": config.engine.model if adapter is None else adapter.folder,
+            "parent": None if adapter is None else config.model_name,
             "max_model_len": front_end.generator.model.info.limits.context_length,
         }
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        """What is served: one model."""
-        return json_response(encode({"object": "list", "data": [card()]}))
+        """What is served: the model, and its LoRA adapters as models of their own."""
+        of_adapters = map(card, await loaded(front_end.engine))
+        return json_response(encode({"object": "list", "data": [card(), *of_adapters]}))
 
     @router.get("/v1/models/{model:path}")
     async def get_model(model: str) -> Response:
-        """The model of this name; names may hold slashes."""
-        _check_model(front_end, model)
-        return json_response(encode(card()))
+        """The model of this name, or the adapter; names may hold slashes."""
+        name = adapter_of(front_end, model)
+        found = await loaded(front_end.engine) if name else []
+        return json_response(encode(card(next((each for each in found if each.name == name), None))))
 
 
 def _add_tokenizer(router: APIRouter, front_end: FrontEnd) -> None:
@@ -129,7 +127,7 @@ def _add_tokenizer(router: APIRouter, front_end: FrontEnd) -> None:
     @router.post("/v1/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a text, of each of several texts, or of messages in the chat template."""
-        _check_model(front_end, body.model)
+        adapter_of(front_end, body.model)
         model = generator.model
         several = isinstance(body.prompt, list)
         of_each = await generator.tokenize_all(_prompts_to_tokenize(body, front_end))
@@ -151,7 +149,7 @@ def _add_tokenizer(router: APIRouter, front_end: FrontEnd) -> None:
     @router.post("/v1/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, under vLLM's name and SGLang's."""
-        _check_model(front_end, body.model)
+        adapter_of(front_end, body.model)
         model = generator.model
         limits = model.info.limits
         if len(body.tokens) > limits.context_length:

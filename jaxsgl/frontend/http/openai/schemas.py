@@ -44,7 +44,7 @@ MAX_TOOL_CALLS = 128
 # fmt: off
 NOT_BUILT = frozenset({
     "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "guided_whitespace_pattern",
-    "input_embeds", "logits_processors", "lora_path", "prompt_embeds", "stop_regex", "truncate_prompt_tokens",
+    "input_embeds", "logits_processors", "prompt_embeds", "stop_regex", "truncate_prompt_tokens",
     "use_beam_search",
 })
 # fmt: on
@@ -94,6 +94,7 @@ class Sampled(Constrained):
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
+    lora_path: Annotated[str, Field(description="the name of a LoRA adapter, if model does not name one")] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: Annotated[bool, Field(description="SGLang's word for include_stop_str_in_output")] | None = None
     skip_special_tokens: Annotated[bool, Field(description="false: their names are in the text")] | None = None

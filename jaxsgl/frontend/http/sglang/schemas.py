@@ -100,6 +100,13 @@ class GenerateBody(Body):
     ) = None
     extra_key: CacheSalt | None = None
     cache_salt: Annotated[CacheSalt, Field(description="vLLM's word for extra_key")] | None = None
+    lora_path: (
+        Annotated[
+            str | Annotated[list[str | None], Field(max_length=MAX_TEXTS, fail_fast=True)],
+            Field(description="the name of a LoRA adapter, or one for each prompt; null is none"),
+        ]
+        | None
+    ) = None
 
 
 class AbortBody(Body):
@@ -152,6 +159,24 @@ class WeightVersionBody(Body):
 
     new_version: WeightVersion
     abort_all_requests: Annotated[Flag, Field(description="as in SGLang, true unless it is false")] = None
+
+
+AdapterName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]*$")]
+
+
+class LoadAdapterBody(Body):
+    """Body of /load_lora_adapter: SGLang's, with vLLM's load_inplace."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096, description="a folder or hub id")]
+    pinned: Annotated[Flag, Field(description="keep it on the device once it is there")] = None
+    load_inplace: Annotated[Flag, Field(description="take the place of one of the same name")] = None
+
+
+class UnloadAdapterBody(Body):
+    """Body of /unload_lora_adapter."""
+
+    lora_name: AdapterName
 
 
 class MemoryBody(Body):
