@@ -16,6 +16,7 @@ TIER_OF_FOLDER = {
     "": "unit",
     "batch": "unit",
     "cache": "unit",
+    "constraints": "unit",
     "preprocess": "unit",
     "scheduler": "unit",
     "text": "unit",

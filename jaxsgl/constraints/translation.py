@@ -31,6 +31,10 @@ def llguidance_text(grammar: Grammar, special: SpecialTokens) -> str:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', JSON_DEFAULTS)
         if grammar.kind == "json_schema":
             schema = parsed("json_schema", text)
+            if schema is True:
+                text = "{}"
+            elif not isinstance(schema, dict):
+                raise InvalidRequest("the json_schema must be an object, or true (any JSON)")
             check_schema(schema)
             return LLMatcher.grammar_from_json_schema(text, JSON_DEFAULTS)
         if grammar.kind == "regex":

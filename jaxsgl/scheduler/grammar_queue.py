@@ -144,7 +144,7 @@ class GrammarQueue:
             return []
         answers: list[tuple[str, Answer]] = []
         now = self._clock()
-        for job in list(self._jobs.values()):
+        for job in sorted(self._jobs.values(), key=lambda job: job.start_s is not None):
             late = [
                 id for id, since_s in job.request_ids.items() if now - max(since_s, self._ready_s) > self._timeout_s
             ]

@@ -1,0 +1,231 @@
+"""Grammars of all kinds, compiled for the bundled tokenizer: which texts they allow, and which grammars are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLTokenizer
+
+from jaxsgl.config import BUNDLED_MODEL
+from jaxsgl.constraints.compiler import Compiler, LlMatcher
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.grammar import Grammar
+from jaxsgl.scheduler.constraint import Constraint
+
+VOCAB = 1100  # the tokenizer has 1,024 tokens: the model's vocabulary is padded
+EOS = (1021, 1023)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+JSON = {"type": "json_schema", "json_schema": SCHEMA}
+TAGS: dict[str, Any] = {
+    "structures": [
+        {"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"},
+        {"begin": "<f=y>", "schema": {"type": "integer"}, "end": "</f>"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(Path(BUNDLED_MODEL), VOCAB, EOS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return LLTokenizer(str(Path(BUNDLED_MODEL) / "tokenizer.json"))
+
+
+def tag(begin: str, end: str = "</t>", content: Any = JSON) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def formatted(element: dict[str, Any]) -> Grammar:
+    return Grammar.structural_tag({"type": "structural_tag", "format": element})
+
+
+def mask_of(matcher: LlMatcher) -> list[int]:
+    words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+    matcher.mask_into(words)
+    found: list[int] = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    return found
+
+
+def read(compiler: Compiler, tokenizer: LLTokenizer, grammar: Grammar, text: str) -> str:
+    """What the grammar says of `text`: "whole" (and nothing may follow), "complete", "begun" or "refused"."""
+    matcher = compiler.compile(grammar)
+    for token_id in tokenizer.tokenize_str(text, parse_special=True):
+        if matcher.ended or token_id not in mask_of(matcher):
+            return "refused"
+        matcher.advance(token_id)
+    return "whole" if matcher.ended else "complete" if matcher.accepts else "begun"
+
+
+TRIGGERED = {
+    "type": "triggered_tags",
+    "triggers": ["<t"],
+    "tags": [tag("<t>"), tag("<tx>", "</t>", {"type": "any_text"})],
+}
+SEPARATED = {"type": "tags_with_separator", "tags": [tag("<t>")], "separator": ","}
+THINKING = {
+    "type": "sequence",
+    "elements": [{"type": "any_text"}, {"type": "const_string", "value": "</think>"}, JSON],
+}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text", "says"),
+    [
+        (Grammar.json_schema(SCHEMA), '{"a": 12}', "whole"),
+        (Grammar.json_schema(SCHEMA), '{"a": 1', "begun"),
+        (Grammar.json_schema(SCHEMA), '{"b": 1}', "refused"),
+        (Grammar.json_schema(SCHEMA), '{"a": 1} ', "refused"),
+        (Grammar.json_schema(True), "[1, null]", "whole"),
+        (Grammar.json_object(), '{"x": [1, null]}', "whole"),
+        (Grammar.json_object(), "[1]", "refused"),
+        (Grammar.json_object(), "{" + " " * 32 + '"', "begun"),
+        (Grammar.json_object(), "{" + " " * 33 + '"', "refused"),
+        (Grammar.regex("[0-9]{2}/x+"), "12/xx", "complete"),
+        (Grammar.regex("a|b"), "b", "whole"),
+        (Grammar.ebnf('root ::= "a" rest\nrest ::= [0-9]+'), "a12", "complete"),
+        (Grammar.ebnf('start: "a" /[0-9]+/'), "a12", "complete"),
+        (Grammar.lark('start: <|im_start|> "a"'), "<|im_start|>a", "whole"),
+        (Grammar.choice(["yes", 'né "x"\n']), 'né "x"\n', "whole"),
+        (Grammar.choice(["a", "ab"]), "a", "complete"),
+        (Grammar.choice(["a", "ab"]), "ab", "whole"),
+        (Grammar.choice(["", "a"]), "", "complete"),
+        (Grammar.structural_tag(TAGS), "a < b <f", "complete"),
+        (Grammar.structural_tag(TAGS), 'so <f=x>{"a":1}</f> and <f=y>3</f>!', "complete"),
+        (Grammar.structural_tag(TAGS), "<f=y>3", "begun"),
+        (Grammar.structural_tag(TAGS), "<f=z>", "refused"),
+        (Grammar.structural_tag(TAGS), "<f=y>x", "refused"),
+        (formatted({"type": "const_string", "value": "ab"}), "ab", "whole"),
+        (formatted({"type": "regex", "pattern": "a/b"}), "a/b", "whole"),
+        (formatted({"type": "grammar", "grammar": 'root ::= "a" b\nb ::= "b"+'}), "abb", "complete"),
+        (formatted({"type": "any_text"}), "a\nb", "complete"),
+        (formatted(THINKING), 'hm\n so</think>{"a":3}', "whole"),
+        (formatted(THINKING), "hm</think>no", "refused"),
+        (formatted({"type": "or", "elements": [JSON, {"type": "const_string", "value": "no"}]}), "no", "whole"),
+        (formatted(tag("<think>", "</think>", {"type": "any_text"})), "<think>a < b</think>", "whole"),
+        (formatted({"type": "star", "content": JSON}), '{"a":1}{"a":2}', "complete"),
+        (formatted(TRIGGERED), 'hey <t>{"a":1}</t> ho <tx>foo</t>', "complete"),
+        (formatted(TRIGGERED | {"at_least_one": True}), "hey", "begun"),
+        (formatted(TRIGGERED | {"at_least_one": True, "stop_after_first": True}), 'hey <t>{"a":1}</t>', "whole"),
+        (formatted(SEPARATED), '<t>{"a":1}</t>,<t>{"a":1}</t>', "complete"),
+        (formatted(SEPARATED | {"stop_after_first": True}), '<t>{"a":1}</t>,', "refused"),
+        (
+            formatted({"type": "triggered_tags", "triggers": ["<|im_start|>"], "tags": [tag("<|im_start|>call ")]}),
+            'hey <|im_start|>call {"a":1}</t>',
+            "complete",
+        ),
+    ],
+)
+def test_a_grammar_allows_its_texts_and_no_others(
+    compiler: Compiler, tokenizer: LLTokenizer, grammar: Grammar, text: str, says: str
+) -> None:
+    assert read(compiler, tokenizer, grammar, text) == says
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar.ebnf("root ::= ("), "the ebnf can't be read"),
+        (Grammar.ebnf("hello"), "the ebnf can't be read"),
+        (Grammar.lark("start: foo"), "unknown name"),
+        (Grammar.regex("(a"), "unclosed group"),
+        (Grammar.regex("(?=a)b"), "look-around"),
+        (Grammar.json_schema('{"not": {}}'), "not"),
+        (Grammar.json_schema('{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (Grammar.json_schema('{"oneOf": [{"type": "integer"}, {"type": "number"}]}'), "oneOf"),
+        (Grammar.json_schema('{"type": "foo"}'), "Invalid type: foo"),
+        (Grammar.json_schema("[1"), "not JSON"),
+        (Grammar.json_schema("[]"), "object or boolean"),
+        (Grammar.json_schema("false"), "Unsatisfiable"),
+        (Grammar.json_schema('{"items":' * 300 + "{}" + "}" * 300), "nested more than"),
+        (Grammar.json_schema('{"type": "integer", "multipleOf": 1234567}'), "multipleOf is 1234567"),
+        (Grammar.json_schema('{"allOf": [{"multipleOf": 9967}, {"multipleOf": 9973}]}'), "least common multiple"),
+        (Grammar("choice", "[1]"), "list of texts"),
+        (Grammar.structural_tag("[]"), "must be an object"),
+        (Grammar.structural_tag("{}"), "neither structures nor a format"),
+        (formatted({"type": "qwen_xml"}), "isn't understood"),
+        (formatted(TRIGGERED | {"triggers": ["<x"]}), "begins with none of the triggers"),
+        (formatted({"type": "sequence", "elements": [{"type": "any_text"}, JSON]}), "must follow any_text"),
+        (formatted({"type": "json_schema", "json_schema": {"type": "foo"}}), "Invalid type: foo"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_in_words(compiler: Compiler, grammar: Grammar, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(words)):
+        compiler.compile(grammar)
+
+
+def walk(compiler: Compiler, grammar: Grammar, num_tokens: int, seed: int = 0) -> LlMatcher:
+    dice, matcher = np.random.default_rng(seed), compiler.compile(grammar)
+    for _ in range(num_tokens):
+        matcher.advance(int(dice.choice([token for token in mask_of(matcher) if token not in EOS])))
+    return matcher
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar.regex("((a{1,1000}){1,1000}){1,1000}"), Grammar.json_schema('{"$ref":"#"}')]
+)
+def test_a_hostile_grammar_fails_in_words_where_its_masks_are_made(compiler: Compiler, grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequest, match="can't be followed any further"):
+        walk(compiler, grammar, 200)
+
+
+def test_a_copy_goes_its_own_way(compiler: Compiler) -> None:
+    """Requests that share a schema get matchers of their own."""
+    first = compiler.compile(Grammar.regex("ab|cd"))
+    second = first.copy()
+    first.advance(mask_of(first)[0])
+    assert mask_of(first) != mask_of(second)
+
+
+def test_a_vocabulary_that_is_padded_beyond_the_tokenizer_gets_no_token_there(compiler: Compiler) -> None:
+    for grammar in (Grammar.regex("(.|\n)*"), Grammar.json_object(), Grammar.structural_tag(TAGS)):
+        assert max(mask_of(walk(compiler, grammar, 2))) < 1024
+
+
+@pytest.mark.parametrize("stop_ids", [(), (1023,), (1021, 1023, 5), (90,)])
+def test_every_eos_and_stop_token_is_masked_until_the_grammar_accepts(
+    compiler: Compiler, stop_ids: tuple[int, ...]
+) -> None:
+    """With token 90, "{", as stop token nothing may begin the object, which is said."""
+    constraint = Constraint(compiler.compile(Grammar.json_object()), EOS, stop_ids, min_tokens=0)
+    words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+
+    def allowed() -> set[int]:
+        assert constraint.mask_into(words)
+        return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
+
+    if stop_ids == (90,):
+        assert allowed() == {481}, 'only {" is left'
+        return
+    for text in (90, 92):
+        assert not allowed() & {*EOS, *stop_ids} and text in allowed()
+        constraint.advance(text)
+    assert constraint.ended
+
+
+def test_where_the_grammar_accepts_stop_tokens_may_come_from_min_tokens_on(compiler: Compiler) -> None:
+    constraint = Constraint(compiler.compile(Grammar.regex("a+")), EOS, {1023, 5}, min_tokens=2)
+    words = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+    seen = []
+    for _ in range(3):
+        assert constraint.mask_into(words)
+        seen.append(set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()))
+        constraint.advance(64)
+    assert [bool(ids & {1023, 5}) for ids in seen] == [False, False, True]
+    assert all(1021 not in ids for ids in seen), "an EOS token that doesn't end the request never comes"
+
+
+def test_a_model_without_a_tokenizer_takes_no_grammars(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no tokenizer\.json"):
+        Compiler(tmp_path, VOCAB, EOS)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {}}))
+    with pytest.raises(InvalidRequest, match="can't be used with the model's tokenizer"):
+        Compiler(tmp_path, VOCAB, EOS)

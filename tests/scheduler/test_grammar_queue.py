@@ -1,0 +1,203 @@
+"""`GrammarQueue`: grammars compiled in threads, each once; deadlines, aborts, what is kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.fake_grammars import FakeMatcher
+from jaxsgl.grammar import Grammar
+from jaxsgl.messages import Refusal, RefusalKind
+from jaxsgl.scheduler import grammar_queue
+from jaxsgl.scheduler.grammar_queue import Answer, GrammarQueue
+
+PATIENCE_S = 20.0
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Gate:
+    """Compiles when `open` is set; tells what was begun."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.begun: list[str] = []
+        self.changed = threading.Condition()
+
+    def __call__(self, grammar: Grammar) -> FakeMatcher:
+        with self.changed:
+            self.begun.append(grammar.text)
+            self.changed.notify_all()
+        if grammar.text.startswith("slow"):
+            assert self.open.wait(PATIENCE_S)
+        if grammar.text.startswith("bad"):
+            raise InvalidRequest(f"{grammar.text} is no grammar")
+        if grammar.text.startswith("broken"):
+            raise ZeroDivisionError
+        return FakeMatcher(1, 2, 100)
+
+    def wait_for(self, *texts: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(texts) <= set(self.begun), PATIENCE_S)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.open.set()
+
+
+def answers(queue: GrammarQueue, count: int) -> dict[str, Answer]:
+    found: dict[str, Answer] = {}
+    for _ in range(1000):
+        queue.wait(0.05)
+        found |= dict(queue.poll())
+        if len(found) >= count:
+            break
+    return found
+
+
+def text_of(answer: Answer | None) -> str:
+    assert isinstance(answer, Refusal)
+    return f"{answer.kind.value}: {answer.text}"
+
+
+def test_requests_with_equal_grammars_share_the_compilation_and_later_ones_have_it_at_once(gate: Gate) -> None:
+    queue = GrammarQueue(gate, 30.0)
+    gate.open.set()
+    assert [queue.ask(name, Grammar.regex("slow")) for name in "abc"] == [None] * 3
+    found = answers(queue, 3)
+    assert found["a"] is found["b"] is found["c"] is queue.ask("d", Grammar.regex("slow"))
+    assert gate.begun == ["slow"] and queue.num_waiting == 0
+
+
+def test_failures_are_kept_unless_they_are_ours(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    queue = GrammarQueue(gate, 30.0)
+    queue.ask("a", Grammar.regex("bad"))
+    queue.ask("b", Grammar.regex("broken"))
+    found = answers(queue, 2)
+    assert text_of(found["a"]) == "invalid: bad is no grammar"
+    assert text_of(found["b"]).startswith("failed: ") and "ZeroDivisionError" in caplog.text
+    assert queue.ask("c", Grammar.regex("bad")) == found["a"]
+    assert queue.ask("d", Grammar.regex("broken")) is None
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_so_is_the_next_request_with_it(gate: Gate) -> None:
+    clock = Clock()
+    queue = GrammarQueue(gate, 5.0, clock=clock)
+    queue.ask("a", Grammar.regex("slow"))
+    gate.wait_for("slow")
+    clock.now_s = 4.9
+    assert queue.poll() == []
+    clock.now_s = 5.1
+    ((request_id, answer),) = queue.poll()
+    assert request_id == "a" and text_of(answer).startswith("invalid: the grammar takes longer than 5 s")
+    assert queue.ask("b", Grammar.regex("slow")) == answer
+    gate.open.set()
+    assert isinstance(wait_until_known(queue, Grammar.regex("slow")), FakeMatcher), "it came late, but it came"
+
+
+def wait_until_known(queue: GrammarQueue, grammar: Grammar) -> Answer | None:
+    for number in range(1000):
+        queue.wait(0.02)
+        queue.poll()
+        answer = queue.ask(f"again {number}", grammar)
+        if isinstance(answer, FakeMatcher):
+            return answer
+    return None
+
+
+def test_slow_grammars_keep_no_thread_from_others_for_longer_than_the_timeout(gate: Gate) -> None:
+    clock = Clock()
+    queue = GrammarQueue(gate, 5.0, clock=clock)
+    for name in ("slow 1", "slow 2", "quick"):
+        queue.ask(name, Grammar.regex(name))
+    gate.wait_for("slow 1", "slow 2")
+    clock.now_s = 5.1
+    refused = dict(queue.poll())
+    assert refused["slow 1"] != refused["quick"]
+    assert text_of(refused["quick"]).startswith("waited: "), "it was never begun, and isn't known to be bad"
+    assert queue.ask("once more", Grammar.regex("quick")) is None
+    assert isinstance(answers(queue, 1)["once more"], FakeMatcher)
+
+
+def test_stuck_threads_are_bounded(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_queue, "MAX_STUCK", 2)
+    clock = Clock()
+    queue = GrammarQueue(gate, 5.0, clock=clock)
+    for name in ("slow 1", "slow 2"):
+        queue.ask(name, Grammar.regex(name))
+    gate.wait_for("slow 1", "slow 2")
+    clock.now_s = 6.0
+    assert len(queue.poll()) == 2
+    assert text_of(queue.ask("a", Grammar.regex("quick"))).startswith("overloaded: ")
+    gate.open.set()
+    assert isinstance(wait_until_known(queue, Grammar.regex("slow 2")), FakeMatcher)
+
+
+def test_an_abort_takes_back_what_no_other_request_wants(gate: Gate) -> None:
+    queue = GrammarQueue(gate, 30.0)
+    for name in ("slow 1", "slow 2", "alone", "shared"):
+        queue.ask(name, Grammar.regex(name))
+    queue.ask("other", Grammar.regex("shared"))
+    gate.wait_for("slow 1", "slow 2")
+    queue.forget("alone")
+    queue.forget("shared")
+    queue.forget("unknown")
+    gate.open.set()
+    assert set(answers(queue, 3)) == {"slow 1", "slow 2", "other"}
+    assert "alone" not in gate.begun and queue.num_waiting == 0
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_KNOWN", 2), ("MAX_KNOWN_CHARS", 2)])
+def test_the_grammars_that_were_asked_for_last_are_kept(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(grammar_queue, limit, value)
+    queue = GrammarQueue(gate, 30.0)
+    for name in "abac":
+        if queue.ask(name, Grammar.regex(name)) is None:
+            answers(queue, 1)
+    assert queue.ask("x", Grammar.regex("a")) is not None
+    assert queue.ask("y", Grammar.regex("b")) is None
+
+
+def test_preparation_happens_once_and_takes_no_requests_time(gate: Gate) -> None:
+    clock = Clock()
+    may_end, calls = threading.Event(), []
+
+    def prepare() -> None:
+        calls.append(clock.now_s)
+        assert may_end.wait(PATIENCE_S)
+
+    queue = GrammarQueue(gate, 5.0, prepare, clock)
+    for name in ("a", "b"):
+        queue.ask(name, Grammar.regex(name))
+    clock.now_s = 60.0
+    assert queue.poll() == []
+    may_end.set()
+    assert all(isinstance(answer, FakeMatcher) for answer in answers(queue, 2).values())
+    assert len(calls) == 1
+
+
+def test_a_preparation_that_fails_is_tried_again(gate: Gate) -> None:
+    failures: Iterator[Callable[[], None]] = iter([raise_memory_error, lambda: None])
+    queue = GrammarQueue(gate, 5.0, lambda: next(failures)())
+    queue.ask("a", Grammar.regex("x"))
+    answer = answers(queue, 1)["a"]
+    assert isinstance(answer, Refusal) and answer.kind is RefusalKind.FAILED
+    queue.ask("b", Grammar.regex("x"))
+    assert isinstance(answers(queue, 1)["b"], FakeMatcher)
+
+
+def raise_memory_error() -> None:
+    raise MemoryError
