@@ -9,7 +9,16 @@ from msgspec.structs import replace
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.offline import Encoded, Offline, Prompt, as_list, per_prompt
-from jaxsgl.pooling import POOLING_SAMPLING, Floats, Pooled, Pooling, PoolingSpec, check_dimensions, embedding_of
+from jaxsgl.pooling import (
+    POOLING_SAMPLING,
+    Floats,
+    Pooled,
+    Pooling,
+    PoolingSpec,
+    check_dimensions,
+    class_scores,
+    embedding_of,
+)
 from jaxsgl.request import Request
 from jaxsgl.text.ranking import ranking_of
 from jaxsgl.text.sample import Piece, join
@@ -79,6 +88,17 @@ class PoolingLLM(Offline):
         ranking = ranking_of(self.tokenizer, self._spec, pairs, instruction)
         prompts: list[Encoded] = [(ids, ()) for ids in ranking.prompts]
         return ranking.values([pooled for pooled, _ in self._pool(prompts, ranking.pooling, "", progress)])
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], *, cache_salt: str | Sequence[str] = "", progress: bool = True
+    ) -> list[list[float]]:
+        """The scores of a classification head's classes for each prompt, in the order of the model's labels."""
+        spec = self._spec
+        if not spec.labels:
+            raise InvalidRequest("the model has no classification head: ask for embeddings or scores")
+        encoded = [self._encode(prompt) for prompt in as_list(prompts)]
+        pooled = self._pool(encoded, Pooling(), cache_salt, progress)
+        return [class_scores(one.logits, spec.activation) for one, _ in pooled]
 
     def _embeddings(
         self,

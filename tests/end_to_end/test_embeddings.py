@@ -1,0 +1,219 @@
+"""Embeddings, ranks and classes of tiny checkpoints beside transformers and sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from tokenizers import processors
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
+
+import jaxsgl
+from jaxsgl.errors import CheckpointError, InvalidRequest
+from jaxsgl.llm import LLM
+from jaxsgl.models import ModelArch
+from jaxsgl.text.ranking import INSTRUCTION
+from tests.checkpoints import load_reference, make_checkpoint
+from tests.text.small_tokenizers import byte_level, save
+
+pytestmark = pytest.mark.device
+
+FLAGS: dict[str, Any] = {
+    "max_running_requests": 4, "decode_buckets": (4,), "extend_buckets": (64,), "chunked_prefill_size": 64,
+    "max_total_tokens": 2048, "context_length": 256, "check_every_step": True,
+}  # fmt: skip
+TEXTS = ["hello", "The quick brown fox jumps over the lazy dog.", "Hello world, how are you today? " * 9]
+EOD = "<|endoftext|>"
+MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 that generates, whose tokenizer appends a token to texts, as Qwen3-Embedding's does."""
+    folder = make_checkpoint("qwen3", tmp_path_factory.mktemp("decoder"), vocab_size=416)
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", EOD])
+    tokenizer.add_tokens(["yes", "no"])
+    eod = tokenizer.token_to_id(EOD)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {EOD}", pair=f"$A $B {EOD}", special_tokens=[(EOD, eod)]
+    )
+    save(tokenizer, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": EOD}))
+    return folder
+
+
+def sentence_folder(decoder: Path, folder: Path, pooling: dict[str, Any], modules: tuple[str, ...] = MODULES) -> Path:
+    """The decoder without its head, as sentence-transformers saves it."""
+    AutoModel.from_pretrained(decoder, dtype=torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(decoder / name, folder)
+    paths = ["" if name == "Transformer" else f"{i}_{name}" for i, name in enumerate(modules)]
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for i, (name, path) in enumerate(zip(modules, paths, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    for path in paths[1:]:
+        (folder / path).mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **pooling}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def last_token(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sentence_folder(decoder, tmp_path_factory.mktemp("last"), {"pooling_mode_lasttoken": True})
+
+
+@pytest.fixture(scope="module")
+def embedder(last_token: Path) -> Iterator[LLM]:
+    llm = LLM(str(last_token), matryoshka=True, **FLAGS)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def both(decoder: Path) -> Iterator[LLM]:
+    llm = LLM(str(decoder), enable_embeddings=True, **FLAGS | {"context_length": 512})
+    yield llm
+    llm.close()
+
+
+def hidden_states(folder: Path, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        model = load_reference(folder)
+        states: np.ndarray = model.model(torch.tensor([ids])).last_hidden_state[0].numpy()
+    return states
+
+
+def test_chunked_whole_and_cached_embeddings_are_transformers_hidden_states(embedder: LLM, decoder: Path) -> None:
+    rng = np.random.default_rng(0)
+    long = rng.integers(3, 400, 256).tolist()  # the whole context, in chunks
+    prompts = [rng.integers(3, 400, 7).tolist(), long, [*long[:150], 5]]
+    before = embedder.engine.recompiles
+    answers = [embedder.encode(prompts, progress=False) for _ in range(2)]
+    for prompt, *pair in zip(prompts, *answers, strict=True):
+        for answer in pair:
+            np.testing.assert_allclose(answer.embedding, hidden_states(decoder, prompt)[-1], rtol=0, atol=1e-3)
+            assert answer.prompt_tokens == len(prompt)
+    assert [answer.cached_tokens for answer in answers[1]] == [0, 240, 144], "whole pages, but for the last token"
+    assert embedder.engine.recompiles == before
+
+
+def test_sentence_transformers_gives_the_same_vectors(embedder: LLM, last_token: Path) -> None:
+    expected = SentenceTransformer(str(last_token), device="cpu").encode(TEXTS)
+    given = np.stack([answer.embedding for answer in embedder.embed(TEXTS, progress=False)])
+    np.testing.assert_allclose(given, expected, rtol=0, atol=1e-3)
+    cut = SentenceTransformer(str(last_token), device="cpu", truncate_dim=16).encode(TEXTS, normalize_embeddings=True)
+    shorter = np.stack([answer.embedding for answer in embedder.embed(TEXTS, dimensions=16, progress=False)])
+    np.testing.assert_allclose(shorter, cut, rtol=0, atol=1e-3)
+    np.testing.assert_allclose(np.linalg.norm(shorter, axis=1), 1.0, rtol=1e-6)
+
+
+def test_the_mean_of_hidden_states_is_sentence_transformers_too(decoder: Path, tmp_path: Path) -> None:
+    folder = sentence_folder(decoder, tmp_path, {"pooling_mode": "mean"}, MODULES[:2])
+    llm = LLM(str(folder), **FLAGS)
+    expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    answers = [llm.embed(TEXTS, progress=False) for _ in range(2)]  # the second time, all prefixes are cached
+    for given in answers:
+        np.testing.assert_allclose(np.stack([one.embedding for one in given]), expected, rtol=0, atol=1e-3)
+    assert abs(np.linalg.norm(answers[0][0].embedding) - 1.0) > 1e-3, "the folder has no Normalize"
+    with pytest.raises(InvalidRequest, match="can't be cut"):
+        llm.embed(TEXTS, dimensions=16)
+    llm.close()
+
+
+def test_texts_end_with_what_the_tokenizer_appends_once_and_ids_stay_as_they_are(embedder: LLM, decoder: Path) -> None:
+    ids = embedder.tokenizer.encode("hello")
+    assert ids[-1] == AutoTokenizer.from_pretrained(decoder).convert_tokens_to_ids(EOD) not in ids[:-1]
+    text, whole, bare = embedder.encode(["hello", ids, ids[:-1]], progress=False)
+    assert [answer.prompt_tokens for answer in (text, whole, bare)] == [len(ids), len(ids), len(ids) - 1]
+    np.testing.assert_allclose(text.embedding, whole.embedding, rtol=0, atol=1e-5)
+    assert np.abs(text.embedding - bare.embedding).max() > 0.1
+
+
+def test_an_embedding_model_neither_generates_nor_scores_tokens(embedder: LLM) -> None:
+    assert len(embedder.engine.programs) == 3, "one that pools, and those that write rows and pages"
+    with pytest.raises(InvalidRequest, match="generates no tokens"):
+        embedder.generate("hello")
+    same, other = embedder.score("hello", ["hello", "The quick brown fox"], progress=False)
+    assert same == pytest.approx(1.0) and other < 0.999
+
+
+def test_documents_are_ranked_by_transformers_logits_of_yes_and_no(both: LLM, decoder: Path) -> None:
+    """The prompt is that of Qwen3-Reranker's model card; "yes" comes first in the softmax, "no" last."""
+    query, documents = "What jumps?", [*TEXTS[:2], "你好，世界。", "def f(x):", "no", "yes"]
+    tokenizer, model = AutoTokenizer.from_pretrained(decoder), load_reference(decoder)
+    prefix = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    suffix = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    yes, no = (tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    expected = []
+    for document in documents:
+        body = f"<Instruct>: {INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+        ids = [i for text in (prefix, body, suffix) for i in tokenizer.encode(text, add_special_tokens=False)]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        expected.append(float(torch.softmax(logits[[no, yes]], 0)[1]))
+    scores = both.score(query, documents, progress=False)
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-3)
+    assert np.argsort(scores).tolist() == np.argsort(expected).tolist() and np.ptp(expected) > 0.01
+    told = both.score(query, documents[:1], instruction="Find animals", progress=False)
+    assert told[0] != pytest.approx(scores[0], abs=1e-4)
+
+
+def test_one_engine_generates_and_embeds(both: LLM, decoder: Path) -> None:
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompt = both.tokenizer.encode(TEXTS[2])[:100]
+    first = both.generate(prompt, params, progress=False)[0]
+    (answer,) = both.encode([prompt], progress=False)
+    assert answer.cached_tokens == 96, "the prefix that generation has computed"
+    np.testing.assert_allclose(answer.embedding, hidden_states(decoder, prompt)[-1], rtol=0, atol=1e-3)
+    assert both.generate(prompt, params, progress=False)[0].token_ids == first.token_ids
+    assert both.engine.recompiles == 0
+
+
+def test_a_classification_head_scores_its_labels(decoder: Path, tmp_path: Path) -> None:
+    config = Qwen3Config.from_pretrained(decoder, id2label={"0": "bad", "1": "so so", "2": "good"}, pad_token_id=0)
+    torch.manual_seed(1)
+    reference = AutoModelForSequenceClassification.from_pretrained(decoder, config=config, dtype=torch.float32).eval()
+    reference.save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(decoder / name, tmp_path)
+    llm = LLM(str(tmp_path), **FLAGS)
+    ids = [llm.tokenizer.encode(text) for text in TEXTS]
+    with torch.no_grad():
+        expected = [torch.softmax(reference(torch.tensor([one])).logits[0], 0).numpy() for one in ids]
+    np.testing.assert_allclose(llm.classify(TEXTS, progress=False), np.stack(expected), rtol=0, atol=1e-3)
+    assert llm.engine.info.limits.pooling is not None
+    assert llm.engine.info.limits.pooling.labels == ("bad", "so so", "good"), "in the order of the head's rows"
+    with pytest.raises(InvalidRequest, match="3 classes, which don't rank"):
+        llm.score("a", "b")
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modules", "words"),
+    [
+        ({"pooling_mode_cls_token": True}, MODULES, "pooling cls is not supported for a causal decoder"),
+        ({"pooling_mode": ["mean", "max"]}, MODULES, "pooling mean and max is not supported"),
+        ({"pooling_mode": "mean", "include_prompt": False}, MODULES, "include_prompt is false"),
+        ({"pooling_mode": "mean"}, (*MODULES, "Dense"), "a module Dense, which is not supported"),
+    ],
+)
+def test_pooling_that_a_decoder_cannot_do_is_refused_by_name(
+    decoder: Path, tmp_path: Path, pooling: dict[str, Any], modules: tuple[str, ...], words: str
+) -> None:
+    folder = sentence_folder(decoder, tmp_path, pooling, modules)
+    with pytest.raises(CheckpointError, match=words):
+        ModelArch.from_folder(folder)
