@@ -347,7 +347,7 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         model_path=launch.config.model,
         architecture="FakeForCausalLM",
         dtype="float32",
-        limits=LIMITS,
+        limits=msgspec.structs.replace(LIMITS, generates=not launch.config.is_embedding),
         eos_token_ids=(EOS_ID,),
         page_size=16,
         max_running_requests=8,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import exp, hypot
 from typing import Any
@@ -178,3 +178,16 @@ def test_a_client_that_leaves_aborts_its_inputs(server: ServerProcess, http: htt
         wait_for(lambda: num_running() == 1, "running input")
         left.result()
     wait_for(lambda: num_running() == 0, "abort")
+
+
+def test_a_server_for_embeddings_says_so_and_generates_nothing(start_server: Callable[..., ServerProcess]) -> None:
+    server = start_server("--is-embedding")
+    server.wait_until_ready()
+    with connect(server) as http:
+        assert http.get("/health_generate").status_code == 200, "a prompt is pooled in place of a token"
+        assert http.get("/get_model_info").json()["is_generation"] is False
+        assert vectors(post(http, PATH, input=[50, 60])) == [expected([50, 60])]
+        assert "generates no tokens" in refusal(http, "/v1/completions", prompt=[50])["message"]
+        shares = {"query": [50], "items": [[60]], "label_token_ids": [8, 16]}
+        assert "--enable-embeddings" in refusal(http, "/v1/score", **shares)["message"]
+        assert post(http, "/v1/score", **shares, apply_softmax=True)["scores"]
