@@ -134,7 +134,8 @@ def test_the_mean_of_hidden_states_is_sentence_transformers_too(decoder: Path, t
 def test_texts_end_with_what_the_tokenizer_appends_once_and_ids_stay_as_they_are(embedder: LLM, decoder: Path) -> None:
     ids = embedder.tokenizer.encode("hello")
     assert ids[-1] == AutoTokenizer.from_pretrained(decoder).convert_tokens_to_ids(EOD) not in ids[:-1]
-    text, whole, bare = embedder.encode(["hello", ids, ids[:-1]], progress=False)
+    prompts: list[str | list[int]] = ["hello", ids, ids[:-1]]
+    text, whole, bare = embedder.encode(prompts, progress=False)
     assert [answer.prompt_tokens for answer in (text, whole, bare)] == [len(ids), len(ids), len(ids) - 1]
     np.testing.assert_allclose(text.embedding, whole.embedding, rtol=0, atol=1e-5)
     assert np.abs(text.embedding - bare.embedding).max() > 0.1
