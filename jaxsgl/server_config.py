@@ -53,6 +53,10 @@ class ServerConfig:
         "how the model marks its reasoning; auto: as its chat template shows; none: it stays text (docs/tools.md)",
         choices=REASONING_PARSERS,
     )
+    free_tool_calls: bool = flag(
+        False,
+        "hold calls to a grammar only where tool_choice demands them or a tool is strict; others may be malformed",
+    )
     api_key: str | None = flag(
         None,
         f"what clients must send as `Authorization: Bearer KEY`; better set in {API_KEY_VARIABLE}, which `ps` hides",

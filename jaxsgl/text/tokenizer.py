@@ -181,6 +181,22 @@ class Tokenizer:
         wanted = {text.encode() for text in texts}
         return frozenset(token_id for token_id in self.special_ids if self._names.get(token_id) in wanted)
 
+    def unit_of(self, text: str) -> int | None:
+        """Returns the id of an added token that grammars know by its id alone: special ones, and those in <..>."""
+        if self._tokenizer is None:
+            return None
+        token_id: int | None = self._tokenizer.get_added_vocab().get(text)
+        is_unit = token_id in self.special_ids or (text.startswith("<") and text.endswith(">"))
+        return token_id if is_unit else None
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether the engine can hold answers to grammars: it reads tokenizer.json."""
+        if self._tokenizer is None or not self._tokenizer.is_fast:
+            return False
+        folder = Path(str(self._tokenizer.name_or_path))
+        return not folder.is_dir() or (folder / "tokenizer.json").exists()
+
     def text_with_names(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids` with the names of special tokens; the beginning of a part may be cut."""
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")

@@ -8,6 +8,7 @@ from server_process import ServerProcess
 from sglang_calls import sglang_stub
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 from tls_files import make_certificate
+from tokenizers import AddedToken
 
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
@@ -28,6 +29,25 @@ def tokenizer(model_folder: str) -> Tokenizer:
 def server(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server for all tests that leave it alive."""
     server = ServerProcess(tmp_path_factory.mktemp("server"), model_folder)
+    server.wait_until_ready()
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="session")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose model answers each chat with its last message; the prompt may open the reasoning.
+
+    The context of the fake engine holds 200 tokens, so the markers of calls are tokens of their own.
+    """
+    tokenizer = byte_level()
+    head = '{"name": "weather", "arguments": '
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>", head)])
+    tokenizer.add_special_tokens([AddedToken("</think>", special=True)])
+    template = "{{ messages[-1].content }}<|end|>{% if enable_thinking %}<think>{% endif %}"
+    folder = save(tokenizer, tmp_path_factory.mktemp("scripted_model"), template)
+    flags = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3", "--free-tool-calls")
+    server = ServerProcess(tmp_path_factory.mktemp("scripted_server"), folder, *flags)
     server.wait_until_ready()
     yield server
     server.end()

@@ -1,7 +1,4 @@
-"""Tools and reasoning over HTTP. The fake engine echoes what the template makes of the last message: a model's answer.
-
-Its context holds 200 tokens, so the markers of calls are tokens of their own.
-"""
+"""Tools and reasoning over HTTP. The fake engine answers with the last message, which so is what a model writes."""
 
 from __future__ import annotations
 
@@ -13,9 +10,6 @@ import httpx
 import pytest
 from http_calls import chunks, connect, post, refusal, say
 from server_process import ServerProcess
-from tokenizers import AddedToken
-
-from tests.text.small_tokenizers import byte_level, save
 
 PATH = "/v1/chat/completions"
 WEATHER = {
@@ -31,19 +25,10 @@ CALL = f'<tool_call>\n{HEAD}{{"city": "Köln"}}}}\n</tool_call>'
 CALL_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    tokenizer = byte_level()
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>", HEAD)])
-    tokenizer.add_special_tokens([AddedToken("</think>", special=True)])
-    template = "{{ messages[-1].content }}<|end|>{% if enable_thinking %}<think>{% endif %}"
-    folder = save(tokenizer, tmp_path_factory.mktemp("model"), template)
-    server = ServerProcess(tmp_path_factory.mktemp("server"), folder, "--tool-call-parser", "qwen25",
-                           "--reasoning-parser", "qwen3")  # fmt: skip
-    server.wait_until_ready()
-    with connect(server) as http:
+@pytest.fixture
+def http(scripted: ServerProcess) -> Iterator[httpx.Client]:
+    with connect(scripted) as http:
         yield http
-    server.end()
 
 
 def answer(http: httpx.Client, text: str, **fields: Any) -> tuple[dict[str, Any], str]:

@@ -6,8 +6,6 @@ chat.py feeds it pieces of text.
 
 from __future__ import annotations
 
-import uuid
-
 from msgspec import UNSET
 
 from jaxsgl.frontend.http.openai.replies import CalledFunction, Delta, DeltaCall, Message, MessageCall
@@ -39,7 +37,7 @@ class MessageWriter:
                 case "content":
                     content += part.text
                 case "call":
-                    calls.append(MessageCall(self._new_id(), "function", CalledFunction("", part.text)))
+                    calls.append(MessageCall(self._form.new_call_id(), "function", CalledFunction("", part.text)))
                 case "arguments":
                     calls[-1].function.arguments += part.text
         legacy = self._form.use.legacy
@@ -62,7 +60,9 @@ class MessageWriter:
                 case "content":
                     delta.content = (delta.content or "") + part.text
                 case "call":
-                    calls.append(DeltaCall(part.number, CalledFunction("", part.text), self._new_id(), "function"))
+                    calls.append(
+                        DeltaCall(part.number, CalledFunction("", part.text), self._form.new_call_id(), "function")
+                    )
                 case "arguments":
                     if not calls or calls[-1].index != part.number:
                         calls.append(DeltaCall(part.number, CalledFunction("")))
@@ -90,12 +90,6 @@ class MessageWriter:
             others.insert(0, Part("reasoning", "".join(self._held_reasoning)))
             self._held_reasoning.clear()
         return others
-
-    def _new_id(self) -> str:
-        """Returns the id of a new call. Mistral's templates take ids of nine characters alone."""
-        made = uuid.uuid4().hex
-        calls = self._form.model.dialect.calls
-        return made[:9] if calls is not None and "[TOOL_CALLS]" in calls.opens else f"call_{made[:24]}"
 
 
 def finish_reason(reason: str, writer: MessageWriter, legacy: bool) -> str:

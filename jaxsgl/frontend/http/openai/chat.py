@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
 from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -39,7 +40,7 @@ from jaxsgl.frontend.http.openai.schemas import (
     ToolCall,
     sampling_of,
 )
-from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, template_variables, tool_use
+from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, constrained, template_variables, tool_use
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.preprocess.sources import Source
 from jaxsgl.request import Request
@@ -54,21 +55,35 @@ async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest,
 
     Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`.
     """
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = new_head("chatcmpl", kind, adapter or front_end.config.model_name)
+    request, form = await prepare_chat(front_end, body, head.id, adapter)
+    if body.stream:
+        usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], request.sampling.n)
+        return EventStream(_stream(front_end, request, head, usage, form))
+    return json_response(await until_gone(http, _whole(front_end, request, head, form)))
+
+
+async def prepare_chat(
+    front_end: FrontEnd, body: ChatRequest, request_id: str, adapter: str = ""
+) -> tuple[Request, AnswerForm]:
+    """Returns the request for the assistant's next turn, of the model with `adapter`, and how to read its answer.
+
+    Raises `InvalidRequest`, and as `Generator.prepare`.
+    """
     generator = front_end.generator
     sampling = _sampling(body)
     use = tool_use(body)
-    if use.required:
-        raise InvalidRequest("tool_choice can be auto or none: forcing a call needs a grammar, which isn't built yet")
     prompt = chat_prompt(body, generator.model.tokenizer, use.told)
-    kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    head = new_head("chatcmpl", kind, adapter or front_end.config.model_name)
     (room,) = rooms_of(body, 1)
-    request = await generator.prepare(prompt, sampling, head.id, body.priority or 0, salt_of(body), room, adapter)
+    request = await generator.prepare(prompt, sampling, request_id, body.priority or 0, salt_of(body), room, adapter)
     form = answer_form(body, generator.model, use, request.prompt_ids)
-    if body.stream:
-        usage = UsageCounter(body.stream_options, [len(request.prompt_ids)], sampling.n)
-        return EventStream(_stream(front_end, request, head, usage, form))
-    return json_response(await until_gone(http, _whole(front_end, request, head, form)))
+    config = front_end.config
+    free_calls = config.free_tool_calls or config.engine.grammar_backend == "none"
+    form, grammar = constrained(form, sampling.grammar, free_calls)
+    if grammar != sampling.grammar:
+        request = replace(request, sampling=replace(request.sampling, grammar=grammar))
+    return request, form
 
 
 def chat_prompt(

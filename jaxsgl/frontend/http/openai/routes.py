@@ -18,6 +18,7 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.openai.chat import answer_chat, chat_prompt
 from jaxsgl.frontend.http.openai.completions import answer_completions
+from jaxsgl.frontend.http.openai.conversation import ResponsesRequest
 from jaxsgl.frontend.http.openai.embeddings import EmbeddingRequest, answer_embeddings
 from jaxsgl.frontend.http.openai.ranking import (
     ClassifyRequest,
@@ -28,6 +29,7 @@ from jaxsgl.frontend.http.openai.ranking import (
     answer_score,
 )
 from jaxsgl.frontend.http.openai.replies import encode, json_response, name_of
+from jaxsgl.frontend.http.openai.responses import answer_responses
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from jaxsgl.request import check_token_ids
 from jaxsgl.text.prompts import Prompt, TextPrompt
@@ -46,6 +48,11 @@ def router(front_end: FrontEnd) -> APIRouter:
     async def completions(body: CompletionRequest, http: HttpRequest) -> Response:
         """Continues each prompt n times; choices are numbered prompt by prompt. Whole or streamed."""
         return await answer_completions(front_end, body, http, adapter_of(front_end, body.model, body.lora_path))
+
+    @router.post("/v1/responses")
+    async def responses(body: ResponsesRequest, http: HttpRequest) -> Response:
+        """The assistant's next turn as OpenAI's Responses API has it; nothing is kept for later."""
+        return await answer_responses(front_end, body, http, adapter_of(front_end, body.model, body.lora_path))
 
     _add_pooling(router, front_end)
     _add_models(router, front_end)

@@ -6,15 +6,25 @@ responses.py make their messages of it. Never knows how a model writes calls: th
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, Tool
+from jaxsgl.grammar import Grammar
 from jaxsgl.text.answer import MAX_CALLS, Parser
-from jaxsgl.text.calls import FORMS
+from jaxsgl.text.call_grammar import (
+    WITHOUT_PLACE,
+    Calls,
+    behind_reasoning,
+    call_grammar,
+    content_grammar,
+    harmony_grammar,
+)
+from jaxsgl.text.calls import FORMS, CallForm
 
 Mode = Literal["auto", "none", "required"]
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -148,17 +158,69 @@ class AnswerForm:
         wanted = dialect.is_harmony or dialect.reasoning is not None or bool(self.use.callable)
         return self.model.tokenizer.special_ids_of(dialect.markers) if wanted else frozenset()
 
+    @property
+    def call_form(self) -> CallForm | None:
+        """The form of calls; None: no calls are looked for, or they are Harmony's."""
+        dialect, use = self.model.dialect, self.use
+        if not use.callable:
+            return None
+        return FORMS["json"] if use.required and not dialect.has_calls else dialect.calls
+
+    def new_call_id(self) -> str:
+        """Returns the id of a new call. Mistral's templates take ids of nine characters alone."""
+        made = uuid.uuid4().hex
+        calls = self.model.dialect.calls
+        return made[:9] if calls is not None and "[TOOL_CALLS]" in calls.opens else f"call_{made[:24]}"
+
     def parser(self) -> Parser:
         """Returns the parser of one sample."""
-        dialect, use = self.model.dialect, self.use
-        return dialect.parser(
+        use = self.use
+        return self.model.dialect.parser(
             use.callable,
             reasoning_is_open=self.reasoning_is_open,
             constrained=self.constrained,
             max_calls=use.max_calls,
             separate=self.separate,
-            other_form=FORMS["json"] if use.required and not dialect.has_calls else None,
+            other_form=self.call_form,
         )
+
+
+def constrained(form: AnswerForm, asked: Grammar | None, free_calls: bool) -> tuple[AnswerForm, Grammar | None]:
+    """Returns `form`, and the grammar of its answers: `asked`, with calls beside it and reasoning before it.
+
+    `free_calls`: calls that need not be made, of tools that aren't strict, aren't held to a grammar. Raises
+    `InvalidRequest`.
+    """
+    use, dialect, token_of = form.use, form.model.dialect, form.model.tokenizer.unit_of
+    if use.required and asked is not None:
+        raise InvalidRequest("tool_choice demands a call, but another grammar is asked for: send one of them")
+    call_form = form.call_form
+    calls = Calls(use.callable, use.strict, use.required, use.max_calls)
+    if dialect.is_harmony:
+        if asked is not None or use.required or use.strict:
+            return replace(form, constrained=True), Grammar.lark(harmony_grammar(calls, token_of, asked))
+        return form, None
+    must = use.required or bool(use.strict)
+    if call_form is None or (call_form.bare and asked is not None):
+        return form, None if asked is None else _behind_reasoning(form, asked)
+    if not must and (asked is None or call_form.bare) and (free_calls or call_form.bare or not _has_grammars(form)):
+        return form, None
+    lark = call_grammar(call_form, calls, token_of, asked)
+    text = behind_reasoning(lark, dialect.reasoning, form.reasoning_is_open)
+    return replace(form, constrained=True), Grammar.lark(text)
+
+
+def _has_grammars(form: AnswerForm) -> bool:
+    return form.model.tokenizer.has_grammars
+
+
+def _behind_reasoning(form: AnswerForm, asked: Grammar) -> Grammar:
+    """Returns the grammar of an answer that is `asked` behind its reasoning, if the model reasons."""
+    reasoning = form.model.dialect.reasoning
+    if reasoning is None or (asked.kind in WITHOUT_PLACE and not form.reasoning_is_open):
+        return asked
+    lark = content_grammar(asked, form.model.tokenizer.unit_of)
+    return Grammar.lark(behind_reasoning(lark, reasoning, form.reasoning_is_open))
 
 
 def answer_form(body: ChatRequest, model: ServedModel, use: ToolUse, prompt_ids: list[int]) -> AnswerForm:

@@ -1,0 +1,176 @@
+"""Body of /v1/responses, and the chat that it stands for.
+
+The Responses API sends a conversation as items (messages, calls, their outputs, reasoning), tools without an inner
+object, and formats under `text`. `chat_of` makes a `ChatRequest` of them, so that prompts, tools and grammars are those
+of chat. responses.py calls it. Nothing is stored, so what refers to earlier answers is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.http.bodies import MAX_INT, Body, one_error
+from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Sampled, ToolChoice
+
+Items = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Input = Annotated[str | Items, one_error(f"must be a text, or a list of 1 to {MAX_MESSAGES} items")]
+
+
+class TextFormat(Body):
+    """The form of the answer's text: `text`, `json_object`, or `json_schema` with a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    """What the answer's text must be."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Body):
+    """How much the model reasons; a summary is never made."""
+
+    effort: str | None = None
+
+
+class StreamOptions(Body):
+    """Nothing of it matters here."""
+
+
+class FlatTool(Body):
+    """A function that may be called."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesRequest(Sampled):
+    """Body of /v1/responses."""
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream_options: StreamOptions | None = None  # type: ignore[assignment]
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: Annotated[bool, Field(description="nothing is stored")] | None = None
+    metadata: dict[str, Any] | None = None
+    previous_response_id: Annotated[str, Field(description="not supported: send the conversation")] | None = None
+    conversation: Annotated[Any, Field(description="not supported: send the conversation")] = None
+    background: Annotated[bool, Field(description="only false is supported")] | None = None
+
+
+_SAME_IN_CHAT = frozenset(Sampled.model_fields) - {"stream", "stream_options", "n", "max_tokens"}
+
+
+def chat_of(body: ResponsesRequest) -> ChatRequest:
+    """Returns the chat that `body` stands for. Raises `InvalidRequest`."""
+    if body.previous_response_id or body.conversation:
+        raise InvalidRequest("no answer is stored here: send the whole conversation in input")
+    if body.background:
+        raise InvalidRequest("background is true, but answers aren't stored here: leave it out, or stream")
+    given = body.model_dump(by_alias=True, exclude_unset=True)
+    chat = {name: given[name] for name in _SAME_IN_CHAT & given.keys()}
+    chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in ChatRequest.model_fields}
+    chat["messages"] = _messages(body)
+    chat["tools"] = [_tool(tool) for tool in body.tools] if body.tools else None
+    chat |= {"tool_choice": body.tool_choice, "parallel_tool_calls": body.parallel_tool_calls}
+    chat |= {"max_completion_tokens": body.max_output_tokens, "chat_template_kwargs": body.chat_template_kwargs}
+    chat["reasoning_effort"] = body.reasoning.effort if body.reasoning is not None else None
+    if body.text is not None and body.text.format is not None:
+        form = body.text.format
+        schema = {"name": form.name, "schema": form.schema_, "strict": form.strict}
+        chat["response_format"] = {"type": form.type} | ({"json_schema": schema} if form.type == "json_schema" else {})
+    try:
+        return ChatRequest.model_validate(chat)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidRequest(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _tool(tool: FlatTool) -> dict[str, Any]:
+    if tool.type != "function":
+        raise InvalidRequest(f"a tool is of type {tool.type:.50}, but only functions can be called: leave it out")
+    names = ("name", "description", "parameters", "strict")
+    return {
+        "type": "function",
+        "function": {name: value for name in names if (value := getattr(tool, name)) is not None},
+    }
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Returns the messages of chat. What the assistant said, thought and called in a row is one message."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for number, item in enumerate(body.input):
+        kind = item.get("type", "message")
+        if kind == "message" and item.get("role") != "assistant":
+            messages.append({"role": item.get("role"), "content": _content(number, item.get("content"))})
+        elif kind == "function_call_output":
+            output = _content(number, item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind in ("message", "function_call", "reasoning"):
+            _add_to_turn(_assistant_turn(messages, kind), number, kind, item)
+        else:
+            raise InvalidRequest(f"input[{number}] is of type {kind!r:.50}, which isn't understood: leave it out")
+    return messages
+
+
+def _assistant_turn(messages: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Returns the assistant's message that an item belongs to, a new one if needed."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or (kind == "reasoning" and last.keys() - {"role", "reasoning_content"}):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _add_to_turn(turn: dict[str, Any], number: int, kind: str, item: dict[str, Any]) -> None:
+    if kind == "message":
+        content = _content(number, item.get("content"))
+        turn["content"] = content if "content" not in turn else f"{turn['content']}\n{content}"
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+        turn["reasoning_content"] = "\n".join(text for text in texts if isinstance(text, str))
+    else:
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+
+
+def _content(number: int, content: Any) -> Any:
+    """Returns a message's content in chat's form: a text, or parts of which one at least is no text."""
+    if not isinstance(content, list):
+        return content
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        match kind:
+            case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
+                parts.append({"type": "text", "text": part.get("text")})
+            case "refusal":
+                parts.append({"type": "text", "text": part.get("refusal")})
+            case "input_image" if isinstance(part.get("image_url"), str):
+                url = {"url": part["image_url"]} | ({"detail": part["detail"]} if part.get("detail") else {})
+                parts.append({"type": "image_url", "image_url": url})
+            case _:
+                raise InvalidRequest(f"input[{number}] holds a part of type {kind!r:.50}, which isn't understood")
+    if all(part["type"] == "text" and isinstance(part["text"], str) for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts

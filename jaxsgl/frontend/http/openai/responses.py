@@ -1,0 +1,221 @@
+"""Answers /v1/responses: the assistant's next turn as a list of items, whole or as OpenAI's events.
+
+An `Output` owns the items of one answer: each piece of text opens, extends and closes them, and tells it in events. A
+whole answer is what a stream ends with. conversation.py makes a chat of the body; chat.py prepares it. routes.py calls
+`answer_responses`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxsgl.frontend.generation import FrontEnd
+from jaxsgl.frontend.http.calls import start_all, until_gone
+from jaxsgl.frontend.http.openai.chat import prepare_chat
+from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of
+from jaxsgl.frontend.http.openai.replies import encode, json_response
+from jaxsgl.frontend.http.openai.tools import AnswerForm
+from jaxsgl.frontend.http.sse import EventStream
+from jaxsgl.request import FinishReason, Request
+from jaxsgl.text.call_region import Part
+from jaxsgl.text.sample import End, Piece
+
+_STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "failed"}
+
+
+async def answer_responses(
+    front_end: FrontEnd, body: ResponsesRequest, http: HttpRequest, adapter: str = ""
+) -> Response:
+    """Returns the whole answer or its stream, of the model with `adapter`.
+
+    Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`.
+    """
+    answer = _described(body, adapter or front_end.config.model_name)
+    request, form = await prepare_chat(front_end, chat_of(body), answer["id"], adapter)
+    output = Output(answer, form)
+    events = _events(front_end, request, form, output)
+    if body.stream:
+        return EventStream(events)
+
+    async def whole() -> bytes:
+        async for _ in events:
+            pass
+        return encode(output.answer)
+
+    return json_response(await until_gone(http, whole()))
+
+
+async def _events(
+    front_end: FrontEnd, request: Request, form: AnswerForm, output: Output
+) -> AsyncGenerator[bytes, None]:
+    async with start_all(front_end.generator, [request], visible=form.visible) as generations:
+        async for piece in generations[0]:
+            events = output.take(piece)
+            if events:
+                yield b"".join(events)
+
+
+def _described(body: ResponsesRequest, model: str) -> dict[str, Any]:
+    """Returns an answer without output, with what OpenAI repeats of the request."""
+    form = body.text.format if body.text is not None else None
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [
+            {"strict": None, "parameters": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()
+        ],
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+class Output:
+    """The items of one answer.
+
+    Attributes:
+      answer: the answer so far, as it is written.
+    """
+
+    def __init__(self, answer: dict[str, Any], form: AnswerForm) -> None:
+        self.answer = answer
+        self._form = form
+        self._parser = form.parser()
+        self._items: list[dict[str, Any]] = answer["output"]
+        self._open: Part | None = None  # that began the item being written
+        self._number = 0  # of the next event
+        self._reasoning_tokens = 0
+
+    def take(self, piece: Piece) -> list[bytes]:
+        """Returns the events that a piece of the sample makes."""
+        events: list[bytes] = []
+        if self._number == 0:
+            events += [self._event(f"response.{name}", response=self.answer) for name in ("created", "in_progress")]
+        parts = self._parser.feed(piece.text)
+        if piece.end is not None:
+            parts += self._parser.finish()
+        num_chars = sum(len(part.text) for part in parts)
+        if num_chars:  # a piece that holds more than reasoning is shared out by its text
+            of_reasoning = sum(len(part.text) for part in parts if part.kind == "reasoning")
+            self._reasoning_tokens += round(len(piece.token_ids) * of_reasoning / num_chars)
+        for part in parts:
+            events += self._take(part)
+        if piece.end is not None:
+            events += self._close("completed" if piece.end.reason is FinishReason.STOP else "incomplete")
+            events.append(self._end(piece.end))
+        return events
+
+    def _take(self, part: Part) -> list[bytes]:
+        events: list[bytes] = []
+        begins = self._open is None or (part.kind, part.number) != (self._open.kind, self._open.number)
+        if part.kind == "arguments":
+            begins = False
+        if begins:
+            events += self._close("completed")
+            events += self._begin(part)
+        item, place = self._items[-1], {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        match part.kind:
+            case "reasoning" | "content":
+                item["content"][0]["text"] += part.text
+                place["content_index"] = 0
+                logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "content" else {}
+                events.append(self._event(f"{_EVENTS[part.kind]}.delta", **place, delta=part.text, **logprobs))
+            case "arguments":
+                item["arguments"] += part.text
+                events.append(self._event("response.function_call_arguments.delta", **place, delta=part.text))
+        return events
+
+    def _begin(self, part: Part) -> list[bytes]:
+        """Opens an item."""
+        self._open = part
+        made, index = uuid.uuid4().hex, len(self._items)
+        item: dict[str, Any]
+        if part.kind == "call":
+            item = {"id": f"fc_{made}", "type": "function_call", "status": "in_progress", "name": part.text}
+            item |= {"call_id": self._form.new_call_id(), "arguments": ""}
+        elif part.kind == "reasoning":
+            item = {"id": f"rs_{made}", "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+        else:
+            item = {"id": f"msg_{made}", "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        self._items.append(item)
+        events = [self._event("response.output_item.added", output_index=index, item=item)]
+        if part.kind != "call":
+            content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            if part.kind == "content":
+                content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item["content"].append(content)
+            place = {"item_id": item["id"], "output_index": index, "content_index": 0}
+            events.append(self._event("response.content_part.added", **place, part=content))
+        return events
+
+    def _close(self, status: str) -> list[bytes]:
+        """Ends the open item, if there is one."""
+        if self._open is None:
+            return []
+        kind, self._open = self._open.kind, None
+        item, index = self._items[-1], len(self._items) - 1
+        item["status"] = status
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        if kind == "call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            events = [self._event("response.function_call_arguments.done", **place, **done)]
+        else:
+            place["content_index"] = 0
+            content = item["content"][0]
+            logprobs: dict[str, Any] = {"logprobs": []} if kind == "content" else {}
+            events = [
+                self._event(f"{_EVENTS[kind]}.done", **place, text=content["text"], **logprobs),
+                self._event("response.content_part.done", **place, part=content),
+            ]
+        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+
+    def _end(self, end: End) -> bytes:
+        answer = self.answer
+        answer["status"] = _STATUSES[end.reason]
+        if end.reason is FinishReason.LENGTH:
+            answer["incomplete_details"] = {"reason": "max_output_tokens"}
+        if end.reason is FinishReason.ABORT:
+            answer["error"] = {"code": "server_error", "message": "the request was aborted"}
+        answer["usage"] = {
+            "input_tokens": end.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": end.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": end.prompt_tokens + end.completion_tokens,
+        }
+        return self._event(f"response.{answer['status']}", response=answer)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return (
+            f"event: {kind}\n".encode()
+            + b"data: "
+            + encode({"type": kind, **fields, "sequence_number": number})
+            + b"\n\n"
+        )
+
+
+_EVENTS = {"content": "response.output_text", "reasoning": "response.reasoning_text"}

@@ -1,0 +1,322 @@
+"""Grammars of answers with tool calls: free text until a call begins, and then what the model's form and schemas allow.
+
+Writes llguidance's form of Lark. A marker that is a token of its own is written by its id, since a token is no text
+there. Reasoning stays free: a grammar begins behind it. Owns the text of grammars alone; the engine compiles them.
+tools.py of the HTTP endpoints calls it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.grammar import Grammar
+from jaxsgl.text.answer import ReasoningForm
+from jaxsgl.text.calls import CallForm, Tools
+
+TokenOf: TypeAlias = Callable[[str], int | None]  # the id of a marker that is a token of its own
+_JSON_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_SPACE_BEHIND = r"/[ \n]{0,4}/"  # the reasoning
+WITHOUT_PLACE = frozenset({"ebnf", "lark", "structural_tag"})  # kinds of grammars that can't be a part of another
+_META = frozenset(r"\.+*?()|[]{}^$#&-~/")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Which calls an answer may have.
+
+    Attributes:
+      tools: those that may be called, with the schemas of their parameters.
+      strict: names of those whose arguments hold to their schema; what llguidance can't express there is an error.
+      required: the answer is calls and nothing else, and arguments hold to the schemas as far as they can be expressed.
+      max_calls: in one answer.
+    """
+
+    tools: Tools
+    strict: frozenset[str] = frozenset()
+    required: bool = False
+    max_calls: int = 128
+
+
+def call_grammar(form: CallForm, calls: Calls, token_of: TokenOf, content: Grammar | None = None) -> Lark:
+    """Returns the grammar of an answer. With a `content`, an answer without calls must be that."""
+    return _Writer(form, calls, token_of, content).answer()
+
+
+def harmony_grammar(calls: Calls, token_of: TokenOf, content: Grammar | None = None) -> str:
+    """Returns the text of the grammar of an answer in Harmony: reasoning, a preamble, and a call or a final message."""
+    lark = Lark(token_of)
+    channel, message = lark.mark("<|channel|>"), lark.mark("<|message|>")
+    again = f'{lark.until("<|end|>")} {lark.mark("<|start|>")} "assistant"'
+    endings = [
+        f'{literal(f"commentary to=functions.{name} ")} {lark.mark("<|constrain|>")} "json" {message} '
+        f"{lark.json(_schema(calls, name), lenient=name not in calls.strict)}"
+        for name in calls.tools
+    ]
+    if not calls.required:
+        endings.append(f'"final" {message} {lark.free("TEXT") if content is None else lark.of(content)}')
+    begun = f'({channel} "analysis" {message} {again})? ({channel} "commentary" {message} {again})?'
+    return lark.text(f"{begun} {channel} {lark.rule(' | '.join(endings))}")
+
+
+def content_grammar(content: Grammar, token_of: TokenOf) -> Lark:
+    """Returns the grammar of an answer that is `content` alone. Raises `InvalidRequest`, as `Lark.of`."""
+    lark = Lark(token_of)
+    lark.start = lark.of(content)
+    return lark
+
+
+def behind_reasoning(lark: Lark, reasoning: ReasoningForm | None, is_open: bool) -> str:
+    """Returns the text of a grammar that begins behind the reasoning, if there is any.
+
+    `is_open`: the prompt has opened it; else the model may.
+    """
+    if reasoning is None:
+        return lark.text(lark.start)
+    thought = lark.until(reasoning.close, "THOUGHT")
+    if is_open or reasoning.opens_itself:
+        return lark.text(f"{thought} {_SPACE_BEHIND} {lark.start}")
+    return lark.text(f"({lark.mark(reasoning.open)} {thought} {_SPACE_BEHIND})? {lark.start}")
+
+
+class Lark:
+    """A grammar that is being written. `start` is its expression."""
+
+    def __init__(self, token_of: TokenOf) -> None:
+        self.start = ""
+        self._rules: list[str] = []
+        self._terminals: dict[str, str] = {}
+        self._token_of = token_of
+
+    def text(self, start: str) -> str:
+        """Returns the grammar's text, which begins with `start`."""
+        terminals = [f"{name}: {regex}" for name, regex in self._terminals.items()]
+        return "\n".join(["%llguidance {}", f"start: {start}", *terminals, *self._rules])
+
+    def rule(self, expression: str, lazy: bool = False) -> str:
+        """Adds a rule and returns its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{'[lazy]' if lazy else ''}: {expression}")
+        return name
+
+    def mark(self, text: str) -> str:
+        """Returns the expression of a marker: a token's id, or a text; nothing for no marker."""
+        token_id = self._token_of(text)
+        return f"<[{token_id}]>" if token_id is not None else literal(text)
+
+    def free(self, name: str, *excluded: str) -> str:
+        """Adds the terminal `name`: any text without the texts `excluded`."""
+        without = "".join(rf" & ~/(.|\n)*{_regex(text)}(.|\n)*/" for text in excluded)
+        return self.terminal(name, rf"/(.|\n)*/{without}")
+
+    def terminal(self, name: str, regex: str) -> str:
+        """Adds a terminal and returns its name."""
+        self._terminals[name] = regex
+        return name
+
+    def until(self, marker: str, name: str = "UNTIL") -> str:
+        """Returns the expression of any text up to and with `marker`."""
+        if self._token_of(marker) is not None:
+            return f"{self.free(name, marker)} {self.mark(marker)}"
+        return self.rule(f"{self.free(name)} {literal(marker)}", lazy=True)
+
+    def json(self, schema: Mapping[str, Any] | bool, lenient: bool = False) -> str:
+        """Returns the expression of JSON by a schema, with no more space than models write."""
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        guidance = {**_JSON_SPACES, **({"lenient": True} if lenient else {})}
+        return "%json " + json.dumps({**schema, "x-guidance": guidance})
+
+    def of(self, grammar: Grammar) -> str:
+        """Returns the expression of a grammar. Raises `InvalidRequest` for those of `WITHOUT_PLACE`."""
+        match grammar.kind:
+            case "json_object":
+                return self.json(_ANY_OBJECT)
+            case "json_schema":
+                return f"%json {json.dumps(_parsed(grammar.text))}"
+            case "choice":
+                return self.rule(" | ".join(literal(text) or '""' for text in _parsed(grammar.text)))
+            case "regex":
+                self._terminals["PATTERN"] = "/" + re.sub(r"(\\.)|(/)", _escaped_slash, grammar.text) + "/"
+                return "PATTERN"
+        raise InvalidRequest(
+            f"a {grammar.kind} can't begin behind reasoning or stand beside tools: turn the reasoning off "
+            "(enable_thinking: false) and send no tools, or use a JSON schema"
+        )
+
+
+def _escaped_slash(match: re.Match[str]) -> str:
+    return match[1] or r"\/"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the grammar is not JSON: {str(error)[:200]}") from None
+
+
+def literal(text: str) -> str:
+    """Returns `text` as a string of Lark; nothing if it is empty."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _regex(text: str) -> str:
+    return "".join("\\" + char if char in _META else "\\n" if char == "\n" else char for char in text)
+
+
+def _schema(calls: Calls, name: str) -> Mapping[str, Any]:
+    """Returns the schema that the arguments of a tool must hold to."""
+    if not calls.required and name not in calls.strict:
+        return _ANY_OBJECT
+    schema = calls.tools[name]
+    known = {"type", "$ref", "anyOf", "allOf", "oneOf"} & schema.keys()
+    return schema if known else {"type": "object", **schema}
+
+
+class _Writer:
+    """Writes the calls of one form."""
+
+    def __init__(self, form: CallForm, calls: Calls, token_of: TokenOf, content: Grammar | None) -> None:
+        self._content = content
+        self._form = form
+        self._calls = calls
+        self._lark = Lark(token_of)
+        opening = next((text for text in form.opens if token_of(text) is not None), (*form.opens, "")[0])
+        self._opening = "" if form.bare else opening  # a bracket opens the calls then
+
+    def answer(self) -> Lark:
+        lark, form, calls = self._lark, self._form, self._calls
+        more = max(calls.max_calls - 1, 0)
+        body = self._body()
+        close = self._close()
+        if calls.required or self._content is not None:
+            opened = f"{lark.mark(self._opening)} {body} {close}"
+            separator = '"\\n"' if form.close else ""
+            several = f"{opened} ({separator} {opened}){{0,{more}}}" if form.one_by_one and more else opened
+            others = "" if self._content is None else f" | {lark.of(self._content)}"
+            lark.start = lark.rule(several + others)
+        elif self._opening:
+            mark = "?" if not more or not form.one_by_one else "*"
+            excluded = (self._opening,) if self._is_token(self._opening) else ()
+            lark.start = f"({lark.until(self._opening, 'TEXT')} {body} {close}){mark} {lark.free('TEXT', *excluded)}"
+        else:
+            plain = lark.terminal("PLAIN", rf"/[ \n]*([^ \n{_regex(form.bare)}](.|\n)*)?/")
+            lark.start = lark.rule(f"{body} {close} | {plain}")
+        return lark
+
+    def _is_token(self, text: str) -> bool:
+        return self._lark.mark(text).startswith("<[")
+
+    def _close(self) -> str:
+        return f"{literal(self._form.space)} {self._lark.mark(self._form.close)}" if self._form.close else ""
+
+    def _body(self) -> str:
+        """Returns the expression of what stands between the opening and the closing text."""
+        form, lark = self._form, self._lark
+        write = {
+            "json": self._json_call,
+            "named_json": self._named_call,
+            "tagged": self._tagged_call,
+            "keyed": self._keyed_call,
+            "python": self._python_call,
+        }[form.kind]
+        one = lark.rule(" | ".join(write(name) for name in self._calls.tools))
+        if form.one_by_one:
+            return f"{literal(form.space)} {one}" if form.kind == "json" else one
+        more = max(self._calls.max_calls - 1, 0)
+        several = f"{one} ({literal(form.separator or ', ')} {one}){{0,{more}}}" if more else one
+        if form.kind == "json" and form.bare == "{":
+            return several if form.separator else one
+        if form.kind == "python" and form.close:
+            return f'"\\n" {several} "\\n"'
+        return f'/ ?\\[/ {several} "]"'
+
+    def _json_call(self, name: str) -> str:
+        head = f'{{"name": {json.dumps(name)}, "{self._form.arguments_key}": '
+        return f'{literal(head)} {self._arguments(name)} "}}"'
+
+    def _named_call(self, name: str) -> str:
+        return f"{literal(name)} {self._lark.mark(self._form.between)} {self._arguments(name)}"
+
+    def _arguments(self, name: str) -> str:
+        return self._lark.json(_schema(self._calls, name), lenient=name not in self._calls.strict)
+
+    def _tagged_call(self, name: str) -> str:
+        def parameter(key: str, value: str) -> str:
+            return f"{literal(f'<parameter={key}>' + chr(10))} {value}"
+
+        parts = self._in_order(name, parameter, "\n</parameter>\n")
+        return f"{literal(f'{chr(10)}<function={name}>{chr(10)}')} {parts} {literal('</function>')}"
+
+    def _keyed_call(self, name: str) -> str:
+        lark = self._lark
+        ends = [lark.mark("<arg_key>"), lark.mark("</arg_key>"), lark.mark("<arg_value>"), lark.mark("</arg_value>")]
+
+        def parameter(key: str, value: str) -> str:
+            return f'{ends[0]} {literal(key)} {ends[1]} "\\n" {ends[2]} {value}'
+
+        return f'{literal(name)} "\\n" {self._in_order(name, parameter, "</arg_value>", chr(10))}'
+
+    def _in_order(self, name: str, write: Callable[[str, str], str], end: str, behind: str = "") -> str:
+        """Returns the parameters in the schema's order; those that aren't required may be left out.
+
+        A tool without strict arguments, which need not be called, takes them in any order.
+        """
+        lark, schema = self._lark, self._calls.tools[name]
+        properties, required = _properties(schema)
+        parts: list[str] = []
+        for key, value in properties.items():
+            if _is_text(value):
+                expression = lark.until(end, "VALUE")
+            else:
+                definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+                lenient = name not in self._calls.strict
+                value = {**value, **definitions} if isinstance(value, dict) else value
+                expression = f"{lark.json(value, lenient)} {lark.mark(end)}"
+            parts.append(f"{write(key, expression)} {literal(behind)}")
+        if not parts:
+            return ""
+        if not self._calls.required and name not in self._calls.strict:
+            return f"({' | '.join(parts)})*"
+        return " ".join(part if key in required else f"({part})?" for key, part in zip(properties, parts, strict=True))
+
+    def _python_call(self, name: str) -> str:
+        lark, schema = self._lark, self._calls.tools[name]
+        properties, required = _properties(schema)
+        lenient = name not in self._calls.strict
+        arguments = []
+        for key, value in properties.items():
+            definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+            value = {**value, **definitions} if isinstance(value, dict) else value
+            arguments.append(f"{literal(f'{key}=')} {lark.json(value, lenient)}")
+        listed = _listed(lark, arguments, [key in required for key in properties])
+        return f"{literal(f'{name}(')} {listed} {literal(')')}"
+
+
+def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Iterable[str]]:
+    properties, required = schema.get("properties"), schema.get("required")
+    return (
+        properties if isinstance(properties, dict) else {},
+        frozenset(key for key in required if isinstance(key, str)) if isinstance(required, list) else frozenset(),
+    )
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether values are texts of any kind."""
+    return isinstance(schema, dict) and schema.get("type") == "string" and not schema.keys() & {"enum", "const"}
+
+
+def _listed(lark: Lark, items: Sequence[str], required: Sequence[bool]) -> str:
+    """Returns the expression of items between commas, of which those that aren't required may be left out."""
+    tail, head = "", '""'
+    for item, needed in zip(reversed(items), reversed(required), strict=True):
+        new_head = lark.rule(f"{item} {tail}" if needed else f"{item} {tail} | {head}")
+        tail = lark.rule(f'", " {item} {tail}' if needed else f'(", " {item})? {tail}')
+        head = new_head
+    return head

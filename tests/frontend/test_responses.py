@@ -1,0 +1,142 @@
+"""/v1/responses: OpenAI's own client against a server whose model answers with the last message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_calls import connect, post, refusal
+from openai.types.responses import FunctionToolParam
+from server_process import ServerProcess
+
+from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of
+
+PATH = "/v1/responses"
+WEATHER: FunctionToolParam = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+ALL = f"<think>Hm</think>I look.{CALL}"
+
+
+@pytest.fixture
+def http(scripted: ServerProcess) -> Iterator[httpx.Client]:
+    with connect(scripted) as http:
+        yield http
+
+
+@pytest.fixture
+def client(scripted: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://{scripted.http_address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_text_is_answered_with_a_message(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="default", input="Hello you", instructions="Be brief", store=False)
+    assert (answer.output_text, answer.status, answer.object) == ("Hello you", "completed", "response")
+    (message,) = answer.output
+    assert message.type == "message" and message.status == "completed"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+
+
+def test_reasoning_text_and_calls_are_items_in_their_order(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="default", input=ALL, tools=[WEATHER])
+    reasoning, message, call = answer.output
+    assert reasoning.type == "reasoning" and reasoning.content is not None
+    assert [part.text for part in reasoning.content] == ["Hm"]
+    assert message.type == "message" and answer.output_text == "I look."
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Köln"})
+    assert answer.usage is not None and answer.usage.output_tokens_details.reasoning_tokens > 0
+    assert answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
+
+
+def test_a_stream_tells_the_same_in_events(client: openai.OpenAI) -> None:
+    whole = client.responses.create(model="default", input=ALL, tools=[WEATHER])
+    events = list(client.responses.create(model="default", input=ALL, tools=[WEATHER], stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert (kinds.count("response.output_item.added"), kinds.count("response.output_item.done")) == (3, 3)
+    for delta, name in (
+        ("response.reasoning_text.delta", "Hm"),
+        ("response.output_text.delta", "I look."),
+        ("response.function_call_arguments.delta", '{"city": "Köln"}'),
+    ):
+        assert "".join(getattr(event, "delta", "") for event in events if event.type == delta) == name
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert [without_ids(item) for item in last.response.output] == [without_ids(item) for item in whole.output]
+    with client.responses.stream(model="default", input=ALL, tools=[WEATHER]) as stream:
+        assert stream.get_final_response().output_text == "I look."
+
+
+def without_ids(item: Any) -> dict[str, Any]:
+    return {name: value for name, value in item.to_dict().items() if name not in ("id", "call_id")}
+
+
+def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
+    answer = client.responses.create(model="default", input="Hello you, how are you?", max_output_tokens=2)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None and answer.incomplete_details.reason == "max_output_tokens"
+    assert answer.output[0].type == "message" and answer.output[0].status == "incomplete"
+
+
+def test_a_conversation_is_a_chat() -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "you"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+    ]
+    form = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}}
+    body = {"input": items, "instructions": "Be brief", "tools": [WEATHER], "text": form, "max_output_tokens": 5}
+    chat = chat_of(ResponsesRequest.model_validate(body | {"reasoning": {"effort": "low"}, "temperature": 0.5}))
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    assert [message.model_dump(exclude_unset=True) for message in chat.messages] == [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": "Hi\nyou"},
+        {"role": "assistant", "reasoning_content": "Hm", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    assert chat.tools is not None and chat.tools[0].function.name == "weather"
+    assert chat.response_format is not None and chat.response_format.type == "json_schema"
+    assert (chat.max_completion_tokens, chat.reasoning_effort, chat.temperature) == (5, "low", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "no answer is stored here"),
+        ({"background": True}, "background is true"),
+        ({"input": []}, "must be a text, or a list"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is of type 'item_reference'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0] holds a part of type"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+        ({"tools": [{"type": "web_search"}]}, "a tool is of type web_search"),
+        ({"temperature": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_what_needs_storage_or_is_unknown_is_refused(http: httpx.Client, fields: dict[str, Any], words: str) -> None:
+    assert words in refusal(http, PATH, **({"input": "Hi"} | fields))["message"]
+
+
+def test_unknown_fields_do_no_harm(http: httpx.Client) -> None:
+    body: dict[str, Any] = {
+        "input": "Hi",
+        "messages": [],
+        "include": [],
+        "truncation": "auto",
+        "prompt_cache_key": "a",
+        "user": None,
+    }
+    assert post(http, PATH, **body)["output"][0]["content"][0]["text"] == "Hi"

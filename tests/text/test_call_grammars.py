@@ -1,0 +1,191 @@
+"""Grammars of answers with calls allow what the parsers read, and nothing malformed. llguidance is asked for both."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import llguidance.hf
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.grammar import Grammar
+from jaxsgl.text.answer import ReasoningForm
+from jaxsgl.text.call_grammar import Calls, behind_reasoning, call_grammar, content_grammar, harmony_grammar
+from jaxsgl.text.calls import FORMS
+from jaxsgl.text.dialects import THINK, Dialect
+from jaxsgl.text.harmony import MARKERS
+from jaxsgl.text.tokenizer import Tokenizer
+from tests.grids import daily
+from tests.text.small_tokenizers import byte_level
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city"],
+}
+TOOLS: dict[str, Any] = {"weather": WEATHER, "now": {"type": "object", "properties": {}}}
+TEXTS = {
+    "hermes": [
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "x", "days": 3}}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    ],
+    "llama3": ['{"name": "weather", "parameters": {"city": "x"}}; {"name": "now", "parameters": {}}'],
+    "mistral": ['[TOOL_CALLS] [{"name": "weather", "arguments": {"city":"x"}}, {"name": "now", "arguments": {}}]'],
+    "mistral_v11": ['[TOOL_CALLS]weather[ARGS]{"city": "x"}[TOOL_CALLS]now[ARGS]{}'],
+    "qwen3_coder": [
+        "<tool_call>\n<function=weather>\n<parameter=city>\nx\ny\n</parameter>\n<parameter=unit>\n"
+        '"C"\n</parameter>\n</function>\n</tool_call>',
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ],
+    "glm45": [
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>x y</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>"
+    ],
+    "granite": ['<|tool_call|>[{"name": "now", "arguments": {}}]'],
+    "phi4_mini": ['<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'],
+    "pythonic": ['[weather(city="x", unit="C"), now()]'],
+    "olmo3": ['<function_calls>\nweather(city="x", days=2)\nnow()\n</function_calls>'],
+    "json": ['{"name": "weather", "arguments": {"city": "x"}}'],
+}
+PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", *MARKERS)
+
+
+class Grammars:
+    """A tokenizer, and what llguidance makes of grammars for it."""
+
+    def __init__(self, with_markers: bool) -> None:
+        backend = byte_level()
+        if with_markers:
+            backend.add_tokens([AddedToken(text, special=False) for text in PLAIN])
+            backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+        wrapped = PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token="<|return|>" if with_markers else "<|end|>"
+        )
+        self.backend, self.tokenizer = backend, Tokenizer(wrapped)
+        self._llguidance: LLTokenizer = llguidance.hf.from_tokenizer(wrapped)
+
+    def allows(self, lark: str, text: str) -> bool:
+        """Whether an answer may be `text`."""
+        matcher = LLMatcher(self._llguidance, LLMatcher.grammar_from_lark(lark))
+        assert not matcher.is_error(), f"{matcher.get_error()}\n{lark}"
+        ids = self.backend.encode(text).ids
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@cache
+def grammars(with_markers: bool) -> Grammars:
+    return Grammars(with_markers)
+
+
+def lark_of(
+    of: Grammars, name: str, reasoning: ReasoningForm | None = None, is_open: bool = False, **calls: Any
+) -> str:
+    lark = call_grammar(FORMS[name], Calls(TOOLS, **calls), of.tokenizer.unit_of)
+    return behind_reasoning(lark, reasoning, is_open)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_calls_that_must_be_made_hold_to_their_form_and_schema(name: str, with_markers: bool) -> None:
+    of = grammars(with_markers)
+    lark = lark_of(of, name, required=True)
+    for text in TEXTS[name]:
+        assert of.allows(lark, text)
+        assert not of.allows(lark, f"Well. {text}"), "nothing stands before it"
+        assert not of.allows(lark, text[:-2]), "it ends where it is complete"
+        assert not of.allows(lark, text.replace("weather", "w").replace("now", "n")), "only tools are called"
+        if "days" in text or "city" in text:
+            assert not of.allows(lark, text.replace("city", "town").replace("days", "hours"))
+        parser = Dialect(calls=FORMS[name]).parser(TOOLS, constrained=True)
+        parts = parser.feed(text) + parser.finish()
+        assert {part.kind for part in parts} == {"call", "arguments"}
+
+
+@pytest.mark.parametrize("name", daily([name for name in TEXTS if FORMS[name].opens and not FORMS[name].bare], every=2))
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_calls_that_may_be_made_stand_in_free_text(name: str, with_markers: bool) -> None:
+    of = grammars(with_markers)
+    lark = lark_of(of, name)
+    for text in TEXTS[name]:
+        assert of.allows(lark, "Hello. [1] {a}")
+        assert of.allows(lark, f"Well.\n{text}")
+        assert not of.allows(lark, f"Well.\n{text[:-3]}")
+        assert not of.allows(lark, text.replace("weather", "w").replace("now", "n"))
+
+
+def test_arguments_of_calls_that_may_be_made_hold_to_their_schema_if_the_tool_is_strict() -> None:
+    of = grammars(True)
+    free = '<tool_call>\n{"name": "weather", "arguments": {"town": 1}}\n</tool_call>'
+    assert of.allows(lark_of(of, "hermes"), free)
+    assert not of.allows(lark_of(of, "hermes", strict=frozenset({"weather"})), free)
+
+
+def test_there_is_one_call_if_calls_may_not_be_parallel() -> None:
+    of = grammars(True)
+    for name in ("hermes", "mistral", "mistral_v11", "llama3", "pythonic", "olmo3"):
+        assert not of.allows(lark_of(of, name, required=True, max_calls=1), TEXTS[name][-1]), name
+
+
+def test_a_marker_that_is_a_token_cannot_be_spelled_out() -> None:
+    of = grammars(True)
+    matcher_text = lark_of(of, "hermes")
+    ids = of.backend.encode("<tool").ids + of.backend.encode("_call").ids + of.backend.encode(">").ids
+    matcher = LLMatcher(of._llguidance, LLMatcher.grammar_from_lark(matcher_text))
+    assert matcher.try_consume_tokens(ids) == len(ids) - 1
+
+
+@pytest.mark.parametrize("with_markers", [False, True])
+def test_a_grammar_begins_behind_the_reasoning(with_markers: bool) -> None:
+    of = grammars(with_markers)
+    (call, _) = TEXTS["hermes"]
+    is_open = lark_of(of, "hermes", THINK, is_open=True, required=True)
+    assert of.allows(is_open, f'Hm, {{"a": <b>.</think>\n\n{call}')
+    assert not of.allows(is_open, "Hm.</think>\n\nHello")
+    may_open = lark_of(of, "hermes", THINK, required=True)
+    assert of.allows(may_open, f"<think>Hm.</think>{call}")
+    assert of.allows(may_open, call)
+    schema = Grammar.json_schema({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
+    for grammar, good in (
+        (schema, '{"x": 1}'),
+        (Grammar.json_object(), "{}"),
+        (Grammar.choice(["a/b", 'c"']), 'c"'),
+        (Grammar.regex("[a-c]+/\\d"), "ab/1"),
+    ):
+        lark = behind_reasoning(content_grammar(grammar, of.tokenizer.unit_of), THINK, True)
+        assert of.allows(lark, f"Hm.</think>\n{good}"), grammar
+        assert not of.allows(lark, f"Hm.</think>\nno{good}"), grammar
+    with pytest.raises(InvalidRequest, match="a lark can't begin behind reasoning"):
+        content_grammar(Grammar.lark("start: /a/"), of.tokenizer.unit_of)
+
+
+def test_an_answer_is_json_by_a_schema_or_calls() -> None:
+    of = grammars(True)
+    content = Grammar.json_schema({"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
+    lark = behind_reasoning(call_grammar(FORMS["hermes"], Calls(TOOLS), of.tokenizer.unit_of, content), None, False)
+    assert of.allows(lark, '{"x": 1}')
+    assert of.allows(lark, TEXTS["hermes"][0])
+    assert not of.allows(lark, "Hello")
+
+
+def test_harmony_ends_with_a_call_or_a_final_message() -> None:
+    of = grammars(True)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps({'city': 'x'})}"
+    final = "<|channel|>final<|message|>Hello"
+    must = harmony_grammar(Calls(TOOLS, required=True), of.tokenizer.unit_of)
+    may = harmony_grammar(Calls(TOOLS), of.tokenizer.unit_of)
+    assert of.allows(must, thought + call)
+    assert of.allows(may, thought + call)
+    assert not of.allows(must, thought + final)
+    assert of.allows(may, thought + final)
+    assert not of.allows(must, call.replace("city", "town"))
+    by_schema = harmony_grammar(Calls({}), of.tokenizer.unit_of, Grammar.json_object())
+    assert of.allows(by_schema, f"{thought}<|channel|>final<|message|>{{}}")
+    assert not of.allows(by_schema, thought + final)
