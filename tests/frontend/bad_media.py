@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
-from vision_front_end import data_url, image_part, video_part
+from vision_front_end import image_part, video_part
 
-from tests.preprocess.pictures import animation, file_of, picture
+from tests.preprocess.pictures import animation, data_url, file_of, picture
 
 NOT_ALLOWED = "which the server does not fetch from"
 NOT_PUBLIC = "not a public one"

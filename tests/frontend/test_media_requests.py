@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
-from vision_front_end import VisionFrontEnd, data_url, image_part, serving, video_part, vision_folder
+from vision_front_end import VisionFrontEnd, image_part, serving, video_part, vision_folder
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.media import hash_ids, patches_of, sglang_pad_id
 from jaxsgl.media_config import MediaConfig
 from jaxsgl.request import Request
-from tests.preprocess.pictures import animation, file_of, picture
+from tests.preprocess.pictures import animation, data_url, file_of, picture
 
 CAT, DOG = picture(40, 24), picture(16, 16, seed=1)
 CAT_TOKENS, DOG_TOKENS = 15, 4  # of 8 x 8 pixels

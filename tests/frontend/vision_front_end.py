@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,6 @@ from typing import Any
 
 import grpc
 import httpx
-from PIL import Image
 from played_link import PlayedLink, front_end_of
 from tokenizers import AddedToken
 
@@ -31,7 +29,6 @@ from jaxsgl.media_settings import load_settings
 from jaxsgl.messages import EngineInfo, Replies, Reply, ToMailbox
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
-from tests.preprocess.pictures import file_of
 from tests.text.small_tokenizers import byte_level, save
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -168,9 +165,3 @@ def image_part(url: str) -> dict[str, Any]:
 def video_part(url: str, **fields: Any) -> dict[str, Any]:
     """A part of a chat message."""
     return {"type": "video_url", "video_url": {"url": url, **fields}}
-
-
-def data_url(file: bytes | Image.Image, media_type: str = "image/png") -> str:
-    """A data: URL."""
-    content = file if isinstance(file, bytes) else file_of(file)
-    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from typing import Any
 
@@ -38,3 +39,9 @@ def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 def animation(frames: list[Image.Image], duration_ms: int = 250, kind: str = "GIF") -> bytes:
     """Frames as an animated file."""
     return file_of(frames[0], kind, save_all=True, append_images=frames[1:], duration=duration_ms)
+
+
+def data_url(file: bytes | Image.Image, media_type: str = "image/png") -> str:
+    """A data: URL."""
+    content = file if isinstance(file, bytes) else file_of(file)
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"

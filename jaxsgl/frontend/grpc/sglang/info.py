@@ -54,6 +54,7 @@ def model_info(model: ServedModel, config: ServerConfig, weight_version: str) ->
         max_context_length=limits.context_length,
         max_req_input_len=_max_prompt_len(info),
         vocab_size=limits.vocab_size,
+        supports_vision=limits.media is not None,
         model_type=of_model.get("model_type") or "",
         architectures=of_model.get("architectures") or [info.architecture],
         eos_token_ids=info.eos_token_ids,
