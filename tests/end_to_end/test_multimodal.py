@@ -22,11 +22,11 @@ from tests.preprocess.pictures import animation, data_url, picture
 pytestmark = pytest.mark.foreign
 
 MODEL = "demo"
-SIZES = {
+SIZES: dict[str, Any] = {
     "page_size": 4, "max_total_tokens": 2048, "context_length": 512, "max_running_requests": 2, "decode_buckets": (2,),
     "extend_buckets": (128,), "chunked_prefill_size": 128, "dtype": "float32",
 }  # fmt: skip
-VISION = {"mm_pool_tokens": 256, "mm_max_patches": 256}
+VISION: dict[str, Any] = {"mm_pool_tokens": 256, "mm_max_patches": 256}
 ROUND, ODD = picture(96, 64), picture(123, 77, seed=1)  # the second one must be resized
 
 
