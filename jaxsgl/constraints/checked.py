@@ -1,4 +1,4 @@
-"""Parts of grammars whose compilation no limit of llguidance bounds: they are checked before, or refused.
+"""Parts of grammars that llguidance takes minutes for, whatever its limits, or gets wrong: they are refused before.
 
 Called by translation.py and structural_tags.py.
 """
@@ -6,7 +6,7 @@ Called by translation.py and structural_tags.py.
 from __future__ import annotations
 
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, TypeGuard
 
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -23,7 +23,7 @@ def check_schema(schema: Any, depth: int = 0) -> None:
         raise InvalidRequest(f"the json_schema is nested more than {MAX_DEPTH} deep: flatten it")
     if isinstance(schema, dict):
         step = schema.get("multipleOf")
-        if isinstance(step, int | float) and not isinstance(step, bool) and _coefficient(step) > MAX_MULTIPLE_OF:
+        if _is_number(step) and _coefficient(step) > MAX_MULTIPLE_OF:
             raise InvalidRequest(
                 f"multipleOf is {step}, but must have at most {MAX_MULTIPLE_OF} as its digits: leave it out"
             )
@@ -31,10 +31,33 @@ def check_schema(schema: Any, depth: int = 0) -> None:
         steps = [part for part in parts if "multipleOf" in part] if isinstance(parts, list) else []
         if len(steps) + (step is not None) > 1:
             raise InvalidRequest("allOf holds several multipleOf: write their least common multiple in one")
+        _check_narrow(schema)
         schema = list(schema.values())
     if isinstance(schema, list):
         for part in schema:
             check_schema(part, depth + 1)
+
+
+def _check_narrow(schema: dict[str, Any]) -> None:
+    """llguidance 1.9 lets "2" pass as above 2 and up to 2.5, where a bound that is excluded is a whole number."""
+    if schema.get("type") == "integer":
+        return
+    for excluded, others in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum")),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+    ):
+        bound = schema.get(excluded)
+        for other in others:
+            far = schema.get(other)
+            if not (_is_number(bound) and _is_number(far) and bound == int(bound) and abs(far - bound) < 1):
+                continue
+            raise InvalidRequest(
+                f"{excluded} {bound} can't be held exactly with {other} {far}, less than 1 away: leave one of them out"
+            )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _coefficient(number: float) -> int:

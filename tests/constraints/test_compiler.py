@@ -148,6 +148,8 @@ def test_a_grammar_allows_its_texts_and_no_others(
         (Grammar.json_schema('{"items":' * 300 + "{}" + "}" * 300), "nested more than"),
         (Grammar.json_schema('{"type": "integer", "multipleOf": 1234567}'), "multipleOf is 1234567"),
         (Grammar.json_schema('{"allOf": [{"multipleOf": 9967}, {"multipleOf": 9973}]}'), "least common multiple"),
+        (Grammar.json_schema('{"exclusiveMinimum": 2, "maximum": 2.5}'), "less than 1 away"),
+        (Grammar.json_schema('{"type": "number", "minimum": -3.5, "exclusiveMaximum": -3}'), "less than 1 away"),
         (Grammar("choice", "[1]"), "list of texts"),
         (Grammar.structural_tag("[]"), "must be an object"),
         (Grammar.structural_tag("{}"), "neither structures nor a format"),
