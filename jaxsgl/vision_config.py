@@ -13,8 +13,7 @@ class VisionConfig:
 
     language_only: bool = flag(
         False,
-        "leave the vision tower of a model out: requests with images are refused, except those whose prompts a prefill "
-        "server computes",
+        "leave the vision tower of a model out, and refuse requests with images",
     )
     mm_enable_dp_encoder: bool = flag(
         False, "the devices of --tp share the images of a step, each encodes whole ones; else each encodes all"

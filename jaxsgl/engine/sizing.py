@@ -129,7 +129,7 @@ def plan_capacity(
         adapter_columns=adapters.num_columns,
         media=_media_limits(arch, tower),
         tower=tower,
-        has_axes=arch.has_axes,
+        has_axes=arch.has_axes and tower is not None,
     )
 
 

@@ -64,6 +64,40 @@ MOE_SHAPES = {
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 6144, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 12_288, 1536),
 }
+
+
+def _qwen3_vl(text: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a Qwen3-VL whose decoder is `text`, with the tower that these models have."""
+    rope = {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}
+    decoder = text | {"rope_scaling": rope, "rope_theta": 5_000_000, "max_position_embeddings": 262_144}
+    for key in ("architectures", "tie_word_embeddings", "torch_dtype"):
+        del decoder[key]
+    return {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "model_type": "qwen3_vl_moe",
+        "text_config": decoder,
+        "vision_config": {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+            "out_hidden_size": text["hidden_size"],
+        },
+        "image_token_id": 151_655,
+        "video_token_id": 151_656,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+MOE_SHAPES |= {
+    name.replace("qwen3-", "qwen3-vl-"): _qwen3_vl(MOE_SHAPES[name]) for name in ("qwen3-30b-a3b", "qwen3-235b-a22b")
+}
 # As FP8 releases describe themselves; "NAME-fp8" is a shape with it.
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +19,14 @@ from jaxsgl.config import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.request import Request
 from jaxsgl.vision_config import VisionConfig
+from tests.end_to_end import vision_mesh
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
-from tests.grids import daily
+from tests.grids import NIGHTLY, daily
 from tests.vision_models import image, is_greedy, logits_of, make_model, request
 
 pytestmark = pytest.mark.device
 ATOL = 2e-3
+ROOT = Path(__file__).parents[2]
 
 
 def engine_of(folder: Path, page_size: int, **flags: Any) -> Engine:
@@ -33,7 +39,6 @@ def engine_of(folder: Path, page_size: int, **flags: Any) -> Engine:
         chunked_prefill_size=48,
         extend_buckets=(48,),
         decode_buckets=(8,),
-        compilation_cache_dir="",
         vision=VisionConfig(mm_max_patches=256, mm_pool_tokens=80),
     )
     return Engine(replace(config, **flags), progress=False)
@@ -156,3 +161,33 @@ def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
     mailbox = ScriptedMailbox([requests])
     run_loop(scheduler, engine, mailbox, True)
     return mailbox
+
+
+@pytest.mark.parametrize(("moe", "tp", "shares"), daily([(False, 2, True), (True, 4, True), (True, 2, False)], every=3))
+def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(
+    moe: bool, tp: int, shares: bool, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path, moe=moe)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.end_to_end.vision_mesh"],
+        input=json.dumps({"folder": str(tmp_path), "tp": tp, "shares": shares}),
+        capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["recompiles"] == 0
+    for asked, answer in zip(vision_mesh.requests(), found["answers"], strict=True):
+        assert len(answer) == 8 and is_greedy(model, asked, answer)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="an engine of its own; by night")
+def test_a_server_without_the_tower_refuses_images(tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    engine = engine_of(tmp_path, 16, vision=VisionConfig(language_only=True))
+    assert engine.arch.vision is None and engine.capacity.limits.media is None
+    text, images = request("text", [], 1), request("images", [(1, 2, 2)], 2)
+    mailbox = serve(engine, [[text, images]])
+    assert is_greedy(model, text, mailbox.output_ids("text"))
+    refusal = ends(mailbox)["images"].refusal
+    assert refusal is not None and "takes text alone" in refusal.text
+    engine.close()

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.disaggregation import TransferLoad
 from jaxsgl.fake_handle import FakeHandle
@@ -127,10 +129,7 @@ class LegWorker:
 
 def at(request: Request, number: int, address: tuple[str, int] = PREFILL) -> Request:
     """`request` with a room."""
-    return Request(
-        request.request_id, request.prompt_ids, request.sampling, request.priority, request.cache_salt,
-        Rendezvous(*address, number),
-    )  # fmt: skip
+    return msgspec.structs.replace(request, room=Rendezvous(*address, number))
 
 
 def run(network: Network, *workers: LegWorker, turns: int = 2000) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -25,6 +26,8 @@ from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing import FakeEngine, RetractEvery, ScriptedMailbox, generate
 from tests.checked import CheckedScheduler
 from tests.grids import count
+from tests.scheduler.legs import PREFILL, LegWorker, at, run
+from tests.scheduler.memory_wire import Network
 from tests.scheduler.serving import VOCAB
 
 PLACEHOLDER = 999
@@ -115,6 +118,23 @@ def test_later_weights_encode_images_again() -> None:
     run_loop(scheduler, FakeEngine(scheduler.state.capacity), mailbox, True)
     assert mailbox.output_ids("a") == expected(request)
     assert scheduler.state.totals.encoded_images == 2
+
+
+def test_prefill_and_decode_in_different_workers_yield_the_same_tokens() -> None:
+    """Decode computes less than a page of the prompt, which may be an image's, and again what is retracted."""
+    network, sizes = Network(), capacity(page_size=16)
+    prefill = LegWorker(network, PREFILL, sizes, radix_cache=True)
+    decode = LegWorker(network, None, sizes, radix_cache=True, retract_also=RetractEvery(7))
+    requests = [asked(str(i), [3, (i % 3, 9), i + 1, (5 + i, 11), 2 + i % 4], max_tokens=9) for i in range(8)]
+    for number, request in enumerate(requests):
+        leg = msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1))
+        prefill.receive(at(leg, number))
+        decode.receive(at(request, number))
+    run(network, prefill, decode)
+    assert [decode.outputs[request.request_id, 0] for request in requests] == [expected(one) for one in requests]
+    assert decode.scheduler.state.totals.cached_prompt_tokens > 0
+    prefill.check_empty()
+    decode.check_empty()
 
 
 @pytest.mark.parametrize("seed", range(count(12, 400)))

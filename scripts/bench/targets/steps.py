@@ -20,8 +20,9 @@ from bench.models import write_config
 from bench.targets.collectives import Wanted
 from bench.targets.programs import Program, bytes_on_one_device, on_one_device, placed, weights_on_one_device
 from bench.targets.targets import Target
-from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
+from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, with_images
 from jaxsgl.batch.inputs import Bucket
+from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config import EngineConfig
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import ProgramKey, ProgramSpec, keys_of
@@ -30,10 +31,13 @@ from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capac
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.layer_spec import MoeMlp
+from jaxsgl.vision_config import VisionConfig
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")  # of `bench.models`; a model more is a line more
-SHARED_MODELS = tuple(
-    f"{name}{weights}" for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b") for weights in ("", "-fp8")
+SHARED_MODELS = (
+    *(f"{name}{weights}" for name in ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b") for weights in ("", "-fp8")),
+    "qwen3-vl-30b-a3b",
+    "qwen3-vl-235b-a22b",
 )  # on several devices; those of experts have whole experts each (--ep)
 COMPILED_LAYERS = 4
 MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine's own default
@@ -75,6 +79,10 @@ class Served:
         for kind, size in (*(("decode", rows) for rows in DECODE_ROWS), ("extend", EXTEND_TOKENS)):
             for sampling in SAMPLINGS:
                 yield f"{kind} {size} {sampling}", keys_of(self.bucket(kind, size, sampling))
+        if self.buckets.encode:
+            yield f"images {EXTEND_TOKENS}", keys_of(with_images(self.bucket("extend", EXTEND_TOKENS, "greedy")))
+            for bucket in self.buckets.encode[:: len(self.buckets.encode) - 1]:
+                yield f"encode {bucket.num_patches}", [ProgramKey("encode", bucket)]
 
     def facts(self) -> dict[str, int]:
         """What a prediction needs to know of a device's part of the model."""
@@ -122,7 +130,7 @@ def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: 
         model=str(home), chunked_prefill_size=EXTEND_TOKENS, kv_cache_dtype=kv_cache_dtype, tp=mesh.size
     )
     if mesh.size > 1 and ModelArch.from_folder(home).mixture is not None:
-        config = dataclasses.replace(config, ep=True)
+        config = dataclasses.replace(config, ep=True, vision=VisionConfig(mm_enable_dp_encoder=True))
     arch = read_arch(config, home)
     platform = target.engine_platform
     dtype, _, kv_dtype = resolve_precision(
@@ -152,8 +160,9 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     page = dataclasses.replace(model.page, num_layers=COMPILED_LAYERS)
     graphdef, _ = abstract_model(arch, model.dtype)
     leaves = placed_params(arch, model.dtype, mesh)
-    state = abstract_state(page, model.capacity, mesh)
-    spec = ProgramSpec(graphdef, leaves, state, backend, mesh)
+    images = None if arch.vision is None else (arch.vision.row_len, model.dtype)
+    state = abstract_state(page, model.capacity, mesh, images)
+    spec = ProgramSpec(graphdef, leaves, state, backend, mesh, tower=model.capacity.tower)
     facts = model.facts()
     pages: Any = on_one_device(state.kv.k[0])  # a description in the place of an array
     steps: dict[ProgramKey, list[str]] = {}
@@ -202,6 +211,9 @@ def programs_of_models(target: Target, mesh: Mesh, folder: Path, kv_cache_dtype:
 def program_name(model: Served, key: ProgramKey, backend: str) -> str:
     """Such as "qwen3-0.6b decode 256 triton", or "sampled 256 of 151936"."""
     if isinstance(key.shape, Bucket):
-        return f"{model.name} {key.shape.kind} {key.shape.num_tokens} {backend}"
+        kind = "images" if key.shape.rope_axes == 3 else key.shape.kind
+        return f"{model.name} {kind} {key.shape.num_tokens} {backend}"
+    if isinstance(key.shape, EncodeBucket):
+        return f"{model.name} {key.kind} {key.shape.num_patches}"
     shared = "" if model.mesh.size == 1 else f" tp{model.mesh.size}"
     return f"{key.kind} {key.shape} of {model.arch.vocab_size}{shared}"
