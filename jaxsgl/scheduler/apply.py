@@ -289,7 +289,8 @@ class Applier:
         if self._state.latency is not None:
             kv_tokens = sum(work.start + len(work.token_ids) for work in works)
             pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
-            self._state.latency.launched(inputs.bucket, kv_tokens, pairs)
+            num_patches = sum(call.bucket.num_patches for call in inputs.encodes)
+            self._state.latency.launched(inputs.bucket, kv_tokens, pairs, num_patches)
         self._state.extended_last = True
         return inputs
 

@@ -324,6 +324,10 @@ class TokenBudget:
         self._kv_token_s = kv_token_s
         self._pair_s = pair_s
 
+    def spend(self, seconds: float) -> None:
+        """Takes seconds for something else than chunks."""
+        self._seconds -= seconds
+
     def longest_chunk(self, start: int, before: int = 0) -> int:
         """Tokens that a chunk at position `start` may have, instead of the `before` tokens that it has."""
         seconds = self._seconds + self._attention(start, before)

@@ -137,7 +137,8 @@ class ExtendStep:
         self._sizes = [size - len(mixed) for size in view.buckets.extend_sizes if size > len(mixed)]
         self._score_sizes = view.buckets.score_sizes
         self._whole_prompts = view.capacity.whole_prompts
-        self._images = None if view.images is None else view.images.budget()
+        bound = view.latency if draft.decoding else None
+        self._images = None if view.images is None else view.images.budget(bound)
         self._pages_taken = sum(req.needs_page for req in mixed)
         self._chunks: dict[Claim, int] = {}
         self._loading = [Claim.held(req) for req in draft.loading]
@@ -280,6 +281,9 @@ class ExtendStep:
         if self._images is not None and claim.req.media:
             whole = count
             count = self._images.longest_chunk(claim.req, claim.kv_len, count)
+            self._budget.spend(self._images.take_seconds())
+            if not self._whole_prompts:
+                count = min(count, self._in_time(claim, before))
             if self._whole_prompts and count < whole:
                 return
         pages_before = new_pages(claim, before, self._cache) if before else 0

@@ -23,6 +23,7 @@ from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.load import Totals
 from jaxsgl.media import MediaItem
+from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import Chunk
 from jaxsgl.scheduler.req import Req
 
@@ -32,22 +33,47 @@ SHARED_CALL_PATCHES = 4096  # images share a call of the tower up to so many on 
 class ImageBudget:
     """What the images of one plan's chunks take of the pool."""
 
-    def __init__(self, images: Images) -> None:
-        self._images = images
+    def __init__(self, images: Images, latency: Latency | None) -> None:
+        self._images, self._latency = images, latency
+        self._to_encode: set[bytes] = set()
+        self._encode_s = self._taken_s = 0.0
         self._left = images.pool.num_available
         self._taken: set[bytes] = set()
 
     def longest_chunk(self, req: Req, start: int, count: int) -> int:
-        """At most `count`: tokens from `start` on whose images find rows, besides those that are taken."""
+        """At most `count`: tokens from `start` on whose images find rows, besides those that are taken.
+
+        If the time of a step is bounded, they also end before an image whose encoding would take too long.
+        """
         left = self._left
         seen: set[bytes] = set()
         for index, item in items_of(req, start, start + count):
+            if self._latency is not None and not self._has_time(item):
+                return max(item.offset - start, 0)
             if not self._has_rows(req, index, item) and item.digest not in seen:
                 seen.add(item.digest)
                 left -= item.length
                 if left < 0:
                     return max(item.offset - start, 0)
         return count
+
+    def _has_time(self, item: MediaItem) -> bool:
+        """Whether the image is encoded, or its encoding ends in time; notes it as one to encode."""
+        held = self._images.pool.find(item.digest)
+        if item.digest in self._to_encode or (held is not None and held.encoded):
+            return True
+        assert self._latency is not None
+        seconds = self._latency.encode_s(item.num_patches)
+        if self._to_encode and (seconds is None or self._encode_s + seconds > self._latency.for_encoding_s):
+            return False
+        self._to_encode.add(item.digest)
+        self._encode_s += seconds or 0.0
+        return True
+
+    def take_seconds(self) -> float:
+        """Seconds that encoding takes beyond those that were taken before."""
+        seconds, self._taken_s = self._encode_s - self._taken_s, self._encode_s
+        return seconds
 
     def take(self, req: Req, start: int, count: int) -> None:
         """Takes rows for the images of a chunk."""
@@ -118,9 +144,9 @@ class Images:
             if image.num_locks == 0:
                 self._to_encode.pop(image.digest, None)
 
-    def budget(self) -> ImageBudget:
-        """What a plan may take."""
-        return ImageBudget(self)
+    def budget(self, latency: Latency | None) -> ImageBudget:
+        """What a plan may take; `latency` is given if its step must end in time."""
+        return ImageBudget(self, latency)
 
     def holds(self, req: Req, index: int) -> bool:
         """Whether the request has locked rows of its image `index`."""

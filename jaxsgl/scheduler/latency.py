@@ -51,18 +51,34 @@ class Latency:
         self._buckets = buckets
         self._page_size = page_size
         self._times = {"extend": StepTimes(), "decode": StepTimes()}
-        self._in_flight: deque[tuple[Bucket, float, float]] = deque()  # KV, pairs
+        self._in_flight: deque[tuple[Bucket, float, float, int]] = deque()  # KV, pairs, patches
+        self._patch_s: deque[float] = deque(maxlen=OUTLIERS_FROM)  # of recent calls of the vision tower
 
-    def launched(self, bucket: Bucket, kv_tokens: float, pairs: float) -> None:
-        """Notes a program that goes to the device."""
-        self._in_flight.append((bucket, kv_tokens, pairs))
+    def launched(self, bucket: Bucket, kv_tokens: float, pairs: float, num_patches: int = 0) -> None:
+        """Notes a program that goes to the device, behind calls of the vision tower with `num_patches`, padding too."""
+        self._in_flight.append((bucket, kv_tokens, pairs, num_patches))
 
     def collected(self, seconds: float) -> None:
         """Learns from the oldest program in flight, which took `seconds`."""
-        bucket, kv_tokens, pairs = self._in_flight.popleft()
-        if bucket.kind in self._times:  # steps that score prompts are rare, and not bounded
+        bucket, kv_tokens, pairs, num_patches = self._in_flight.popleft()
+        times = self._times.get(bucket.kind)
+        if num_patches:
+            known_s = (
+                0.0 if times is None else (times.base(bucket.num_tokens) or 0.0) + times.attention(kv_tokens, pairs)
+            )
+            self._patch_s.append(max(seconds - known_s, 0.0) / num_patches)
+        elif bucket.kind in self._times:  # steps that score prompts are rare, and not bounded
             of_step_s = seconds / bucket.num_steps
             self._times[bucket.kind].measured(bucket.num_tokens, kv_tokens / bucket.num_steps, pairs, of_step_s)
+
+    def encode_s(self, num_patches: int) -> float | None:
+        """Seconds that the vision tower takes for so many patches at most; None before any were measured."""
+        return max(self._patch_s) * num_patches if self._patch_s else None
+
+    @property
+    def for_encoding_s(self) -> float:
+        """Seconds that all images of a step may take together; a single one may take longer."""
+        return self._max_itl_s / 2
 
     def leaves_time_for(self, num_steps: int, decoding: Collection[Req]) -> bool:
         """Whether `num_steps` decode steps in one program end within the bound; their tokens come together."""

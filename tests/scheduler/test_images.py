@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.config import SchedulingConfig
 from jaxsgl.fake_device import image_ids
+from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.media import MediaItem, MediaLimits, digest_of, patches_of
 from jaxsgl.messages import Abort, ToEngine
 from jaxsgl.request import Request
@@ -185,3 +187,41 @@ def test_devices_share_images_within_one_of_the_best_balance() -> None:
             best = max(max(sizes), -(-sum(sizes) // num_bins))  # no packing has less on its fullest device
             assert max(loads) <= best + max(sizes)
             assert max(loads) - min(loads) <= max(sizes)
+
+
+class WatchedEngine(FakeEngine):
+    """Counts the images that are encoded before each step."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        super().__init__(capacity)
+        self.num_images: list[int] = []
+
+    def submit(self, inputs: StepInputs) -> FakeHandle:
+        self.num_images.append(sum(call.num_images for call in inputs.encodes))
+        return super().submit(inputs)
+
+
+@pytest.mark.parametrize(("patch_s", "most"), [(None, 1), (1 / 64, 2), (1.0, 1), (0.0, 6)])
+def test_a_bound_on_latency_bounds_the_images_encoded_before_a_step(patch_s: float | None, most: int) -> None:
+    """Images of 16 patches, in half a second at most, while a request decodes."""
+    sizes = capacity(rows=60, chunk=40)
+    config = SchedulingConfig(max_itl_ms=1000.0)
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, clock=lambda: 0.0)
+    latency = scheduler.state.latency
+    assert latency is not None
+    bucket = scheduler.state.buckets.extend(16, 1, False)
+    latency.launched(bucket, 0.0, 0.0)
+    latency.collected(0.0)
+    if patch_s is not None:
+        latency.launched(bucket, 0.0, 0.0, num_patches=64)
+        latency.collected(64 * patch_s)
+    requests = [
+        asked("text", [3], 40),
+        *(asked(str(i), [2, (i, 4), 1, (10 + i, 4), 1, (20 + i, 4), 2]) for i in (1, 2)),
+    ]
+    engine = WatchedEngine(sizes)
+    mailbox = ScriptedMailbox([requests[:1], [], [], list(requests[1:])])
+    run_loop(scheduler, engine, mailbox, True)
+    assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
+    first = next(count for count in engine.num_images if count)
+    assert (first if patch_s is None else max(engine.num_images)) == most

@@ -100,9 +100,9 @@ class Served:
             "head_dim": arch.head_dim,
             "hidden_size": arch.hidden_size,
             "vocab_size": arch.vocab_size // parts,
-            "weights_read": weights_on_one_device(self.params) - (0 if arch.tie_embeddings else head),
+            "weights_read": weights_on_one_device(_of_decoder(self.params)) - (0 if arch.tie_embeddings else head),
             "weight_itemsize": self.dtype.itemsize,
-            "layer_bytes": bytes_on_one_device(self.params) - embeddings - of_experts,
+            "layer_bytes": bytes_on_one_device(_of_decoder(self.params)) - embeddings - of_experts,
             "kv_itemsize": self.page.dtype.itemsize,
             "page_size": self.page.page_size,
             "expert_weights": expert_weights,
@@ -113,7 +113,7 @@ class Served:
     def weight_bytes(self) -> int:
         """Bytes of weights that a device reads in each step."""
         embedding = 0 if self.arch.tie_embeddings else self.arch.vocab_size * self.arch.hidden_size // self.mesh.size
-        return bytes_on_one_device(self.params) - embedding * self.dtype.itemsize
+        return bytes_on_one_device(_of_decoder(self.params)) - embedding * self.dtype.itemsize
 
     def wanted(self, bucket: Bucket) -> Wanted | None:
         """What devices must exchange in a step of the bucket."""
@@ -177,7 +177,7 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
             pages,
             num_donated=0,
             on_matrix_units=False,
-            steps=tuple(names),
+            steps=() if key.kind == "encode" else tuple(names),
             facts=facts,
         )
         if isinstance(key.shape, Bucket):
@@ -188,10 +188,16 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
                 num_layers=model.arch.num_layers,
                 page_table=(key.shape.num_seqs, model.capacity.max_pages_per_seq),
                 weight_bytes=model.weight_bytes(),
-                argument_bytes=bytes_on_one_device((leaves, state)),
+                argument_bytes=bytes_on_one_device((_of_decoder(leaves), state)),
                 wanted=model.wanted(key.shape),
             )
         yield program
+
+
+def _of_decoder(params: Params) -> Params:
+    """The parameters without those of a vision tower, which no step takes."""
+    flat = nnx.to_flat_state(params)
+    return nnx.from_flat_state([(path, param) for path, param in flat if path[0] != "visual"])
 
 
 def programs_of_models(target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: str = "auto") -> list[Program]:
