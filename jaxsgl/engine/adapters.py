@@ -189,9 +189,10 @@ class EngineAdapters:
         self.leaves = self._write(self.leaves, block, places)
 
     def _empty_block(self) -> HostLeaves:
-        return [np.zeros(leaf.shape, leaf.dtype) for leaf in self._abstract_block()]
+        return [np.zeros(leaf.shape, leaf.dtype) for leaf in self.abstract_block()]
 
-    def _abstract_block(self) -> list[jax.ShapeDtypeStruct]:
+    def abstract_block(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and places of the leaves of a block."""
         layers = range(self._arch.num_layers)
         arrays = [self._arrays(layer, BLOCK) for layer in layers]
         return jax.tree.leaves([{name: self._abstract(array) for name, array in each.items()} for each in arrays])
@@ -206,7 +207,7 @@ class EngineAdapters:
         pool = jax.tree.leaves(self.abstract)
         columns = jax.ShapeDtypeStruct((BLOCK,), jnp.int32, sharding=replicated(self._mesh))
         jitted = jax.jit(write, donate_argnums=0, out_shardings=[leaf.sharding for leaf in pool])
-        return jitted.lower(pool, self._abstract_block(), columns).compile()
+        return jitted.lower(pool, self.abstract_block(), columns).compile()
 
     def _arrays(self, layer: int, num_columns: int) -> dict[str, PoolArray]:
         return pool_arrays(self._arch, layer, self.plan.modules, num_columns)

@@ -119,13 +119,15 @@ def test_a_salt_that_imitates_an_adapter_does_not_reach_its_kv() -> None:
 
 @pytest.mark.parametrize("policy_prefix", [0, 28])
 def test_with_one_place_a_request_is_served_however_many_come_for_another_adapter(policy_prefix: int) -> None:
+    """Those end at different times, so that some run at any time."""
     prompts = [[*PROMPT[:policy_prefix], i, 2 * i] for i in range(200)]
+    lengths = [4 + 7 * i % 17 for i in range(200)]
     script: Script = [[load(1, "one", 1), load(2, "two", 2)], ANSWERED, [ask("a0", "one", 8)], [ask("b", "two", 8)]]
-    script += [[ask(f"a{i}", "one", 8, prompts[i])] for i in range(1, 200)]
+    script += [[ask(f"a{i}", "one", lengths[i], prompts[i])] for i in range(1, 200)]
     mailbox, _, _ = serve(script, places=1)
     assert mailbox.output_ids("b") == tokens_of(2, 8)
-    assert mailbox.ends.index("b") < 80, "the requests that may overtake it, and those that run then"
-    assert mailbox.output_ids("a199") == tokens_of(1, 8, prompts[199])
+    assert mailbox.ends.index("b") < 60, "32 may overtake it, and 8 run then"
+    assert mailbox.output_ids("a199") == tokens_of(1, lengths[199], prompts[199])
 
 
 def test_requests_without_an_adapter_pass_one_that_waits_for_a_place() -> None:
