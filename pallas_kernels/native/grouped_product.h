@@ -23,6 +23,7 @@ namespace jaxsgl {
 namespace {
 
 constexpr int64_t kMostPackedBytes = 1 << 24;  // more rows are packed and multiplied after these
+constexpr int64_t kFewPackedBytes = 1 << 17;   // are packed before another thread has woken up
 
 struct Grouped {
   const float* x;         // [T, in] if there are tokens, else [places, in]
@@ -48,13 +49,16 @@ struct Piece {
   int64_t packed;             // where its packed rows begin
 };
 
-// Packs the rows of some pieces, then multiplies them; each step is spread over the threads.
+// Packs the rows of some pieces, `bytes` in all, then multiplies them; each step is spread over the threads.
 template <typename Pieces>
 void MultiplyPieces(xla::ffi::ThreadPool pool, const std::vector<Piece<typename Pieces::Weight>>& pieces, int64_t out,
-                    char* packed) {
-  InParallel(pool, int(pieces.size()), [&](int i) {
-    Pieces::PackRows(pieces[i].product, pieces[i].first, packed + pieces[i].packed);
-  });
+                    int64_t bytes) {
+  char* const packed = Packed<char>(bytes);
+  const auto pack = [&](int i) { Pieces::PackRows(pieces[i].product, pieces[i].first, packed + pieces[i].packed); };
+  if (bytes <= kFewPackedBytes)
+    for (int i = 0; i < int(pieces.size()); ++i) pack(i);
+  else
+    InParallel(pool, int(pieces.size()), pack);
   const int64_t blocks = (out + Pieces::kRows - 1) / Pieces::kRows;  // of each piece
   const int64_t most = std::min<int64_t>(blocks, 16);
   const int64_t share = std::clamp<int64_t>(blocks * pieces.size() / (8 * pool.num_threads()), 1, most);
@@ -71,7 +75,7 @@ void MultiplyGroups(xla::ffi::ThreadPool pool, const Grouped& g, const typename 
   std::vector<Piece<typename Pieces::Weight>> pieces;
   int64_t place = 0, bytes = 0;
   const auto finish = [&] {
-    MultiplyPieces<Pieces>(pool, pieces, g.out, Packed<char>(bytes));
+    MultiplyPieces<Pieces>(pool, pieces, g.out, bytes);
     pieces.clear();
     bytes = 0;
   };

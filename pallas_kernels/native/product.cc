@@ -27,23 +27,41 @@ namespace ffi = xla::ffi;
 namespace jaxsgl {
 namespace {
 
-// `way` is how to multiply: "widened" or "paired" (see blocks.h), or "tiles" (tiles.h).
-ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::BF16> weights,
-                       std::string_view way, ffi::ResultBuffer<ffi::F32> y) {
-  const Product p{x.typed_data(), reinterpret_cast<const uint16_t*>(weights.untyped_data()), y->typed_data(),
-                  x.dimensions()[0], x.dimensions()[1], weights.dimensions()[0]};
+// The ways to multiply rows and weights of bfloat16: all rows with one matrix, or pieces of a grouped product.
+struct Widened {
+  using Part = Pieces<float>;
+  static void Multiply(ffi::ThreadPool pool, const Product& p) { MultiplyAll<float>(pool, p); }
+};
+
+#ifdef __AVX512BF16__
+struct Paired {
+  using Part = Pieces<uint16_t>;
+  static void Multiply(ffi::ThreadPool pool, const Product& p) { MultiplyAll<uint16_t>(pool, p); }
+};
+#endif
+
+#ifdef JAXSGL_TILES
+struct ByTiles {
+  using Part = TilePieces;
+  static void Multiply(ffi::ThreadPool pool, const Product& p) { MultiplyByTiles(pool, p); }
+};
+#endif
+
+// Calls `work` with the way of this name: "widened" or "paired" (see blocks.h), or "tiles" (tiles.h).
+template <typename Work>
+ffi::Error InWay(std::string_view way, const Work& work) {
   if (way == "widened") {
-    MultiplyAll<float>(pool, p);
+    work(Widened());
   } else if (way == "paired") {
 #ifdef __AVX512BF16__
-    MultiplyAll<uint16_t>(pool, p);
+    work(Paired());
 #else
     return NoPairs();
 #endif
   } else if (way == "tiles") {
 #ifdef JAXSGL_TILES
     if (!tiles_are_granted) return {ffi::ErrorCode::kFailedPrecondition, "this process was not granted tiles"};
-    MultiplyByTiles(pool, p);
+    work(ByTiles());
 #else
     return {ffi::ErrorCode::kUnimplemented, "these kernels were compiled without tiles"};
 #endif
@@ -51,6 +69,13 @@ ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffe
     return {ffi::ErrorCode::kInvalidArgument, "there is no such way to multiply: " + std::string(way)};
   }
   return ffi::Error::Success();
+}
+
+ffi::Error RowsProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::BF16> weights,
+                       std::string_view way, ffi::ResultBuffer<ffi::F32> y) {
+  const Product p{x.typed_data(), reinterpret_cast<const uint16_t*>(weights.untyped_data()), y->typed_data(),
+                  x.dimensions()[0], x.dimensions()[1], weights.dimensions()[0]};
+  return InWay(way, [&](auto how) { how.Multiply(pool, p); });
 }
 
 // y [M, out]: places sorted by expert times the weights [E, out, in] of their experts, the first sizes[0] of them times
@@ -66,25 +91,7 @@ ffi::Error GroupedProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Bu
     return ffi::Error::Success();
   }
   const auto bits = static_cast<const uint16_t*>(weights.untyped_data());
-  if (way == "widened") {
-    MultiplyGroups<Pieces<float>>(pool, g, bits);
-  } else if (way == "paired") {
-#ifdef __AVX512BF16__
-    MultiplyGroups<Pieces<uint16_t>>(pool, g, bits);
-#else
-    return NoPairs();
-#endif
-  } else if (way == "tiles") {
-#ifdef JAXSGL_TILES
-    if (!tiles_are_granted) return {ffi::ErrorCode::kFailedPrecondition, "this process was not granted tiles"};
-    MultiplyGroups<TilePieces>(pool, g, bits);
-#else
-    return {ffi::ErrorCode::kUnimplemented, "these kernels were compiled without tiles"};
-#endif
-  } else {
-    return {ffi::ErrorCode::kInvalidArgument, "there is no such way to multiply: " + std::string(way)};
-  }
-  return ffi::Error::Success();
+  return InWay(way, [&](auto how) { MultiplyGroups<typename decltype(how)::Part>(pool, g, bits); });
 }
 
 }  // namespace

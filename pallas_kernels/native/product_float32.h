@@ -17,7 +17,7 @@ namespace {
 
 using FloatProduct = ProductOf<float>;  // `in` and `out` are multiples of 16
 
-constexpr int kFewFloats = 8;  // rows
+constexpr int kFewFloats = 4;  // rows
 
 // Multiplies kLanes weight rows from `begin` on with T rows, packed [in, T].
 template <int T>
@@ -39,11 +39,16 @@ void MultiplyFewFloats(const FloatProduct& p, int64_t begin, const float* packed
   for (int t = 0; t < T && t < p.tokens; ++t) Store(p.y + t * p.out + begin, sum[t]);
 }
 
-// Multiplies kLanes / V weight rows from `begin` on with up to kLanes * V rows from `first` on, packed [in, kLanes * V].
-// The sums fill half of the registers. Prefetches as many weight rows behind these.
+// Weight rows that are multiplied with a strip of V registers. At most 8: rows often begin 4096 bytes apart, and the
+// nearest cache keeps only 8 to 12 lines of such addresses.
+template <int V>
+constexpr int kStripRows = std::min(8, kLanes / V);
+
+// Multiplies kStripRows weight rows from `begin` on with up to kLanes * V rows from `first` on, packed [in, kLanes * V].
+// Prefetches as many weight rows behind these.
 template <int V>
 void MultiplyFloatStrip(const FloatProduct& p, int64_t first, int64_t begin, const float* packed) {
-  constexpr int R = kLanes / V;
+  constexpr int R = kStripRows<V>;
   const float* const weights = p.weights + begin * p.in;
   Floats sum[R][V];
 #pragma GCC unroll 16
@@ -69,12 +74,11 @@ void MultiplyFloatStrip(const FloatProduct& p, int64_t first, int64_t begin, con
     for (int r = 0; r < R; ++r) p.y[(first + t) * p.out + begin + r] = sums[r][t];
 }
 
-// Calls `work` with the number of rows that are multiplied one by one: a power of two.
+// Calls `work` with the number of rows that are multiplied one by one. A single one takes longer than with zeros beside
+// it: each of its sums waits for the one before.
 template <typename Work>
 void WithFewFloats(const FloatProduct& p, const Work& work) {
-  if (p.tokens <= 1) return work(std::integral_constant<int, 1>());
   if (p.tokens <= 2) return work(std::integral_constant<int, 2>());
-  if (p.tokens <= 4) return work(std::integral_constant<int, 4>());
   work(std::integral_constant<int, kFewFloats>());
 }
 
@@ -127,10 +131,10 @@ struct FloatPieces {
       });
     }
     if (strip == kLanes) {
-      for (; begin < end; begin += kLanes) MultiplyFloatStrip<1>(p, first, begin, from);
+      for (; begin < end; begin += kStripRows<1>) MultiplyFloatStrip<1>(p, first, begin, from);
       return;
     }
-    for (; begin < end; begin += kLanes / 2)
+    for (; begin < end; begin += kStripRows<2>)
       for (int64_t i = 0; i < Strips(p, first); ++i)
         MultiplyFloatStrip<2>(p, first + i * strip, begin, from + i * strip * p.in);
   }

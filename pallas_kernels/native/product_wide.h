@@ -1,5 +1,8 @@
 // Rows times weights where registers have 512 bits: 4 to 16 weight rows at a time pass by up to 64 tokens.
 //
+// With few tokens the processor could not spread single weights over registers as fast as memory brings them. So pairs
+// are transposed, 16 weight rows at a time, and each token's pair is spread instead.
+//
 // With AMX (product_tiles.h) only kFew tokens and less come here, and are added up in the order of tiles' sums.
 
 #pragma once
@@ -14,7 +17,7 @@ namespace {
 
 constexpr int kBlock = 16;      // weight rows of a block: a register of results for each token
 constexpr int kMaxColumns = 64; // tokens at a time, 4 registers
-constexpr int kFew = 8;         // tokens that fit half a register
+constexpr int kFew = 8;         // tokens that are multiplied one by one
 
 // c [R, 16 * V] = weights [R, in] packed [in / 2, 16 * V, 2]. Prefetches the R rows that follow, line by line.
 template <int R, int V>
@@ -40,26 +43,41 @@ void WeightsTimesRows(const uint16_t* weights, int64_t in, const uint16_t* packe
     for (int v = 0; v < V; ++v) _mm512_store_ps(c + (r * V + v) * 16, sum[r][v]);
 }
 
-// The same for kFew tokens: c [R, 16], of which the first 8 are written. The processor multiplies twice as many half
-// registers as whole ones; with whole ones it would be slower than memory. Each token's sum is added up in the same
-// order.
-template <int R>
-void WeightsTimesFew(const uint16_t* weights, int64_t in, const uint16_t* packed, float* c) {
-  __m256 sum[R];
-  for (int r = 0; r < R; ++r) sum[r] = _mm256_setzero_ps();
-  for (int64_t line = 0; line < in; line += 32) {
-    for (int r = 0; r < R; ++r)
-      _mm_prefetch(reinterpret_cast<const char*>(weights + (R + r) * in + line), _MM_HINT_T1);
-    for (int64_t i = line; i < line + 32; i += 2) {
-      const __m256bh right = (__m256bh)_mm256_load_si256(reinterpret_cast<const __m256i*>(packed + i * 8));
-      for (int r = 0; r < R; ++r) {
+// Multiplies kBlock weight rows from `begin` on, transposed in registers, with T tokens, packed [in / 2, T, 2], into y.
+// Each token's sum is added up in the same order as above.
+template <int T>
+void MultiplyFewPairs(const Product& p, int64_t begin, const uint16_t* packed) {
+  __m512 sum[T];
+  for (int t = 0; t < T; ++t) sum[t] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < p.in; i += kLine) {
+    Bits block[kBlock];
+    for (int r = 0; r < kBlock; ++r) {
+      const uint16_t* const weights = p.weights + (begin + r) * p.in + i;
+      block[r] = LoadBits(weights);
+      Prefetch(weights + kBlock * p.in);
+    }
+    Transpose(block);
+#pragma GCC unroll 16
+    for (int j = 0; j < kLine / 2; ++j) {
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
         int32_t pair;
-        std::memcpy(&pair, weights + r * in + i, 4);
-        sum[r] = _mm256_dpbf16_ps(sum[r], (__m256bh)_mm256_set1_epi32(pair), right);
+        std::memcpy(&pair, packed + (i + 2 * j) * T + 2 * t, 4);
+        sum[t] = _mm512_dpbf16_ps(sum[t], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)block[j]);
       }
     }
   }
-  for (int r = 0; r < R; ++r) _mm256_store_ps(c + r * 16, sum[r]);
+  for (int t = 0; t < T && t < p.tokens; ++t) Store(p.y + t * p.out + begin, sum[t]);
+}
+
+// Calls `work` with the number of tokens that are multiplied one by one, some of them zeros.
+template <typename Work>
+void WithFewPairs(const Product& p, const Work& work) {
+  if (p.tokens <= 1) return work(std::integral_constant<int, 1>());
+  if (p.tokens <= 2) return work(std::integral_constant<int, 2>());
+  if (p.tokens <= 4) return work(std::integral_constant<int, 4>());
+  if (p.tokens <= 6) return work(std::integral_constant<int, 6>());
+  work(std::integral_constant<int, kFew>());
 }
 
 // Widened (see blocks.h): packed [in, 16 * V]. A line of the weights, widened once, serves all columns.
@@ -172,10 +190,24 @@ inline __m512i Rounded(const float* x, float) {
   return _mm512_castps_si512(Widen((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x))));
 }
 
+// Packs T tokens as [in / 2, T, 2]; zeros past the last.
+template <int T>
+void PackFewPairs(const Product& p, uint16_t* packed) {
+  for (int t = 0; t < T; ++t) {
+    for (int64_t i = 0; i < p.in; i += kLine) {
+      alignas(64) int32_t pairs[kLine / 2];
+      StoreBits(pairs, t < p.tokens ? Rounded(p.Row(t) + i, uint16_t()) : _mm512_setzero_si512());
+      for (int j = 0; j < kLine / 2; ++j) std::memcpy(packed + (i + 2 * j) * T + 2 * t, pairs + j, 4);
+    }
+  }
+}
+
 // Packs the tokens first .. first + 16 * V - 1 as [in / 2, 16 * V, 2], or as [in, 16 * V] if Number is float; zeros
-// past the last. With V = 0, kFew tokens as [in / 2, 8, 2] or [in, 8, 2].
+// past the last. With V = 0, kFew tokens as [in, 8, 2], or as many as `MultiplyFewPairs` takes.
 template <typename Number, int V>
 void Pack(const Product& p, int64_t first, Number* packed) {
+  if constexpr (V == 0 && std::is_same_v<Number, uint16_t>)
+    return WithFewPairs(p, [&](auto tokens) { PackFewPairs<decltype(tokens)::value>(p, packed); });
   const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
   constexpr int step = 64 / sizeof(Number);  // inputs of a register
   for (int v = 0; v < std::max(V, 1); ++v) {
@@ -190,10 +222,8 @@ void Pack(const Product& p, int64_t first, Number* packed) {
         const int64_t line = i / step * 16 + j;
         if constexpr (V > 0)
           _mm512_store_si512(packed + (line * V + v) * step, block[j]);
-        else if constexpr (std::is_same_v<Number, float>)
-          _mm512_store_si512(packed + line * step, _mm512_permutexvar_epi32(twice, block[j]));
         else
-          _mm256_store_si256(reinterpret_cast<__m256i*>(packed) + line, _mm512_castsi512_si256(block[j]));
+          _mm512_store_si512(packed + line * step, _mm512_permutexvar_epi32(twice, block[j]));
       }
     }
   }
@@ -212,22 +242,26 @@ template <int stride>
 // Multiplies weight rows begin .. begin + 15 with the packed tokens from `first` on, into y.
 template <typename Number, int V, bool as_tiles>
 void AddBlock(const Product& p, int64_t first, int64_t begin, const Number* packed) {
-  // Sums, a line of `packed` and a weight fit the 32 registers.
-  constexpr int R = V == 4 ? 4 : V <= 1 && std::is_same_v<Number, float> ? 16 : 8;
-  constexpr int lines = std::max(V, 1);
-  alignas(64) float c[kBlock * 16 * lines];
-  for (int r = 0; r < kBlock; r += R) {
-    const uint16_t* weights = p.weights + (begin + r) * p.in;
-    if constexpr (as_tiles) {
-      const WithoutDenormals here;
-      WeightsTimesFew<R, true>(weights, p.in, packed, c + r * 16);
-    } else if constexpr (V == 0) {
-      WeightsTimesFew<R>(weights, p.in, packed, c + r * 16);
-    } else {
-      WeightsTimesRows<R, V>(weights, p.in, packed, c + r * 16 * V);
+  if constexpr (V == 0 && std::is_same_v<Number, uint16_t>) {
+    WithFewPairs(p, [&](auto tokens) { MultiplyFewPairs<decltype(tokens)::value>(p, begin, packed); });
+  } else {
+    // Sums, a line of `packed` and a weight fit the 32 registers.
+    constexpr int R = V == 4 ? 4 : V <= 1 && std::is_same_v<Number, float> ? 16 : 8;
+    constexpr int lines = std::max(V, 1);
+    alignas(64) float c[kBlock * 16 * lines];
+    for (int r = 0; r < kBlock; r += R) {
+      const uint16_t* weights = p.weights + (begin + r) * p.in;
+      if constexpr (as_tiles) {
+        const WithoutDenormals here;
+        WeightsTimesFew<R, true>(weights, p.in, packed, c + r * 16);
+      } else if constexpr (V == 0) {
+        WeightsTimesFew<R>(weights, p.in, packed, c + r * 16);
+      } else {
+        WeightsTimesRows<R, V>(weights, p.in, packed, c + r * 16 * V);
+      }
     }
+    for (int v = 0; v < lines; ++v) StoreTokens<16 * lines>(p, first + 16 * v, begin, c + 16 * v);
   }
-  for (int v = 0; v < lines; ++v) StoreTokens<16 * lines>(p, first + 16 * v, begin, c + 16 * v);
 }
 
 template <typename Number, int V, bool as_tiles = false>
@@ -241,7 +275,7 @@ void MultiplyColumns(xla::ffi::ThreadPool pool, const Product& p, int64_t first)
   });
 }
 
-// Calls `work` with the registers of columns that the rows from `first` on fill, kMaxColumns at most; 0 is half a one.
+// Calls `work` with the registers of columns that the rows from `first` on fill, kMaxColumns at most; 0 for kFew or less.
 template <typename Work>
 void WithColumns(const Product& p, int64_t first, const Work& work) {
   if (p.tokens <= kFew) return work(std::integral_constant<int, 0>());
