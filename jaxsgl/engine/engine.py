@@ -11,14 +11,12 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
-from jaxsgl.batch.engine_api import PooledRows, StepScores, TokenScores
 from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.batch.patches import EncodeInputs
@@ -28,13 +26,13 @@ from jaxsgl.engine import profiler
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_tower, step_failure
+from jaxsgl.engine.handle import Chosen, DeviceHandle
+from jaxsgl.engine.launcher import LaunchedHandle, Launcher
 from jaxsgl.engine.masking import MaskPrograms
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
-from jaxsgl.engine.pooling import PooledSeqs
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, encode_keys, keys_of, step_bytes
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
-from jaxsgl.engine.sampler import Logprobs
 from jaxsgl.engine.sizing import NO_ADAPTERS, KvShape, PoolSize, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
@@ -48,67 +46,6 @@ from jaxsgl.weights.sharding import bytes_on_each_device
 from pallas_kernels.gpu_compiler import log_compiler
 
 logger = logging.getLogger(__name__)
-
-
-class Chosen(NamedTuple):
-    """The tokens of a step, `[S]` or `[num_steps, S]`, and their log-probabilities if they are wanted."""
-
-    tokens: jax.Array
-    scores: Logprobs | None = None
-
-
-Choose: TypeAlias = Callable[[npt.NDArray[np.uint32]], Chosen]
-
-
-class DeviceHandle:
-    """A step in flight: the device computes it, and copies to the host what the host will read."""
-
-    def __init__(
-        self,
-        inputs: StepInputs,
-        chosen: Chosen | None,
-        prompt: Logprobs | None = None,
-        pooled: PooledSeqs | None = None,
-        has_classes: bool = False,
-        choose: Choose | None = None,
-    ) -> None:
-        """`chosen` are tokens and their scores; None: `choose` tells them once there are masks."""
-        self._inputs = inputs
-        self._chosen = chosen
-        self._prompt = prompt
-        self._pooled, self._has_classes = pooled, has_classes
-        self._choose = choose
-        for array in jax.tree.leaves((chosen, prompt, pooled)):
-            array.copy_to_host_async()
-
-    def choose(self, masks: npt.NDArray[np.uint32]) -> None:
-        """Launches the choice of a `masked` step's tokens; never waits for the device. See `MaskedHandle`."""
-        assert self._choose is not None and self._chosen is None, "the step needs no masks, or has got them"
-        self._chosen = self._choose(masks)
-        for array in jax.tree.leaves(self._chosen):
-            array.copy_to_host_async()
-
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """Waits for the step; sampled ids `[num_seqs]`, of several steps `[num_steps, num_seqs]`.
-
-        Raises what the device raised, if the step failed.
-        """
-        assert self._chosen is not None, "the step waits for masks"
-        return np.asarray(self._chosen.tokens)[..., : self._inputs.num_seqs]
-
-    def scores(self) -> StepScores:
-        """Waits for the step; what the batch asked for beside tokens."""
-        assert self._chosen is not None, "the step waits for masks"
-        sampled, prompt, pooled, num_seqs = self._chosen.scores, self._prompt, self._pooled, self._inputs.num_seqs
-        rows = None
-        if pooled is not None:
-            hidden, logits, total = jax.tree.map(lambda x: np.asarray(x)[:num_seqs], tuple(pooled))
-            rows = PooledRows(hidden, logits, total, self._has_classes)
-        return StepScores(
-            None if sampled is None else TokenScores(*(np.asarray(x)[:num_seqs] for x in sampled)),
-            None if prompt is None else TokenScores(*(np.asarray(x)[: self._inputs.num_tokens] for x in prompt)),
-            rows,
-        )
 
 
 class Engine:
@@ -194,8 +131,11 @@ class Engine:
             config, self.arch, dtype, mesh, kv_scales, params, folder, self._compiles, self._set_pool
         )
         self._params = self.residents.leaves
+        self._launcher: Launcher | None = None
         self._has_classes = self.arch.head == "labels"
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
+        if mesh.size > 1:
+            self._launcher = Launcher()
         run_tower(self._encode, self.buckets.encode, self.capacity, memory.account)
         self.info = EngineInfo(
             model_path=str(folder),
@@ -223,14 +163,20 @@ class Engine:
         """Programs that XLA compiled in this process since warm-up; more than 0 is a bug."""
         return self._compiles.count
 
-    def submit(self, inputs: StepInputs) -> DeviceHandle:
-        """Launches one step and returns; never waits for the device.
+    def submit(self, inputs: StepInputs) -> DeviceHandle | LaunchedHandle:
+        """Launches one step and returns; never waits for the device. On several devices a thread launches it.
 
         The host array goes to the device as it is, the only transfer of a step without sampling features or changes of
-        the page table. Raises `JaxsglError` for a bucket that wasn't compiled, and what XLA raises; after that the
-        engine can't go on.
+        the page table. Raises `JaxsglError` for a bucket that wasn't compiled, and what XLA raises, which a launching
+        thread leaves to the handle; after that the engine can't go on.
         """
-        forward, *after = self.programs.of(inputs.bucket)
+        programs = self.programs.of(inputs.bucket)
+        if self._launcher is None:
+            return self._launch(programs, inputs)
+        return self._launcher.launch(partial(self._launch, programs, inputs))
+
+    def _launch(self, programs: tuple[jax.stages.Compiled, ...], inputs: StepInputs) -> DeviceHandle:
+        forward, *after = programs
         pool: tuple[list[jax.Array], ...] = ()
         if inputs.bucket.adapter_columns:
             assert self.adapters is not None
@@ -264,6 +210,8 @@ class Engine:
 
     def apply(self, op: EngineOp) -> None:
         """Submits an operation; never waits for the device. Those on pages only if the engine `moves_pages`."""
+        if self._launcher is not None:
+            self._launcher.settle()
         if isinstance(op, PlaceAdapter):
             assert self.adapters is not None, "no flag asked for adapters"
             self.adapters.place(op)
@@ -331,6 +279,8 @@ class Engine:
     def close(self) -> None:
         """Stops counting compilations and frees the device's memory."""
         self._compiles.close()
+        if self._launcher is not None:
+            self._launcher.close()
         for array in jax.tree.leaves((self._state, self._params)):
             if not array.is_deleted():
                 array.delete()

@@ -159,8 +159,8 @@ def test_a_shape_that_warm_up_did_not_compile_is_refused(engine: Engine) -> None
 def test_submit_returns_before_the_step_is_done(engine: Engine) -> None:
     driver = Driver(engine)
     inputs = driver.extend(*((row, [5, 6, 7, 8], 56) for row in range(4)))
-    handles = [engine.submit(inputs) for _ in range(30)]
-    tokens: list[Any] = [handle._chosen.tokens for handle in handles if handle._chosen is not None]
+    handles: list[Any] = [engine.submit(inputs) for _ in range(30)]
+    tokens = [handle._chosen.tokens for handle in handles if handle._chosen is not None]
     assert not all(array.is_ready() for array in tokens)
     assert len({tuple(handle.tokens()) for handle in handles}) == 1
 

@@ -99,11 +99,15 @@ class JaxRunner:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the figure that counts, and the fastest and slowest of the repeats."""
+    """Seconds of one call: the figure that counts, and the fastest and slowest of the repeats.
+
+    `cpu_seconds` is the least CPU time of all threads of one call, on a CPU only; other processes change it less.
+    """
 
     seconds: float
     fastest: float
     slowest: float
+    cpu_seconds: float = 0.0
 
 
 def time_alone(runner: Runner, repeats: int = 7, target_s: float = 0.03) -> Timing:
@@ -127,15 +131,19 @@ def time_in_turns(runners: Mapping[str, Runner], repeats: int = 10) -> dict[str,
     equally.
     """
     other_memory = np.zeros(1 << 24)
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
     for _ in range(repeats + 1):
         for name, runner in runners.items():
             other_memory += 1
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             runner.run(1)
-            seconds[name].append((time.perf_counter() - begin) / runner.calls)
-    warm = {name: times[1:] for name, times in seconds.items()}
-    return {name: Timing(min(times), min(times), max(times)) for name, times in warm.items()}
+            wall, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+            seconds[name].append((wall / runner.calls, cpu / runner.calls))
+    timings = {}
+    for name, times in seconds.items():
+        walls, cpus = zip(*times[1:], strict=True)
+        timings[name] = Timing(min(walls), min(walls), max(walls), min(cpus))
+    return timings
 
 
 def time_all(runners: Mapping[str, Runner], platform: str, repeats: int) -> dict[str, Timing]:
