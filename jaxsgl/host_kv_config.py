@@ -27,7 +27,7 @@ class HostKvConfig:
     host_kv_write_policy: str = flag(
         "write_through_selective",
         "which pages are copied to host memory: write_through: all, once computed; write_through_selective: those that "
-        "are needed a second time",
+        "are needed a second time, and what follows them first",
         choices=WRITE_POLICIES,
         alias="--hicache-write-policy",
     )

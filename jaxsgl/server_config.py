@@ -166,7 +166,10 @@ class ServerConfig:
         if self.dp_size == 1:
             return engine
         first = rank * engine.tp
-        return replace(engine, device_ids=tuple(range(first, first + engine.tp)))
+        kv = engine.host_kv
+        if kv.kv_file is not None:  # replicas hold different prefixes, and would overwrite one file
+            kv = replace(kv, kv_file=f"{kv.kv_file}/replica-{rank}")
+        return replace(engine, device_ids=tuple(range(first, first + engine.tp)), host_kv=kv)
 
     @property
     def model_name(self) -> str:

@@ -80,6 +80,8 @@ def test_replicas_get_devices_of_their_own() -> None:
     config = parse("--dp-size", "3", "--tp", "2")
     assert [config.engine_of(rank).device_ids for rank in range(3)] == [(0, 1), (2, 3), (4, 5)]
     assert parse("--device-ids", "5").engine_of(0).device_ids == (5,)
+    kept = parse("--dp-size", "2", "--kv-file", "kept", "--host-kv-gib", "1")
+    assert [kept.engine_of(rank).host_kv.kv_file for rank in range(2)] == ["kept/replica-0", "kept/replica-1"]
     with pytest.raises(ConfigError, match="--dp-size gives each replica devices"):
         parse("--dp-size", "2", "--device-ids", "1")
 

@@ -3,15 +3,18 @@
     DEVICE --write--> BOTH (WRITING until the host copy is there) --evicted from the pool--> HOST --load--> BOTH
 
 Write-through: a page is written while it is on the device, at once when it is computed or when it is needed a second
-time, so an eviction never waits for a copy. The gather of a write is submitted in step order, so the pool may hand the
-page out as soon as that is done. Pages are known by their names (host_pages.py); a split of a node of the prefix tree
-changes no name, and no ticket holds a node. The planner reads `to_write` and `run_of`; manager.py tells what enters and
-leaves the prefix tree, and the scheduler's apply.py begins and ends writes and loads.
+time, so an eviction never waits for a copy. The second rule also writes what is first to follow a page that came back:
+a chat that took a second turn takes a third, while what differs behind a common system prompt may never return.
+
+The gather of a write is submitted in step order, so the pool may hand the page out as soon as that is done. Pages are
+known by their names (host_pages.py); a split of a node of the prefix tree changes no name, and no ticket holds a node.
+The planner reads `to_write` and `run_of`; manager.py tells what enters and leaves the prefix tree, and the scheduler's
+apply.py begins and ends writes and loads.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -61,6 +64,7 @@ class HostTier:
         self.num_written = self.num_not_written = 0
         self._at_once = policy == WRITE_THROUGH
         self._cached: dict[int, _Cached] = {}  # pages of the prefix tree
+        self._followers: Counter[bytes] = Counter()  # of each name, cached pages whose parent it is
         self._to_write: dict[int, None] = {}  # device pages, in order
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # names of pages that were computed once
         self._writes: dict[int, list[HostPage]] = {}  # by op id
@@ -89,9 +93,13 @@ class HostTier:
             page, name = int(pages[i]), names[i]
             parent, tokens = names[i - 1] if i else None, None if salt else token_pages[i].copy()
             self._cached[page] = _Cached(name, parent, tokens)
+            is_first = parent is not None and not self._followers[parent]
+            if parent is not None:
+                self._followers[parent] += 1
             if self.host.get(name) is not None:
                 continue
-            if self._at_once or name in self._seen:
+            came_back = is_first and (int(pages[i - 1]) in self._to_write or self.host.get(names[i - 1]) is not None)
+            if self._at_once or came_back or name in self._seen:
                 self._to_write[page] = None
             else:
                 self._remember(name)
@@ -111,6 +119,10 @@ class HostTier:
             if cached is None:
                 continue
             self._to_write.pop(page, None)
+            if cached.parent is not None:
+                self._followers[cached.parent] -= 1
+                if not self._followers[cached.parent]:
+                    del self._followers[cached.parent]
             entry = self.host.get(cached.name)
             if entry is not None:
                 hosted.append(page)
@@ -171,7 +183,7 @@ class HostTier:
 
     def clear(self) -> None:
         """Forgets all pages of both tiers; writes in flight are dropped when their gathers end."""
-        for known in (self._cached, self._to_write, self._seen):
+        for known in (self._cached, self._followers, self._to_write, self._seen):
             known.clear()
         self.host.clear()
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jaxsgl.frontend.counts import Counts, ProcessesCollector, with_counts
-from jaxsgl.frontend.host_metrics import HOST_ROWS
+from jaxsgl.frontend.kv_metrics import KV_ROWS
 from jaxsgl.frontend.metrics import SAMPLE_S, Histogram, Metrics, Replica, Snapshot
 
 SAMPLES_PER_LINE = 10
@@ -171,7 +171,7 @@ TABLE = (
         "Of the prompt tokens, those found in the prefix cache.",
         lambda front_end, engine: engine.load.totals.cached_prompt_tokens,
     ),
-    *(Row(*row) for row in HOST_ROWS),
+    *(Row(*row) for row in KV_ROWS),
     Row(
         ("sglang:generation_tokens_total", "vllm:generation_tokens_total"),
         "Output tokens.",

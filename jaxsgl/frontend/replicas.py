@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from jaxsgl.disaggregation import TransferLoad
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Replica
@@ -286,4 +287,16 @@ def total(links: Sequence[EngineLink]) -> Load:
         weight_version=alive[0].weight_version,
         adapters=tuple(name for name in alive[0].adapters if all(name in load.adapters for load in alive)),
         host=HostLoad(**{name: sum(getattr(load.host, name) for load in loads) for name in HostLoad.__struct_fields__}),
+        transfer=_all_on_the_way([load.transfer for load in loads if load.transfer is not None]),
     )
+
+
+def _all_on_the_way(transfers: Sequence[TransferLoad]) -> TransferLoad | None:
+    if not transfers:
+        return None
+    numbers = {
+        name: sum(getattr(transfer, name) for transfer in transfers)
+        for name in TransferLoad.__struct_fields__
+        if name != "mode"
+    }
+    return TransferLoad(transfers[0].mode, **numbers)

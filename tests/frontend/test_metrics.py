@@ -14,6 +14,7 @@ from fake_engine_process import LIMITS, Script
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from server_process import ROOT, ServerProcess, ids_request, wait_for
 
+from jaxsgl.disaggregation import TransferLoad
 from jaxsgl.frontend.exposition import TABLE, registry_of
 from jaxsgl.frontend.metrics import Histogram, Metrics, Timing, one_two_five
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
@@ -146,7 +147,7 @@ def test_every_metric_is_documented() -> None:
 def test_the_engines_numbers_come_from_its_latest_load() -> None:
     values: Any = iter(range(1, 100))
     totals = Totals(*itertools.islice(values, len(Totals.__struct_fields__)))
-    names = set(Load.__struct_fields__) - {"totals", "step_times", "host"}
+    names = set(Load.__struct_fields__) - {"totals", "step_times", "host", "transfer"}
     steps = [BucketTimes("decode", "32", [1] * 15, 2.5), BucketTimes("extend", "512x8", [0] * 14 + [2], 30.0)]
     load = Load(**{name: next(values) for name in sorted(names)}, totals=totals, step_times=pack(steps))
     samples = samples_of(metrics_of(load))
@@ -167,6 +168,18 @@ def test_the_engines_numbers_come_from_its_latest_load() -> None:
         assert samples[f"jaxsgl:admission_stopped_total.{reason}"] == getattr(load.totals, f"short_of_{reason}")
     for name in ("decode_rows", "decode_rows_padded", "extend_tokens", "extend_tokens_padded"):
         assert samples[f"jaxsgl:{name}_total"] == getattr(load.totals, name)
+
+
+@pytest.mark.parametrize(
+    ("mode", "queues"), [("prefill", ("prealloc", "inflight")), ("decode", ("prealloc", "transfer"))]
+)
+def test_requests_and_bytes_between_prefill_and_decode_are_told(mode: str, queues: tuple[str, str]) -> None:
+    samples = samples_of(metrics_of(Load(transfer=TransferLoad(mode, 3, 2, 1 << 20, 5 << 30))))
+    shown = [samples[f"sglang:num_{mode}_{queue}_queue_reqs"] for queue in queues]
+    assert shown == [3, 2]
+    assert (samples["jaxsgl:kv_staged_bytes"], samples["jaxsgl:kv_moved_bytes_total"]) == (1 << 20, 5 << 30)
+    other = "decode" if mode == "prefill" else "prefill"
+    assert samples[f"sglang:num_{other}_prealloc_queue_reqs"] == 0
 
 
 def test_only_a_pause_pauses_requests() -> None:

@@ -64,6 +64,24 @@ def test_only_the_rest_behind_a_loaded_prefix_is_computed() -> None:
     assert extended(stepper) - before <= 8 and stepper.cached["a2"] >= 44
 
 
+def test_what_first_follows_a_prefix_that_came_back_is_written_at_once() -> None:
+    """A chat's next turn is. Another prompt behind the same prefix is not, nor is anything behind a first prompt."""
+    tier = tier_of(small(), policy="write_through_selective", most_pages=100)
+    turn, other = [*A, *range(20)], [*A, *range(50, 70)]
+    pages = np.arange(1, 18, dtype=np.int32)
+
+    def enter(prompt: list[int], pages: np.ndarray, first: int) -> None:
+        tier.entered(page_names(prompt), pages, first, as_pages(np.array(prompt, np.int32), 4), b"")
+
+    enter(A, pages[:12], 0)
+    assert tier.to_write() == ()
+    tier.reused(page_names(A), pages[:12])
+    enter(turn, pages, 12)
+    assert tier.to_write() == tuple(pages.tolist())
+    enter(other, np.concatenate([pages[:12], np.arange(18, 23, dtype=np.int32)]), 12)
+    assert tier.to_write() == tuple(pages.tolist())
+
+
 def loading(stepper: Stepper) -> list[str]:
     return [req.request_id for req in stepper.scheduler.state.requests.prefetching.values()]
 
