@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from typing import Protocol
 
 import msgspec
@@ -68,6 +69,7 @@ class Control:
       clock: gives seconds.
       residents: the weights and the pool, if the engine has them.
       adapters: where it holds LoRA adapters, if flags ask for any.
+      loader: reads weights beside steps; None: a thread. With one that reads at once, turns repeat exactly.
 
     Attributes:
       is_active: whether `after_turn` has something to do.
@@ -82,6 +84,7 @@ class Control:
         clock: Callable[[], float] = time.monotonic,
         residents: Residents | None = None,
         adapters: AdapterStore | None = None,
+        loader: Executor | None = None,
     ) -> None:
         self.is_active = False
         self.is_polling = False
@@ -92,7 +95,7 @@ class Control:
         self._news: list[News] = []
         self._journal: CacheJournal | None = None  # once the cache is watched
         self._profiling = Profiling(engine, self._answer, lambda: scheduler.is_idle, clock)
-        self._weights = WeightOrders(scheduler, residents, self._answer)
+        self._weights = WeightOrders(scheduler, residents, self._answer, loader)
         self._adapters = AdapterOrders(scheduler, adapters, self._answer)
 
     def handle(self, command: Command | Withdraw) -> None:

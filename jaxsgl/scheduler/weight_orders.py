@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -85,9 +85,16 @@ class WeightOrders:
       scheduler: is brought to rest.
       residents: does the work; None: there is nothing to exchange.
       answer: takes the answers.
+      loader: reads weights beside steps; None: a thread.
     """
 
-    def __init__(self, scheduler: Scheduler, residents: Residents | None, answer: Callable[[Answer], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        residents: Residents | None,
+        answer: Callable[[Answer], None],
+        loader: Executor | None = None,
+    ) -> None:
         self._scheduler = scheduler
         self._residents = residents
         self._answer = answer
@@ -95,7 +102,7 @@ class WeightOrders:
         self._number: int | None = None  # of the order in progress
         self._turns: Turns | None = None
         self._collected = False
-        self._thread = ThreadPoolExecutor(1, "load-weights")  # starts its thread with the first order
+        self._loader = loader or ThreadPoolExecutor(1, "load-weights")  # starts its thread with the first order
 
     @property
     def is_active(self) -> bool:
@@ -203,7 +210,7 @@ class WeightOrders:
 
     def _staged(self, folder: str | None, residents: Residents) -> Generator[None, None, object]:
         """Loads weights in a thread, and waits for them turn by turn."""
-        loading = self._thread.submit(residents.stage_weights, folder)
+        loading = self._loader.submit(residents.stage_weights, folder)
         while not wait([loading], IDLE_POLL_S if self._scheduler.is_idle else 0).done:
             yield
         try:
