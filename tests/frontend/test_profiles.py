@@ -79,6 +79,21 @@ def test_a_client_can_name_nothing_but_a_simple_folder(tmp_path: Path, name: str
     assert list(tmp_path.iterdir()) == []
 
 
+def test_each_replica_writes_a_folder_of_its_own_and_a_refusal_names_it(tmp_path: Path) -> None:
+    async def order(name: str, *ok: bool) -> tuple[Answer, list[str]]:
+        links = [EngineThatAnswers() for _ in ok]
+        for link, fine in zip(links, ok, strict=True):
+            link.receive(EngineReady(INFO))
+            link.ok = fine
+        answer = await Profiles(ServerConfig(profile_dir=str(tmp_path)), Replicas(links)).start(name, 5, False)
+        return answer, [message.folder for link in links for message in link.sent if isinstance(message, StartProfile)]
+
+    answer, folders = asyncio.run(order("both", True, True))
+    assert answer.ok and folders == [str(tmp_path / "both" / f"replica{rank}") for rank in (0, 1)]
+    answer, _ = asyncio.run(order("one", True, False))
+    assert not answer.ok and "replica 1: busy" in answer.text and "it was done on replica 0" in answer.text
+
+
 def test_nothing_that_is_there_is_followed_or_written_over(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
     root.mkdir()

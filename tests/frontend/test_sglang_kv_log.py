@@ -190,3 +190,47 @@ def test_events_keep_their_order_in_a_batch() -> None:
     assert cleared.HasField("cleared")
     assert stored.stored.parent_block_hash == -9
     assert [list(block.token_ids) for block in stored.stored.blocks] == [[30, 31], [40, 41]]
+
+
+def test_the_death_of_a_replica_is_data_loss_and_a_new_start_tells_of_the_others() -> None:
+    """Subscribers have no other way to forget what the dead one had cached."""
+
+    async def scenario() -> None:
+        engines = [Engine(), Engine()]
+        log = KvLog(Replicas([engine.link for engine in engines]))
+        asking = asyncio.ensure_future(log.snapshot())
+        await asyncio.sleep(0)
+        for rank, engine in enumerate(engines):
+            engine.answer_watch(PagesStored([rank], [rank, rank], None))
+        assert {chunk.dp_rank for chunk in await asking} == {0, 1}
+        engines[1].tell(10)
+        seen = log.last
+        engines[1].link.died("the engine process was killed")
+        await asyncio.sleep(0)
+        for number in (seen, seen + 1):  # the last one is gone like all others
+            with pytest.raises(DataLoss):
+                log.get(number)
+        with pytest.raises(OutOfRange):
+            log.after(seen)
+        again = asyncio.ensure_future(log.snapshot())
+        await asyncio.sleep(0)
+        engines[0].answer_watch(PagesStored([0], [0, 0], None))
+        assert {chunk.dp_rank for chunk in await again} == {0}
+        engines[0].tell(11)
+        assert page_of(log, log.last) == 11
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_dies_before_it_told_its_cache_is_data_loss() -> None:
+    async def scenario() -> None:
+        engines = [Engine(), Engine()]
+        log = KvLog(Replicas([engine.link for engine in engines]))
+        asking = asyncio.ensure_future(log.snapshot())
+        await asyncio.sleep(0)
+        engines[0].answer_watch()
+        engines[1].link.died("the engine process was killed")
+        with pytest.raises(DataLoss, match="a replica has died"):
+            await asking
+
+    asyncio.run(scenario())
