@@ -156,8 +156,14 @@ def test_a_stop_string_cuts_the_answer(fleet: Fleet) -> None:
 def test_a_request_that_can_never_be_served_is_a_400_that_says_why(fleet: Fleet) -> None:
     with pytest.raises(openai.BadRequestError, match="2048"):
         fleet.client.chat.completions.create(**user("word " * 3000))
-    with pytest.raises(openai.BadRequestError, match="json_schema is not supported"):
-        fleet.client.chat.completions.create(**user("Hello!"), response_format={"type": "json_object"})
+
+
+def test_an_answer_holds_to_a_schema(fleet: Fleet) -> None:
+    schema = {"type": "object", "properties": {"sum": {"enum": [6, 7]}}, "required": ["sum"]}
+    whole = {"name": "sum", "schema": {**schema, "additionalProperties": False}}
+    asked = {**user("What is 3 + 4?"), "response_format": {"type": "json_schema", "json_schema": whole}}
+    (answer,) = fleet.client.chat.completions.create(**asked).choices
+    assert answer.finish_reason == "stop" and json.loads(answer.message.content or "") in ({"sum": 6}, {"sum": 7})
 
 
 @pytest.mark.parametrize("stream", [False, True])
