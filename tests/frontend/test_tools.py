@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from http_calls import chunks, connect, post, refusal, say
 from server_process import ServerProcess
@@ -167,3 +168,17 @@ def test_special_tokens_have_text_if_asked_for(http: httpx.Client) -> None:
 )
 def test_tools_that_make_no_sense_are_refused(http: httpx.Client, fields: dict[str, Any], words: str) -> None:
     assert words in refusal(http, PATH, **({"messages": say("hi"), "tools": [NOW]} | fields))["message"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_openais_client_reads_calls_that_the_model_makes(scripted: ServerProcess, streamed: bool) -> None:
+    fields: Any = {"model": "default", "messages": say(f"I look.\n{CALL}\n{CALL_NOW}"), "tools": [WEATHER, NOW]}
+    with openai.OpenAI(base_url=f"http://{scripted.http_address}/v1", api_key="none", max_retries=0) as client:
+        if streamed:
+            with client.chat.completions.stream(**fields, tool_choice="auto") as stream:
+                message: Any = stream.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(**fields, tool_choice="auto").choices[0].message
+    assert message.content == "I look."
+    called = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+    assert called == [("weather", {"city": "Köln"}), ("now", {})]

@@ -69,6 +69,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
     if len(schemas) < len(tools):
         raise InvalidRequest(f"{len(tools)} tools have {len(schemas)} different names: give each its own")
     mode, names = _choice(given, list(schemas))
+    is_named = isinstance(given, dict) and given.get("type") == "function"
     if mode == "none":
         return ToolUse()
     return ToolUse(
@@ -76,7 +77,7 @@ def tool_use(body: ChatRequest) -> ToolUse:
         {name: schemas[name] for name in names},
         frozenset(tool.function.name for tool in tools if tool.function.strict),
         mode == "required",
-        1 if legacy or body.parallel_tool_calls is False else MAX_CALLS,
+        1 if legacy or is_named or body.parallel_tool_calls is False else MAX_CALLS,
         legacy,
     )
 
