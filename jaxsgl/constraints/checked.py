@@ -5,6 +5,8 @@ Called by translation.py and structural_tags.py.
 
 from __future__ import annotations
 
+import json
+import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypeGuard
 
@@ -58,6 +60,16 @@ def _check_narrow(schema: dict[str, Any]) -> None:
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_lark(text: str) -> None:
+    """Raises `InvalidRequest` as `check_schema` does, for the schemas that a grammar in Lark's form embeds."""
+    for place in re.finditer(r"%json\s*", text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, place.end())
+        except (ValueError, RecursionError):
+            continue  # llguidance says so, or it stands in a string
+        check_schema(schema)
 
 
 def _coefficient(number: float) -> int:

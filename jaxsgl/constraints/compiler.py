@@ -55,7 +55,9 @@ class Compiler:
         except Exception as error:  # tokenizers raises bare Exception
             raise InvalidRequest(f"grammars can't be used with the model's tokenizer: {_short(error)}") from None
         self._special: SpecialTokens = {
-            token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+            token.content: token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))  # llguidance's rule
         }
 
     def compile(self, grammar: Grammar) -> LlMatcher:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from llguidance import LLMatcher
 
 from jaxsgl.constraints import structural_tags
-from jaxsgl.constraints.checked import check_schema, lark_of_ebnf
+from jaxsgl.constraints.checked import check_lark, check_schema, lark_of_ebnf
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.grammar import Grammar
 
@@ -39,10 +39,10 @@ def llguidance_text(grammar: Grammar, special: SpecialTokens) -> str:
             return LLMatcher.grammar_from_json_schema(text, JSON_DEFAULTS)
         if grammar.kind == "regex":
             return LLMatcher.grammar_from_regex(text)
-        if grammar.kind == "lark":
-            return LLMatcher.grammar_from_lark(text)
-        if grammar.kind == "ebnf":
-            return LLMatcher.grammar_from_lark(lark_of_ebnf(text))
+        if grammar.kind in ("lark", "ebnf"):
+            lark = text if grammar.kind == "lark" else lark_of_ebnf(text)
+            check_lark(lark)
+            return LLMatcher.grammar_from_lark(lark)
         if grammar.kind == "choice":
             return LLMatcher.grammar_from_lark(_lark_of_choice(parsed("choice", text)))
         return LLMatcher.grammar_from_lark(structural_tags.lark_of(parsed("structural_tag", text), special))

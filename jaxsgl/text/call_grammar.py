@@ -20,6 +20,7 @@ from jaxsgl.text.calls import CallForm, Tools
 
 TokenOf: TypeAlias = Callable[[str], int | None]  # the id of a marker that is a token of its own
 _JSON_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+_BLANKS = {"x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}}  # as of schemas without reasoning
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _SPACE_BEHIND = r"/[ \n]{0,4}/"  # the reasoning
 WITHOUT_PLACE = frozenset({"ebnf", "lark", "structural_tag"})  # kinds of grammars that can't be a part of another
@@ -138,7 +139,8 @@ class Lark:
             case "json_object":
                 return self.json(_ANY_OBJECT)
             case "json_schema":
-                return f"%json {json.dumps(_parsed(grammar.text))}"
+                schema = _parsed(grammar.text)
+                return f"%json {json.dumps(_BLANKS | schema if isinstance(schema, dict) else schema)}"
             case "choice":
                 return self.rule(" | ".join(literal(text) or '""' for text in _parsed(grammar.text)))
             case "regex":

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llguidance import LLTokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from jaxsgl.config import BUNDLED_MODEL
 from jaxsgl.constraints.compiler import Compiler, LlMatcher
@@ -150,6 +151,7 @@ def test_a_grammar_allows_its_texts_and_no_others(
         (Grammar.json_schema('{"allOf": [{"multipleOf": 9967}, {"multipleOf": 9973}]}'), "least common multiple"),
         (Grammar.json_schema('{"exclusiveMinimum": 2, "maximum": 2.5}'), "less than 1 away"),
         (Grammar.json_schema('{"type": "number", "minimum": -3.5, "exclusiveMaximum": -3}'), "less than 1 away"),
+        (Grammar.lark('start: "a" %json {"type": "integer", "multipleOf": 1234567}'), "multipleOf is 1234567"),
         (Grammar("choice", "[1]"), "list of texts"),
         (Grammar.structural_tag("[]"), "must be an object"),
         (Grammar.structural_tag("{}"), "neither structures nor a format"),
@@ -162,6 +164,18 @@ def test_a_grammar_allows_its_texts_and_no_others(
 def test_what_is_no_grammar_is_refused_in_words(compiler: Compiler, grammar: Grammar, words: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(words)):
         compiler.compile(grammar)
+
+
+def test_added_tokens_in_angle_brackets_are_tokens_in_structural_tags(tmp_path: Path) -> None:
+    """As Qwen's <tool_call>, which is no special token: llguidance takes it for one, and for no text."""
+    backend = Tokenizer.from_file(str(Path(BUNDLED_MODEL) / "tokenizer.json"))
+    backend.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    compiler, tokenizer = Compiler(tmp_path, VOCAB, EOS), LLTokenizer(str(tmp_path / "tokenizer.json"))
+    called = tag("<tool_call>", "</tool_call>")
+    grammar = formatted({"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [called]})
+    assert read(compiler, tokenizer, grammar, 'hi <tool_call>{"a": 1}</tool_call>') == "complete"
+    assert read(compiler, tokenizer, grammar, "hi <tool_call>1") == "refused"
 
 
 def walk(compiler: Compiler, grammar: Grammar, num_tokens: int, seed: int = 0) -> LlMatcher:
