@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.grammar import Grammar
 from jaxsgl.text.answer import ReasoningForm
-from jaxsgl.text.calls import CallForm, Tools
+from jaxsgl.text.calls import CallForm, Tools, is_text
 
 TokenOf: TypeAlias = Callable[[str], int | None]  # the id of a marker that is a token of its own
 _JSON_SPACES = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
@@ -274,8 +274,10 @@ class _Writer:
         properties, required = _properties(schema)
         parts: list[str] = []
         for key, value in properties.items():
-            if _is_text(value):
-                expression = lark.until(end, "VALUE")
+            if is_text(schema, key):
+                choices = [value["const"]] if "const" in value else value.get("enum")
+                one = " | ".join(literal(text) or '""' for text in choices or () if isinstance(text, str))
+                expression = f"{lark.rule(one)} {lark.mark(end)}" if one else lark.until(end, "VALUE")
             else:
                 definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
                 lenient = name not in self._calls.strict
@@ -307,11 +309,6 @@ def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Iterable[
         properties if isinstance(properties, dict) else {},
         frozenset(key for key in required if isinstance(key, str)) if isinstance(required, list) else frozenset(),
     )
-
-
-def _is_text(schema: Any) -> bool:
-    """Whether values are texts of any kind."""
-    return isinstance(schema, dict) and schema.get("type") == "string" and not schema.keys() & {"enum", "const"}
 
 
 def _listed(lark: Lark, items: Sequence[str], required: Sequence[bool]) -> str:

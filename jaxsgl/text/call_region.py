@@ -8,23 +8,12 @@ whole text alone, not on how it is cut. answer.py makes regions; calls.py knows 
 from __future__ import annotations
 
 import re
-from typing import Literal
 
-import msgspec
-
+from jaxsgl.text.call_stream import Part, sender_of
 from jaxsgl.text.calls import Call, CallForm, Tools, header_pattern, read_calls
 from jaxsgl.text.json_scan import JsonScanner, Scan
 
-PartKind = Literal["reasoning", "content", "call", "arguments"]
 _LONGEST_HEADER = 300  # characters of a name and what belongs to it
-
-
-class Part(msgspec.Struct, frozen=True):
-    """What a text adds to the answer. Of a "call", `text` is the function's name; `number` counts the calls."""
-
-    kind: PartKind
-    text: str
-    number: int = 0
 
 
 class Region:
@@ -52,7 +41,7 @@ class Region:
         self._broken_at: int | None = None
         self._scanner = _scanner_of(form)
         self._calls: list[Call] | None = None
-        self._sender = _Sender(form, num_calls, most) if constrained and header_pattern(form) is not None else None
+        self._sender = sender_of(form, tools, num_calls, most) if constrained else None
         self.ended = False
         self.rest = self.refused = ""
         self.num_calls = num_calls
@@ -192,42 +181,6 @@ class Region:
             parts += [Part("call", call.name, self.num_calls), Part("arguments", call.arguments, self.num_calls)]
             self.num_calls += 1
         return parts
-
-
-class _Sender:
-    """Sends names and arguments of constrained calls as they come."""
-
-    def __init__(self, form: CallForm, num_calls: int, most: int) -> None:
-        header = header_pattern(form)
-        assert header is not None
-        self._header = header
-        self._first = num_calls
-        self._most = most
-        self._scanner: JsonScanner | None = None
-        self._place = 0  # up to which the text was sent or read
-        self.num_sent = 0
-
-    def send(self, text: str) -> list[Part]:
-        parts: list[Part] = []
-        while True:
-            number = self._first + self.num_sent
-            if self._scanner is None:
-                match = self._header.match(text, self._place)
-                if match is None or number >= self._most:
-                    return parts
-                groups = match.groupdict()
-                name = groups.get("plain") or msgspec.json.decode(groups["name"])
-                parts.append(Part("call", name, number))
-                self._scanner, self._place = JsonScanner(), match.end()
-                self.num_sent += 1
-                number = self._first + self.num_sent
-            end = self._scanner.feed(text, self._place)
-            if end > self._place:
-                parts.append(Part("arguments", text[self._place : end], number - 1))
-            self._place = end
-            if self._scanner.state is Scan.OPEN:
-                return parts
-            self._scanner = None
 
 
 class _PythonScanner(JsonScanner):

@@ -156,18 +156,22 @@ def _from_pairs(name: str, text: str, pair: re.Pattern[str], tools: Tools) -> li
 
 def as_typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
     """Returns the value that `text` stands for, if the schema of `key` takes anything but texts; else `text`."""
-    properties = parameters.get("properties")
-    schema = properties.get(key) if isinstance(properties, dict) else None
-    types = _types_of(schema)
-    if types == {"string"} or (not types and isinstance(schema, dict) and schema):
+    if is_text(parameters, key):
         return text
     value = _decoded({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip()))
-    if value is _BROKEN or ("string" in types and not isinstance(value, _JSON_TYPES)):
-        return text
-    return value
+    return text if value is _BROKEN else value
 
 
-_JSON_TYPES = (dict, list, int, float, bool, type(None))
+def is_text(parameters: Mapping[str, Any], key: str) -> bool:
+    """Returns whether the schema of `key` takes texts and nothing else."""
+    schema = _schema_of(parameters, key)
+    types = _types_of(schema)
+    return types == {"string"} or (not types and isinstance(schema, dict) and bool(schema))
+
+
+def _schema_of(parameters: Mapping[str, Any], key: str) -> Any:
+    properties = parameters.get("properties")
+    return properties.get(key) if isinstance(properties, dict) else None
 
 
 def _types_of(schema: Any) -> set[str]:

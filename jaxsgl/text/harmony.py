@@ -14,7 +14,7 @@ import re
 import msgspec
 
 from jaxsgl.text.answer import MAX_CALLS
-from jaxsgl.text.call_region import Part, PartKind
+from jaxsgl.text.call_stream import Part, PartKind
 from jaxsgl.text.calls import Tools
 
 MESSAGE = "<|message|>"

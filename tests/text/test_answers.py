@@ -205,6 +205,25 @@ def test_arguments_of_constrained_calls_come_while_the_model_writes_them() -> No
     ]
 
 
+def test_texts_in_tags_come_while_the_model_writes_them() -> None:
+    parser = dialect_of(None, "qwen3_coder").parser(TOOLS, constrained=True)
+    texts = [
+        "<tool_call>\n<function=weather>\n<parameter=city>\nKö",
+        'ln "1"\n<',
+        "/param",
+        "eter>\n<parameter=days>\n2",
+    ]
+    texts += ["\n</parameter>\n</function>\n</tool_call>"]
+    parts = [[(part.kind, part.text) for part in parser.feed(text)] for text in texts]
+    assert parts == [
+        [("call", "weather"), ("arguments", '{"city":"Kö')],
+        [("arguments", 'ln \\"1\\"')],
+        [],
+        [("arguments", '","days":')],
+        [("arguments", "2}")],
+    ]
+
+
 def test_one_call_is_left_if_calls_may_not_be_parallel() -> None:
     assert whole("hermes", f"{NOW}\n{CALL}", max_calls=1) == ("", "", [("now", {})])
     text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'

@@ -40,7 +40,7 @@ TEXTS = {
     "mistral_v11": ['[TOOL_CALLS]weather[ARGS]{"city": "x"}[TOOL_CALLS]now[ARGS]{}'],
     "qwen3_coder": [
         "<tool_call>\n<function=weather>\n<parameter=city>\nx\ny\n</parameter>\n<parameter=unit>\n"
-        '"C"\n</parameter>\n</function>\n</tool_call>',
+        "C\n</parameter>\n</function>\n</tool_call>",
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     ],
     "glm45": [
@@ -106,6 +106,10 @@ def test_calls_that_must_be_made_hold_to_their_form_and_schema(name: str, with_m
         parser = Dialect(calls=FORMS[name]).parser(TOOLS, constrained=True)
         parts = parser.feed(text) + parser.finish()
         assert {part.kind for part in parts} == {"call", "arguments"}
+        arguments = [part.text for part in parts if part.kind == "arguments" and part.number == 0]
+        told = json.loads("".join(arguments))
+        assert told.get("unit", "C") == "C", "texts of a list stand in tags without quotes"
+        assert told.get("city", "x")[0] == "x"
 
 
 @pytest.mark.parametrize("name", daily([name for name in TEXTS if FORMS[name].opens and not FORMS[name].bare], every=2))

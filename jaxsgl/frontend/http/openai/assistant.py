@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from jaxsgl.frontend.http.openai.replies import CalledFunction, Delta, DeltaCall, Message, MessageCall
 from jaxsgl.frontend.http.openai.tools import AnswerForm
-from jaxsgl.text.call_region import Part
+from jaxsgl.text.call_stream import Part
 
 
 class MessageWriter:

@@ -23,7 +23,7 @@ from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.tools import AnswerForm
 from jaxsgl.frontend.http.sse import EventStream
 from jaxsgl.request import FinishReason, Request
-from jaxsgl.text.call_region import Part
+from jaxsgl.text.call_stream import Part
 from jaxsgl.text.sample import End, Piece
 
 _STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.ABORT: "failed"}
