@@ -121,7 +121,11 @@ class Dialect:
         if self.is_harmony:
             with_calls = bool(tools) and self.harmony_calls
             return HarmonyParser(
-                tools, with_calls=with_calls, constrained=constrained, max_calls=max_calls, separate=separate
+                tools,
+                with_calls=with_calls,
+                constrained=constrained,
+                max_calls=max_calls,
+                separate=separate and self.harmony_reasoning,
             )
         calls = (other_form or self.calls) if tools else None
         if self.reasoning is None and calls is None:

@@ -230,6 +230,11 @@ def test_one_call_is_left_if_calls_may_not_be_parallel() -> None:
     assert whole("mistral", text, max_calls=1)[2] == [("now", {})]
 
 
+def test_harmonys_reasoning_stays_in_the_text_if_no_reasoning_is_looked_for() -> None:
+    parser = dialect_of(None, "gpt-oss", "none").parser(TOOLS)
+    assert result(parser, [HARMONY_CALL])[:2] == ("", "The user asks.")
+
+
 def test_calls_are_text_without_tools() -> None:
     assert result(dialect_of(None, "hermes").parser({}), [CALL]) == ("", CALL, [])
 
