@@ -133,3 +133,12 @@ def test_only_servers_of_one_leg_load_what_moves_pages_between_servers() -> None
     assert not any(isinstance(node, ast.ImportFrom) and node.module == "jaxsgl.leg_wiring" for node in wiring.body), (
         "imported at every start"
     )
+
+
+def test_servers_of_text_load_no_decoder_of_pictures() -> None:
+    program = """
+import sys
+sys.modules["PIL"] = None  # importing it raises
+import jaxsgl.frontend.server, jaxsgl.frontend.http.app, jaxsgl.frontend.grpc.server, jaxsgl.llm_media
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

@@ -78,12 +78,19 @@ class MediaLoader:
 
     async def _prepare(self, prompt: Prompt, tokenize: Tokenize) -> tuple[list[int], tuple[MediaItem, ...]]:
         visuals = await self._visuals(prompt.media)
-        if isinstance(prompt, IdsPrompt):
-            (ids,) = await tokenize([prompt])
-            ids = expand_videos(ids, visuals, self.settings, self._encode)
-        else:
+        is_ids = isinstance(prompt, IdsPrompt)
+        if not isinstance(prompt, IdsPrompt):
             tokens = tokens_of(self.settings, self._tokenizer.token_bytes)
-            (ids,) = await tokenize([replace(prompt, rewrite=partial(write_videos, visuals=visuals, tokens=tokens))])
+            prompt = replace(prompt, rewrite=partial(write_videos, visuals=visuals, tokens=tokens))
+        (ids,) = await tokenize([prompt])
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._expand, ids, visuals, is_ids)
+
+    def _expand(
+        self, ids: list[int], visuals: Sequence[Visual], is_ids: bool
+    ) -> tuple[list[int], tuple[MediaItem, ...]]:
+        """Milliseconds for long prompts. `is_ids`: the prompt came as ids, whose videos are still to be written out."""
+        if is_ids:
+            ids = expand_videos(ids, visuals, self.settings, self._encode)
         return expand(ids, visuals, self.settings, sglang_ids=self._config.mm_hash_ids == "sglang")
 
     def _encode(self, text: str) -> list[int]:

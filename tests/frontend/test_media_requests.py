@@ -86,8 +86,15 @@ def test_every_protocol_gives_the_engine_the_same_patches(folder: str) -> None:
         chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", parts=parts)])
         assert [reply async for reply in stub.Generate(pb.GenerateRequest(chat=chat))]
         assert (await served.chat("a", image_part(data_url(CAT)), "b")).status_code == 200
-        *_, of_grpc, of_http = served.requests
-        assert of_grpc.prompt_ids == of_http.prompt_ids and of_grpc.media == of_http.media
+        parts_of_input = [
+            {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": data_url(CAT)},
+            {"type": "input_text", "text": "b"},
+        ]  # fmt: skip
+        body = {"input": [{"role": "user", "content": parts_of_input}], "max_output_tokens": 1, "store": False}
+        answer = await served.http.post("/v1/responses", json=body)
+        assert answer.status_code == 200, answer.text
+        of_chats = served.requests[-3:]
+        assert all(chat.prompt_ids == of_chats[0].prompt_ids and chat.media == of_chats[0].media for chat in of_chats)
 
     run(folder, scenario)
 
