@@ -165,6 +165,43 @@ def test_an_answer_is_taken_apart(
     assert [(name, json.loads(arguments)) for name, arguments in got[2]] == calls
 
 
+# The template of transformers for Qwen's answers, in its own words.
+QWEN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|im_end\|>"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        text
+        for name, text, *_ in VALID
+        if name == "hermes" and text.count("</tool_call>") == text.count("tool_call>") / 2
+    ],
+)
+def test_transformers_reads_the_same(text: str) -> None:
+    """Where it can: it raises for malformed calls, and forgets the text before calls if text follows them."""
+    transformers = pytest.importorskip("transformers.utils.chat_parsing", reason="transformers is older than 5.13")
+    theirs = transformers.parse_response(text.rstrip(), QWEN, prefix="<|im_start|>assistant\n")
+    reasoning, content, calls = whole("hermes", text)
+    assert theirs.get("reasoning_content", "") == reasoning
+    assert theirs.get("content", "") == content.strip()
+    functions = [call["function"] for call in theirs.get("tool_calls", [])]
+    assert [(function["name"], function["arguments"]) for function in functions] == calls
+
+
 @pytest.mark.parametrize(("name", "text", "reasoning"), MALFORMED)
 def test_a_malformed_call_comes_back_as_text(name: str, text: str, reasoning: str) -> None:
     got = result(dialect_of(None, name, "gpt-oss" if name == "gpt-oss" else "think").parser(TOOLS), [text])
