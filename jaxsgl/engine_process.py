@@ -18,6 +18,7 @@ import msgspec
 from jaxsgl import logs, stacks
 from jaxsgl.errors import StartupError
 from jaxsgl.ipc import Endpoints, EngineLaunch, EngineMailbox, open_mailbox
+from jaxsgl.messages import Replies
 from jaxsgl.shared_mailbox import SharedMailbox
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         return 1
     if scheduler.wake_fd is not None:
         mailbox.wake_at(scheduler.wake_fd)
+    # The loop tells its load after a turn; a front end must know before the first one what requests may name.
+    mailbox.send(Replies([], scheduler.load(engine.recompiles, weight_version=engine.residents.weight_version)))
     mailbox.announce(engine.info)
     try:
         overlap = not launch.config.disable_overlap_schedule

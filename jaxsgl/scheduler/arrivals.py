@@ -84,9 +84,9 @@ class Arrivals:
 
     def _enqueue(self, request: Request) -> list[Reply]:
         replies = []
-        refusal = self._queue_limits.refusal(request, self._requests)
-        if refusal is None and request.adapter:
-            refusal = self._refuse_adapter(request.adapter)
+        refusal = self._refuse_adapter(request.adapter) if request.adapter else None
+        if refusal is None:
+            refusal = self._queue_limits.refusal(request, self._requests)
         if refusal is not None and refusal.kind is RefusalKind.OVERLOADED:
             lowest = self._lower_than(request)
             if lowest is not None:
@@ -104,6 +104,8 @@ class Arrivals:
             req.num_ahead = self._state.num_admitted + len(self._requests.waiting) + i
         self._may_be_admitted(samples[0])
         self._requests.add(samples)
+        if samples[0].adapter is not None:
+            samples[0].adapter.num_requests += len(samples)
         self._stopwatch.arrived(req.key for req in samples)
         return replies
 
@@ -150,7 +152,6 @@ class Arrivals:
         if self._state.adapters is not None and request.adapter:
             adapter = self._state.adapters.named(request.adapter)
             assert adapter is not None, "it was looked up before"
-            adapter.num_requests += sampling.n
         leader = Req(request, max_new, self._eos_token_ids, seed, pooled_kind=kind, adapter=adapter)
         others = [
             Req(request, max_new, self._eos_token_ids, seed, index, leader, adapter=adapter)
@@ -168,7 +169,7 @@ class Arrivals:
         if adapters is not None and adapters.named(name) is not None:
             return None
         known = "none is" if adapters is None or not adapters.by_name else f"loaded are {', '.join(adapters.by_name)}"
-        return Refusal(RefusalKind.INVALID, f"no adapter named {name} is loaded: {known:.200}")
+        return Refusal(RefusalKind.INVALID, f"no adapter named {name:.256} is loaded: {known:.500}")
 
     def _lower_than(self, request: Request) -> Req | None:
         """The waiting request to refuse in place of `request`, of lower priority; None: there is none."""

@@ -65,17 +65,17 @@ def test_loading_the_same_name_again_and_again_under_32_streams(tmp_path: Path) 
         str(make_adapter(model, tmp_path / str(seed), modules=ATTENTION + MLP, r=r, seed=seed))
         for seed, r in ((0, 8), (1, 5))
     ]
+    named = [f"{name}={folder}" for name, folder in zip(("first", "second"), folders, strict=True)]
     with (
-        running_server(tmp_path, ["--model", str(model), *FLAGS]) as server,
+        running_server(tmp_path, ["--model", str(model), *FLAGS, "--lora-paths", *named]) as server,
         ThreadPoolExecutor(STREAMS + 1) as threads,
         httpx.Client(base_url=f"http://{server.http_address}", timeout=300) as http,
     ):
-        expected = []
-        for folder in folders:
-            order(http, "load", lora_name="alone", lora_path=folder)
-            expected.append([tokens(http, prompt, "alone") for prompt in PROMPTS])
-            order(http, "unload", lora_name="alone")
-        assert expected[0] != expected[1]
+        expected = [[tokens(http, prompt, name) for prompt in PROMPTS] for name in ("first", "second")]
+        assert None not in expected[0] and expected[0] != expected[1]
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == [str(model), "first", "second"]
+        for name in ("first", "second"):
+            order(http, "unload", lora_name=name)
         memory = []
         for turn in range(12):
             which = turn % 2
@@ -93,7 +93,9 @@ def test_loading_the_same_name_again_and_again_under_32_streams(tmp_path: Path) 
                 assert answer in (None, right), f"turn {turn}"
             assert base[0] == base[1]
             memory.append(resident_mib(server))
+        order(http, "load", lora_name="pinned", lora_path=folders[1], pinned=True)
         state = http.get("/internal_state", params={"check": True}).json()
+        assert [(each["name"], each["rank"], each["pinned"]) for each in state["adapters"]] == [("pinned", 5, True)]
         told = http.get("/get_server_info").json()["internal_states"][0]
         assert told["recompiles_total"] == told["leaks_total"] == told["failed_requests_total"] == 0
         assert state["leaks"] == []
