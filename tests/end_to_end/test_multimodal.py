@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from make_vision_demo import make
@@ -14,8 +15,8 @@ from PIL import Image
 
 import jaxsgl
 from jaxsgl.vision_config import VisionConfig
-from tests.end_to_end.gateway import client_of, running_gateway, wait_for
-from tests.end_to_end.servers import START_TIMEOUT_S, check_log, running_server
+from tests.end_to_end.gateway import client_of, free_ports, running_gateway, wait_for
+from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer, check_log, running_server
 from tests.grids import NIGHTLY
 from tests.preprocess.pictures import animation, data_url, picture
 
@@ -37,6 +38,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def flags_of(folder: Path) -> tuple[str, ...]:
+    def text_of(value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    sizes = [
+        text for name, value in (SIZES | VISION).items() for text in (f"--{name.replace('_', '-')}", text_of(value))
+    ]
+    return ("--model", str(folder), "--served-model-name", MODEL, "--max-request-bytes", str(32 << 20), *sizes)
+
+
 class Clients:
     """To the same server, with and without the gateway."""
 
@@ -46,16 +57,9 @@ class Clients:
 
 @pytest.fixture(scope="module")
 def clients(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
-    def text_of(value: Any) -> str:
-        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-    flags = [
-        text for name, value in (SIZES | VISION).items() for text in (f"--{name.replace('_', '-')}", text_of(value))
-    ]
     server_folder, gateway_folder = (tmp_path_factory.mktemp(name) for name in ("server", "gateway"))
-    named = ("--model", str(folder), "--served-model-name", MODEL, "--max-request-bytes", str(32 << 20))
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(running_server(server_folder, (*named, *flags)))
+        server = stack.enter_context(running_server(server_folder, flags_of(folder)))
         gateway = stack.enter_context(running_gateway(gateway_folder, [server.address]))
         wait_for(lambda: gateway.healthy() == [server.address], "a healthy worker", START_TIMEOUT_S)
         yield Clients(client_of(f"http://{server.http_address}", stack), client_of(gateway.url, stack))
@@ -104,6 +108,29 @@ def test_texts_are_answered_as_the_bundled_model_does(clients: Clients) -> None:
         messages: Any = [{"role": "user", "content": "What is 3 + 4?"}]
         answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, temperature=0)
         assert answer.choices[0].message.content == "3 + 4 = 7."
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="starts two servers more")
+def test_prefill_and_decode_servers_answer_about_pictures_as_one_server_does(folder: Path, tmp_path: Path) -> None:
+    """Over HTTP: to decode workers over gRPC the gateway sends no pictures."""
+    (port,) = free_ports(1)
+    with contextlib.ExitStack() as stack:
+        servers: list[RunningServer] = []
+        for mode, *more in (("prefill", "--disaggregation-bootstrap-port", str(port)), ("decode",)):
+            (tmp_path / mode).mkdir()
+            flags = (*flags_of(folder), "--disaggregation-mode", mode, *more)
+            servers.append(stack.enter_context(running_server(tmp_path / mode, flags)))
+        prefill, decode = (f"http://{server.http_address}" for server in servers)
+        pair = ("--pd-disaggregation", "--prefill", prefill, str(port), "--decode", decode, "--disable-retries")
+        gateway = stack.enter_context(running_gateway(tmp_path, (), (*pair, "--health-check-interval-secs", "1")))
+        wait_for(lambda: len(gateway.healthy()) == 2, "healthy servers", START_TIMEOUT_S)
+        through, direct = client_of(gateway.url, stack), client_of(prefill, stack)
+        for pictures in ((ROUND,), (ROUND, picture(64, 128, seed=2)), (ODD,)):
+            answer, expected = ask(through, *pictures), ask(direct, *pictures)
+            assert (answer[0], answer[2]) == (expected[0], expected[2])
+            assert answer[1] == pytest.approx(expected[1], abs=1e-4)
+        state = httpx.get(f"{decode}/get_server_info", timeout=60).json()
+        assert state["internal_states"][0]["transfer"]["moved_bytes"] > 0
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles as long as the rest of this file")
