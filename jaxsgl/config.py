@@ -19,6 +19,7 @@ from jaxsgl.host_kv_config import HostKvConfig
 from jaxsgl.lora_config import LoraConfig
 from jaxsgl.media import MediaLimits
 from jaxsgl.pooling import PoolingSpec
+from jaxsgl.token_states import StatesSpec
 from jaxsgl.vision_config import VisionConfig
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
@@ -141,6 +142,12 @@ class EngineConfig:
     matryoshka: bool = flag(
         False, "embeddings may be cut to fewer `dimensions`, though the model's config.json does not say so"
     )
+    enable_return_hidden_states: bool = flag(
+        False, "requests may ask for the hidden states of their tokens; twice as many programs are compiled"
+    )
+    enable_return_routed_experts: bool = flag(
+        False, "the same for the experts that each token was sent to, of models with a mixture of them"
+    )
     load_format: str = flag("auto", "dummy: random weights, for benchmarks", choices=LOAD_FORMATS)
     tp: int = flag(
         1,
@@ -254,6 +261,7 @@ class Limits(msgspec.Struct, frozen=True):
       media: what images and video frames it may bring; None: none, the model has no vision tower.
       pooling: how embeddings and scores are made; None: the server gives none.
       generates: whether it gives tokens.
+      states: what is returned of single tokens; None: nothing.
     """
 
     vocab_size: int
@@ -262,3 +270,4 @@ class Limits(msgspec.Struct, frozen=True):
     media: MediaLimits | None = None
     pooling: PoolingSpec | None = None
     generates: bool = True
+    states: StatesSpec | None = None

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.buckets import Capacity
-from jaxsgl.batch.engine_api import PooledRows
+from jaxsgl.batch.engine_api import PooledRows, StatesRows
 from jaxsgl.batch.engine_ops import HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.patches import TowerCapacity
@@ -204,3 +204,14 @@ def pooled_rows(
         [label_logit(seq, int(token)) for token in ids] for seq, ids in zip(sequences, arrays.label_ids, strict=False)
     ]
     return PooledRows(np.array(hidden, np.float32), np.array(logits, np.float32))
+
+
+def states_rows(arrays: StepArrays[npt.NDArray[Any]], sequences: Sequence[IntArray]) -> StatesRows:
+    """What a step yields of its tokens; the "experts" of a token are its position and itself."""
+    hidden: list[float] = []
+    experts: list[tuple[int, int]] = []
+    for sequence, count in zip(sequences, np.diff(arrays.query_offsets), strict=False):
+        for end in range(len(sequence) - count, len(sequence)):
+            hidden.append(hidden_state(sequence[: end + 1]))
+            experts.append((end, int(sequence[end])))
+    return StatesRows(np.array(hidden, np.float32)[:, None], np.array(experts, np.int32)[:, None])

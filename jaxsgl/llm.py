@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from jaxsgl import kept_prefixes
 from jaxsgl.adapter_messages import LoadAdapter
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
@@ -27,6 +30,7 @@ from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.text.sample import Piece, join
 from jaxsgl.text.tokenizer import ChatMessage
+from jaxsgl.token_states import StatesSpec, hidden_states, routed_experts
 from jaxsgl.weight_messages import MemoryTag
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
@@ -48,6 +52,8 @@ class Completion:
       logprobs: of each of `token_ids`, if asked for.
       prompt_logprobs: of the prompt's tokens except the first, if asked for; with sample 0.
       weight_version: of the weights that computed it.
+      hidden_states, routed_experts: of all its tokens but the last, the prompt's first, if asked for:
+        `[tokens, hidden_size]` and `[tokens, layers, k]`.
     """
 
     text: str
@@ -60,6 +66,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     weight_version: str = DEFAULT_WEIGHT_VERSION
+    hidden_states: npt.NDArray[np.float32] | None = None
+    routed_experts: npt.NDArray[np.int32] | None = None
 
 
 class LLM(PoolingLLM):
@@ -246,11 +254,18 @@ class LLM(PoolingLLM):
             )
         ]
         pieces = self._serve(requests, progress).pieces.values()
-        return [_completion(join(of_sample), self.weight_version) for of_sample in pieces]
+        version, spec = self.weight_version, self.engine.capacity.states
+        samplings = (request.sampling for request in requests for _ in range(request.sampling.n))
+        answers = zip(pieces, samplings, strict=True)
+        return [_completion(join(of_sample), version, sampling, spec) for of_sample, sampling in answers]
 
 
-def _completion(answer: Piece, weight_version: str) -> Completion:
+def _completion(answer: Piece, weight_version: str, sampling: SamplingParams, spec: StatesSpec | None) -> Completion:
     assert answer.end is not None
+    hidden = experts = None
+    if spec is not None:
+        hidden = hidden_states(answer.states, spec) if sampling.return_hidden_states else None
+        experts = routed_experts(answer.states, spec) if sampling.return_routed_experts else None
     return Completion(
         text=answer.text,
         token_ids=answer.token_ids,
@@ -262,6 +277,8 @@ def _completion(answer: Piece, weight_version: str) -> Completion:
         logprobs=answer.logprobs,
         prompt_logprobs=answer.prompt_logprobs,
         weight_version=weight_version,
+        hidden_states=hidden,
+        routed_experts=experts,
     )
 
 

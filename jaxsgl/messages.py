@@ -20,6 +20,7 @@ from jaxsgl.config import Limits
 from jaxsgl.load import Load
 from jaxsgl.pooling import Pooled
 from jaxsgl.request import FinishReason, Request
+from jaxsgl.token_states import TokenStates
 from jaxsgl.weight_messages import WeightOrder
 
 PARENT_LINE = 0  # of the process that started the engine; other front-end processes have the lines 1, 2, ...
@@ -273,6 +274,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
         first token of sample 0.
       times: with a sample's first token, or with `pooled`.
       pooled: the whole answer to a request for pooling, with its end.
+      states: of the tokens since the reply before, up to the one before its last new one, if asked for.
     """
 
     request_id: str
@@ -285,6 +287,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     times: StageTimes | None = None
     pooled: Pooled | None = None
+    states: TokenStates | None = None
 
 
 class Replies(msgspec.Struct, frozen=True, tag="replies"):

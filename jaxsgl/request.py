@@ -16,6 +16,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.media import MediaItem, check_media
 from jaxsgl.pooling import Pooling, check_pooling
 from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.token_states import check_states
 
 if TYPE_CHECKING:
     from jaxsgl.config import Limits
@@ -108,6 +109,8 @@ def check_request(request: Request, limits: Limits) -> None:
             "with a larger --max-total-tokens"
         )
     check_num_scores([request], limits)
+    if request.sampling.wants_states:
+        check_states(request.sampling, prompt_len + max_new_tokens(request, limits), limits.states)
     num_tokens = request.sampling.n * max_new_tokens(request, limits)
     if num_tokens > MAX_OUTPUT_TOKENS:
         raise InvalidRequest(

@@ -74,6 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       n: independent samples of one prompt, which is computed once. Sample i draws with seed + i.
       grammar: what the output must be; EOS and stop tokens can't be drawn before it is. The request also ends where
         the grammar can't go on, before min_tokens and with ignore_eos, too. None: the output is free.
+      return_hidden_states, return_routed_experts: return what was computed for each token of prompt and output but the
+        last; the prompt is then computed whole. Servers need flags for it (`token_states.py`).
     """
 
     temperature: float = 1.0
@@ -96,6 +98,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     n: int = 1
     grammar: Grammar | None = None
+    return_hidden_states: bool = False
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         """Checks types, too, since Python code may pass anything: a max_tokens of 2.5 would never be reached."""
@@ -103,6 +107,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_type = check_integer if name in INTEGERS else check_number
             check_type(name, getattr(self, name))
             check_bounds(name, getattr(self, name), bounds)
+        for name in ("return_hidden_states", "return_routed_experts"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r:.100}, but must be true or false")
         if not isinstance(self.grammar, Grammar | None):
             raise InvalidRequest(f"grammar is {self.grammar!r:.100}, but must be a jaxsgl.Grammar")
         self._check_lists()
@@ -145,6 +152,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise InvalidRequest(f"a stop string is {text!r}, but must be a text")
             allowed = f"1 to {MAX_STOP_STRING_CHARS} characters"
             check(1 <= len(text) <= MAX_STOP_STRING_CHARS, "the length of a stop string", len(text), allowed)
+
+    @property
+    def wants_states(self) -> bool:
+        """Whether hidden states or experts of its tokens are wanted."""
+        return self.return_hidden_states or self.return_routed_experts
 
     @property
     def edits_logits(self) -> bool:

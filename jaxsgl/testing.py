@@ -27,7 +27,7 @@ from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.config import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
-from jaxsgl.fake_device import FakeAdapters, FakeImages, FakePageTable, FakePool, pooled_rows
+from jaxsgl.fake_device import FakeAdapters, FakeImages, FakePageTable, FakePool, pooled_rows, states_rows
 from jaxsgl.fake_grammars import masked_tokens
 from jaxsgl.fake_handle import FakeHandle
 from jaxsgl.load import Load
@@ -312,7 +312,8 @@ class FakeEngine:
                     for t in range(arrays.query_offsets[s], arrays.query_offsets[s + 1])
                 ]
             )
-        return StepScores(sampled, prompt, pooled_rows(self._capacity, arrays, sequences))
+        states = states_rows(arrays, sequences) if inputs.bucket.states else None
+        return StepScores(sampled, prompt, pooled_rows(self._capacity, arrays, sequences), states)
 
 
 def _token_scores(parts: Sequence[tuple[IntArray, int]]) -> TokenScores:

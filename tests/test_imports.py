@@ -23,6 +23,7 @@ COMMON = {
     "media_settings",
     "pooling",
     "sampling_params",
+    "token_states",
     "request",
     "errors",
     "logs",

@@ -32,6 +32,7 @@ from jaxsgl.config import EngineConfig, Limits
 from jaxsgl.errors import ConfigError
 from jaxsgl.media import MediaLimits
 from jaxsgl.pooling import PoolingSpec
+from jaxsgl.token_states import StatesSpec
 
 MIN_EXTEND_TOKENS = 16
 VARIANTS = (Variant(False), Variant(True), Variant(True, filtered=True), Variant(True, featured=True))
@@ -60,6 +61,7 @@ class Capacity:
       adapter_columns: columns of the pool for them, enough for `max_adapters` of the highest rank.
       tower: what the tower encodes and the pool of embeddings holds; None: the model has no vision tower.
       has_axes: tokens have positions other than their indices.
+      states: what is returned of single tokens; None: nothing.
     """
 
     page_size: int
@@ -76,6 +78,7 @@ class Capacity:
     adapter_columns: int = 0
     tower: TowerCapacity | None = None
     has_axes: bool = False
+    states: StatesSpec | None = None
 
     @property
     def max_mixed_decodes(self) -> int:
@@ -95,7 +98,8 @@ class Capacity:
     @property
     def limits(self) -> Limits:
         """The limits that requests are checked against."""
-        return Limits(self.vocab_size, self.context_length, self.pool_tokens, self.media, self.pooling, self.generates)
+        sizes = self.vocab_size, self.context_length, self.pool_tokens
+        return Limits(*sizes, self.media, self.pooling, self.generates, self.states)
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class BucketSet:
     pools: bool = False
     generates: bool = True
     column_sizes: tuple[int, ...] = ()
+    states: bool = False
     rope_axes: int = 0
     encode: tuple[EncodeBucket, ...] = ()
 
@@ -166,6 +171,7 @@ class BucketSet:
             pools=capacity.pooling is not None,
             generates=capacity.generates,
             column_sizes=_column_sizes(capacity.adapter_columns),
+            states=capacity.states is not None,
             rope_axes=int(capacity.has_axes),
             encode=() if capacity.tower is None else capacity.tower.buckets,
         )
@@ -245,7 +251,8 @@ class BucketSet:
 
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory; with images, if there may be any."""
-        return [with_images(bucket) if self.encode else bucket for bucket in self._largest_without_images()]
+        largest = [with_images(bucket) if self.encode else bucket for bucket in self._largest_without_images()]
+        return [replace(bucket, states=self.states and bucket.num_steps == 1) for bucket in largest]
 
     def _largest_without_images(self) -> list[Bucket]:
         size, tokens_by_seqs = self.decode_sizes[-1], {seqs: tokens for tokens, seqs in self._extend_shapes()}
@@ -266,6 +273,8 @@ class BucketSet:
         buckets = self._all_without_images()
         if self.encode:
             buckets |= {with_images(bucket) for bucket in buckets}
+        if self.states:
+            buckets |= {replace(bucket, states=True) for bucket in buckets if bucket.num_steps == 1}
         return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
 
     def _all_without_images(self) -> set[Bucket]:

@@ -8,7 +8,7 @@ later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ class Work:
       pooling: what the request asks for, if hidden states of these tokens are to be pooled.
       rope_positions: `[3, n]` of the tokens, where they differ from their indices.
       pool_rows: `[n]` where the embeddings of images' tokens are, 0 for text; None: there are no images.
+      states: whether what is computed for these tokens is wanted.
     """
 
     row: int
@@ -55,6 +56,7 @@ class Work:
     pooling: Pooling | None = None
     rope_positions: IntArray | None = None
     pool_rows: IntArray | None = None
+    states: bool = False
 
 
 def empty_step(bucket: Bucket, num_rows: int, vocab_size: int) -> StepInputs:
@@ -136,6 +138,8 @@ class BatchBuilder:
         variant = self._sampling.variant(rows)
         columns = self._columns(rows)
         bucket = self._buckets.decode(n, *variant, num_steps=num_steps, columns=columns)
+        if self._buckets.states and num_steps == 1 and self._sampling.any_states(rows):
+            bucket = replace(bucket, states=True)
         packed, arrays = _padding(bucket, self._dummy_row)
         arrays.token_ids[:n] = ~rows
         arrays.positions[:n] = positions
@@ -171,6 +175,8 @@ class BatchBuilder:
             bucket = self._buckets.extend(num_tokens, len(works), *variant, columns=columns)
         if any(work.pool_rows is not None for work in works):
             bucket = with_images(bucket)
+        if self._buckets.states and (any(work.states for work in works) or self._sampling.any_states(sampling_rows)):
+            bucket = replace(bucket, states=True)
         packed, arrays = _padding(bucket, self._dummy_row)
         assert arrays.token_rows is not None
         arrays.rows[: len(works)] = rows

@@ -48,6 +48,19 @@ class PooledRows:
 
 
 @dataclass(frozen=True)
+class StatesRows:
+    """What a step computed for each of its `num_tokens` tokens, in their order.
+
+    Attributes:
+      hidden: `[num_tokens, D]` float32, after the last norm.
+      experts: `[num_tokens, layers, k]` int32, -1 in layers without experts; None if the model has none.
+    """
+
+    hidden: npt.NDArray[np.float32]
+    experts: npt.NDArray[np.int32] | None
+
+
+@dataclass(frozen=True)
 class StepScores:
     """What a step yields besides tokens.
 
@@ -55,11 +68,13 @@ class StepScores:
       sampled: log-probabilities of the sampled tokens `[num_seqs]`, if the batch asked for them.
       prompt: those of the `targets` of a "score" step, `[num_tokens]` in the order of its tokens.
       pooled: hidden states and logits of its sequences, in steps that pool.
+      states: of its tokens, in steps that yield them.
     """
 
     sampled: TokenScores | None = None
     prompt: TokenScores | None = None
     pooled: PooledRows | None = None
+    states: StatesRows | None = None
 
 
 class StepHandle(Protocol):

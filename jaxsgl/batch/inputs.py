@@ -43,6 +43,7 @@ class Bucket:
       rope_axes: what queries and keys turn with. 0: `positions`. 1: `rope_positions`, one of each token, in models that
         see images, whose tokens of text have other positions than indices. 3: three of each token, in steps that
         extend images, which take their embeddings from the pool.
+      states: whether it also yields what was computed for each of its tokens; never of several steps.
     """
 
     kind: StepKind
@@ -55,6 +56,7 @@ class Bucket:
     pools: bool = False
     adapter_columns: int = 0
     rope_axes: int = 0
+    states: bool = False
 
     @property
     def padded_tokens(self) -> int:
@@ -73,7 +75,9 @@ class Bucket:
         pools = " pooled" if self.pools else ""
         adapters = f" {self.adapter_columns} adapter columns" if self.adapter_columns else ""
         images = " with images" if self.rope_axes == 3 else ""
-        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{steps}{pools}{adapters}{images}"
+        states = " with states" if self.states else ""
+        extras = f"{steps}{pools}{adapters}{images}{states}"
+        return f"{self.kind} T={self.num_tokens} S={self.num_seqs} {self.sampling}{extras}"
 
 
 @dataclass(frozen=True)

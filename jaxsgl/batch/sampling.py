@@ -121,6 +121,7 @@ class SamplingRows:
         self._edited = np.zeros(num_rows + 1, dtype=bool)
         self._logprobs = np.zeros(num_rows + 1, dtype=bool)
         self._masked = np.zeros(num_rows + 1, dtype=bool)
+        self._states = np.zeros(num_rows + 1, dtype=bool)
         self._masks = False  # whether any row ever was: without grammars, steps aren't searched for them
 
     def set(self, row: int, params: SamplingParams, seed: int, rope_delta: int = 0) -> None:
@@ -133,6 +134,7 @@ class SamplingRows:
         self._edited[row] = params.edits_logits
         self._logprobs[row] = params.logprobs is not None
         self._masked[row] = params.grammar is not None
+        self._states[row] = params.wants_states
         self._masks = self._masks or params.grammar is not None
 
     def bits(self, rows: IntArray) -> IntArray:
@@ -156,6 +158,10 @@ class SamplingRows:
     def any_logprobs(self, rows: IntArray) -> bool:
         """Whether any of `rows` wants log-probabilities of its tokens."""
         return bool(self._logprobs[rows].any())
+
+    def any_states(self, rows: IntArray) -> bool:
+        """Whether any of `rows` wants what is computed for its tokens."""
+        return bool(self._states[rows].any())
 
     def edit_rows(self, rows: IntArray) -> IntArray:
         """`rows`, with the dummy row in place of those that leave their logits as they are."""

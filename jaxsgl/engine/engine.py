@@ -191,12 +191,12 @@ class Engine:
             return DeviceHandle(inputs, Chosen(out.tokens))
         if inputs.masked:
             choose = partial(self._choose_masked, after[0], out, inputs)
-            return DeviceHandle(inputs, None, out.prompt_scores, out.pooled, self._has_classes, choose)
+            return DeviceHandle(inputs, None, out.prompt_scores, out.pooled, self._has_classes, choose, out.states)
         if inputs.features is not None:
             chosen = self._choose_featured(after[0], out, inputs.features)
         else:
             chosen = self._choose(after[0], out) if after else Chosen(out.tokens)
-        return DeviceHandle(inputs, chosen, out.prompt_scores, out.pooled, self._has_classes)
+        return DeviceHandle(inputs, chosen, out.prompt_scores, out.pooled, self._has_classes, None, out.states)
 
     @property
     def page_layout(self) -> PageLayout:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.engine_api import PooledRows, StepScores, TokenScores
+from jaxsgl.batch.engine_api import PooledRows, StatesRows, StepScores, TokenScores
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.engine.pooling import PooledSeqs
+from jaxsgl.engine.pooling import PooledSeqs, TokenArrays
 from jaxsgl.engine.sampler import Logprobs
 
 
@@ -36,14 +36,15 @@ class DeviceHandle:
         pooled: PooledSeqs | None = None,
         has_classes: bool = False,
         choose: Choose | None = None,
+        states: TokenArrays | None = None,
     ) -> None:
         """`chosen` are tokens and their scores; None: `choose` tells them once there are masks."""
         self._inputs = inputs
         self._chosen = chosen
         self._prompt = prompt
         self._pooled, self._has_classes = pooled, has_classes
-        self._choose = choose
-        for array in jax.tree.leaves((chosen, prompt, pooled)):
+        self._choose, self._states = choose, states
+        for array in jax.tree.leaves((chosen, prompt, pooled, states)):
             array.copy_to_host_async()
 
     def choose(self, masks: npt.NDArray[np.uint32]) -> None:
@@ -73,4 +74,9 @@ class DeviceHandle:
             None if sampled is None else TokenScores(*(np.asarray(x)[:num_seqs] for x in sampled)),
             None if prompt is None else TokenScores(*(np.asarray(x)[: self._inputs.num_tokens] for x in prompt)),
             rows,
+            None if self._states is None else StatesRows(*self._of_tokens(self._states)),
         )
+
+    def _of_tokens(self, arrays: TokenArrays) -> Any:
+        """Waits for `arrays`; without padding."""
+        return jax.tree.map(lambda x: np.asarray(x)[: self._inputs.num_tokens], tuple(arrays))

@@ -1,4 +1,4 @@
-"""Pools the hidden states of a step's sequences, inside jitted programs.
+"""Pools the hidden states of a step's sequences, or yields those of its tokens, inside jitted programs.
 
 The last token's state serves prompts whose beginning is cached; of a mean each step yields the sum over the tokens that
 it computes. Logits of a few tokens need these rows of the vocabulary head, not the head. Knows neither requests nor how
@@ -7,6 +7,7 @@ prompts are cut; `step` calls it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,28 @@ class PooledSeqs(NamedTuple):
     hidden: jax.Array
     logits: jax.Array
     log_total: jax.Array | None
+
+
+class TokenArrays(NamedTuple):
+    """What a step yields of its tokens; see `engine_api.StatesRows`.
+
+    Attributes:
+      hidden: `[T, D]` float32.
+      experts: `[T, layers, k]` int32, or None.
+    """
+
+    hidden: jax.Array
+    experts: jax.Array | None
+
+
+def token_arrays(hidden_TD: jax.Array, experts: Sequence[jax.Array]) -> TokenArrays:
+    """`experts` are those of each layer `[T, k]`, in layers without `[T, 0]`; none of any layer: there are no experts.
+
+    What is missing is -1, which is no expert.
+    """
+    most = max((chosen.shape[1] for chosen in experts), default=0)
+    padded = [jnp.pad(chosen, ((0, 0), (0, most - chosen.shape[1])), constant_values=-1) for chosen in experts]
+    return TokenArrays(hidden_TD.astype(jnp.float32), jnp.stack(padded, axis=1) if most else None)
 
 
 def pool(

@@ -105,7 +105,8 @@ class ProgramSpec:
             scores = everywhere if bucket.kind == "score" else None
             logits: Any = logits_sharding(self.mesh)
             pooled = everywhere if bucket.pools else None
-            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, scores, pooled)
+            states = everywhere if bucket.states else None
+            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, scores, pooled, states)
         arguments: tuple[Any, ...] = (leaves, self.state, self._int32(packed_len(bucket)))
         if bucket.adapter_columns:
             arguments += (pool,)

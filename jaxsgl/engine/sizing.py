@@ -21,6 +21,7 @@ from jaxsgl.engine.memory import Memory
 from jaxsgl.errors import ConfigError
 from jaxsgl.media import MediaLimits
 from jaxsgl.models import ModelArch
+from jaxsgl.token_states import StatesSpec
 
 ROWS = {"cpu": 32}
 OTHER_ROWS = 256
@@ -76,6 +77,17 @@ class PoolSize(NamedTuple):
 NO_ADAPTERS = PoolSize(0, 0)
 
 
+def states_spec(config: EngineConfig, arch: ModelArch) -> StatesSpec | None:
+    """What is returned of single tokens, as flags say. Raises `ConfigError` for experts of a model without."""
+    hidden, experts = config.enable_return_hidden_states, config.enable_return_routed_experts
+    if experts and arch.mixture is None:
+        raise ConfigError(f"--enable-return-routed-experts: {arch.name} has no experts: leave it out")
+    if not (hidden or experts):
+        return None
+    top_k = 0 if arch.mixture is None else arch.mixture.router.top_k
+    return StatesSpec(hidden, experts, arch.hidden_size, arch.num_layers, top_k)
+
+
 def choose_page_size(config: EngineConfig, head_dim: int, platform: str) -> int:
     """Tokens per page: what --page-size says, or the best for kernels on the platform ("cpu", "gpu", "tpu")."""
     if isinstance(config.page_size, int):
@@ -124,6 +136,7 @@ def plan_capacity(
         vocab_size=arch.vocab_size,
         whole_prompts=config.chunked_prefill_size == UNLIMITED,
         pooling=arch.pooling,
+        states=states_spec(config, arch),
         generates=arch.generates,
         max_adapters=adapters.max_adapters,
         adapter_columns=adapters.num_columns,

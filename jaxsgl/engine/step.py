@@ -26,7 +26,7 @@ from jaxsgl.batch.inputs import Bucket, StepArrays, StepKind, unpack
 from jaxsgl.batch.sampling import COLUMNS, SamplingArrays
 from jaxsgl.engine import edits, page_table, sampler, vocabulary
 from jaxsgl.engine.edits import EditTables
-from jaxsgl.engine.pooling import PooledSeqs, pool
+from jaxsgl.engine.pooling import PooledSeqs, TokenArrays, pool, token_arrays
 from jaxsgl.engine.sampler import Logprobs, score
 from jaxsgl.engine.state import DeviceState, KvBuffers
 from jaxsgl.models import Decoder, ImageTokens, ModelArch, Params
@@ -56,6 +56,7 @@ class Stepped(NamedTuple):
       logits: `[S, V]` float32, with V = 0 if it doesn't.
       prompt_scores: `[T]` of the targets, in "score" steps only.
       pooled: hidden states, in steps that pool only.
+      states: of its tokens, in steps that yield them only.
     """
 
     state: DeviceState
@@ -63,13 +64,14 @@ class Stepped(NamedTuple):
     logits: jax.Array
     prompt_scores: Logprobs | None = None
     pooled: PooledSeqs | None = None
+    states: TokenArrays | None = None
 
 
 class Forwarded(NamedTuple):
     """What a forward program returns.
 
     Attributes:
-      state, tokens, logits, prompt_scores, pooled: see `Stepped`.
+      state, tokens, logits, prompt_scores, pooled, states: see `Stepped`.
       sampling: `[SAMPLING_ROWS, S]` int32, what a sampling program needs of the inputs; see `pack_sampling`.
     """
 
@@ -79,6 +81,7 @@ class Forwarded(NamedTuple):
     sampling: jax.Array
     prompt_scores: Logprobs | None = None
     pooled: PooledSeqs | None = None
+    states: TokenArrays | None = None
 
 
 class Decoded(NamedTuple):
@@ -120,7 +123,12 @@ SET_PAGES_DONATES = (0,)  # page table
 
 
 def make_step(
-    graphdef: nnx.GraphDef[Decoder], kind: StepKind, attention_backend: str, kv_scales: KvScales | None = None
+    graphdef: nnx.GraphDef[Decoder],
+    kind: StepKind,
+    attention_backend: str,
+    kv_scales: KvScales | None = None,
+    *,
+    states: bool = False,
 ) -> Step:
     """`step(params, state, arrays, adapter_pool) -> Stepped` of the model.
 
@@ -144,7 +152,9 @@ def make_step(
             assert arrays.adapters is not None and arrays.column_owners is not None
             adapters = ActiveAdapters(adapter_pool, arrays.adapters, arrays.column_owners)
         ids, images = _token_ids(arrays.token_ids, state.last_tokens), _image_tokens(state, arrays, model.arch)
-        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images)
+        experts: list[jax.Array] | None = [] if states else None
+        hidden = model(ids, rope_positions, pages.attend, is_token, adapters, images, experts)
+        of_tokens = None if experts is None else token_arrays(hidden, experts)
         last = hidden if kind == "decode" else _last_of_each(hidden, arrays.query_offsets)
         if model.arch.generates:
             logits = model.logits(last)
@@ -156,9 +166,9 @@ def make_step(
         scores = None if arrays.targets is None else vocabulary.score_in_slices(model.logits, hidden, arrays.targets)
         state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables, state.images)
         if arrays.label_ids is None:
-            return Stepped(state, tokens, logits, scores)
+            return Stepped(state, tokens, logits, scores, None, of_tokens)
         pooled = pool(model, hidden, last, arrays, logits if model.arch.generates else None)
-        return Stepped(state, tokens, logits, scores, pooled)
+        return Stepped(state, tokens, logits, scores, pooled, of_tokens)
 
     return step
 
@@ -177,7 +187,7 @@ def make_forward(
     `[packed_len(bucket)]` int32. In a bucket with adapter columns there is one argument more: the leaves
     of the adapters' pool, whose structure is `pool_treedef`.
     """
-    step = make_step(graphdef, bucket.kind, attention_backend, kv_scales)
+    step = make_step(graphdef, bucket.kind, attention_backend, kv_scales, states=bucket.states)
 
     def forward(
         params: list[jax.Array], state: DeviceState, packed: jax.Array, adapter_leaves: Sequence[jax.Array] = ()
@@ -186,7 +196,7 @@ def make_forward(
         adapters = jax.tree.unflatten(pool_treedef, adapter_leaves) if bucket.adapter_columns else None
         out = step(jax.tree.unflatten(treedef, params), state, arrays, adapters)
         sampling = pack_sampling(arrays, out.tokens)
-        return Forwarded(out.state, out.tokens, out.logits, sampling, out.prompt_scores, out.pooled)
+        return Forwarded(out.state, out.tokens, out.logits, sampling, out.prompt_scores, out.pooled, out.states)
 
     return forward
 

@@ -86,12 +86,14 @@ class Decoder(Matrices):
         is_token: jax.Array | None = None,
         adapters: ActiveAdapters | None = None,
         images: ImageTokens | None = None,
+        experts: list[jax.Array] | None = None,
     ) -> jax.Array:
         """Final hidden states `[T, D]`, normalized, of `token_ids [T]` int32 at `positions [T]` or `[3, T]` int32.
 
         `attend` is called once per layer, in order. Ids outside the vocabulary are clipped to it. `is_token [T]` is
         false where a bucket is padded, which costs no expert's weights; None: all are tokens. `adapters` are those of
         the tokens; None: there are none. `images` take the places of some of the embeddings.
+        The chosen experts of each layer are appended to `experts`: `[T, k]` int32, `[T, 0]` of a layer without.
         """
         arch, vectors = self.arch, self.vectors
         x_TD = self._embed(token_ids)
@@ -110,9 +112,11 @@ class Decoder(Matrices):
                 x_TD, update_TD, rows.of(vectors.attention_out_norm, index), rows.of(vectors.mlp_norm, index)
             )
             if isinstance(layer.mlp, MoE):
-                update_TD = layer.mlp(read_TD, is_token)
+                update_TD = layer.mlp(read_TD, is_token, experts)
             else:
                 update_TD = layer.mlp(read_TD, adapters=mine)
+                if experts is not None:
+                    experts.append(jnp.zeros((len(read_TD), 0), jnp.int32))
             if images is not None and index + 1 < images.num_parts:
                 update_TD = sum_parts(update_TD, x_TD) + images.part(index + 1).astype(x_TD.dtype)
             is_last = index == arch.num_layers - 1

@@ -47,13 +47,20 @@ class MoE(Matrices):
         if spec.shared_gate:
             self.declare("shared_gate", (1, d), (None, None), dtype, None, fan_in=d)
 
-    def __call__(self, x_TD: jax.Array, is_token: jax.Array | None = None) -> jax.Array:
-        """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert."""
+    def __call__(
+        self, x_TD: jax.Array, is_token: jax.Array | None = None, told: list[jax.Array] | None = None
+    ) -> jax.Array:
+        """`[T, D]` to `[T, D]`. Tokens where `is_token [T]` is false go to no expert.
+
+        The experts of all tokens, `[T, k]` int32, are appended to `told`.
+        """
         logits_TE = product(x_TD, self.matrix("router"), jnp.float32)
         if self.router_bias is not None:
             logits_TE = logits_TE + self.router_bias[...].astype(jnp.float32)
         bias_E = None if self.choice_bias is None else self.choice_bias[...]
         experts_Tk, shares_Tk = choose_experts(self.spec.router, logits_TE, bias_E)
+        if told is not None:
+            told.append(experts_Tk.astype(jnp.int32))
         if is_token is not None:
             experts_Tk = jnp.where(is_token[:, None], experts_Tk, self.spec.num_experts)
         gate_up = self.matrix("gate_up")

@@ -29,7 +29,7 @@ from jaxsgl.pooling import Pooled
 from jaxsgl.request import FinishReason
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
-from jaxsgl.scheduler.in_flight import InFlightStep, ScoredChunk, sampled_logprob
+from jaxsgl.scheduler.in_flight import InFlightStep, ScoredChunk, StatesPart, sampled_logprob, states_of_works
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.stopwatch import Stopwatch
@@ -143,6 +143,11 @@ class Applier:
             if waits.pooled is not None and waits.lease_number == step.lease_numbers[place]:
                 assert scores.pooled is not None, f"{waits.key} wants hidden states, but its step has none"
                 waits.pooled.take(scores.pooled, place)
+        for part in step.states:
+            req = step.reqs[part.place]
+            if req.states is not None and req.lease_number == step.lease_numbers[part.place]:
+                assert scores.states is not None, f"{req.key} wants states, but its step has none"
+                req.states.take(scores.states, part.first, part.count, part.start)
         num_tokens, first = 0, len(replies)
         ends: list[Reply] = []
         for place, req, sampled in step.yielded(tokens):
@@ -157,9 +162,10 @@ class Applier:
                 if req.wants_scores:
                     logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
                 told = None if req.is_complete else reason
-                replies.append(
-                    Reply(req.request_id, token_ids, told, req.cached_tokens, None, req.index, logprob, of_prompt)
-                )
+                reply = Reply(req.request_id, token_ids, told, req.cached_tokens, None, req.index, logprob, of_prompt)
+                if req.states is not None:
+                    reply = msgspec.structs.replace(reply, states=req.states.taken())
+                replies.append(reply)
                 if reason is not None:
                     if told is None:  # its last token is no stop token, but a part of the text
                         ends.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
@@ -285,7 +291,9 @@ class Applier:
         silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
         numbers = [req.lease_number for req in reqs]
         rows = [work.row for work in works]
-        self._launched(inputs, InFlightStep(reqs, numbers, silent, scored, pooled, len(plan.chunks), first), rows)
+        states = states_of_works(reqs, works) if inputs.bucket.states else ()
+        step = InFlightStep(reqs, numbers, silent, scored, pooled, len(plan.chunks), first, states)
+        self._launched(inputs, step, rows)
         if self._state.latency is not None:
             kv_tokens = sum(work.start + len(work.token_ids) for work in works)
             pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
@@ -319,7 +327,10 @@ class Applier:
                 for i, req in enumerate(reqs)
             )
             raise
-        self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs]), rows)
+        states: Sequence[StatesPart] = ()
+        if inputs.bucket.states:
+            states = [StatesPart(i, i, 1, positions[i]) for i, req in enumerate(reqs) if req.states is not None]
+        self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs], states=states), rows)
         if self._state.latency is not None:
             kv_tokens = int((steps_S * (2 * positions_S + steps_S + 1)).sum()) // 2
             self._state.latency.launched(inputs.bucket, kv_tokens, 0.0)
@@ -343,7 +354,8 @@ class Applier:
             setup = req.edit_setup(self._state.capacity.vocab_size)
         samples, pooling = last and req.pooled is None, req.pools_chunk(chunk.num_tokens)
         ids, targets, positions = req.known_ids[start:stop], req.targets(start, stop), req.rope_positions(start, stop)
-        work = Work(req.lease.row, ids, start, samples, targets, setup, pooling, positions)
+        states = req.states is not None
+        work = Work(req.lease.row, ids, start, samples, targets, setup, pooling, positions, states=states)
         return work if self._images is None or not req.media else self._images.placed(work, req)
 
     def _decoding_work_of(self, req: Req) -> Work:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.messages import TokenLogprob
 from jaxsgl.scheduler.req import Req
@@ -36,6 +37,16 @@ class ScoredChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class StatesPart:
+    """Tokens first .. first + count - 1 of a step are those of the request at `place` from position `start` on."""
+
+    place: int
+    first: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
 class InFlightStep:
     """A step that is launched and not collected.
 
@@ -45,6 +56,7 @@ class InFlightStep:
       silent: requests whose chunk isn't their last, so that its token means nothing.
       scored: chunks whose prompt tokens are scored.
       pooled: places of the chunks of which hidden states are pooled.
+      states: tokens of which it yields states that are wanted.
       num_chunks: how many of `reqs`, from the first, are extended; the others decode.
       extend_tokens: by which they are extended.
     """
@@ -56,6 +68,7 @@ class InFlightStep:
     pooled: Sequence[int] = ()
     num_chunks: int = 0
     extend_tokens: int = 0
+    states: Sequence[StatesPart] = ()
 
     def yielded(self, tokens: npt.NDArray[np.int32]) -> Iterator[tuple[int, Req, tuple[int, ...]]]:
         """(place in the batch, request, its tokens) of each request that waits for tokens of this step.
@@ -85,3 +98,13 @@ def sampled_logprob(req: Req, place: int, scores: StepScores) -> TokenLogprob | 
     assert scores.sampled is not None, f"{req.key} wants log-probabilities, but its step has none"
     (logprob,) = token_logprobs(scores.sampled, place, 1, req.sampling.logprobs)
     return logprob
+
+
+def states_of_works(reqs: Sequence[Req], works: Sequence[Work]) -> list[StatesPart]:
+    """The tokens of an extend step, `works` of `reqs`, whose states are wanted."""
+    parts, first = [], 0
+    for place, (req, work) in enumerate(zip(reqs, works, strict=True)):
+        if req.states is not None:
+            parts.append(StatesPart(place, first, len(work.token_ids), work.start))
+        first += len(work.token_ids)
+    return parts

@@ -182,7 +182,7 @@ class _Planner(Draft):
         """
         cache, several = self.view.cache, self.view.buckets.decode_steps
         one = (1, pages_for_one)
-        if any(req.is_featured or req.constraint is not None for req in decodes):
+        if any(req.is_featured or req.constraint is not None or req.states is not None for req in decodes):
             return one
         counts = [min(several, req.num_left) for req in decodes]
         if max(counts) < several or sum(counts) < LEAST_USED * several * len(decodes):

@@ -38,6 +38,7 @@ from jaxsgl.request import FinishReason, Request
 from jaxsgl.sampling_params import MAX_SEED
 from jaxsgl.scheduler.adapters import Adapter
 from jaxsgl.scheduler.constraint import Constraint, Matcher
+from jaxsgl.scheduler.kept_states import KeptStates
 from jaxsgl.scheduler.pooled import PooledPrompt
 
 Key: TypeAlias = tuple[str, int]  # request id, index of the sample
@@ -86,6 +87,7 @@ class Req:
       priority: as the client sent it.
       adapter: the LoRA adapter that it runs with; None: the model as it is.
       namespace: prefixes are shared with requests of an equal one alone.
+      states: of its tokens, if it wants them; else None.
       pooled: what is pooled of its prompt, if that is what it asks for; else None.
       num_ahead: admissions before its arrival plus requests that waited then: as many may be admitted before it.
       lease: what it holds of the cache while it is admitted.
@@ -127,6 +129,7 @@ class Req:
         "sampling",
         "seed",
         "state",
+        "states",
         "stop_ids",
         "to_load",
         "wants_scores",
@@ -179,6 +182,7 @@ class Req:
         self.page_names: list[bytes] = []
         self.to_load: list[HostPage] = []
         self.load_until_s = 0.0
+        self.states = KeptStates(request.sampling) if request.sampling.wants_states else None
         self.pooled = None if request.pooling is None else PooledPrompt(request.pooling, pooled_kind)
         self.constraint: Constraint | None = None
         self._prompt_logprobs: list[TokenLogprob] = []
@@ -218,8 +222,9 @@ class Req:
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether something is wanted of all tokens of its prompt: log-probabilities, or a mean of hidden states."""
-        return self.scores_prompt or (self.pooled is not None and self.pooled.kind == "mean")
+        """Whether something is wanted of all tokens of its prompt: log-probabilities, states, or a mean of them."""
+        takes_mean = self.pooled is not None and self.pooled.kind == "mean"
+        return self.scores_prompt or self.states is not None or takes_mean
 
     def pools_chunk(self, num_tokens: int) -> Pooling | None:
         """What a chunk of the next `num_tokens` tokens pools; None: nothing."""

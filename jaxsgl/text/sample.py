@@ -18,6 +18,7 @@ from jaxsgl.request import FinishReason, Request
 from jaxsgl.sampling_params import SamplingParams
 from jaxsgl.text.detokenizer import Detokenizer
 from jaxsgl.text.tokenizer import Tokenizer
+from jaxsgl.token_states import TokenStates
 
 
 class End(msgspec.Struct, frozen=True):
@@ -38,6 +39,7 @@ class Piece(msgspec.Struct, frozen=True):
       prompt_logprobs: of the prompt's tokens except the first, if asked for; in the first piece of sample 0.
       cached_tokens: prompt tokens that were found in the prefix cache.
       weight_version: of the weights that computed the last of `token_ids`.
+      states: of the tokens since the piece before, if asked for.
     """
 
     text: str
@@ -48,12 +50,14 @@ class Piece(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = 0
     weight_version: str = DEFAULT_WEIGHT_VERSION
+    states: tuple[TokenStates, ...] = ()
 
     @property
     def num_scores(self) -> int:
-        """Log-probabilities that it holds, those of other likely tokens included."""
+        """Log-probabilities that it holds, those of other likely tokens included, and numbers of states."""
         each = (self.logprobs, self.prompt_logprobs or ())
-        return sum(len(scored) * (1 + len(scored[0].top)) for scored in each if scored)
+        of_states = sum(len(part.hidden) + len(part.experts) for part in self.states) // 4
+        return of_states + sum(len(scored) * (1 + len(scored[0].top)) for scored in each if scored)
 
 
 class StopStrings:
@@ -118,6 +122,7 @@ class Sample:
         ids: list[int] = []
         logprobs: list[TokenLogprob] = []
         scored: tuple[TokenLogprob, ...] | None = None
+        states: list[TokenStates] = []
         end: End | None = None
         parts = [part for reply in replies for part in _token_by_token(reply)] if self._sampling.stop else replies
         for reply in parts:
@@ -127,13 +132,15 @@ class Sample:
                 logprobs.append(reply.logprob)
             if reply.prompt_logprobs is not None:
                 scored = reply.prompt_logprobs
+            if reply.states is not None:
+                states.append(reply.states)
             texts.append(self._text_of(reply))
             end = self._end_with(reply)
             if end is not None:
                 break
         self.ended = end is not None
-        cached_tokens = replies[-1].cached_tokens
-        return Piece("".join(texts), ids, end, self._index, tuple(logprobs), scored, cached_tokens, weight_version)
+        told = self._index, tuple(logprobs), scored, replies[-1].cached_tokens, weight_version, tuple(states)
+        return Piece("".join(texts), ids, end, *told)
 
     def _text_of(self, reply: Reply) -> str:
         """Returns the text that comes out with `reply`. A stop token gives none, unless the stop is to be left in."""
@@ -187,4 +194,5 @@ def join(pieces: Sequence[Piece]) -> Piece:
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
         cached_tokens=pieces[-1].cached_tokens,
         weight_version=pieces[-1].weight_version,
+        states=tuple(part for piece in pieces for part in piece.states),
     )

@@ -191,3 +191,10 @@ def test_a_server_for_embeddings_says_so_and_generates_nothing(start_server: Cal
         shares = {"query": [50], "items": [[60]], "label_token_ids": [8, 16]}
         assert "--enable-embeddings" in refusal(http, "/v1/score", **shares)["message"]
         assert post(http, "/v1/score", **shares, apply_softmax=True)["scores"]
+
+
+def test_states_of_tokens_need_a_flag(http: httpx.Client) -> None:
+    for name in ("hidden_states", "routed_experts"):
+        words = refusal(http, "/generate", input_ids=[50], **{f"return_{name}": True})["message"]
+        assert f"--enable-return-{name.replace('_', '-')}" in words
+        assert "isn't built" in refusal(http, "/v1/completions", prompt=[50], **{f"return_{name}": True})["message"]

@@ -45,7 +45,8 @@ MAX_TOOL_CALLS = 128
 NOT_BUILT = frozenset({
     "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "guided_whitespace_pattern",
     "input_embeds", "logits_processors", "prompt_embeds", "stop_regex", "truncate_prompt_tokens",
-    "use_beam_search",
+    "use_beam_search", "return_hidden_states",
+    "return_routed_experts",
 })
 # fmt: on
 

@@ -5,6 +5,7 @@ Knows pieces and tokenizers, but no request body. routes.py uses it.
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from jaxsgl.messages import TokenLogprob
 from jaxsgl.request import FinishReason, Request
 from jaxsgl.text.sample import End, Piece
 from jaxsgl.text.tokenizer import Tokenizer
+from jaxsgl.token_states import StatesSpec, TokenStates, hidden_states, routed_experts
 
 Scored: TypeAlias = tuple[float | None, int, str | None]  # log-probability, token id, its text if asked for
 Tops: TypeAlias = list[list[Scored] | None]
@@ -37,6 +39,8 @@ class MetaInfo(msgspec.Struct):
     output_token_logprobs: list[Scored] | UnsetType = UNSET
     input_top_logprobs: Tops | UnsetType = UNSET
     output_top_logprobs: Tops | UnsetType = UNSET
+    hidden_states: list[Any] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class Choice(msgspec.Struct):
@@ -56,20 +60,27 @@ class Writer:
       index: the choice's number; UNSET leaves it out of the answer.
       start_len: position of the first prompt token whose log-probability is wanted; None: none.
       tokenizer: gives scored tokens their texts; None leaves them out.
+      states: what the server returns of single tokens.
 
     Attributes:
       num_scores: log-probabilities so far, counted by a stream.
     """
 
     def __init__(
-        self, request: Request, index: int | UnsetType, start_len: int | None, tokenizer: Tokenizer | None
+        self,
+        request: Request,
+        index: int | UnsetType,
+        start_len: int | None,
+        tokenizer: Tokenizer | None,
+        states: StatesSpec | None = None,
     ) -> None:
         self.num_scores = 0
         self._start_s = time.monotonic()
         self._prompt_ids = request.prompt_ids
         self._start_len = start_len
         self._tokenizer = tokenizer
-        sampling = request.sampling
+        self._sampling = sampling = request.sampling
+        self._states = states
         meta = MetaInfo(request.request_id, len(request.prompt_ids))
         if sampling.logprobs is not None:
             meta.input_token_logprobs, meta.output_token_logprobs = [], []
@@ -94,7 +105,19 @@ class Writer:
             meta.finish_reason = _finish_reason(piece.end)
             meta.cached_tokens = piece.end.cached_tokens
             meta.e2e_latency = time.monotonic() - self._start_s
+            self._add_states(meta, piece.states)
         return choice
+
+    def _add_states(self, meta: MetaInfo, states: Sequence[TokenStates]) -> None:
+        """Adds what was computed for tokens, in SGLang's form: hidden states of the prompt, then of each token."""
+        if self._states is None or not states:
+            return
+        if self._sampling.return_hidden_states:
+            rows = hidden_states(states, self._states).tolist()
+            meta.hidden_states = [rows[: len(self._prompt_ids)], *rows[len(self._prompt_ids) :]]
+        if self._sampling.return_routed_experts:
+            experts = routed_experts(states, self._states).astype("<i4").tobytes()
+            meta.routed_experts = base64.b64encode(experts).decode()
 
     def _add_prompt(self, logprobs: Sequence[TokenLogprob], start_len: int) -> None:
         """Adds the prompt's log-probabilities; its first token has none, since no token comes before it."""

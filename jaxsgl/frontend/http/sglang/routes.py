@@ -49,7 +49,7 @@ from jaxsgl.text.sample import Piece
 
 # Fields of SGLang's that change the answer and that aren't built. Empty or false, they ask for nothing.
 NOT_BUILT = frozenset({
-    "audio_data", "custom_logit_processor", "input_embeds", "return_hidden_states",
+    "audio_data", "custom_logit_processor", "input_embeds",
     "session_params", "token_ids_logprob",
 })  # fmt: skip
 
@@ -73,8 +73,11 @@ def _add_generate(router: APIRouter, front_end: FrontEnd) -> None:
         tokenizer = front_end.generator.model.tokenizer if body.return_text_in_logprobs else None
         n = requests[0].sampling.n
         alone = n == 1 and not _is_batch(body)
+        states = front_end.generator.model.info.limits.states
+        if body.stream and requests[0].sampling.wants_states:
+            raise InvalidRequest("hidden states and experts come with whole answers: leave stream out")
         writers = [
-            Writer(request, UNSET if alone or not body.stream else number * n + sample, start_len, tokenizer)
+            Writer(request, UNSET if alone or not body.stream else number * n + sample, start_len, tokenizer, states)
             for number, request in enumerate(requests)
             for sample in range(n)
         ]
@@ -157,6 +160,8 @@ def _sampling(body: GenerateBody, params: SamplingBody) -> SamplingParams:
         logprobs=top,
         prompt_logprobs=top if scores_prompt else None,
         grammar=grammar_of(params),
+        return_hidden_states=bool(body.return_hidden_states),
+        return_routed_experts=bool(body.return_routed_experts),
     )
 
 

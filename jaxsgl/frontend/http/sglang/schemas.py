@@ -94,6 +94,8 @@ class GenerateBody(Body):
     ) = None
     top_logprobs_num: TopLogprobs | None = None
     return_text_in_logprobs: Flag = None
+    return_hidden_states: Annotated[Flag, Field(description="of servers with --enable-return-hidden-states")] = None
+    return_routed_experts: Annotated[Flag, Field(description="of servers with --enable-return-routed-experts")] = None
     priority: Priority | None = None
     data_parallel_rank: (
         Annotated[int, Field(ge=0, le=MAX_INT, description="the replica that must serve it, of --dp-size")] | None
