@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from pallas_kernels import paged_decode_attention, paged_extend_attention, tuning
 from pallas_kernels.specs import SMALL_SPECS, ArgSpec
-from tests.grids import count
+from tests.grids import count, daily
 from tests.pallas_kernels.cases import Case, assert_close, build_case, cases, dense_attention
 
 BY_NAME = {spec.name: spec for spec in SMALL_SPECS}
-each_spec = pytest.mark.parametrize("name", BY_NAME)
 
 # Fewer examples in the interpreter, where each takes long; the specs multiply either number.
 XLA = pytest.param("xla", count(6, 12), id="xla")
@@ -43,20 +42,20 @@ def run_examples(prop, strategy, num_examples: int) -> None:
     settings(max_examples=num_examples, derandomize=True, database=None)(given(strategy)(prop))()
 
 
-@each_spec
+@pytest.mark.parametrize("name", daily(list(BY_NAME), every=2))
 @each_backend
 def test_decode_equals_the_reference(name: str, backend: str, num_examples: int) -> None:
     strategy = cases(BY_NAME[name], decode=True)
     run_examples(lambda case: check(paged_decode_attention, case, backend), strategy, num_examples)
 
 
-@each_spec
+@pytest.mark.parametrize("name", daily(list(BY_NAME)[::-1], every=2))
 @each_backend
 def test_extend_equals_the_reference(name: str, backend: str, num_examples: int) -> None:
     run_examples(lambda case: check(paged_extend_attention, case, backend), cases(BY_NAME[name]), num_examples)
 
 
-@each_spec
+@pytest.mark.parametrize("name", BY_NAME)
 def test_reference_equals_a_dense_softmax(name: str) -> None:
     def prop(case: Case) -> None:
         args = case.extend_args()

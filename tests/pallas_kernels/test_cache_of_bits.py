@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import PagedKv, paged_decode_attention, paged_extend_attention, store_kv
 from pallas_kernels.paged_kv import to_bits, to_numbers
+from tests.grids import daily
 
 NUM_PAGES, K, G, H = 24, 2, 3, 16
 LENGTHS = np.array([1, 40, 0, 63, 64], np.int32)
@@ -33,8 +34,9 @@ def table_of(page_size: int) -> jax.Array:
     return jnp.asarray(table, jnp.int32)
 
 
-@pytest.mark.parametrize("page_size", [16, 32, 64])
-@pytest.mark.parametrize("op", ["decode", "extend"])
+@pytest.mark.parametrize(
+    ("page_size", "op"), daily([(size, op) for size in (16, 32, 64) for op in ("decode", "extend")][::-1], every=2)
+)
 def test_attention_over_bits_is_attention_over_the_numbers(op: str, page_size: int) -> None:
     k, v, table, lengths = pages_of(page_size, 1), pages_of(page_size, 2), table_of(page_size), jnp.asarray(LENGTHS)
     num_tokens = len(LENGTHS) if op == "decode" else 20

@@ -50,13 +50,13 @@ def small_tiles(op: str, **sizes: int):
     return tuning.override(op, "mosaic_tpu", {"tile_kib": 1, "num_buffers": 2, **sizes})
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", grids.daily(list(SPECS), every=2))
 def test_decode_equals_the_reference(name: str) -> None:
     strategy = cases(SPECS[name], decode=True)
     run_examples(lambda case: check(paged_decode_attention, case), strategy, grids.count(2, 4))
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", grids.daily(list(SPECS)[::-1], every=2))
 def test_extend_equals_the_reference(name: str) -> None:
     run_examples(lambda case: check(paged_extend_attention, case), cases(SPECS[name]), grids.count(2, 4))
 
@@ -111,7 +111,7 @@ STORES = (
 )
 
 
-@pytest.mark.parametrize("spec", STORES, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", grids.daily(STORES, every=2), ids=lambda spec: spec.name)
 def test_stores_in_any_order_equal_the_reference_without_races(spec: ArgSpec) -> None:
     """Tokens of one tile far apart, in chunks of 32 with fewer buffers than tiles; runs; repeated slots of page 0."""
     num_slots = spec.num_pages * spec.page_size

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import AttentionOptions, PagedKv, paged_decode_attention, tuning
 from pallas_kernels.xla.decode_shared import find_groups
+from tests.grids import daily, pairwise
 from tests.pallas_kernels.cases import assert_close
 from tests.pallas_kernels.texts import LONGEST, NUM_SEQS, TEXTS, lay_out, random_texts, unseen_places
 
@@ -40,9 +41,9 @@ def check(texts: list[str], page_size: int, cache_dtype: str, seed: int, **optio
     assert_close(compiled("xla", **options)(*args), compiled("reference", **options)(*args), "float32")
 
 
-@pytest.mark.parametrize("cache_dtype", ["float32", "float16"])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize(
+    ("name", "page_size", "cache_dtype"), pairwise(list(TEXTS), [1, 16, 64], ["float32", "float16"])
+)
 def test_decode_over_shared_pages_equals_the_reference(name: str, page_size: int, cache_dtype: str) -> None:
     for seed in range(2):
         check(TEXTS[name], page_size, cache_dtype, seed)
@@ -65,7 +66,8 @@ def test_decode_over_any_tree_of_texts_equals_the_reference(page_size: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("page_size", "tile_tokens", "batch_tokens", "joined_heads"), [(1, 16, 1, 1), (1, 32, 352, 2), (16, 48, 96, 1)]
+    ("page_size", "tile_tokens", "batch_tokens", "joined_heads"),
+    daily([(1, 16, 1, 1), (16, 48, 96, 1), (1, 32, 352, 2)], every=2),
 )
 def test_sharing_is_right_for_any_block_sizes(
     page_size: int, tile_tokens: int, batch_tokens: int, joined_heads: int
