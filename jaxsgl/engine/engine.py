@@ -243,14 +243,15 @@ class Engine:
     def _choose_masked(
         self, program: jax.stages.Compiled, forwarded: Forwarded, inputs: StepInputs, masks: npt.NDArray[np.uint32]
     ) -> Chosen:
+        features = inputs.features
+        scored = features is not None and features.logprobs
+        own = self.mask_programs.copy(forwarded.logits) if scored else None
         logits, sampling = self.mask_programs.mask(forwarded.logits, forwarded.sampling, masks)
         masked = forwarded._replace(logits=logits, sampling=sampling)
-        if inputs.features is None:
+        if features is None:
             return self._choose(program, masked)
-        chosen = self._choose_featured(program, masked, inputs.features)
-        if chosen.scores is not None:
-            chosen = chosen._replace(scores=self.mask_programs.score(forwarded.logits, chosen.tokens))
-        return chosen
+        chosen = self._choose_featured(program, masked, features)
+        return chosen if own is None else chosen._replace(scores=self.mask_programs.score(own, chosen.tokens))
 
     def _choose_featured(self, program: jax.stages.Compiled, forwarded: Forwarded, features: StepFeatures) -> Chosen:
         state = self._state

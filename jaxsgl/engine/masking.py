@@ -1,7 +1,10 @@
 """Programs for steps whose tokens are held to grammars: masks between the forward and the sampling program.
 
-    forward -> logits -> masked_step(logits, packed, masks) -> the sampling program of any other step
-                   '---> score_step(logits, tokens), if log-probabilities are wanted: they are the model's own
+    forward -> logits -> masked_step(logits, packed, masks) -> the sampling program of any other step -> tokens
+                   '---> copy_step(logits), if log-probabilities are wanted ------> score_step(copy, tokens)
+
+Masks are written into the logits in place: on a CPU another array of that size costs four times as much as the mask.
+Log-probabilities are the model's own, hence the copy.
 
 `MaskPrograms` compiles them for every number of sequences when the first grammar comes: scheduler/grammar_queue.py has
 `prepare` called in a thread, while requests with grammars wait. So a server without grammars neither compiles nor runs
@@ -24,11 +27,12 @@ from jaxsgl.engine.warmup import CompileCounter
 from jaxsgl.models.tensor_parallel import num_parts, part_index
 from jaxsgl.weights.sharding import logits_sharding, replicated
 
+MASKED_DONATES = (0,)  # logits
 BEST = 2  # row of the packed sampling inputs that holds the most likely tokens
 
 
 def masked_step(logits: jax.Array, packed: jax.Array, masks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Takes from each row the tokens that its mask forbids; the results take the place of `logits` and `packed`.
+    """Takes from each row the tokens that its mask forbids; the results take the place of `logits` (donated), `packed`.
 
     Args:
       logits: `[S, V]` float32, this device's V.
@@ -37,6 +41,11 @@ def masked_step(logits: jax.Array, packed: jax.Array, masks: jax.Array) -> tuple
     """
     masked = jnp.where(_bits(masks, logits.shape[-1]), logits, -jnp.inf)
     return masked, packed.at[BEST].set(vocabulary.greedy(masked))
+
+
+def copy_step(logits: jax.Array) -> jax.Array:
+    """`logits`, to be kept."""
+    return jnp.copy(logits)
 
 
 def score_step(logits: jax.Array, tokens: jax.Array) -> Logprobs:
@@ -66,10 +75,11 @@ class MaskPrograms:
         self._compiles = compiles
         self._preparing = threading.Lock()
         self._masked: dict[int, jax.stages.Compiled] = {}
+        self._copy: dict[int, jax.stages.Compiled] = {}
         self._score: dict[int, jax.stages.Compiled] = {}
 
     def __len__(self) -> int:
-        return len(self._masked) + len(self._score)
+        return len(self._masked) + len(self._copy) + len(self._score)
 
     def prepare(self) -> None:
         """Compiles what isn't compiled yet; from any thread, in a few seconds."""
@@ -77,13 +87,19 @@ class MaskPrograms:
         with self._preparing, self._compiles.not_counting():
             for num_seqs in sorted({bucket.num_seqs for bucket in self._programs.buckets.all()}):
                 if num_seqs not in self._masked:
+                    self._copy[num_seqs] = trace_copy(spec, num_seqs).lower().compile()
                     self._score[num_seqs] = trace_score(spec, num_seqs).lower().compile()
                     self._masked[num_seqs] = trace_masked(spec, num_seqs).lower().compile()
 
     def mask(self, logits: jax.Array, packed: jax.Array, masks: Any) -> tuple[jax.Array, jax.Array]:
-        """See `masked_step`."""
+        """See `masked_step`; `logits` can't be used any more."""
         masked, changed = self._masked[len(logits)](logits, packed, masks)
         return masked, changed
+
+    def copy(self, logits: jax.Array) -> jax.Array:
+        """See `copy_step`."""
+        copied: jax.Array = self._copy[len(logits)](logits)
+        return copied
 
     def score(self, logits: jax.Array, tokens: jax.Array) -> Logprobs:
         """See `score_step`."""
@@ -96,7 +112,12 @@ def trace_masked(spec: ProgramSpec, num_seqs: int) -> jax.stages.Traced:
     logits, packed = _logits(spec, num_seqs), _replicated(spec, jnp.int32, SAMPLING_ROWS, num_seqs)
     masks = _replicated(spec, jnp.uint32, num_seqs, -(-spec.vocab_size // 32))
     shardings = (logits_sharding(spec.mesh), replicated(spec.mesh))
-    return spec.traced(masked_step, (), (logits, packed, masks), shardings)
+    return spec.traced(masked_step, MASKED_DONATES, (logits, packed, masks), shardings)
+
+
+def trace_copy(spec: ProgramSpec, num_seqs: int) -> jax.stages.Traced:
+    """`copy_step` for `num_seqs` padded sequences, traced."""
+    return spec.traced(copy_step, (), (_logits(spec, num_seqs),), logits_sharding(spec.mesh))
 
 
 def trace_score(spec: ProgramSpec, num_seqs: int) -> jax.stages.Traced:
