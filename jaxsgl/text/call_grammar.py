@@ -24,6 +24,7 @@ _BLANKS = {"x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}}  #
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 _SPACE_BEHIND = r"/[ \n]{0,4}/"  # the reasoning
 WITHOUT_PLACE = frozenset({"ebnf", "lark", "structural_tag"})  # kinds of grammars that can't be a part of another
+_LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 _META = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
@@ -130,6 +131,8 @@ class Lark:
         """Returns the expression of JSON by a schema, with no more space than models write."""
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
+        if lenient:
+            schema = _without_lookaround(schema)
         guidance = {**_JSON_SPACES, **({"lenient": True} if lenient else {})}
         return "%json " + json.dumps({**schema, "x-guidance": guidance})
 
@@ -150,6 +153,17 @@ class Lark:
             f"a {grammar.kind} can't begin behind reasoning or stand beside tools: turn the reasoning off "
             "(enable_thinking: false) and send no tools, or use a JSON schema"
         )
+
+
+def _without_lookaround(schema: Any) -> Any:
+    """Returns a schema without patterns that llguidance refuses even if it is told to be lenient, as of decimals."""
+    if isinstance(schema, dict):
+        return {
+            key: _without_lookaround(value)
+            for key, value in schema.items()
+            if not (key == "pattern" and isinstance(value, str) and _LOOKAROUND.search(value))
+        }
+    return [_without_lookaround(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _escaped_slash(match: re.Match[str]) -> str:

@@ -131,6 +131,21 @@ def test_arguments_of_calls_that_may_be_made_hold_to_their_schema_if_the_tool_is
     assert not of.allows(lark_of(of, "hermes", strict=frozenset({"weather"})), free)
 
 
+def test_what_no_grammar_can_say_of_arguments_is_left_out_unless_the_tool_is_strict() -> None:
+    of = grammars(True)
+    price = {"type": "string", "pattern": r"^(?!^[-+.]*$)\d+$"}
+    ids = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    tools = {"buy": {"type": "object", "properties": {"price": price, "ids": ids}, "required": ["price", "ids"]}}
+    text = '<tool_call>\n{"name": "buy", "arguments": {"price": "x", "ids": [1, 1]}}\n</tool_call>'
+    for strict in (frozenset[str](), frozenset({"buy"})):
+        calls = Calls(tools, strict, required=True)
+        lark = behind_reasoning(call_grammar(FORMS["hermes"], calls, of.tokenizer.unit_of), None, False)
+        if not strict:
+            assert of.allows(lark, text)
+        else:
+            assert LLMatcher(of._llguidance, LLMatcher.grammar_from_lark(lark)).is_error()
+
+
 def test_there_is_one_call_if_calls_may_not_be_parallel() -> None:
     of = grammars(True)
     for name in ("hermes", "mistral", "mistral_v11", "llama3", "pythonic", "olmo3"):
