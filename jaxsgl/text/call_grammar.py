@@ -131,8 +131,7 @@ class Lark:
         """Returns the expression of JSON by a schema, with no more space than models write."""
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
-        if lenient:
-            schema = _without_lookaround(schema)
+        schema = dict(_without_lookaround(schema) if lenient else schema)
         guidance = {**_JSON_SPACES, **({"lenient": True} if lenient else {})}
         return "%json " + json.dumps({**schema, "x-guidance": guidance})
 
