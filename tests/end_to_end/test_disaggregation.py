@@ -187,6 +187,49 @@ def test_a_gateway_that_speaks_http_to_the_servers_gets_the_same_answers(fleet: 
     fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="servers start anew")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("num_each", "of_prefill"), [(2, ()), (1, ("--tp", "2"))], ids=["two of each", "two devices to one"]
+)
+def test_larger_fleets_give_the_tokens_of_one_server(
+    fleet: Fleet, tmp_path: Path, num_each: int, of_prefill: tuple[str, ...]
+) -> None:
+    with contextlib.ExitStack() as stack:
+        workers: list[Worker] = []
+        urls: list[str] = []
+        ports = free_ports(5 * num_each)
+        for mode in ("prefill", "decode"):
+            for number in range(num_each):
+                folder = tmp_path / f"{mode}{number}"
+                folder.mkdir()
+                flags = (
+                    "--disaggregation-mode", mode, "--grpc-port", str(ports.pop()), "--port", str(ports.pop()),
+                    *(of_prefill if mode == "prefill" else ()),
+                )  # fmt: skip
+                bootstrap = [str(ports.pop())] if mode == "prefill" else []
+                flags += tuple(part for port in bootstrap for part in ("--disaggregation-bootstrap-port", port))
+                workers.append(Worker(stack.enter_context(running_server(folder, (*FLAGS, *flags)))))
+                urls += [f"--{mode}", f"grpc://{workers[-1].address}", *bootstrap]
+        flags = (
+            "--pd-disaggregation", *urls, "--policy", "round_robin", "--health-check-interval-secs", "1",
+            "--health-success-threshold", "1", "--disable-retries",
+        )  # fmt: skip
+        gateway = stack.enter_context(running_gateway(tmp_path, (), flags))
+        wait_for(lambda: len(gateway.healthy()) == 2 * num_each, "healthy servers", START_TIMEOUT_S)
+        through = fleet.client(gateway.url)
+        with ThreadPoolExecutor(4) as threads:
+            got = list(threads.map(lambda text: through.completions.create(**completion(text)), prompts()))
+            own = list(threads.map(lambda text: fleet.direct.completions.create(**completion(text)), prompts()))
+        assert [answer.choices[0].text for answer in got] == [answer.choices[0].text for answer in own]
+        asked = completion(filler(seed=78, num_sentences=20), n=3, logprobs=1)
+        samples, own_samples = through.completions.create(**asked), fleet.direct.completions.create(**asked)
+        assert [choice.text for choice in samples.choices] == [choice.text for choice in own_samples.choices]
+        moved = [fleet.transfer(worker)["moved_bytes"] for worker in workers]
+        assert all(moved) and sum(moved[:num_each]) == sum(moved[num_each:])
+        fleet.check_that_nothing_is_left(*workers)
+
+
 def outcome(fleet: Fleet, seed: int, stream: bool) -> str:
     """How a call with a long prompt of its own ended."""
     asked = completion(filler(seed=seed, num_sentences=170), stream=stream)
