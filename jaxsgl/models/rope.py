@@ -140,8 +140,11 @@ def rope_tables(positions: jax.Array, rope: RopeParams | None, head_dim: int) ->
         return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
 
     def tables() -> tuple[jax.Array, jax.Array]:
-        per_pair = positions[:, None] if positions.ndim == 1 else positions[axis_of_pairs(rope, head_dim)].T
-        angles = per_pair[:, None, :].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+        if positions.ndim == 1:
+            per_pair = positions[:, None, None]
+        else:
+            per_pair = positions[axis_of_pairs(rope, head_dim)].T[:, None]
+        angles = per_pair.astype(jnp.float32) * inverse_frequencies(rope, head_dim)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         if rope.amplitude == 1:
             return cos, sin
