@@ -341,7 +341,7 @@ def test_reflection_describes_the_service(server: ServerProcess) -> None:
         database = ProtoReflectionDescriptorDatabase(channel)
         assert {"jaxsgl.v1.Jaxsgl", "grpc.health.v1.Health"} <= set(database.get_services())
         file = database.FindFileContainingSymbol("jaxsgl.v1.Jaxsgl")
-        assert [method.name for method in file.service[0].method] == ["Generate", "Abort", "GetModelInfo"]
+        assert [method.name for method in file.service[0].method] == ["Generate", "Embed", "Abort", "GetModelInfo"]
 
 
 def test_every_request_leaves_a_debug_line(server: ServerProcess, stub: pb_grpc.JaxsglStub) -> None:
