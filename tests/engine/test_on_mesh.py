@@ -15,7 +15,9 @@ from flax import nnx
 
 from jaxsgl.batch.sampling import SamplingArrays
 from jaxsgl.engine import sampler, vocabulary
+from jaxsgl.engine.masking import masked_step
 from jaxsgl.engine.on_mesh import each_device
+from jaxsgl.engine.step import SAMPLING_ROWS
 from jaxsgl.models.matrix import Matrices, dequantized
 from jaxsgl.models.precision import product
 from jaxsgl.models.quantization import WeightFormat
@@ -115,7 +117,21 @@ def check_tokens_and_scores_are_those_of_one_device() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def check_masks_are_those_of_one_device() -> None:
+    """Parts of 100 tokens: they begin inside of a mask's words."""
+    rng, mesh = np.random.default_rng(2), make_mesh(jax.devices())
+    logits, packed = rng.normal(size=(6, 400)).astype(np.float32), np.zeros((SAMPLING_ROWS, 6), np.int32)
+    masks = rng.integers(0, 2**32, (6, 13), dtype=np.uint32)
+    alone = jax.jit(masked_step)(logits, packed, masks)
+    shardings = (logits_sharding(mesh), replicated(mesh))
+    arguments = (jax.device_put(logits, shardings[0]), *jax.device_put((packed, masks), shardings[1]))
+    shared = jax.jit(each_device(masked_step, mesh, arguments, shardings))(*arguments)
+    for one, other in zip(alone, shared, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 if __name__ == "__main__":
     assert jax.device_count() == NUM_DEVICES
     check_no_part_gets_the_scales_of_another()
     check_tokens_and_scores_are_those_of_one_device()
+    check_masks_are_those_of_one_device()

@@ -238,6 +238,26 @@ def test_a_request_that_waits_for_its_grammar_lets_others_pass_and_is_served_the
     assert outcome(mailbox, "held") == constrained(held)
 
 
+def test_an_abort_ends_a_request_that_waits_for_its_grammar() -> None:
+    may_compile = threading.Event()
+
+    def compile(grammar: Grammar) -> FakeMatcher:
+        assert may_compile.wait(10)
+        return compile_fake(grammar, VOCAB)
+
+    script: list[list[Request | Abort]] = [
+        [asking("a", [1], fake(1, 4), n=2)],
+        [],
+        [Abort("a", 0)],
+        [Abort("a", 1)],
+        [],
+    ]
+    mailbox, scheduler = served(script, compile=compile)
+    may_compile.set()
+    assert [outcome(mailbox, "a", index) for index in (0, 1)] == [([], FinishReason.ABORT)] * 2
+    assert scheduler.state.totals.steps == 0
+
+
 def test_a_bad_grammar_is_refused_and_the_refusal_is_kept() -> None:
     compiled: list[str] = []
 
