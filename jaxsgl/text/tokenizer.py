@@ -68,11 +68,13 @@ class Tokenizer:
         self._byte_ids: frozenset[int] = frozenset()
         self._names: dict[int, bytes] = {}  # of special tokens; of all, unless the vocabulary is byte-level
         self.special_ids: frozenset[int] = frozenset()
+        self._added_ids: dict[str, int] = {}
         self._with_names: dict[frozenset[int], TokenBytes] = {}  # by the special tokens that have a text
         self.max_token_bytes = _MIN_MAX_TOKEN_BYTES
         if tokenizer is None:
             return
         special_ids = self.special_ids = _special_ids(tokenizer)
+        self._added_ids = tokenizer.get_added_vocab()
         self.max_token_bytes = max(_MIN_MAX_TOKEN_BYTES, _longest_token_bytes(tokenizer))
         if tokenizer.is_fast and _is_byte_level(tokenizer.backend_tokenizer):
             id_to_token = tokenizer.backend_tokenizer.id_to_token
@@ -185,7 +187,7 @@ class Tokenizer:
         """Returns the id of an added token that grammars know by its id alone: special ones, and those in <..>."""
         if self._tokenizer is None:
             return None
-        token_id: int | None = self._tokenizer.get_added_vocab().get(text)
+        token_id = self._added_ids.get(text)
         is_unit = token_id in self.special_ids or (text.startswith("<") and text.endswith(">"))
         return token_id if is_unit else None
 
