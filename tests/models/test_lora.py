@@ -17,6 +17,7 @@ from jaxsgl.models.lora import ActiveAdapters, adaptable_modules, pool_arrays
 from jaxsgl.weights import load_params
 from jaxsgl.weights.adapters import AdapterFolder
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.grids import daily
 from tests.plain_model import causal_attend, mesh_of
 from tests.weights.peft_adapters import ATTENTION, MLP, adapted_logits, make_adapter
 
@@ -68,7 +69,7 @@ def batch_logits(model: Path, adapters: Sequence[Path], dtype: str = "float32") 
     return [np.asarray(run(params, pool, jnp.int32(number))) for number in range(len(folders) + 1)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", daily(list(KINDS), every=len(KINDS)))
 def test_logits_with_an_adapter_are_those_of_peft(kind: str, tmp_path: Path) -> None:
     model = make_checkpoint(kind, tmp_path / "model")
     adapters = [
