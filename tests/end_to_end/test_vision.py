@@ -164,6 +164,26 @@ def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
     return mailbox
 
 
+def test_other_weights_of_the_tower_encode_an_image_again(served: tuple[Engine, Any], tmp_path: Path) -> None:
+    engine, model = served
+    other = make_model(tmp_path, moe=engine.arch.mixture is not None, seed=1)
+    asked = request("a", [(1, 4, 6), (1, 8, 4)], 31)
+    scheduler = new_scheduler(engine, radix=True)
+    before = engine.recompiles
+    for turn, (weights, judge) in enumerate([(None, model), (str(tmp_path), other), (tensors_of(model), model)], 1):
+        if weights is not None:
+            engine.residents.swap_weights(engine.residents.stage_weights(weights))
+            scheduler.retire_cache()
+        mailbox = run(engine, scheduler, [asked])
+        assert is_greedy(judge, asked, mailbox.output_ids("a"))
+        assert scheduler.state.totals.encoded_images == 2 * turn
+    assert engine.recompiles == before
+
+
+def tensors_of(model: Any) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+
 @pytest.mark.parametrize(("moe", "tp", "shares"), daily([(False, 2, True), (True, 4, True), (True, 2, False)], every=3))
 def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(
     moe: bool, tp: int, shares: bool, tmp_path: Path
