@@ -19,6 +19,7 @@ from jaxsgl.errors import InvalidRequest
 
 FORMATS = tuple(plugin.format for plugin in (JPEG, PNG, WebP, GIF, BMP))  # their import registers them
 FORMAT_NAMES = "JPEG, PNG, WebP, GIF or BMP"
+_ORIENTATION = 0x0112  # in EXIF
 _STRIP = 256  # lines of a picture with an alpha channel that are put on white at a time
 
 
@@ -44,7 +45,9 @@ def open_picture(data: bytes, max_pixels: int, name: str) -> Image.Image:
 def decode(picture: Image.Image, name: str) -> Image.Image:
     """Returns all pixels as RGB, upright as EXIF says, with what is transparent on white. Raises `InvalidRequest`."""
     try:
-        return to_rgb(ImageOps.exif_transpose(picture))
+        picture.load()
+        turned = picture.getexif().get(_ORIENTATION, 1) != 1
+        return to_rgb(ImageOps.exif_transpose(picture) if turned else picture)  # it copies what needn't be turned
     except Exception as error:
         reason = str(error)[:200] or type(error).__name__
         raise InvalidRequest(f"{name} can't be decoded ({reason}): is the file complete?") from None
@@ -53,7 +56,7 @@ def decode(picture: Image.Image, name: str) -> Image.Image:
 def to_rgb(picture: Image.Image) -> Image.Image:
     """Returns `picture` as RGB, with what is transparent on white."""
     if "A" not in picture.getbands() and picture.info.get("transparency") is None:
-        return picture.convert("RGB")
+        return picture if picture.mode == "RGB" else picture.convert("RGB")
     picture = picture.convert("RGBA")
     width, height = picture.size
     flat = Image.new("RGB", picture.size)
