@@ -24,7 +24,7 @@ from jaxsgl.preprocess.sources import IMAGE_KINDS, VIDEO_KINDS, Budget, Source, 
 from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.tokenizer import Tokenizer
 
-MAX_DECODING = 2  # requests whose pictures are decoded at a time: each takes up to 400 MB (an RGBA picture of 2**25 pixels), and a core
+MAX_DECODING = 2  # requests whose pictures are decoded at a time: 400 MB each for the largest RGBA picture
 MAX_CALL_REQUESTS = 4  # the prompts of a call may have so many requests' patches together
 
 Tokenize: TypeAlias = Callable[[Sequence[Prompt]], Awaitable[list[list[int]]]]
