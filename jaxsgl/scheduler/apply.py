@@ -161,7 +161,7 @@ class Applier:
                 logprob, of_prompt = None, None
                 if req.wants_scores:
                     logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
-                told = None if req.is_complete else reason
+                told = None if reason is FinishReason.STOP and req.is_complete else reason
                 reply = Reply(req.request_id, token_ids, told, req.cached_tokens, None, req.index, logprob, of_prompt)
                 if req.states is not None:
                     reply = msgspec.structs.replace(reply, states=req.states.taken())

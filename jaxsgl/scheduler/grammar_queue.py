@@ -26,6 +26,7 @@ Answer: TypeAlias = Matcher | Refusal
 Compile: TypeAlias = Callable[[Grammar], Matcher]
 
 NUM_THREADS = 2
+IDLE_S = 10.0  # after which a thread without work ends
 MAX_STUCK = 6  # threads that are still busy with grammars that were given up
 MAX_KNOWN, MAX_KNOWN_CHARS = 256, 1 << 24
 
@@ -170,9 +171,9 @@ class GrammarQueue:
         """Has another thread take the place of the one that is busy with `job`; False if that is done just now."""
         with self._changed:
             job.given_up = job.answer is None
+            self._num_threads -= job.given_up
         if job.given_up:
             self._stuck.add(job)
-            self._num_threads -= 1
             self._start_threads()
         return job.given_up
 
@@ -185,16 +186,19 @@ class GrammarQueue:
             self._known_chars -= len(oldest.text)
 
     def _start_threads(self) -> None:
-        """Daemons, since one may be busy when the process ends."""
-        while self._num_threads < NUM_THREADS:
-            self._num_threads += 1
+        """Daemons, since one may be busy when the process ends. They end when there is nothing to do."""
+        with self._changed:
+            num_missing = NUM_THREADS - self._num_threads
+            self._num_threads += num_missing
+        for _ in range(num_missing):
             threading.Thread(target=self._work, name="grammar", daemon=True).start()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._todo:
-                    self._changed.wait()
+                if not self._changed.wait_for(lambda: self._todo, IDLE_S):
+                    self._num_threads -= 1
+                    return
                 job = self._todo.popleft()
             if job.cancelled:
                 continue

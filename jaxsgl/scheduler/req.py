@@ -351,13 +351,14 @@ class Req:
         Raises `InvalidRequest` if its grammar can't be followed.
         """
         output_ids, stop_ids, most = self.output_ids, self.stop_ids, self.max_new_tokens
+        constraint = self.constraint
         for count, token_id in enumerate(token_ids, 1):
             output_ids.append(token_id)
             if token_id in stop_ids:
                 return token_ids[:count], FinishReason.STOP
-            if self.constraint is not None:
-                self.constraint.advance(token_id)
-                if self.constraint.ended:
+            if constraint is not None:
+                constraint.advance(token_id)
+                if constraint.ended:
                     return token_ids[:count], FinishReason.STOP
             if len(output_ids) == most:
                 return token_ids[:count], FinishReason.LENGTH
