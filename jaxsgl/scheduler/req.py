@@ -194,8 +194,7 @@ class Req:
 
     @property
     def may_start(self) -> bool:
-        """Whether it may be admitted: its grammar, if it has one, is compiled, and the leader's prompt is launched, so
-        that its pages can be shared."""
+        """Whether it may be admitted: its grammar is compiled, and the leader's prompt launched, to share its pages."""
         if self.sampling.grammar is not None and self.constraint is None:
             return False
         return self.leader is None or self.leader.prefilled or self.leader.state is State.FINISHED
@@ -350,8 +349,8 @@ class Req:
 
         Raises `InvalidRequest` if its grammar can't be followed.
         """
-        output_ids, stop_ids, most = self.output_ids, self.stop_ids, self.max_new_tokens
-        constraint = self.constraint
+        output_ids, stop_ids = self.output_ids, self.stop_ids
+        most, constraint = self.max_new_tokens, self.constraint
         for count, token_id in enumerate(token_ids, 1):
             output_ids.append(token_id)
             if token_id in stop_ids:
