@@ -18,6 +18,11 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/tokenize": {"messages": [{"role": "user", "content": "Hi"}], "tools": []},
     "/detokenize": {"tokens": [5, 6, 7]},
     "/abort_request": {"rid": "x"},
+    "/v1/embeddings": {"input": [[5, 6], [7]], "dimensions": 3},
+    "/v1/score": {"text_1": "Hi", "text_2": ["Ho", "Hi"]},
+    "/v1/rerank": {"query": "Hi", "documents": ["Ho", {"text": "Hi"}], "top_n": 1},
+    "/encode": {"input_ids": [5, 6]},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
 }
 PATHS = (
     *GOOD_BODIES,
