@@ -26,7 +26,7 @@ FLAGS = (
     *EXACT_FLAGS, "--max-running-requests", "4", "--decode-buckets", "4", "--extend-buckets", "128",
     "--chunked-prefill-size", "128", "--max-total-tokens", "1024", "--context-length", "256",
 )  # fmt: skip
-PROMPT = [5 + 7 * i % 240 for i in range(100)]
+PROMPT = [5 + 7 * i % 190 for i in range(100)]  # the smallest vocabulary has 200 tokens
 NUM_TOKENS = 16
 MXFP4 = "mxfp4"
 NAMES = ["awq", *FORMATS_AT_LOAD, *(name for name in FORMATS if name != "awq"), MXFP4]
