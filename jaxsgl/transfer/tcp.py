@@ -211,6 +211,7 @@ class _Link:
                 self._sock = socket.create_connection(address, timeout=CONNECT_S)
             assert self._sock is not None
             _set_options(self._sock, self._wire.timeout_s)
+            self._send_frame(self._sock, self._wire.hello, None)  # first, so that one that is refused learns why
             writer = threading.Thread(target=self._write, args=(self._sock,), name="kv-write", daemon=True)
             writer.start()
             self._greet(self._sock)
@@ -292,7 +293,6 @@ class _Link:
 
     def _write(self, sock: socket.socket) -> None:
         try:
-            self._send_frame(sock, self._wire.hello, None)
             while True:
                 try:
                     item = self._out.get(timeout=PING_S)
