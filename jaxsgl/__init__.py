@@ -10,10 +10,10 @@ __all__ = ["LLM", "EngineConfig", "Grammar", "SamplingParams"]
 __version__ = "0.1.0"
 
 _HOME = {
-    "LLM": "jaxsgl.llm",
-    "EngineConfig": "jaxsgl.config",
-    "Grammar": "jaxsgl.grammar",
-    "SamplingParams": "jaxsgl.sampling_params",
+    "LLM": "jaxsgl.offline.llm",
+    "EngineConfig": "jaxsgl.config.engine",
+    "Grammar": "jaxsgl.requests.grammar",
+    "SamplingParams": "jaxsgl.requests.sampling",
 }
 
 

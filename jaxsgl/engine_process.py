@@ -18,7 +18,7 @@ import msgspec
 from jaxsgl import logs, stacks
 from jaxsgl.errors import StartupError
 from jaxsgl.ipc import Endpoints, EngineLaunch, EngineMailbox, open_mailbox
-from jaxsgl.messages import Replies
+from jaxsgl.messages.replies import Replies
 from jaxsgl.shared_mailbox import SharedMailbox
 
 logger = logging.getLogger(__name__)

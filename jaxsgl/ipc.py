@@ -1,4 +1,4 @@
-"""The line between the two processes: ZeroMQ over Unix sockets, messages of messages.py as MessagePack.
+"""The line between the two processes: ZeroMQ over Unix sockets, those of messages/wire.py as MessagePack.
 
 Owns the sockets and the folder they are in; never knows what a message means. The front end (`EngineLine`, asyncio) and
 the engine process (`EngineMailbox`, blocking) hold one end each. If several front-end processes share the engine, each
@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 import msgspec
 import zmq
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.logs import LogStyle
-from jaxsgl.messages import EngineFailed, EngineInfo, EngineReady, FromEngine, News, ToEngine, ToMailbox
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady
+from jaxsgl.messages.wire import FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.shared_mailbox import SharedMailbox
 
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from jaxsgl.cache import kv_file
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
 from jaxsgl.scheduler.scheduler import Scheduler

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxsgl.batch.engine_ops import PageLayout
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
 from jaxsgl.scheduler.disagg.legs import DecodeScheduler, LegScheduler, PrefillScheduler

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxsgl import logs, stacks
+from jaxsgl.config.flags import add_flags, from_flags
+from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
 from jaxsgl.errors import StartupError
-from jaxsgl.flags import add_flags, from_flags
 from jaxsgl.frontend.owned_engine import ENGINE_COMMAND
-from jaxsgl.server_config import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
 
 logger = logging.getLogger(__name__)
 

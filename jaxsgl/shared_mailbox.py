@@ -1,9 +1,9 @@
 """The engine's mailbox when several front-end processes share the engine: which request is whose, and what goes where.
 
 Owns, in the engine process, the table of lines (one per front-end process) and of the requests that run on each. Each
-front-end process counts its requests and commands in a range of numbers of its own (`first_number` in messages.py), so
-a number names its line, and a reply goes straight to the process whose request it is. Never knows what a request asks
-for, nor sockets: ipc.py's `EngineLines` carries the messages. The scheduler's loop calls it as it calls
+front-end process counts its requests and commands in a range of numbers of its own (`first_number` of orders.py), so
+a number names its line, and a reply goes straight to the process whose request it is. Never knows what a request
+asks for, nor sockets: ipc.py's `EngineLines` carries the messages. The scheduler's loop calls it as it calls
 `EngineMailbox`.
 """
 
@@ -14,31 +14,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from jaxsgl.load import Load
-from jaxsgl.messages import (
+from jaxsgl.messages.cache_events import CacheEvents
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.orders import (
     PARENT_LINE,
     Abort,
     AbortMatching,
     Answer,
-    CacheEvents,
     CloseLine,
-    EngineFailed,
-    EngineInfo,
-    EngineReady,
-    FromEngine,
-    News,
     OpenLine,
-    Refusal,
-    RefusalKind,
-    Replies,
-    Reply,
     Shutdown,
-    ToEngine,
-    ToMailbox,
     Withdraw,
     line_of,
 )
-from jaxsgl.request import Request
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Refusal, RefusalKind, Replies, Reply
+from jaxsgl.messages.wire import FromEngine, News, ToEngine, ToMailbox
+from jaxsgl.requests.request import Request
 
 LOAD_S = 0.1  # a line without replies hears of the load so often while the engine works
 

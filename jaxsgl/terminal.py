@@ -19,9 +19,9 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxsgl.config.server import API_KEY_VARIABLE
 from jaxsgl.errors import JaxsglError
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.server_config import API_KEY_VARIABLE
 
 POLL_S = 0.1
 MAX_INT64 = 2**63 - 1

@@ -10,16 +10,16 @@ from functools import cache
 from pathlib import Path
 
 from jaxsgl import kept_prefixes
-from jaxsgl.adapter_messages import LoadAdapter
 from jaxsgl.cache.arena import allocate, pages_per_turn
 from jaxsgl.cache.host_pages import HostPages
 from jaxsgl.cache.tiers import HostTier
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.constraints.compiler import Compiler, LlMatcher
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
 from jaxsgl.errors import ConfigError, InvalidRequest
-from jaxsgl.grammar import Grammar
+from jaxsgl.messages.adapters import LoadAdapter
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.plan import RetractAlso
@@ -157,6 +157,6 @@ def _retract_also() -> RetractAlso | None:
     steps = retract_every()
     if steps is None:
         return None
-    from jaxsgl.testing import RetractEvery  # only test runs load the fakes
+    from jaxsgl.testing.engine import RetractEvery
 
     return RetractEvery(steps)

@@ -40,11 +40,11 @@ from bench.simulation.cost import HARDWARE
 from bench.simulation.engine import capacity_on
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.programs import all_keys
 from jaxsgl.errors import JaxsglError
-from jaxsgl.flags import add_flags, flag, from_flags
 from jaxsgl.models import ModelArch
 
 

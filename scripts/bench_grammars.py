@@ -38,7 +38,7 @@ def main() -> int:
 
 def make_model(folder: Path) -> None:
     """Writes a configuration, and the bundled tokenizer with made-up tokens."""
-    from jaxsgl.config import BUNDLED_MODEL
+    from jaxsgl.config.engine import BUNDLED_MODEL
 
     config = {
         "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": 512, "num_hidden_layers": 4,

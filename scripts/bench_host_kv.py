@@ -21,12 +21,14 @@ import numpy as np
 from bench.output import command_line, command_parser, write_json
 
 from jaxsgl import kept_prefixes
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.host_kv import WRITE_POLICIES, HostKvConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.host_kv_config import WRITE_POLICIES, HostKvConfig
-from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.orders import Shutdown
+from jaxsgl.messages.replies import Replies, Reply
+from jaxsgl.messages.wire import News, ToEngine
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.wiring import build_scheduler

@@ -22,10 +22,10 @@ from bench.models import SHAPES
 from bench.output import command_line, command_parser, write_json
 
 from jaxsgl import wiring
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}

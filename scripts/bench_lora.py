@@ -31,11 +31,11 @@ from jaxsgl.batch.engine_ops import PlaceAdapter
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import pages_for
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.flags import add_flags, from_flags
+from jaxsgl.config.lora import LoraConfig
 from jaxsgl.engine.adapters import BLOCK, StagedAdapter
 from jaxsgl.engine.engine import Engine
-from jaxsgl.flags import add_flags, from_flags
-from jaxsgl.lora_config import LoraConfig
 
 HEAD = f"{'rows':>5}{'without ms':>12}{'with ms':>10}{'times':>8}{'least':>7}{'most':>7}"
 

@@ -28,10 +28,10 @@ from bench.output import command_parser, write_json
 from bench.requests import Lengths, greedy_requests, random_jobs
 from bench.roofline import best, ceilings
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.errors import ConfigError, JaxsglError
-from jaxsgl.flags import add_flags, flag, from_flags
-from jaxsgl.request import check_request
+from jaxsgl.requests.request import check_request
 from jaxsgl.wiring import build, build_scheduler
 from pallas_kernels.target import target_device
 

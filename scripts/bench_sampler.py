@@ -19,7 +19,7 @@ from bench.output import command_parser, write_json
 from jaxsgl.batch.sampling import SamplingRows, pack_edits, row_setup
 from jaxsgl.engine import edits
 from jaxsgl.engine.step import featured_step, filtered_step, sample_step
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.sampling import SamplingParams
 
 SHAPES = "32x1024,8x151936"
 CALLS, REPEATS = 5, 7

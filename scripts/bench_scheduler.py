@@ -21,9 +21,9 @@ from bench.output import command_parser, write_json
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.pages import as_pages, pages_for
 from jaxsgl.cache.radix import RadixCache
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 
 

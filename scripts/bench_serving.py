@@ -31,9 +31,9 @@ from bench.serving.metrics import details, failures, parse_goodput, summary, tab
 from bench.serving.run import Outcome, Run
 from tqdm import tqdm
 
+from jaxsgl.config.flags import add_flags, flag, from_flags
+from jaxsgl.config.server import API_KEY_VARIABLE
 from jaxsgl.errors import ConfigError, JaxsglError
-from jaxsgl.flags import add_flags, flag, from_flags
-from jaxsgl.server_config import API_KEY_VARIABLE
 
 GRPC = "jaxsgl-grpc"
 PORTS = {GRPC: 30001}

@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome here, after each backend")
     options = parser.parse_args()
     try:
-        import jaxsgl.llm  # noqa: F401
+        import jaxsgl.offline.llm  # noqa: F401
     except ImportError as error:
         note = f"skipped: {error}; install it, or put its wheel on PYTHONPATH"
         print(note)

@@ -21,7 +21,7 @@ from bench.output import command_line, command_parser, write_json
 from tiny import documents
 
 import jaxsgl
-from jaxsgl.config import BUNDLED_MODEL
+from jaxsgl.config.engine import BUNDLED_MODEL
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 MOST_TOKENS = 1024  # of a document

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 from bench.output import command_parser
 
-from jaxsgl.config import BUNDLED_MODEL, DTYPES
+from jaxsgl.config.engine import BUNDLED_MODEL, DTYPES
 from jaxsgl.errors import ConfigError, JaxsglError
 from jaxsgl.models import ModelArch
 from jaxsgl.weights import is_converted, load_params, resolve_model_folder, save_converted

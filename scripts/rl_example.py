@@ -24,8 +24,8 @@ from tiny import model
 from tiny.model import load_folder
 
 import jaxsgl
-from jaxsgl.config import BUNDLED_MODEL
-from jaxsgl.llm import Completion
+from jaxsgl.config.engine import BUNDLED_MODEL
+from jaxsgl.offline.llm import Completion
 
 PROMPTS = ("The code is", "Once upon a time", "My number is", "We counted")
 MAX_TOKENS = 16

@@ -32,10 +32,10 @@ from bench.simulation.fit import fit, record
 from bench.simulation.run import simulate
 from bench.traces import FORMATS, TraceConfig, made_up, replayed
 
-from jaxsgl.config import BUNDLED_MODEL, EngineConfig
+from jaxsgl.config.engine import BUNDLED_MODEL, EngineConfig
+from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import JaxsglError
-from jaxsgl.flags import add_flags, flag, from_flags
 from jaxsgl.models import ModelArch
 
 

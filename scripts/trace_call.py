@@ -29,18 +29,20 @@ import zmq
 from bench.output import command_parser, write_json
 
 import jaxsgl
-from jaxsgl import testing
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.ipc import Endpoints, EngineMailbox
-from jaxsgl.messages import FromEngine, News, Replies, Shutdown, ToEngine
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.orders import Shutdown
+from jaxsgl.messages.replies import Replies
+from jaxsgl.messages.wire import FromEngine, News, ToEngine
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.testing import engine as testing
 
 PACKAGE = Path(jaxsgl.__file__).resolve().parent
-STAND_IN = "testing.py"
+STAND_IN = "testing/engine.py"
 CAPACITY = Capacity(16, 64, 8, 256, 128, 1024)  # page size, pages, rows, context, tokens of an extend, vocabulary
 UNASKED = re.compile(r"paus|flush|profil|preempt|retract|command|control")
 
@@ -154,7 +156,7 @@ def traced_call(prompt_len: int, output_len: int, real_engine: bool = False) -> 
     """Serves two requests of this size one after the other; returns what the second one passed through."""
     engine: StepEngine
     if real_engine:
-        from jaxsgl.config import EngineConfig
+        from jaxsgl.config.engine import EngineConfig
         from jaxsgl.wiring import build
 
         engine, scheduler = build(EngineConfig())

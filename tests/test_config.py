@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config import EngineConfig, Limits
+from jaxsgl.config.engine import EngineConfig, Limits
+from jaxsgl.config.flags import add_flags, from_flags, public_flags
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, InvalidRequest
-from jaxsgl.flags import add_flags, from_flags, public_flags
-from jaxsgl.request import Request, check_request, max_new_tokens
-from jaxsgl.sampling_params import SamplingParams
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.requests.request import Request, check_request, max_new_tokens
+from jaxsgl.requests.sampling import SamplingParams
 
 LIMITS = Limits(vocab_size=100, context_length=64, pool_tokens=48)
 

@@ -10,8 +10,8 @@ import pydantic
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS, Grammar
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS, Grammar
+from jaxsgl.requests.sampling import SamplingParams
 
 
 class City(pydantic.BaseModel):

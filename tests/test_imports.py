@@ -10,35 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMON = {
-    "config",
-    "disaggregation",
-    "host_kv_config",
-    "lora_config",
-    "flags",
-    "grammar",
-    "bounds",
-    "media",
-    "media_config",
-    "media_settings",
-    "pooling",
-    "sampling_params",
-    "token_states",
-    "request",
-    "errors",
-    "logs",
-    "stacks",
-}
+CONFIG = ("engine", "disaggregation", "host_kv", "lora", "media", "media_settings", "vision", "flags")
+COMMON = {"requests", "errors", "logs", "stacks", *(f"config.{name}" for name in CONFIG)}
 ALLOWED = {
     "text": {"messages", "preprocess.sources"},
     "frontend": {
-        "server_config",
+        "config.server",
         "messages",
-        "adapter_messages",
-        "weight_messages",
-        "load",
         "ipc",
-        "step_times",
         "text",
         "preprocess",
     },
@@ -46,10 +25,6 @@ ALLOWED = {
         "cache",
         "batch",
         "messages",
-        "adapter_messages",
-        "weight_messages",
-        "load",
-        "step_times",
         "transfer.frames",
         "transfer.wire",
     },
@@ -58,7 +33,7 @@ ALLOWED = {
     "constraints": set(),
     "cache": set(),
     "batch": {"cache.pages"},
-    "engine": {"batch", "models", "weights", "messages", "weight_messages", "cache.pages", "pallas_kernels"},
+    "engine": {"batch", "models", "weights", "messages", "cache.pages", "pallas_kernels"},
     "models": {"pallas_kernels"},
     "weights": {"models", "pallas_kernels"},
 }
@@ -102,12 +77,12 @@ def test_no_file_names_jax_where_no_device_is_known(package: str) -> None:
 
 
 def test_only_the_switch_for_tests_loads_the_fakes() -> None:
-    users = [path.name for path in (ROOT / "jaxsgl").rglob("*.py") if "jaxsgl.testing" in imports_of(path)]
+    users = [path.name for path in (ROOT / "jaxsgl").rglob("*.py") if "jaxsgl.testing.engine" in imports_of(path)]
     assert users == ["wiring.py"]
     wiring = ast.parse((ROOT / "jaxsgl" / "wiring.py").read_text())
-    assert not any(isinstance(node, ast.ImportFrom) and node.module == "jaxsgl.testing" for node in wiring.body), (
-        "imported at every start"
-    )
+    assert not any(
+        isinstance(node, ast.ImportFrom) and node.module == "jaxsgl.testing.engine" for node in wiring.body
+    ), "imported at every start"
 
 
 def test_scheduler_and_cache_work_in_a_process_without_jax() -> None:
@@ -140,6 +115,6 @@ def test_servers_of_text_load_no_decoder_of_pictures() -> None:
     program = """
 import sys
 sys.modules["PIL"] = None  # importing it raises
-import jaxsgl.frontend.server, jaxsgl.frontend.http.app, jaxsgl.frontend.grpc.server, jaxsgl.llm_media
+import jaxsgl.frontend.server, jaxsgl.frontend.http.app, jaxsgl.frontend.grpc.server, jaxsgl.offline.media
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

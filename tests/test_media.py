@@ -8,12 +8,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.media import FIRST_HASH_ID, Grid, MediaItem, MediaLimits, check_media, digest_of, hash_ids, patches_of
-from jaxsgl.media import sglang_pad_id as pad_id_of
-from jaxsgl.request import Request, check_request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.media import (
+    FIRST_HASH_ID,
+    Grid,
+    MediaItem,
+    MediaLimits,
+    check_media,
+    digest_of,
+    hash_ids,
+    patches_of,
+)
+from jaxsgl.requests.media import sglang_pad_id as pad_id_of
+from jaxsgl.requests.request import Request, check_request
+from jaxsgl.requests.sampling import SamplingParams
 
 IMAGE, VIDEO = 90, 91
 LIMITS = MediaLimits(IMAGE, VIDEO, patch_size=4, max_items=3, max_patches=64, max_request_patches=96)

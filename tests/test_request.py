@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(

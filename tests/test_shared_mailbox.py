@@ -2,34 +2,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxsgl.config import Limits
-from jaxsgl.load import Load, Totals
-from jaxsgl.messages import (
+from jaxsgl.config.engine import Limits
+from jaxsgl.messages.cache_events import CacheCleared, CacheEvents
+from jaxsgl.messages.load import Load, Totals
+from jaxsgl.messages.orders import (
     PARENT_LINE,
     Abort,
     AbortMatching,
     Answer,
-    CacheCleared,
-    CacheEvents,
     CloseLine,
-    EngineFailed,
-    EngineInfo,
-    EngineReady,
     FlushCache,
-    FromEngine,
     OpenLine,
     Ping,
-    Refusal,
-    RefusalKind,
-    Replies,
-    Reply,
-    ToMailbox,
     WatchCache,
     Withdraw,
     first_number,
 )
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Refusal, RefusalKind, Replies, Reply
+from jaxsgl.messages.wire import FromEngine, ToMailbox
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.shared_mailbox import LOAD_S, SharedMailbox
 
 INFO = EngineInfo(

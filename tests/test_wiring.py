@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.wiring import RETRACT_VARIABLE, build, retract_every
 

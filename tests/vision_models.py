@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import transformers
 
-from jaxsgl.media import Grid, MediaItem, digest_of, patches_of
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.media import Grid, MediaItem, digest_of, patches_of
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 
 VOCAB = 256
 IMAGE, VIDEO, START, END = 250, 251, 252, 253

@@ -28,11 +28,11 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket, TowerCapacity
 from jaxsgl.batch.sampling import Variant
 from jaxsgl.cache.pages import pages_for, tokens_in
-from jaxsgl.config import EngineConfig, Limits
+from jaxsgl.config.engine import EngineConfig, Limits
 from jaxsgl.errors import ConfigError
-from jaxsgl.media import MediaLimits
-from jaxsgl.pooling import PoolingSpec
-from jaxsgl.token_states import StatesSpec
+from jaxsgl.requests.media import MediaLimits
+from jaxsgl.requests.pooling import PoolingSpec
+from jaxsgl.requests.token_states import StatesSpec
 
 MIN_EXTEND_TOKENS = 16
 VARIANTS = (Variant(False), Variant(True), Variant(True, filtered=True), Variant(True, featured=True))

@@ -1,6 +1,6 @@
 """What the serving loop needs of an engine: the protocols `StepEngine` and `PageEngine`, and the results of a step.
 
-`engine.Engine` implements it on a device, `testing.FakeEngine` without one.
+`engine.Engine` implements it on a device, `testing.engine.FakeEngine` without one.
 """
 
 from __future__ import annotations

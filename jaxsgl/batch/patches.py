@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.media import Grid, MediaItem, patches_of
+from jaxsgl.requests.media import Grid, MediaItem, patches_of
 
 NUM_TAPS = 4
 PLACES = 2 + 2 * NUM_TAPS + 1  # columns of `Layout.columns`

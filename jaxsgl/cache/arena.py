@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jaxsgl.config.host_kv import HOST_POOLS, HostKvConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.host_kv_config import HOST_POOLS, HostKvConfig
 
 COPY_BYTES = 32 << 20  # of one turn of the loop, which copies on the host meanwhile: milliseconds
 MOST_PAGES = 64

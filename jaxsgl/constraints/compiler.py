@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from jaxsgl.constraints.translation import SpecialTokens, llguidance_text
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.grammar import Grammar
+from jaxsgl.requests.grammar import Grammar
 
 MAX_REASON_CHARS = 500
 # llguidance's defaults would let one request's grammar stop the serving loop for half a second a token. A mask takes

@@ -15,7 +15,7 @@ from llguidance import LLMatcher
 from jaxsgl.constraints import structural_tags
 from jaxsgl.constraints.checked import check_lark, check_schema, lark_of_ebnf
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.grammar import Grammar
+from jaxsgl.requests.grammar import Grammar
 
 # A schema's own "x-guidance" goes before. Small models would write blanks without end.
 JSON_DEFAULTS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}

@@ -23,9 +23,9 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.batch.engine_ops import PlaceAdapter
+from jaxsgl.config.lora import LoraConfig
 from jaxsgl.engine.sizing import PoolSize
 from jaxsgl.errors import ConfigError
-from jaxsgl.lora_config import LoraConfig
 from jaxsgl.models import ModelArch
 from jaxsgl.models.lora import MODULES, PoolArray, adaptable_modules, pool_arrays
 from jaxsgl.weights import resolve_model_folder

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import Mesh
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.memory import is_running
 from jaxsgl.errors import ConfigError
 from jaxsgl.weights.sharding import make_mesh

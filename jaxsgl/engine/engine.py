@@ -21,7 +21,7 @@ from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, Pla
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.batch.patches import EncodeInputs
 from jaxsgl.cache.pages import tokens_in
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
@@ -38,7 +38,7 @@ from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
-from jaxsgl.messages import EngineInfo
+from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.models import ModelArch, abstract_model, cpu_multiplies_bfloat16, kv_cache_flag, resolve_precision
 from jaxsgl.models.quantization import FP8_E4M3
 from jaxsgl.weights import load_kv_scales, resolve_model_folder

@@ -25,14 +25,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.sizing import choose_context_length
 from jaxsgl.engine.warmup import CompileCounter
 from jaxsgl.errors import CheckpointError, ConfigError
+from jaxsgl.messages.weights import MemoryTag
 from jaxsgl.models import ModelArch, Params
 from jaxsgl.models.pooling import serve_as
 from jaxsgl.models.quantization import AT_LOAD, weight_format
-from jaxsgl.weight_messages import MemoryTag
 from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh, model_on_devices
 

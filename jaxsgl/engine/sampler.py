@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxsgl.batch.sampling import SamplingArrays
 from jaxsgl.engine.filters import Tokens, keep_limit
-from jaxsgl.sampling_params import MAX_TOP_LOGPROBS
+from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
 from pallas_kernels.target import target_device
 
 MIN_TEMPERATURE = 1e-5  # below this a row is greedy: float32 has no room for the quotient

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.cache.pages import pages_for, tokens_in
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.memory import Memory
 from jaxsgl.errors import ConfigError
-from jaxsgl.media import MediaLimits
 from jaxsgl.models import ModelArch
-from jaxsgl.token_states import StatesSpec
+from jaxsgl.requests.media import MediaLimits
+from jaxsgl.requests.token_states import StatesSpec
 
 ROWS = {"cpu": 32}
 OTHER_ROWS = 256

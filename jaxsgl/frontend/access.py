@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxsgl.config.server import KEY_PATTERN, ServerConfig
 from jaxsgl.errors import Forbidden, StartupError, Unauthenticated
-from jaxsgl.server_config import KEY_PATTERN, ServerConfig
 
 _tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="")
 

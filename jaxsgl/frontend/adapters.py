@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxsgl.adapter_messages import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
+from jaxsgl.config.server import ANY_MODEL, ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, UPDATE_LIMIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages import Answer
-from jaxsgl.server_config import ANY_MODEL, ServerConfig
+from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
+from jaxsgl.messages.orders import Answer
 
 
 async def load(

@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeAlias
 
 import grpc
 
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import StartupError
-from jaxsgl.server_config import ServerConfig
 
 CHECK_S = 1.0  # between two looks at the files; they are read once they stayed the same from one look to the next
 

@@ -20,24 +20,11 @@ import msgspec
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
 from jaxsgl.frontend.reply_stream import MAX_UNREAD, ReplyStream
 from jaxsgl.ipc import Endpoints, EngineLine
-from jaxsgl.load import Load
-from jaxsgl.messages import (
-    Abort,
-    AbortMatching,
-    Answer,
-    Command,
-    EngineFailed,
-    EngineInfo,
-    EngineReady,
-    FromEngine,
-    News,
-    Ping,
-    Replies,
-    ToMailbox,
-    Withdraw,
-    first_number,
-)
-from jaxsgl.request import Request
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.orders import Abort, AbortMatching, Answer, Command, Ping, Withdraw, first_number
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies
+from jaxsgl.messages.wire import FromEngine, News, ToMailbox
+from jaxsgl.requests.request import Request
 
 ANSWER_LIMIT_S = 60.0  # for a command, which the engine answers between two steps; the longest step may have to end
 MAX_FLUSH_WAIT_S = 3600.0

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import msgspec
 
 from jaxsgl import logs
-from jaxsgl.disaggregation import ALL_IN_ONE
+from jaxsgl.config.disaggregation import ALL_IN_ONE
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.access import Access, cache_namespace
 from jaxsgl.frontend.counts import Counts
@@ -28,12 +29,11 @@ from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import ReplyStream
-from jaxsgl.media import MediaItem
-from jaxsgl.messages import EngineInfo, RefusalKind, Reply
-from jaxsgl.pooling import Pooled, Pooling
-from jaxsgl.request import Rendezvous, Request, check_num_scores, check_request
-from jaxsgl.sampling_params import SamplingParams
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.replies import EngineInfo, RefusalKind, Reply
+from jaxsgl.requests.media import MediaItem
+from jaxsgl.requests.pooling import Pooled, Pooling
+from jaxsgl.requests.request import Rendezvous, Request, check_num_scores, check_request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.dialects import Dialect
 from jaxsgl.text.prompts import IdsPrompt, Prompt, tokenize_all

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxsgl.disaggregation import ALL_IN_ONE
+from jaxsgl.config.disaggregation import ALL_IN_ONE
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.request import Rendezvous
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Rendezvous
+from jaxsgl.requests.sampling import SamplingParams
 
 MAX_HOST_CHARS = 255
 MAX_ROOM = (1 << 63) - 1

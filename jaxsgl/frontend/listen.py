@@ -14,8 +14,8 @@ import resource
 import socket
 from dataclasses import dataclass
 
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import StartupError
-from jaxsgl.server_config import ServerConfig
 
 BACKLOG = 512  # connections that wait to be accepted
 MAX_FILES = 1 << 20  # asked of systems that set no limit; Linux gives no process more unless told to

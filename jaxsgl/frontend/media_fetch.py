@@ -17,9 +17,9 @@ from urllib.parse import urljoin
 
 import httptools
 
+from jaxsgl.config.media import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.media_urls import Target, is_global, target_of
-from jaxsgl.media_config import MediaConfig
 from jaxsgl.preprocess.sources import Budget, check_type
 
 MAX_REDIRECTS = 3

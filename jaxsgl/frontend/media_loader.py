@@ -13,14 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
+from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.media_settings import ProcessorSettings
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.media_fetch import Fetcher
-from jaxsgl.media import MediaItem, MediaLimits
-from jaxsgl.media_config import MediaConfig
-from jaxsgl.media_settings import ProcessorSettings
 from jaxsgl.preprocess.loading import Visual, bounds_of, load
 from jaxsgl.preprocess.placeholders import expand, expand_videos, tokens_of, write_videos
 from jaxsgl.preprocess.sources import IMAGE_KINDS, VIDEO_KINDS, Budget, Source, VideoSource, files_of, is_remote
+from jaxsgl.requests.media import MediaItem, MediaLimits
 from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.tokenizer import Tokenizer
 

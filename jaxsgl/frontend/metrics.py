@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from jaxsgl.load import Load
-from jaxsgl.messages import StageTimes
-from jaxsgl.request import FinishReason
-from jaxsgl.step_times import STEP_BOUNDS_S, unpack
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.replies import StageTimes
+from jaxsgl.messages.step_times import STEP_BOUNDS_S, unpack
+from jaxsgl.requests.request import FinishReason
 from jaxsgl.text.sample import End
 
 WINDOW_S = 10.0

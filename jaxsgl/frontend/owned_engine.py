@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.child_process import how_it_ended, start_child
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.ipc import Endpoints, EngineLaunch
 from jaxsgl.logs import LogStyle
-from jaxsgl.messages import Shutdown
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.orders import Shutdown
 from jaxsgl.stacks import DUMP_SIGNAL
 
 ENGINE_COMMAND = (sys.executable, "-m", "jaxsgl.engine_process")

@@ -15,11 +15,11 @@ import stat
 import time
 from pathlib import Path
 
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import Forbidden, InvalidRequest, StartupError
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages import Answer, StartProfile, StopProfile
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.orders import Answer, StartProfile, StopProfile
 
 MAX_STEPS = 1000
 WRITE_LIMIT_S = 600.0  # a trace of many steps takes minutes to write

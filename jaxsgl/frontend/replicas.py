@@ -15,16 +15,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from jaxsgl.disaggregation import TransferLoad
+from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.metrics import Replica
 from jaxsgl.frontend.reply_stream import ReplyStream
 from jaxsgl.frontend.router import ReplicaLoad, Router
-from jaxsgl.load import HostLoad, Load, Totals
-from jaxsgl.messages import Answer, Command, EngineInfo, Ping
-from jaxsgl.request import Request
-from jaxsgl.step_times import merged as merged_times
+from jaxsgl.messages.load import HostLoad, Load, Totals
+from jaxsgl.messages.orders import Answer, Command, Ping
+from jaxsgl.messages.replies import EngineInfo
+from jaxsgl.messages.step_times import merged as merged_times
+from jaxsgl.requests.request import Request
 
 STATES = ("ready", "paused", "stuck", "draining", "loading", "dead")  # the state of all is that of the first of these
 

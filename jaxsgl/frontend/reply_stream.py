@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import JaxsglError, Overloaded
-from jaxsgl.messages import Abort, Reply
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import Reply
 
 MAX_UNREAD = 16384  # replies of one request: minutes of one sample, or seconds of very many
 

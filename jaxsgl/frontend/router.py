@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxsgl.frontend.prefix_index import PrefixIndex, page_ends, page_names
-from jaxsgl.media import hash_ids
-from jaxsgl.request import Request
+from jaxsgl.requests.media import hash_ids
+from jaxsgl.requests.request import Request
 
 MIN_CACHED_SHARE = 0.3  # of the prompt's pages; with less cached, the least loaded replica is as good
 MAX_WAITING = 8  # from so many waiting requests on a replica gets no more, as long as another one has fewer

@@ -13,11 +13,11 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from jaxsgl import stacks
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages import Ping
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.orders import Ping
 
 MAX_TICK_S = 5.0
 TICKS = 4  # at least this many in `limit_s`

@@ -16,6 +16,7 @@ import sys
 from collections import deque
 
 from jaxsgl import logs, stacks
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.counts import Counts, counts_of
 from jaxsgl.frontend.engine_link import EngineLink
@@ -37,7 +38,6 @@ from jaxsgl.frontend.worker_channel import (
 )
 from jaxsgl.ipc import Endpoints
 from jaxsgl.logs import LogStyle
-from jaxsgl.server_config import ServerConfig
 
 TOTAL_S = 5.0  # for the parent to answer
 

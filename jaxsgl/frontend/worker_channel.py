@@ -14,9 +14,9 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.counts import Counts
 from jaxsgl.ipc import Endpoints
-from jaxsgl.server_config import ServerConfig
 
 MAX_MESSAGE_BYTES = 64 << 20
 

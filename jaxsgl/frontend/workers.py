@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxsgl import logs
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.child_process import how_it_ended, start_child
 from jaxsgl.frontend.counts import Counts, counts_of, summed
@@ -44,8 +45,8 @@ from jaxsgl.frontend.worker_channel import (
     WorkerReady,
     parents_end,
 )
-from jaxsgl.messages import PARENT_LINE, CloseLine, EngineInfo, OpenLine
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.orders import PARENT_LINE, CloseLine, OpenLine
+from jaxsgl.messages.replies import EngineInfo
 
 WORKER_COMMAND = (sys.executable, "-m", "jaxsgl.frontend.worker")
 MAX_DEATHS = 3  # of workers within DEATHS_S; one more ends the server

@@ -18,7 +18,7 @@ import msgspec
 
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models.config_file import ConfigFile
-from jaxsgl.pooling import Activation, PoolingKind, PoolingSpec
+from jaxsgl.requests.pooling import Activation, PoolingKind, PoolingSpec
 
 if TYPE_CHECKING:
     from jaxsgl.models.arch import ModelArch

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from jaxsgl.config.media_settings import PixelSettings, ProcessorSettings
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.media import Grid, MediaLimits, digest_of
-from jaxsgl.media_settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess import pictures
 from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
 from jaxsgl.preprocess.sources import File, ImageFile, VideoFile
+from jaxsgl.requests.media import Grid, MediaLimits, digest_of
 
 MAX_PIXELS = 1 << 25  # of a picture: 8K
 MAX_REQUEST_PIXELS = 1 << 29  # that are decoded for a request: some seconds

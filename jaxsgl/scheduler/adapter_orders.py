@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from jaxsgl.adapter_messages import AdapterOrder, ListAdapters, LoadAdapter, UnloadAdapter
 from jaxsgl.errors import StartupError
-from jaxsgl.messages import Answer
+from jaxsgl.messages.adapters import AdapterOrder, ListAdapters, LoadAdapter, UnloadAdapter
+from jaxsgl.messages.orders import Answer
 from jaxsgl.scheduler.adapters import Adapter, AdapterTable
 from jaxsgl.scheduler.scheduler import Scheduler
 

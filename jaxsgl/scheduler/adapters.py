@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxsgl.adapter_messages import LoadedAdapter
 from jaxsgl.batch.adapter_rows import AdapterRows
 from jaxsgl.batch.engine_ops import EngineOp, PlaceAdapter
+from jaxsgl.messages.adapters import LoadedAdapter
 
 
 @dataclass(eq=False, slots=True)

@@ -24,9 +24,9 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.messages import Reply
-from jaxsgl.pooling import Pooled
-from jaxsgl.request import FinishReason
+from jaxsgl.messages.replies import Reply
+from jaxsgl.requests.pooling import Pooled
+from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
 from jaxsgl.scheduler.in_flight import InFlightStep, ScoredChunk, StatesPart, sampled_logprob, states_of_works

@@ -8,8 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-from jaxsgl.messages import Abort, Refusal, RefusalKind, Reply
-from jaxsgl.request import FinishReason, Request, max_new_tokens
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
+from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.constraint import Matcher
 from jaxsgl.scheduler.copies import Copies

@@ -17,25 +17,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.adapter_messages import ListAdapters, LoadAdapter, UnloadAdapter
 from jaxsgl.batch.engine_api import StepEngine
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.events import page_hashes
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray
 from jaxsgl.cache.prefix import Edge
-from jaxsgl.messages import (
+from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, UnloadAdapter
+from jaxsgl.messages.cache_events import CacheCleared, CacheEvent, CacheEvents, PagesRemoved, PagesStored
+from jaxsgl.messages.orders import (
     Answer,
-    CacheCleared,
-    CacheEvent,
-    CacheEvents,
     Command,
     ContinueGeneration,
     DumpState,
     FlushCache,
-    News,
-    PagesRemoved,
-    PagesStored,
     PauseGeneration,
     PauseMode,
     Ping,
@@ -44,12 +39,13 @@ from jaxsgl.messages import (
     WatchCache,
     Withdraw,
 )
+from jaxsgl.messages.weights import ReleaseMemory, ResumeMemory, SetWeightVersion, UpdateWeights
+from jaxsgl.messages.wire import News
 from jaxsgl.scheduler.adapter_orders import AdapterOrders, AdapterStore
 from jaxsgl.scheduler.inspection import LeakCheck, dump_state
 from jaxsgl.scheduler.profiling import Profiling
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.weight_orders import Residents, WeightOrders
-from jaxsgl.weight_messages import ReleaseMemory, ResumeMemory, SetWeightVersion, UpdateWeights
 
 
 class Order(Protocol):

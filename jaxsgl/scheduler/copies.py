@@ -18,7 +18,7 @@ from jaxsgl.batch.engine_ops import EngineOp, Gather, Insert
 from jaxsgl.cache.host_pages import HostPage, extend_names
 from jaxsgl.cache.pages import as_pages
 from jaxsgl.cache.tiers import HostTier
-from jaxsgl.load import HostLoad
+from jaxsgl.messages.load import HostLoad
 from jaxsgl.scheduler.plan import Admission, LoadPages, SchedulerState, StepPlan, Write
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.req import Req, State

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.messages import Refusal, RefusalKind, Reply
+from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
 from jaxsgl.scheduler.req import Req
 
 logger = logging.getLogger(__name__)

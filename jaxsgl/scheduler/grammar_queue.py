@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.grammar import Grammar
-from jaxsgl.messages import Refusal, RefusalKind
+from jaxsgl.messages.replies import Refusal, RefusalKind
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.constraint import Matcher
 
 Answer: TypeAlias = Matcher | Refusal

@@ -21,8 +21,8 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import EncodeInputs, TowerCapacity, pack
 from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.load import Totals
-from jaxsgl.media import MediaItem
+from jaxsgl.messages.load import Totals
+from jaxsgl.requests.media import MediaItem
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import Chunk
 from jaxsgl.scheduler.req import Req

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import StepScores, TokenScores
-from jaxsgl.messages import TokenLogprob
+from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.scheduler.req import Req
 
 

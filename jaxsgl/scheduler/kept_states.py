@@ -7,8 +7,8 @@ hands over what they yield.
 from __future__ import annotations
 
 from jaxsgl.batch.engine_api import StatesRows
-from jaxsgl.sampling_params import SamplingParams
-from jaxsgl.token_states import TokenStates
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.token_states import TokenStates
 
 
 class KeptStates:

@@ -11,9 +11,11 @@ from collections import deque
 from typing import Protocol, cast
 
 from jaxsgl.batch.engine_api import MaskedHandle, PageEngine, StepEngine, StepHandle
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION
-from jaxsgl.messages import Abort, News, Replies, Shutdown, ToEngine
-from jaxsgl.request import Request
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
+from jaxsgl.messages.orders import Abort, Shutdown
+from jaxsgl.messages.replies import Replies
+from jaxsgl.messages.wire import News, ToEngine
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.adapter_orders import AdapterStore
 from jaxsgl.scheduler.control import Control
 from jaxsgl.scheduler.inspection import LeakCheck

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxsgl.messages import Reply
-from jaxsgl.request import FinishReason
+from jaxsgl.messages.replies import Reply
+from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.constraint import ALL, Words
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.load import HostLoad, Totals
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.load import HostLoad, Totals
 from jaxsgl.scheduler.adapters import AdapterTable, Placement
 from jaxsgl.scheduler.budget import NewTokenRatio, PageCount
 from jaxsgl.scheduler.failed_admission import FailedAdmission

@@ -17,8 +17,8 @@ import numpy as np
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.cache.prefix import Peek
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.request import Request
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.budget import Claim
 from jaxsgl.scheduler.req import Req
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.engine_api import PooledRows
-from jaxsgl.pooling import Pooled, Pooling, PoolingKind
+from jaxsgl.requests.pooling import Pooled, Pooling, PoolingKind
 
 
 class PooledPrompt:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from jaxsgl.batch.engine_api import StepEngine
-from jaxsgl.messages import Answer, StartProfile
+from jaxsgl.messages.orders import Answer, StartProfile
 
 STAGES = ("extend", "decode")  # of a profile by stage: one trace each, in folders of these names
 HEAD_START_S = 0.5  # a small trace is written within this, and its steps are the last that it holds

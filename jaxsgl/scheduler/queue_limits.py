@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.messages import Refusal, RefusalKind
-from jaxsgl.request import Request, check_request
+from jaxsgl.messages.replies import Refusal, RefusalKind
+from jaxsgl.requests.request import Request, check_request
 from jaxsgl.scheduler.request_table import RequestTable
 
 

@@ -31,11 +31,11 @@ from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.cache.host_pages import HostPage
 from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, Lease
-from jaxsgl.media import MediaItem, hash_ids
-from jaxsgl.messages import TokenLogprob
-from jaxsgl.pooling import Pooling, PoolingKind
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import MAX_SEED
+from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.requests.media import MediaItem, hash_ids
+from jaxsgl.requests.pooling import Pooling, PoolingKind
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import MAX_SEED
 from jaxsgl.scheduler.adapters import Adapter
 from jaxsgl.scheduler.constraint import Constraint, Matcher
 from jaxsgl.scheduler.kept_states import KeptStates

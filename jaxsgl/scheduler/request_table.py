@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.messages import Refusal, RefusalKind
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.scheduler.req import Key, Req, State
 
 

@@ -31,11 +31,12 @@ from jaxsgl.cache.pages import Lease, PageTable
 from jaxsgl.cache.prefix import NaiveCache
 from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.tiers import HostTier
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION, SchedulingConfig
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
-from jaxsgl.load import HostLoad, Load, Totals
-from jaxsgl.messages import Abort, Reply
-from jaxsgl.request import Request
+from jaxsgl.messages.load import HostLoad, Load, Totals
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import Reply
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.adapters import AdapterTable
 from jaxsgl.scheduler.apply import Applier, MakeBuilder
 from jaxsgl.scheduler.arrivals import Arrivals

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.messages import StageTimes
+from jaxsgl.messages.replies import StageTimes
+from jaxsgl.messages.step_times import STEP_BOUNDS_S, BucketTimes, pack
 from jaxsgl.scheduler.req import Key
-from jaxsgl.step_times import STEP_BOUNDS_S, BucketTimes, pack
 
 NEWS_S = 1.0
 

@@ -20,9 +20,8 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from jaxsgl.errors import StartupError
-from jaxsgl.messages import Answer
-from jaxsgl.scheduler.scheduler import PauseReason, Scheduler
-from jaxsgl.weight_messages import (
+from jaxsgl.messages.orders import Answer
+from jaxsgl.messages.weights import (
     MemoryTag,
     ReleaseMemory,
     ResumeMemory,
@@ -32,6 +31,7 @@ from jaxsgl.weight_messages import (
     UpdateWeights,
     WeightOrder,
 )
+from jaxsgl.scheduler.scheduler import PauseReason, Scheduler
 
 IDLE_POLL_S = 0.05
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.grammar import Grammar
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.answer import ReasoningForm
 from jaxsgl.text.calls import CallForm, Tools, is_text
 

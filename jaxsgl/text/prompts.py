@@ -15,9 +15,9 @@ from typing import Protocol, TypeAlias, cast
 import msgspec
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.media import MediaItem
 from jaxsgl.preprocess.sources import Source
-from jaxsgl.request import check_prompt_len
+from jaxsgl.requests.media import MediaItem
+from jaxsgl.requests.request import check_prompt_len
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn, num_bytes_of
 
 INLINE_CHARS = 1000  # about a millisecond on the event loop; longer prompts are tokenized in a thread

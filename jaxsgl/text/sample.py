@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION
-from jaxsgl.messages import Reply, TokenLogprob
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
+from jaxsgl.messages.replies import Reply, TokenLogprob
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.token_states import TokenStates
 from jaxsgl.text.detokenizer import Detokenizer
 from jaxsgl.text.tokenizer import Tokenizer
-from jaxsgl.token_states import TokenStates
 
 
 class End(msgspec.Struct, frozen=True):

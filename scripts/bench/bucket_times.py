@@ -18,7 +18,7 @@ from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.cache.pages import IntArray, tokens_in
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.programs import ProgramKey, Programs, keys_of
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.sampling import SamplingParams
 
 SAMPLING = {
     "greedy": GREEDY,

@@ -23,11 +23,11 @@ from bench.simulation.engine import SizesBuilder
 from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.programs import all_keys
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import ScriptedMailbox
+from jaxsgl.testing.engine import ScriptedMailbox
 
 
 class Choice(NamedTuple):

@@ -21,10 +21,10 @@ from bench.processes import answers_only
 from bench.steps import GREEDY, STEPS, Seq, build_step, first_run, parse_step
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import pages_for
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.flags import add_flags, from_flags
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError, JaxsglError
-from jaxsgl.flags import add_flags, from_flags
 
 LARGEST_AUTO_PAGE = 128  # --page-size auto takes no larger one; a pool that holds the steps in these holds them in any
 

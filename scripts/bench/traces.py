@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bench.requests import OUTPUT, Ask
+from jaxsgl.config.flags import flag
 from jaxsgl.errors import ConfigError
-from jaxsgl.flags import flag
 
 T = TypeVar("T")
 UNIQUE = 1 << 62  # seeds from here on belong to one request; smaller ones may be shared

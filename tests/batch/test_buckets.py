@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, doubling
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.errors import ConfigError
 
 SIZES = Capacity(page_size=4, num_pages=40, num_rows=6, context_length=24, max_extend_tokens=32, vocab_size=100)

@@ -12,10 +12,10 @@ import pytest
 from llguidance import LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from jaxsgl.config import BUNDLED_MODEL
+from jaxsgl.config.engine import BUNDLED_MODEL
 from jaxsgl.constraints.compiler import Compiler, LlMatcher
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.grammar import Grammar
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.constraint import Constraint
 
 VOCAB = 1100  # the tokenizer has 1,024 tokens: the model's vocabulary is padded

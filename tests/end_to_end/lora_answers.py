@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.llm import LLM
-from jaxsgl.lora_config import LoraConfig
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.lora import LoraConfig
+from jaxsgl.offline.llm import LLM
+from jaxsgl.requests.sampling import SamplingParams
 from tests.end_to_end.mesh_answers import COLLECTIVE, FLAGS
 
 SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0)

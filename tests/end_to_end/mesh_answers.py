@@ -14,9 +14,9 @@ from typing import Any
 import jax
 
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.llm import LLM, Completion
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.offline.llm import LLM, Completion
+from jaxsgl.requests.sampling import SamplingParams
 
 NUM_DEVICES = 8
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")

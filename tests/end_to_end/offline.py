@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.messages import Reply, ToEngine
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.replies import Reply
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import RetractEvery, ScriptedMailbox
+from jaxsgl.testing.engine import RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
 
 

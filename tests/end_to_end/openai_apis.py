@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config import BUNDLED_MODEL
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import BUNDLED_MODEL
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.tokenizer import load_tokenizer
 from tests.end_to_end.apis import Answer, OverHttp, Prompt, Sample, given, is_chat, same_names
 

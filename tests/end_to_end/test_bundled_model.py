@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import jaxsgl
-from jaxsgl.config import BUNDLED_MODEL
-from jaxsgl.llm import LLM
+from jaxsgl.config.engine import BUNDLED_MODEL
+from jaxsgl.offline.llm import LLM
 from tests import numpy_sampling
 from tests.end_to_end.precision import EXACT, NARROW
 from tests.end_to_end.texts import filler

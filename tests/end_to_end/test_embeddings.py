@@ -17,8 +17,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 import jaxsgl
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.llm import LLM
 from jaxsgl.models import ModelArch
+from jaxsgl.offline.llm import LLM
 from jaxsgl.text.ranking import INSTRUCTION
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.text.small_tokenizers import byte_level, save

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine import residents
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.weights import load_params
 from tests.checkpoints import (
     FAMILY_KINDS,

@@ -17,8 +17,8 @@ from flax import nnx
 
 from jaxsgl.engine.engine import Engine
 from jaxsgl.models import ModelArch, abstract_model
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels import FusedQkv
 from pallas_kernels.paged_kv import FLOAT8, to_format

@@ -10,7 +10,7 @@ import pytest
 
 import jaxsgl
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.llm import LLM
+from jaxsgl.offline.llm import LLM
 from tests.end_to_end.precision import EXACT
 
 pytestmark = pytest.mark.device

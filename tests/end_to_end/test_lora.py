@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxsgl import SamplingParams
+from jaxsgl.config.lora import LoraConfig
 from jaxsgl.errors import CheckpointError, ConfigError, InvalidRequest
-from jaxsgl.llm import LLM
-from jaxsgl.lora_config import LoraConfig
+from jaxsgl.offline.llm import LLM
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.weights.peft_adapters import ATTENTION, MLP, adapted_logits, make_adapter
 

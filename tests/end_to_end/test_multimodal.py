@@ -14,7 +14,7 @@ from make_vision_demo import make
 from PIL import Image
 
 import jaxsgl
-from jaxsgl.vision_config import VisionConfig
+from jaxsgl.config.vision import VisionConfig
 from tests.end_to_end.gateway import client_of, free_ports, running_gateway, wait_for
 from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer, check_log, running_server
 from tests.grids import NIGHTLY

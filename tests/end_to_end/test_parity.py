@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, reference_logits
 from tests.end_to_end.offline import first_logits, outputs, serve
 from tests.grids import daily, pairwise

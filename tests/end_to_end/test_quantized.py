@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import jaxsgl
-from jaxsgl.llm import LLM
+from jaxsgl.offline.llm import LLM
 from tests.grids import daily
 
 pytestmark = pytest.mark.device

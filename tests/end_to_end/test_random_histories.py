@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.messages import Abort, ContinueGeneration, PauseGeneration, PauseMode, ToEngine
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.orders import Abort, ContinueGeneration, PauseGeneration, PauseMode
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.offline import ends, outputs, serve, small_pool
 from tests.grids import count

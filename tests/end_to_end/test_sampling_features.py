@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.messages import Reply, TokenLogprob
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import MAX_LOGIT_BIAS, SamplingParams
-from jaxsgl.testing import ScriptedMailbox
+from jaxsgl.messages.replies import Reply, TokenLogprob
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import MAX_LOGIT_BIAS, SamplingParams
+from jaxsgl.testing.engine import ScriptedMailbox
 from tests import numpy_sampling
 from tests.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE, load_reference, make_checkpoint
 from tests.end_to_end.offline import serve

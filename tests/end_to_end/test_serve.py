@@ -306,7 +306,7 @@ def test_killing_the_engine_ends_open_calls_within_two_seconds(tmp_path: Path) -
     ],
 )
 def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path, case: str, message: str) -> None:
-    from jaxsgl.config import BUNDLED_MODEL
+    from jaxsgl.config.engine import BUNDLED_MODEL
 
     folder = tmp_path / "model"
     flags = ["--model", str(folder)]

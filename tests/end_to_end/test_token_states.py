@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import jaxsgl
-from jaxsgl.llm import LLM
+from jaxsgl.offline.llm import LLM
 from tests.checkpoints import load_reference, make_checkpoint
 
 pytestmark = pytest.mark.device

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
+from jaxsgl.config.vision import VisionConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.request import Request
-from jaxsgl.vision_config import VisionConfig
+from jaxsgl.requests.request import Request
 from tests.end_to_end import vision_mesh
 from tests.end_to_end.offline import ends, new_scheduler, outputs, serve
 from tests.grids import NIGHTLY, daily
@@ -157,7 +157,7 @@ def test_samples_scores_and_aborts_of_requests_with_images(served: tuple[Engine,
 
 def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
     from jaxsgl.scheduler.loop import run_loop
-    from jaxsgl.testing import ScriptedMailbox
+    from jaxsgl.testing.engine import ScriptedMailbox
 
     mailbox = ScriptedMailbox([requests])
     run_loop(scheduler, engine, mailbox, True)

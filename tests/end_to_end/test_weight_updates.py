@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jaxsgl.config import BUNDLED_MODEL
+from jaxsgl.config.engine import BUNDLED_MODEL
 from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, check_log, running_server
 from tests.grids import count
 

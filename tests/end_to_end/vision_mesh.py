@@ -9,10 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.vision import VisionConfig
 from jaxsgl.engine.engine import Engine
-from jaxsgl.request import Request
-from jaxsgl.vision_config import VisionConfig
+from jaxsgl.requests.request import Request
 from tests.end_to_end.offline import outputs, serve
 from tests.vision_models import request
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from tests.engine.driving import Plain
 

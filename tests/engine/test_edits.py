@@ -12,7 +12,7 @@ import pytest
 from jaxsgl.batch.sampling import pack_edits, row_setup, token_counts
 from jaxsgl.engine import edits
 from jaxsgl.engine.edits import EditTables
-from jaxsgl.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jaxsgl.requests.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from tests import numpy_sampling
 
 VOCAB, ROWS = 397, 5

@@ -14,7 +14,7 @@ from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.state import KvBuffers
 from jaxsgl.engine.step import Pages
 from jaxsgl.errors import ConfigError, JaxsglError
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.sampling import SamplingParams
 from pallas_kernels import AttentionOptions, FusedQkv
 from pallas_kernels.native import library
 from tests.engine.conftest import ConfigMaker

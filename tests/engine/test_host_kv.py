@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.host_kv import HostKvConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
-from jaxsgl.host_kv_config import HostKvConfig
-from jaxsgl.messages import Reply
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.replies import Reply
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import ScriptedMailbox
+from jaxsgl.testing.engine import ScriptedMailbox
 from jaxsgl.wiring import build, build_scheduler
 from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Plain

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxsgl.engine import sampler, vocabulary
-from jaxsgl.sampling_params import MAX_TOP_LOGPROBS
+from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
 from tests.numpy_sampling import logprobs as log_softmax
 
 

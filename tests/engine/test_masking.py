@@ -10,8 +10,8 @@ import pytest
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.masking import masked_step
 from jaxsgl.engine.step import SAMPLING_ROWS
-from jaxsgl.grammar import Grammar
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.sampling import SamplingParams
 from tests.engine.driving import Driver, Plain
 
 VOCAB = 101  # no multiple of 32

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.devices import mesh_of
 from jaxsgl.engine.memory import check_weights_fit
 from jaxsgl.errors import ConfigError

@@ -14,12 +14,12 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.sizing import choose_page_size, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
 from tests.engine.conftest import MODEL
 

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxsgl.engine import residents
 from jaxsgl.errors import CheckpointError, EngineUnavailable
-from jaxsgl.llm import LLM
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.offline.llm import LLM
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.weights import KvScales
 from jaxsgl.weights.sharding import make_mesh
 from tests.checkpoints import make_checkpoint

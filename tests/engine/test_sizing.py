@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.memory import HEADROOM, free_host_bytes, free_memory
 from jaxsgl.engine.sizing import KvShape, choose_num_pages, choose_page_size
 from jaxsgl.engine.state import allocate_kv

@@ -19,41 +19,29 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jaxsgl import logs
-from jaxsgl.adapter_messages import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
 from jaxsgl.engine_process import follow_parent, read_launch, set_signals
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
-from jaxsgl.load import Load, Totals
-from jaxsgl.messages import (
+from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
+from jaxsgl.messages.cache_events import CacheCleared, CacheEvents, PagesStored
+from jaxsgl.messages.load import Load, Totals
+from jaxsgl.messages.orders import (
     Abort,
     Answer,
-    CacheCleared,
-    CacheEvents,
     ContinueGeneration,
     DumpState,
-    EngineInfo,
     FlushCache,
-    PagesStored,
     PauseGeneration,
     PauseMode,
     Ping,
-    Refusal,
-    RefusalKind,
-    Replies,
-    Reply,
     Shutdown,
-    StageTimes,
     StartProfile,
     StopProfile,
-    ToEngine,
-    TokenLogprob,
     WatchCache,
     Withdraw,
 )
-from jaxsgl.pooling import Pooled, PoolingSpec
-from jaxsgl.request import FinishReason, Request, max_new_tokens
-from jaxsgl.shared_mailbox import SharedMailbox
-from jaxsgl.weight_messages import (
+from jaxsgl.messages.replies import EngineInfo, Refusal, RefusalKind, Replies, Reply, StageTimes, TokenLogprob
+from jaxsgl.messages.weights import (
     ReleaseMemory,
     ResumeMemory,
     SetWeightVersion,
@@ -61,6 +49,10 @@ from jaxsgl.weight_messages import (
     UpdateReport,
     UpdateWeights,
 )
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.pooling import Pooled, PoolingSpec
+from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
+from jaxsgl.shared_mailbox import SharedMailbox
 
 VOCAB_SIZE = 1000
 POOLING = PoolingSpec(dimension=4, matryoshka=True, made_for_it=True)

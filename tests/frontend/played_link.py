@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.generation import FrontEnd, Generator, ServedModel
@@ -12,8 +13,7 @@ from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.reply_stream import MAX_UNREAD
-from jaxsgl.messages import ToMailbox
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.wire import ToMailbox
 
 
 class PlayedLink(EngineLink):

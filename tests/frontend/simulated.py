@@ -17,12 +17,14 @@ from typing import Any
 import msgspec
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.frontend.engine_link import EngineLink
-from jaxsgl.messages import PARENT_LINE, EngineInfo, EngineReady, FromEngine, News, ToEngine, ToMailbox
+from jaxsgl.messages.orders import PARENT_LINE
+from jaxsgl.messages.replies import EngineInfo, EngineReady
+from jaxsgl.messages.wire import FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.shared_mailbox import SharedMailbox
-from jaxsgl.testing import FakeEngine
+from jaxsgl.testing.engine import FakeEngine
 from tests.checked import CheckedScheduler
 
 

@@ -16,31 +16,30 @@ from typing import Any
 from simulated import EngineThread, SimulatedLine, SimulatedLink
 
 from jaxsgl.batch.buckets import Capacity
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import EngineUnavailable, JaxsglError, StartupError
 from jaxsgl.frontend.generation import Generator, ServedModel
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages import (
+from jaxsgl.messages.orders import (
     PARENT_LINE,
     CloseLine,
     Command,
     ContinueGeneration,
     DumpState,
-    EngineInfo,
     FlushCache,
-    FromEngine,
     OpenLine,
     PauseGeneration,
     PauseMode,
     Ping,
     Shutdown,
-    ToMailbox,
     WatchCache,
 )
-from jaxsgl.request import FinishReason
-from jaxsgl.sampling_params import SamplingParams
-from jaxsgl.testing import generate
+from jaxsgl.messages.replies import EngineInfo
+from jaxsgl.messages.wire import FromEngine, ToMailbox
+from jaxsgl.requests.request import FinishReason
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.testing.engine import generate
 from jaxsgl.text.prompts import IdsPrompt
 from jaxsgl.text.tokenizer import Tokenizer
 

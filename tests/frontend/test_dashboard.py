@@ -15,8 +15,8 @@ from server_process import ROOT
 
 from jaxsgl.frontend.exposition import registry_of
 from jaxsgl.frontend.metrics import Metrics
-from jaxsgl.load import Load
-from jaxsgl.step_times import STEP_BOUNDS_S, BucketTimes, pack
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.step_times import STEP_BOUNDS_S, BucketTimes, pack
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs" / "grafana" / "jaxsgl.json").read_text())
 OF_PROMETHEUS = {"instance", "job"}  # labels that Prometheus adds when it scrapes

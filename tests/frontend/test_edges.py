@@ -25,11 +25,13 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
-from jaxsgl.messages import EngineInfo, FromEngine, News, RefusalKind, Shutdown, ToEngine
-from jaxsgl.request import check_request
+from jaxsgl.messages.orders import Shutdown
+from jaxsgl.messages.replies import EngineInfo, RefusalKind
+from jaxsgl.messages.wire import FromEngine, News, ToEngine
+from jaxsgl.requests.request import check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from jaxsgl.text.tokenizer import Tokenizer
 from tests import edges
 from tests.grids import count

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 from played_link import PlayedLink
 
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.frontend.generation import Generation
 from jaxsgl.frontend.metrics import Metrics, Timing
-from jaxsgl.load import Load
-from jaxsgl.messages import Abort, Answer, EngineFailed, EngineInfo, EngineReady, Ping, Replies, Reply, Withdraw
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.orders import Abort, Answer, Ping, Withdraw
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies, Reply
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.detokenizer import NoText
 
 pytestmark = pytest.mark.unit

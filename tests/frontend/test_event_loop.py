@@ -19,13 +19,14 @@ import pytest
 from played_link import PlayedLink, front_end_of
 from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
-from jaxsgl.messages import EngineInfo, Replies, Reply, TokenLogprob, ToMailbox
-from jaxsgl.request import FinishReason, Request
+from jaxsgl.messages.replies import EngineInfo, Replies, Reply, TokenLogprob
+from jaxsgl.messages.wire import ToMailbox
+from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.tokenizer import Tokenizer
 from tests.edges import path_of
 from tests.grids import daily

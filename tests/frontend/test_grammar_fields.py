@@ -16,7 +16,7 @@ from jaxsgl.frontend.http.grammars import grammar_of
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, sampling_of
 from jaxsgl.frontend.http.sglang.schemas import SamplingBody
 from jaxsgl.frontend.proto import jaxsgl_pb2
-from jaxsgl.grammar import Grammar
+from jaxsgl.requests.grammar import Grammar
 
 pytestmark = pytest.mark.unit
 

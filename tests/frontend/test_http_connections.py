@@ -21,11 +21,11 @@ from starlette.responses import Response
 from tls_files import make_certificate
 from uvicorn.server import ServerState
 
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.http import acceptor, errors
 from jaxsgl.frontend.http.connection import MAX_PIPELINED, Connection
 from jaxsgl.frontend.http.middleware import ApiKey, BodyLimit
-from jaxsgl.server_config import ServerConfig
 from tests.grids import daily
 
 LIMIT_S = 0.3  # of every wait in these tests

@@ -22,14 +22,14 @@ from http_calls import events, generate_body, open_stream, until
 from server_process import PATIENCE_S, ROOT, ServerProcess
 from starlette.responses import Response
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http import errors
 from jaxsgl.frontend.http.connection import Connection
 from jaxsgl.frontend.http.sse import EventStream, event
 from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.server import Server
-from jaxsgl.server_config import ServerConfig
 
 FAKE_ENGINE = [sys.executable, str(Path(__file__).parent / "fake_engine_process.py")]
 

@@ -9,26 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.ipc import MAX_SOCKET_PATH, Endpoints, EngineLine, EngineLines, EngineMailbox
-from jaxsgl.messages import (
-    Abort,
-    EngineFailed,
-    EngineInfo,
-    EngineReady,
-    FromEngine,
-    OpenLine,
-    Refusal,
-    RefusalKind,
-    Replies,
-    Reply,
-    Shutdown,
-    ToEngine,
-    first_number,
-)
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.orders import Abort, OpenLine, Shutdown, first_number
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Refusal, RefusalKind, Replies, Reply
+from jaxsgl.messages.wire import FromEngine, ToEngine
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.shared_mailbox import SharedMailbox
 
 pytestmark = pytest.mark.unit

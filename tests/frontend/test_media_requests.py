@@ -12,11 +12,11 @@ from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 from vision_front_end import VisionFrontEnd, image_part, serving, video_part, vision_folder
 
+from jaxsgl.config.media import MediaConfig
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.media import hash_ids, patches_of, sglang_pad_id
-from jaxsgl.media_config import MediaConfig
-from jaxsgl.request import Request
+from jaxsgl.requests.media import hash_ids, patches_of, sglang_pad_id
+from jaxsgl.requests.request import Request
 from tests.preprocess.pictures import animation, data_url, file_of, picture
 
 CAT, DOG = picture(40, 24), picture(16, 16, seed=1)

@@ -17,12 +17,14 @@ from server_process import ServerProcess
 from sglang_calls import sglang_stub
 from smg_grpc_proto.generated import common_pb2
 
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError, Forbidden, InvalidRequest, StartupError
 from jaxsgl.frontend.profiles import MAX_STEPS, Profiles
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages import Answer, EngineInfo, EngineReady, StartProfile, ToMailbox
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.orders import Answer, StartProfile
+from jaxsgl.messages.replies import EngineInfo, EngineReady
+from jaxsgl.messages.wire import ToMailbox
 from tests.junk_http import VALUES
 
 INFO = EngineInfo("m", "FakeForCausalLM", "float32", Limits(1000, 200, 160), (1,), 16, 8, "xla", "cpu", 1, 1, 0)

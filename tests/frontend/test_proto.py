@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from jaxsgl.frontend.proto import jaxsgl_pb2
-from jaxsgl.request import FinishReason
+from jaxsgl.requests.request import FinishReason
 
 pytestmark = pytest.mark.unit
 

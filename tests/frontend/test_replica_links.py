@@ -7,13 +7,14 @@ import asyncio
 import pytest
 from played_link import PlayedLink
 
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.load import Load, Totals
-from jaxsgl.messages import Answer, ContinueGeneration, EngineFailed, EngineInfo, EngineReady, Ping, Replies
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.load import Load, Totals
+from jaxsgl.messages.orders import Answer, ContinueGeneration, Ping
+from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 
 pytestmark = pytest.mark.unit
 

@@ -9,8 +9,8 @@ import pytest
 
 from jaxsgl.frontend.prefix_index import MAX_PAGES, PrefixIndex, page_names
 from jaxsgl.frontend.router import ReplicaLoad, Router, choose
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.bodies import Body, sampling_params
 from jaxsgl.frontend.http.openai.schemas import CompletionRequest, sampling_of
 from jaxsgl.frontend.http.sglang.schemas import SamplingBody
-from jaxsgl.sampling_params import BOUNDS, SamplingParams
+from jaxsgl.requests.sampling import BOUNDS, SamplingParams
 
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 SGLANG_OUTSIDE = {"logprobs", "prompt_logprobs"}  # /generate has them beside its sampling parameters

@@ -20,11 +20,11 @@ from http_calls import connect, error_of, events, generate_body
 from server_process import ServerProcess, ids_request, wait_for
 
 from jaxsgl.client import main as run_client
+from jaxsgl.config.server import API_KEY_VARIABLE, ServerConfig
 from jaxsgl.frontend.grpc.interceptors import answers_errors
 from jaxsgl.frontend.http.errors import answer_to
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.server_config import API_KEY_VARIABLE, ServerConfig
 
 KEY = "sk-it-is-me"
 WRONG = (None, "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, f"Basic {KEY}", "Bearer \xfc")

@@ -25,15 +25,15 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as pb_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest, NotFound
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.sglang.info import CHUNK_BYTES, chunks, model_info, server_info, zip_tokenizer
 from jaxsgl.frontend.grpc.sglang.loads import SECTIONS, Busy, check_loads_request, load_record, loads_response
 from jaxsgl.frontend.metrics import Rates
-from jaxsgl.load import Load
-from jaxsgl.messages import EngineInfo
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
 Stub: TypeAlias = pb_grpc.SglangSchedulerStub

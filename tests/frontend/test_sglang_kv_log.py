@@ -7,12 +7,14 @@ import asyncio
 import pytest
 from played_link import PlayedLink
 
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
 from jaxsgl.frontend.grpc.sglang.kv_events import DataLoss, KvLog, KvStream, OutOfRange, batch_of, snapshot_chunks
 from jaxsgl.frontend.grpc.sglang.loads import Busy
 from jaxsgl.frontend.metrics import Rates
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.messages import CacheCleared, CacheEvent, CacheEvents, EngineInfo, PagesRemoved, PagesStored, WatchCache
+from jaxsgl.messages.cache_events import CacheCleared, CacheEvent, CacheEvents, PagesRemoved, PagesStored
+from jaxsgl.messages.orders import WatchCache
+from jaxsgl.messages.replies import EngineInfo
 
 INFO = EngineInfo(
     model_path="/models/a", architecture="FakeForCausalLM", dtype="float32",

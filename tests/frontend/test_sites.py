@@ -14,9 +14,9 @@ from server_process import ServerProcess
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.frontend.http.sites import PageGuard
-from jaxsgl.server_config import ServerConfig
 
 STATE_AND_SECRETS = (
     ("POST", "/flush_cache"), ("POST", "/pause_generation"), ("POST", "/continue_generation"),

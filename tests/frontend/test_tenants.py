@@ -18,13 +18,13 @@ from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, ServerConfig
 from jaxsgl.errors import Forbidden, StartupError, Unauthenticated
 from jaxsgl.frontend.access import Access, Caller, cache_namespace, enter
 from jaxsgl.frontend.grpc.interceptors import ORDERS
 from jaxsgl.frontend.http.middleware import ORDER_PATHS
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.server_config import ADMIN_API_KEY_VARIABLE, ServerConfig
 
 COMMON, ANNA, BERT, ADMIN = "sk-common", "sk-anna", "sk-bert", "sk-admin"
 CLIENT_CALLS = {

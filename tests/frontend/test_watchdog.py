@@ -16,10 +16,11 @@ from server_process import ServerProcess, ids_request
 
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.watchdog import TICKS, Watchdog
-from jaxsgl.load import Load, Totals
-from jaxsgl.messages import Answer, Ping, Replies
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.load import Load, Totals
+from jaxsgl.messages.orders import Answer, Ping
+from jaxsgl.messages.replies import Replies
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -26,11 +26,11 @@ from server_process import PATIENCE_S, ROOT, ServerProcess, is_alive, wait_for
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 from smg_grpc_proto.generated import common_pb2
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import StartupError
 from jaxsgl.frontend.server import live
 from jaxsgl.frontend.workers import MAX_DEATHS, Workers
-from jaxsgl.server_config import ServerConfig
 
 Start = Callable[..., ServerProcess]
 HERE = Path(__file__).parent

@@ -16,18 +16,19 @@ import httpx
 from played_link import PlayedLink, front_end_of
 from tokenizers import AddedToken
 
-from jaxsgl.config import Limits
+from jaxsgl.config.engine import Limits
+from jaxsgl.config.media import MediaConfig
+from jaxsgl.config.media_settings import load_settings
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
 from jaxsgl.frontend.media_fetch import Connect, Fetcher, Resolve
 from jaxsgl.frontend.media_loader import MediaLoader
-from jaxsgl.load import Load
-from jaxsgl.media import MediaLimits
-from jaxsgl.media_config import MediaConfig
-from jaxsgl.media_settings import load_settings
-from jaxsgl.messages import EngineInfo, Replies, Reply, ToMailbox
-from jaxsgl.request import FinishReason, Request
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.replies import EngineInfo, Replies, Reply
+from jaxsgl.messages.wire import ToMailbox
+from jaxsgl.requests.media import MediaLimits
+from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.small_tokenizers import byte_level, save
 

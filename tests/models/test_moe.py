@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.residents import as_kept
 from jaxsgl.errors import CheckpointError, ConfigError
@@ -20,8 +20,8 @@ from jaxsgl.models import ModelArch, abstract_model, moe
 from jaxsgl.models.layer_spec import Clamp, DenseMlp, MoeMlp, Router
 from jaxsgl.models.moe import MoE, choose_experts, clamped_unit
 from jaxsgl.models.quantization import Storage, WeightFormat, weight_format
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.weights import load_params
 from pallas_kernels import group_by_expert
 from tests.checkpoints import make_checkpoint

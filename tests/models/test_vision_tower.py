@@ -13,9 +13,9 @@ from flax import nnx
 
 from jaxsgl.batch.patches import EncodeBucket, TowerCapacity, TowerShape, layout_of, pack, token_positions
 from jaxsgl.engine.encoding import patches_of_call
-from jaxsgl.media import Grid, patches_of
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.vision.tower import Patches
+from jaxsgl.requests.media import Grid, patches_of
 from jaxsgl.weights import load_params
 from tests.plain_model import mesh_of
 from tests.vision_models import IMAGE, VIDEO, image, make_model, request

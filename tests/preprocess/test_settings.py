@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from jaxsgl.config.media_settings import load_settings
 from jaxsgl.errors import CheckpointError
-from jaxsgl.media_settings import load_settings
 from tests.preprocess.pictures import SETTINGS
 
 CONFIG = {

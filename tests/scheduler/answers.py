@@ -6,11 +6,11 @@ test_state_machine.py hand every reply to it and ask for a verdict at their end.
 
 from __future__ import annotations
 
-from jaxsgl.config import Limits, SchedulingConfig
-from jaxsgl.messages import RefusalKind, Reply, TokenLogprob
-from jaxsgl.request import FinishReason, Request, max_new_tokens
+from jaxsgl.config.engine import Limits, SchedulingConfig
+from jaxsgl.messages.replies import RefusalKind, Reply, TokenLogprob
+from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
 from jaxsgl.scheduler.req import Key
-from jaxsgl.testing import generate, logprob
+from jaxsgl.testing.engine import generate, logprob
 
 VOCAB = 40
 EOS = frozenset({0, 1})

@@ -9,14 +9,15 @@ from typing import Any
 import msgspec
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.disaggregation import TransferLoad
-from jaxsgl.fake_handle import FakeHandle
-from jaxsgl.messages import Abort, RefusalKind, Reply
-from jaxsgl.request import FinishReason, Rendezvous, Request
+from jaxsgl.config.disaggregation import TransferLoad
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import RefusalKind, Reply
+from jaxsgl.requests.request import FinishReason, Rendezvous, Request
 from jaxsgl.scheduler.disagg.legs import DecodeScheduler, LegScheduler, PrefillScheduler
 from jaxsgl.scheduler.disagg.rooms import RoomLimits
 from jaxsgl.scheduler.req import Key
-from jaxsgl.testing import FakeEngine
+from jaxsgl.testing.engine import FakeEngine
+from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler
 from tests.scheduler.memory_wire import MemoryWire, Network
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.messages import Reply, ToEngine
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.replies import Reply
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine, ScriptedMailbox, generate
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox, generate
 from tests.checked import CheckedScheduler
 
 VOCAB = 1000

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 
-from jaxsgl.adapter_messages import ListAdapters, LoadAdapter, UnloadAdapter
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.messages import Abort, Answer, ToEngine
-from jaxsgl.request import Request
+from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, UnloadAdapter
+from jaxsgl.messages.orders import Abort, Answer
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, RetractEvery, ScriptedMailbox, generate
+from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import VOCAB, Script, capacity, request
 

@@ -7,12 +7,13 @@ import random
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.config import POLICIES, SchedulingConfig
-from jaxsgl.messages import CacheEvents, FlushCache, PagesRemoved, PagesStored, WatchCache
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import POLICIES, SchedulingConfig
+from jaxsgl.messages.cache_events import CacheEvents, PagesRemoved, PagesStored
+from jaxsgl.messages.orders import FlushCache, WatchCache
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, last_reply, serve

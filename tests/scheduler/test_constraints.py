@@ -12,16 +12,18 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.fake_grammars import FakeMatcher, compile_fake
-from jaxsgl.grammar import Grammar
-from jaxsgl.messages import Abort, Reply, ToEngine
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import Reply
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, RetractEvery, ScriptedMailbox, generate, next_allowed
+from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate, next_allowed
+from jaxsgl.testing.grammars import FakeMatcher, compile_fake
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import VOCAB, capacity
 

@@ -9,22 +9,11 @@ from typing import TypeVar
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.messages import (
-    Abort,
-    Answer,
-    CacheCleared,
-    CacheEvents,
-    FlushCache,
-    PagesStored,
-    Ping,
-    StartProfile,
-    StopProfile,
-    ToEngine,
-    WatchCache,
-    Withdraw,
-)
+from jaxsgl.messages.cache_events import CacheCleared, CacheEvents, PagesStored
+from jaxsgl.messages.orders import Abort, Answer, FlushCache, Ping, StartProfile, StopProfile, WatchCache, Withdraw
+from jaxsgl.messages.wire import ToEngine
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, last_reply, request, serve

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.messages import Abort, Reply, ToEngine
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import Reply
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import VOCAB, capacity, expected, request
 

@@ -10,7 +10,7 @@ from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.engine_ops import Gather, Insert
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import PageTable
-from jaxsgl.testing import FakeEngine
+from jaxsgl.testing.engine import FakeEngine
 from tests.scheduler.serving import capacity, expected
 
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.config import POLICIES, SchedulingConfig
-from jaxsgl.messages import Abort
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import POLICIES, SchedulingConfig
+from jaxsgl.messages.orders import Abort
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler import extend_step
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.budget import HORIZON_STEPS, Forecast
 from jaxsgl.scheduler.policy import MAX_REORDERED, Policy
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine
+from jaxsgl.testing.engine import FakeEngine
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity
 

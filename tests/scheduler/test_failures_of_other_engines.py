@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxsgl.fake_device import FakePageTable
-from jaxsgl.messages import Abort
-from jaxsgl.request import FinishReason
+from jaxsgl.messages.orders import Abort
+from jaxsgl.requests.request import FinishReason
+from jaxsgl.testing.device import FakePageTable
 from tests.scheduler.serving import Script, capacity, expected, finish_reason, last_reply, request, serve
 
 both_loops = pytest.mark.parametrize("overlap", [True, False])

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.fake_grammars import FakeMatcher
-from jaxsgl.grammar import Grammar
-from jaxsgl.messages import Refusal, RefusalKind
+from jaxsgl.messages.replies import Refusal, RefusalKind
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler import grammar_queue
 from jaxsgl.scheduler.grammar_queue import Answer, GrammarQueue
+from jaxsgl.testing.grammars import FakeMatcher
 
 PATIENCE_S = 20.0
 

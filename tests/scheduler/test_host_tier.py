@@ -14,8 +14,8 @@ from jaxsgl.cache import kv_file
 from jaxsgl.cache.host_pages import extend_names
 from jaxsgl.cache.pages import as_pages
 from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH
-from jaxsgl.messages import Abort
-from jaxsgl.request import Request
+from jaxsgl.messages.orders import Abort
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.control import CacheJournal
 from jaxsgl.scheduler.prefetch import LoadRule
 from tests.cache_mirror import CacheMirror, cached_prefixes

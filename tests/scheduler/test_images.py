@@ -16,16 +16,17 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.fake_device import image_ids
-from jaxsgl.fake_handle import FakeHandle
-from jaxsgl.media import MediaItem, MediaLimits, digest_of, patches_of
-from jaxsgl.messages import Abort, ToEngine
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of, patches_of
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.images import share_out
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, RetractEvery, ScriptedMailbox, generate
+from jaxsgl.testing.device import image_ids
+from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate
+from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler
 from tests.grids import count
 from tests.scheduler.legs import PREFILL, LegWorker, at, run

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.messages import Answer, DumpState, ToEngine
+from jaxsgl.messages.orders import Answer, DumpState
+from jaxsgl.messages.wire import ToEngine
 from jaxsgl.scheduler import inspection
 from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.scheduler.serving import capacity, expected, new_scheduler, request
 
 PROMPT = list(range(40))

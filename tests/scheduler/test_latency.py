@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.fake_handle import FakeHandle
-from jaxsgl.request import Request
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.budget import TokenBudget
 from jaxsgl.scheduler.latency import FIT_EVERY, FORGET_AFTER, StepTimes
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected, request
 

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jaxsgl.batch.buckets import Capacity
 from jaxsgl.cache.pages import pages_for
-from jaxsgl.messages import Abort
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
-from jaxsgl.testing import RetractEvery, generate
+from jaxsgl.messages.orders import Abort
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.testing.engine import RetractEvery, generate
 from tests.grids import count
 from tests.scheduler.legs import LegWorker, at, run
 from tests.scheduler.memory_wire import Network

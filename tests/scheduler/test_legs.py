@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.messages import Abort, RefusalKind
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import RefusalKind
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.disagg.decode import DecodeState
 from jaxsgl.scheduler.disagg.legs import DecodeScheduler, PrefillScheduler
 from jaxsgl.scheduler.disagg.prefill import PrefillState
-from jaxsgl.testing import RetractEvery
+from jaxsgl.testing.engine import RetractEvery
 from tests.scheduler.legs import PREFILL, LegWorker, at, run
 from tests.scheduler.memory_wire import Network
 from tests.scheduler.serving import capacity, expected, request

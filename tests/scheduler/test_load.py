@@ -7,10 +7,12 @@ import time
 import msgspec
 import pytest
 
-from jaxsgl.load import Load, Totals
-from jaxsgl.messages import Abort, RefusalKind, ToEngine
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.load import Load, Totals
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import RefusalKind
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from tests.scheduler.serving import capacity, expected, finish_reason, last_reply, new_scheduler, request, serve
 
 both_loops = pytest.mark.parametrize("overlap", [True, False])

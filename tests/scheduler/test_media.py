@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from jaxsgl.batch.buckets import Capacity
-from jaxsgl.media import MediaItem, MediaLimits, digest_of
-from jaxsgl.messages import CacheEvents, PagesStored, WatchCache
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.cache_events import CacheEvents, PagesStored
+from jaxsgl.messages.orders import WatchCache
+from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from tests.scheduler.serving import Script, capacity, expected, last_reply, serve
 
 PLACEHOLDER = 900

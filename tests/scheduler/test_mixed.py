@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.request import Request
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected, request
 

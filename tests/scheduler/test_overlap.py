@@ -7,7 +7,7 @@ import time
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.scheduler.serving import capacity, request
 
 DEVICE_S, HOST_S, STEPS = 0.005, 0.003, 30

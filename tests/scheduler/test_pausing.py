@@ -7,8 +7,8 @@ import json
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.messages import (
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.orders import (
     Abort,
     Answer,
     ContinueGeneration,
@@ -17,11 +17,11 @@ from jaxsgl.messages import (
     PauseGeneration,
     PauseMode,
     Ping,
-    ToEngine,
 )
-from jaxsgl.request import FinishReason
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected, finish_reason, request, serve
 

@@ -11,14 +11,14 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray, Lease
 from jaxsgl.cache.prefix import Peek
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import WatchedScheduler
 from tests.scheduler.serving import capacity, expected, new_scheduler, request
 

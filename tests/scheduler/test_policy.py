@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.messages import RefusalKind, Reply
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.replies import RefusalKind, Reply
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.policy import MAX_OVERTAKEN, MAX_REORDERED
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine
+from jaxsgl.testing.engine import FakeEngine
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected
 

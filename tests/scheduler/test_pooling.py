@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.fake_device import hidden_state, label_logit
-from jaxsgl.messages import Abort
-from jaxsgl.pooling import POOLING_SAMPLING, Pooling, PoolingKind, PoolingSpec
-from jaxsgl.request import Request, check_request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.orders import Abort
+from jaxsgl.requests.pooling import POOLING_SAMPLING, Pooling, PoolingKind, PoolingSpec
+from jaxsgl.requests.request import Request, check_request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.device import hidden_state, label_logit
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, last_reply, request
 

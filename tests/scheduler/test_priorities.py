@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
-from jaxsgl.testing import FakeEngine
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.testing.engine import FakeEngine
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected
 

@@ -12,14 +12,14 @@ from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.messages import RefusalKind
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.replies import RefusalKind
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.req import Req
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, request
 

@@ -9,15 +9,15 @@ from itertools import pairwise
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.messages import Abort
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.orders import Abort
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.budget import DECAY_STEPS, NewTokenRatio
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
-from jaxsgl.testing import FakeEngine, RetractEvery, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, request
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.messages import Abort
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
-from jaxsgl.testing import ScriptedMailbox, next_token
+from jaxsgl.messages.orders import Abort
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.testing.engine import ScriptedMailbox, next_token
 from tests.scheduler.serving import VOCAB, Script, capacity, expected, new_scheduler, request, serve
 
 PROMPT = list(range(100, 142))

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import MAX_MIN_TOKENS, SamplingParams
-from jaxsgl.testing import FakeEngine, generate
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import MAX_MIN_TOKENS, SamplingParams
+from jaxsgl.testing.engine import FakeEngine, generate
 from tests.scheduler.serving import (
     VOCAB,
     capacity,

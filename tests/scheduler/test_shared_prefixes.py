@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.config import POLICIES, SchedulingConfig
-from jaxsgl.messages import Abort
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import POLICIES, SchedulingConfig
+from jaxsgl.messages.orders import Abort
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.policy import MAX_OVERTAKEN
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import VOCAB, expected
 

@@ -26,32 +26,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH
-from jaxsgl.config import POLICIES, PRIORITY_POLICIES, SchedulingConfig
-from jaxsgl.fake_handle import FakeHandle
-from jaxsgl.messages import (
-    Abort,
-    Answer,
-    ContinueGeneration,
-    DumpState,
-    FlushCache,
-    News,
-    PauseGeneration,
-    PauseMode,
-)
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.config.engine import POLICIES, PRIORITY_POLICIES, SchedulingConfig
+from jaxsgl.messages.orders import Abort, Answer, ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
+from jaxsgl.messages.weights import MemoryTag, ReleaseMemory, ResumeMemory, UpdateMode, UpdateWeights, WeightOrder
+from jaxsgl.messages.wire import News
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.control import CacheJournal, Control
 from jaxsgl.scheduler.inspection import LeakCheck
 from jaxsgl.scheduler.prefetch import LoadRule
-from jaxsgl.testing import FakeEngine, RetractEvery
-from jaxsgl.weight_messages import (
-    MemoryTag,
-    ReleaseMemory,
-    ResumeMemory,
-    UpdateMode,
-    UpdateWeights,
-    WeightOrder,
-)
+from jaxsgl.testing.engine import FakeEngine, RetractEvery
+from jaxsgl.testing.handle import FakeHandle
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler
 from tests.grids import count

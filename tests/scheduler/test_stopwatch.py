@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.messages import Abort, Reply, StageTimes
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import Reply, StageTimes
+from jaxsgl.messages.step_times import STEP_BOUNDS_S, BucketTimes, unpack
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.stopwatch import NEWS_S, Stopwatch
-from jaxsgl.step_times import STEP_BOUNDS_S, BucketTimes, unpack
 from tests.scheduler.serving import capacity, request
 
 SIZES = capacity(rows=1, max_extend_tokens=16)

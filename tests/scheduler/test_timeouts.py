@@ -7,14 +7,15 @@ from collections import deque
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.fake_handle import FakeHandle
-from jaxsgl.messages import Abort, RefusalKind, Reply
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import RefusalKind, Reply
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine
+from jaxsgl.testing.engine import FakeEngine
+from jaxsgl.testing.handle import FakeHandle
 from tests.scheduler.serving import capacity, expected, request
 
 PROMPT = list(range(40))

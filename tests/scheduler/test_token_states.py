@@ -9,14 +9,14 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
-from jaxsgl.config import SchedulingConfig
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.fake_device import hidden_state
-from jaxsgl.request import Request, check_request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request, check_request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.token_states import StatesSpec, hidden_states, routed_experts
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, RetractEvery, ScriptedMailbox
-from jaxsgl.token_states import StatesSpec, hidden_states, routed_experts
+from jaxsgl.testing.device import hidden_state
+from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, request
 

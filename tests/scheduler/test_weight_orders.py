@@ -13,26 +13,20 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.fake_handle import FakeHandle
-from jaxsgl.messages import (
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.cache_events import CacheEvents
+from jaxsgl.messages.orders import (
     Answer,
-    CacheEvents,
     ContinueGeneration,
     FlushCache,
-    News,
     PauseGeneration,
     PauseMode,
     Ping,
-    Replies,
-    ToEngine,
     WatchCache,
     Withdraw,
 )
-from jaxsgl.request import FinishReason
-from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing import FakeEngine, ScriptedMailbox, generate, next_token, seed_of
-from jaxsgl.weight_messages import (
+from jaxsgl.messages.replies import Replies
+from jaxsgl.messages.weights import (
     MemoryTag,
     ReleaseMemory,
     ResumeMemory,
@@ -41,6 +35,11 @@ from jaxsgl.weight_messages import (
     UpdateReport,
     UpdateWeights,
 )
+from jaxsgl.messages.wire import News, ToEngine
+from jaxsgl.requests.request import FinishReason
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox, generate, next_token, seed_of
+from jaxsgl.testing.handle import FakeHandle
 from tests.cache_mirror import CacheMirror
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import VOCAB, Script, capacity, finish_reason, last_reply, request

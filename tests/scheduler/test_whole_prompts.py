@@ -9,11 +9,11 @@ import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.errors import ConfigError
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.plan import StepPlan
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import Script, capacity, expected, request
 

@@ -12,13 +12,14 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.cache.host_pages import HostPages, extend_names
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.cache.tiers import WRITE_THROUGH, HostTier
-from jaxsgl.config import SchedulingConfig
-from jaxsgl.fake_handle import FakeHandle
-from jaxsgl.messages import Abort, ToEngine
-from jaxsgl.request import Request
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.wire import ToEngine
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.prefetch import LoadRule
-from jaxsgl.testing import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler, WatchedScheduler
 from tests.scheduler.serving import capacity
 

@@ -13,7 +13,7 @@ from bench.buckets import Choice, Costs, best_lists, best_pair, candidate_sizes,
 from bench.requests import Lengths, random_jobs
 
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from tests.engine.conftest import MODEL
 from tests.scripts.running import run_script
 

@@ -18,9 +18,9 @@ from bench.roofline import Roofline
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.engine_api import StepHandle, StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs
-from jaxsgl.messages import Replies
+from jaxsgl.messages.replies import Replies
 from jaxsgl.scheduler.scheduler import Scheduler
-from jaxsgl.testing import FakeEngine
+from jaxsgl.testing.engine import FakeEngine
 from tests.scripts.running import run_script
 
 CAPACITY = Capacity(4, 200, 4, 64, 16, 100)

@@ -18,7 +18,7 @@ from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.build import BatchBuilder, Work
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import PageTable
-from jaxsgl.config import EngineConfig, SchedulingConfig
+from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.scheduler.scheduler import Scheduler
 
 pytestmark = pytest.mark.device

@@ -15,7 +15,7 @@ from bench.traces import replayed
 from jaxsgl.batch.buckets import BucketSet, Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import tokens_in
-from jaxsgl.fake_device import FakePageTable
+from jaxsgl.testing.device import FakePageTable
 
 pytestmark = pytest.mark.device
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.grammar import Grammar
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.answer import ReasoningForm
 from jaxsgl.text.call_grammar import Calls, behind_reasoning, call_grammar, content_grammar, harmony_grammar
 from jaxsgl.text.calls import FORMS

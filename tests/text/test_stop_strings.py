@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxsgl.messages import Reply
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.replies import Reply
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.sample import Piece, Sample, StopStrings, join
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.small_tokenizers import KINDS, save

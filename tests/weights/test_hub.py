@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from jaxsgl.engine import engine
 from jaxsgl.errors import CheckpointError
-from jaxsgl.llm import LLM
+from jaxsgl.offline.llm import LLM
 from jaxsgl.weights import resolve_model_folder
 from tests.text.small_tokenizers import save
 

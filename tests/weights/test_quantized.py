@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from safetensors.torch import load_file, save_file
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.matrix import dequantized

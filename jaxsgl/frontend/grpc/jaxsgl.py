@@ -22,11 +22,11 @@ from jaxsgl.frontend.grpc.media import chat_prompt, source_of
 from jaxsgl.frontend.pooling import Call, pool, spec_of
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
-from jaxsgl.grammar import Grammar
-from jaxsgl.messages import TokenLogprob
-from jaxsgl.pooling import Pooling, check_dimensions, embedding_of
-from jaxsgl.request import FinishReason
-from jaxsgl.sampling_params import SamplingParams, check_counts
+from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.pooling import Pooling, check_dimensions, embedding_of
+from jaxsgl.requests.request import FinishReason
+from jaxsgl.requests.sampling import SamplingParams, check_counts
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
 

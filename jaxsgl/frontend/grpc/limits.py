@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.config.server import ServerConfig
 
 DEFAULT_ROWS = 256  # of an engine without --max-running-requests, at most
 SHORT_CALLS = 128  # of one connection at once, besides those that generate

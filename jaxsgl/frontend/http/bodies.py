@@ -1,7 +1,7 @@
 """Reads bodies: strictly parsed JSON, the field types that OpenAI's and SGLang's APIs share, and `SamplingParams`.
 
 A body that is no JSON text by RFC 8259 is refused before a schema looks at it. Limits of numbers are those of
-jaxsgl/request.py. Knows no endpoint; the schemas and routes of both APIs use it.
+jaxsgl/requests/request.py. Knows no endpoint; the schemas and routes of both APIs use it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxsgl.bounds import Bounds
-from jaxsgl.disaggregation import DEFAULT_PORT
+from jaxsgl.config.disaggregation import DEFAULT_PORT
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.legs import rendezvous
-from jaxsgl.request import MAX_CACHE_SALT_CHARS, PRIORITY_BOUNDS, Rendezvous
-from jaxsgl.sampling_params import (
+from jaxsgl.requests.bounds import Bounds
+from jaxsgl.requests.request import MAX_CACHE_SALT_CHARS, PRIORITY_BOUNDS, Rendezvous
+from jaxsgl.requests.sampling import (
     BOUNDS,
     LOGIT_BIAS_BOUNDS,
     MAX_LOGIT_BIAS,

@@ -17,7 +17,7 @@ from starlette.types import Receive
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import Generation, Generator, Pause
 from jaxsgl.frontend.http.errors import ClientGone
-from jaxsgl.request import Request
+from jaxsgl.requests.request import Request
 from jaxsgl.text.sample import Piece
 
 MAX_CHOICES = 1024  # of one HTTP call: prompts times n

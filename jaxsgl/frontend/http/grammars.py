@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.bodies import Body, one_error
-from jaxsgl.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS, Grammar
+from jaxsgl.requests.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS, Grammar
 
 GrammarText = Annotated[str, Field(max_length=MAX_GRAMMAR_CHARS)]
 Schema = Annotated[

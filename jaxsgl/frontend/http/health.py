@@ -16,8 +16,8 @@ from prometheus_client import generate_latest
 from jaxsgl.errors import EngineUnavailable, Overloaded
 from jaxsgl.frontend.exposition import registry_of, registry_of_all
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.pooling import Pooling
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.pooling import Pooling
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt
 
 GENERATE_S = 20.0  # for one token, as in SGLang

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import Forbidden
 from jaxsgl.frontend.http.errors import answer_to
 from jaxsgl.frontend.listen import is_loopback
-from jaxsgl.server_config import ServerConfig
 
 ANY = "*"
 UNGUARDED_PATH = "/health"  # changes and reveals nothing, and load balancers ask for it under many names

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxsgl.errors import CheckpointError
-from jaxsgl.media import CHANNELS
 from jaxsgl.models.config_file import ConfigFile
+from jaxsgl.requests.media import CHANNELS
 
 ROPE_THETA = 10000.0
 

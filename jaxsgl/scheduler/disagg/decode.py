@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxsgl.messages import Refusal
-from jaxsgl.request import Request
+from jaxsgl.messages.replies import Refusal
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.rooms import (
     Action,
     Drop,

@@ -23,12 +23,13 @@ from jaxsgl.batch.engine_ops import Insert as InsertOp
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray, full_pages
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION
-from jaxsgl.disaggregation import TransferLoad
-from jaxsgl.load import Load
-from jaxsgl.media import hash_ids
-from jaxsgl.messages import Abort, Refusal, Reply
-from jaxsgl.request import FinishReason, Request
+from jaxsgl.config.disaggregation import TransferLoad
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import Refusal, Reply
+from jaxsgl.requests.media import hash_ids
+from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.budget import pages_held_for
 from jaxsgl.scheduler.disagg.decode import DecodeRooms, Received
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms

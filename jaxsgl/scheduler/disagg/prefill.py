@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxsgl.messages import Refusal
-from jaxsgl.request import Request
+from jaxsgl.messages.replies import Refusal
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.rooms import (
     Action,
     Answer,

@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from jaxsgl.messages import Refusal, RefusalKind
-from jaxsgl.request import Request
+from jaxsgl.messages.replies import Refusal, RefusalKind
+from jaxsgl.requests.request import Request
 from jaxsgl.transfer.frames import Message, Room
 from jaxsgl.transfer.wire import Bytes, Peer
 

@@ -11,12 +11,14 @@ import time
 from collections import Counter
 
 from bench.frontend.plan import Plan, write_whole
-from jaxsgl.config import BUNDLED_MODEL, Limits
+from jaxsgl.config.engine import BUNDLED_MODEL, Limits
 from jaxsgl.engine_process import follow_parent, read_launch, set_signals
 from jaxsgl.ipc import EngineMailbox, open_mailbox
-from jaxsgl.load import Load, Totals
-from jaxsgl.messages import Abort, Answer, CacheEvents, EngineInfo, Replies, Reply, Shutdown, WatchCache, line_of
-from jaxsgl.request import FinishReason, Request
+from jaxsgl.messages.cache_events import CacheEvents
+from jaxsgl.messages.load import Load, Totals
+from jaxsgl.messages.orders import Abort, Answer, Shutdown, WatchCache, line_of
+from jaxsgl.messages.replies import EngineInfo, Replies, Reply
+from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.shared_mailbox import SharedMailbox
 
 VOCAB_SIZE = 1024

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from jaxsgl.config import BUNDLED_MODEL
+from jaxsgl.config.engine import BUNDLED_MODEL
 from jaxsgl.text.detokenizer import ByteDetokenizer, TokenBytes
 
 MODEL = "bench"  # name of the model in the APIs

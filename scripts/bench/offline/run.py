@@ -18,8 +18,10 @@ import numpy.typing as npt
 from bench.offline.recording import Recording, RecordingEngine
 from jaxsgl.batch.engine_api import PageEngine, StepEngine, StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs, packed_len
-from jaxsgl.messages import FromEngine, News, Replies, Shutdown, StartProfile, ToEngine
-from jaxsgl.request import Request
+from jaxsgl.messages.orders import Shutdown, StartProfile
+from jaxsgl.messages.replies import Replies
+from jaxsgl.messages.wire import FromEngine, News, ToEngine
+from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 

@@ -11,8 +11,8 @@ import jax
 from bench.peers.contender import CannotRun, Setup
 from bench.requests import Job
 from jaxsgl import LLM, SamplingParams
-from jaxsgl.config import EngineConfig
-from jaxsgl.flags import add_flags, from_flags
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.flags import add_flags, from_flags
 
 PAGES = 64  # spare tokens per request in the pool: admission counts whole pages, and one more
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from bench.requests import Ask
 from bench.traces import FORMATS, TraceConfig, made_up, replayed
+from jaxsgl.config.flags import flag
 from jaxsgl.errors import ConfigError
-from jaxsgl.flags import flag
 
 NAMES = ("random", "random-ids", "generated-shared-prefix", "multi-turn", *FORMATS)
 

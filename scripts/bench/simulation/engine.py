@@ -23,7 +23,7 @@ from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, PageTable
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.memory import GPU_SHARE, free_memory
 from jaxsgl.engine.sizing import choose_page_size, kv_shape, plan_capacity
 from jaxsgl.models import ModelArch

@@ -21,11 +21,13 @@ from bench.simulation.cost import Costs
 from bench.simulation.engine import Clock, SimulatedEngine, SizesBuilder
 from bench.simulation.figures import Figures, Sent
 from jaxsgl.batch.buckets import Capacity, buckets_of
-from jaxsgl.config import EngineConfig
-from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.messages.orders import Shutdown
+from jaxsgl.messages.replies import Replies, Reply
+from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.models import ModelArch
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 

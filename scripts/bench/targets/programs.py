@@ -17,7 +17,7 @@ from bench.processes import ROOT
 from bench.targets.collectives import Wanted
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.cache.pages import pages_for
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.edits import neutral_tables
 from jaxsgl.engine.programs import ProgramSpec
 from jaxsgl.engine.sizing import choose_page_size

@@ -23,7 +23,8 @@ from bench.targets.targets import Target
 from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, with_images
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.vision import VisionConfig
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import ProgramKey, ProgramSpec, keys_of
 from jaxsgl.engine.residents import read_arch
@@ -31,7 +32,6 @@ from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capac
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.layer_spec import MoeMlp
-from jaxsgl.vision_config import VisionConfig
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")  # of `bench.models`; a model more is a line more
 SHARED_MODELS = (

@@ -13,13 +13,13 @@ from typing import Any
 
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
-from jaxsgl.disaggregation import DEFAULT_PORT
+from jaxsgl.config.disaggregation import DEFAULT_PORT
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.legs import rendezvous
-from jaxsgl.grammar import Grammar
-from jaxsgl.messages import TokenLogprob
-from jaxsgl.request import FinishReason, Rendezvous
-from jaxsgl.sampling_params import SamplingParams, check_counts
+from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.request import FinishReason, Rendezvous
+from jaxsgl.requests.sampling import SamplingParams, check_counts
 from jaxsgl.text.sample import End, Piece
 
 # Field -> what to do instead. Ignoring one of them would give an answer that the client did not ask for.

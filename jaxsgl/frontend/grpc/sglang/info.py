@@ -21,11 +21,11 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 import jaxsgl
+from jaxsgl.config.flags import public_flags
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import NotFound
-from jaxsgl.flags import public_flags
 from jaxsgl.frontend.generation import ServedModel
-from jaxsgl.messages import EngineInfo
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.replies import EngineInfo
 
 CHUNK_BYTES = 64 << 10
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

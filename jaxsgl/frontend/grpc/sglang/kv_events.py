@@ -25,8 +25,10 @@ from jaxsgl.errors import EngineUnavailable, JaxsglError
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.grpc.sglang.loads import Busy, load_record
 from jaxsgl.frontend.replicas import Replicas
-from jaxsgl.load import Load
-from jaxsgl.messages import CacheCleared, CacheEvent, CacheEvents, News, PagesRemoved, PagesStored, WatchCache
+from jaxsgl.messages.cache_events import CacheCleared, CacheEvent, CacheEvents, PagesRemoved, PagesStored
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.orders import WatchCache
+from jaxsgl.messages.wire import News
 
 MAX_BATCHES = 4096
 MAX_BLOCKS = 32768  # in all batches that are kept

@@ -16,11 +16,11 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto.generated import common_pb2
 
 import jaxsgl
-from jaxsgl.disaggregation import ALL_IN_ONE
+from jaxsgl.config.disaggregation import ALL_IN_ONE
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.metrics import Rates
-from jaxsgl.load import Load
-from jaxsgl.messages import EngineInfo
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.replies import EngineInfo
 
 GIB = 1 << 30
 SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
+from jaxsgl.config.media_settings import ProcessorSettings
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.media import MediaItem, MediaLimits, digest_of, sglang_pad_id
-from jaxsgl.media_settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageSource, Source
+from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of, sglang_pad_id
 
 GRIDS = "image_grid_thw"
 MAX_SIDE = 1 << 16  # of a grid

@@ -43,8 +43,8 @@ from jaxsgl.frontend.http.openai.schemas import (
 from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, constrained, template_variables, tool_use
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
 from jaxsgl.preprocess.sources import Source
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.sample import Piece
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn

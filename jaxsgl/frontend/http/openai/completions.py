@@ -31,9 +31,9 @@ from jaxsgl.frontend.http.openai.replies import (
 )
 from jaxsgl.frontend.http.openai.schemas import CompletionRequest, sampling_of
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.messages import TokenLogprob
-from jaxsgl.request import FinishReason, Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
 from jaxsgl.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import PromptDetails, encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import Prompts
 from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
-from jaxsgl.pooling import Floats, PoolingSpec, check_dimensions, embedding_of
+from jaxsgl.requests.pooling import Floats, PoolingSpec, check_dimensions, embedding_of
 
 NOT_BUILT = frozenset({"input_embeds", "lora_path", "messages", "truncate_prompt_tokens"})  # vLLM's and SGLang's
 

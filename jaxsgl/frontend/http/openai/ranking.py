@@ -27,7 +27,7 @@ from jaxsgl.frontend.http.openai.embeddings import prompt_usage, usage_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
 from jaxsgl.frontend.pooling import Answer, Call, pool, scores_of_pairs, spec_of
-from jaxsgl.pooling import MAX_LABELS, Pooling, class_scores
+from jaxsgl.requests.pooling import MAX_LABELS, Pooling, class_scores
 from jaxsgl.text.prompts import IdsPrompt, TextPrompt
 
 

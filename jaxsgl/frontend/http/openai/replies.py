@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from jaxsgl.frontend.http.openai.schemas import StreamOptions
 from jaxsgl.frontend.http.sse import event
-from jaxsgl.messages import TokenLogprob
+from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.text.sample import End, Piece
 from jaxsgl.text.tokenizer import Tokenizer
 

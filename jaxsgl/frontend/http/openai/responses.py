@@ -22,7 +22,7 @@ from jaxsgl.frontend.http.openai.conversation import ResponsesRequest, chat_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response
 from jaxsgl.frontend.http.openai.tools import AnswerForm
 from jaxsgl.frontend.http.sse import EventStream
-from jaxsgl.request import FinishReason, Request
+from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.call_stream import Part
 from jaxsgl.text.sample import End, Piece
 

@@ -11,7 +11,6 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jaxsgl.adapter_messages import LoadedAdapter
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.adapters import adapter_of, loaded
 from jaxsgl.frontend.generation import FrontEnd
@@ -31,7 +30,8 @@ from jaxsgl.frontend.http.openai.ranking import (
 from jaxsgl.frontend.http.openai.replies import encode, json_response, name_of
 from jaxsgl.frontend.http.openai.responses import answer_responses
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from jaxsgl.request import check_token_ids
+from jaxsgl.messages.adapters import LoadedAdapter
+from jaxsgl.requests.request import check_token_ids
 from jaxsgl.text.prompts import Prompt, TextPrompt
 
 

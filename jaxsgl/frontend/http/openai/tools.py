@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.http.openai.schemas import ChatRequest, Tool
-from jaxsgl.grammar import Grammar
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.text.answer import MAX_CALLS, Parser
 from jaxsgl.text.call_grammar import (
     WITHOUT_PLACE,

@@ -15,7 +15,7 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.calls import until_gone
 from jaxsgl.frontend.http.sglang.schemas import LoadAdapterBody, UnloadAdapterBody
-from jaxsgl.messages import Answer
+from jaxsgl.messages.orders import Answer
 
 
 def router(front_end: FrontEnd) -> APIRouter:

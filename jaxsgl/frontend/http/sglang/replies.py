@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, name_of
-from jaxsgl.messages import TokenLogprob
-from jaxsgl.request import FinishReason, Request
+from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.requests.token_states import StatesSpec, TokenStates, hidden_states, routed_experts
 from jaxsgl.text.sample import End, Piece
 from jaxsgl.text.tokenizer import Tokenizer
-from jaxsgl.token_states import StatesSpec, TokenStates, hidden_states, routed_experts
 
 Scored: TypeAlias = tuple[float | None, int, str | None]  # log-probability, token id, its text if asked for
 Tops: TypeAlias = list[list[Scored] | None]

@@ -20,8 +20,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 import jaxsgl
+from jaxsgl.config.flags import public_flags
+from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.flags import public_flags
 from jaxsgl.frontend.adapters import adapter_of
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import FrontEnd
@@ -39,11 +40,10 @@ from jaxsgl.frontend.http.sglang.media import with_media
 from jaxsgl.frontend.http.sglang.replies import Writer
 from jaxsgl.frontend.http.sglang.schemas import AbortBody, GenerateBody, PauseBody, ProfileBody, SamplingBody
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
-from jaxsgl.load import Load
-from jaxsgl.messages import Answer, ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
-from jaxsgl.server_config import ServerConfig
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.orders import Answer, ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
 

@@ -19,8 +19,8 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.calls import until_gone
 from jaxsgl.frontend.http.sglang.schemas import MemoryBody, UpdateWeightsBody, WeightVersionBody
-from jaxsgl.messages import Answer
-from jaxsgl.weight_messages import (
+from jaxsgl.messages.orders import Answer
+from jaxsgl.messages.weights import (
     MemoryTag,
     ReleaseMemory,
     ResumeMemory,

@@ -9,9 +9,9 @@ from collections.abc import Sized
 
 import msgspec
 
-from jaxsgl.bounds import Bounds, check, check_bounds, check_integer, check_number
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.grammar import Grammar
+from jaxsgl.requests.bounds import Bounds, check, check_bounds, check_integer, check_number
+from jaxsgl.requests.grammar import Grammar
 
 MAX_SEED = 2**32 - 1
 MAX_TOP_K = 2**31 - 1  # int32 on the device
@@ -75,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       grammar: what the output must be; EOS and stop tokens can't be drawn before it is. The request also ends where
         the grammar can't go on, before min_tokens and with ignore_eos, too. None: the output is free.
       return_hidden_states, return_routed_experts: return what was computed for each token of prompt and output but the
-        last; the prompt is then computed whole. Servers need flags for it (`token_states.py`).
+        last; the prompt is then computed whole. Servers need flags for it (`requests/token_states.py`).
     """
 
     temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""Configuration: one frozen dataclass per concern, composed; flags.py derives command-line flags from the fields.
+"""`EngineConfig`: one frozen dataclass per concern, composed; flags.py derives command-line flags from the fields.
 
 Values and combinations that can't work fail in `__post_init__`, before anything is loaded. Every part may import this
 module.
@@ -12,15 +12,15 @@ from typing import Literal
 
 import msgspec
 
-from jaxsgl.disaggregation import DisaggregationConfig
+from jaxsgl.config.disaggregation import DisaggregationConfig
+from jaxsgl.config.flags import check_choices, flag, flag_name, require
+from jaxsgl.config.host_kv import HostKvConfig
+from jaxsgl.config.lora import LoraConfig
+from jaxsgl.config.vision import VisionConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.flags import check_choices, flag, flag_name, require
-from jaxsgl.host_kv_config import HostKvConfig
-from jaxsgl.lora_config import LoraConfig
-from jaxsgl.media import MediaLimits
-from jaxsgl.pooling import PoolingSpec
-from jaxsgl.token_states import StatesSpec
-from jaxsgl.vision_config import VisionConfig
+from jaxsgl.requests.media import MediaLimits
+from jaxsgl.requests.pooling import PoolingSpec
+from jaxsgl.requests.token_states import StatesSpec
 
 BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
 AUTO = "auto"

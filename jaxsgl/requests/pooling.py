@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.sampling import SamplingParams
 
 MAX_LABELS = 16  # tokens whose logits one request may ask for
 

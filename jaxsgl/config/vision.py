@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxsgl.flags import flag, require
+from jaxsgl.config.flags import flag, require
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.requests.sampling import SamplingParams
 
 MAX_STATE_NUMBERS = 1 << 23  # of one request: 32 MB in memory, 160 MB as JSON
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.offline import Encoded, Offline, Prompt, as_list, per_prompt
-from jaxsgl.pooling import (
+from jaxsgl.offline.run import Encoded, Offline, Prompt, as_list, per_prompt
+from jaxsgl.requests.pooling import (
     POOLING_SAMPLING,
     Floats,
     Pooled,
@@ -19,7 +19,7 @@ from jaxsgl.pooling import (
     class_scores,
     embedding_of,
 )
-from jaxsgl.request import Request
+from jaxsgl.requests.request import Request
 from jaxsgl.text.ranking import ranking_of
 from jaxsgl.text.sample import Piece, join
 

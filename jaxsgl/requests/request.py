@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jaxsgl.bounds import Bounds, check, check_bounds, check_integer
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.media import MediaItem, check_media
-from jaxsgl.pooling import Pooling, check_pooling
-from jaxsgl.sampling_params import SamplingParams
-from jaxsgl.token_states import check_states
+from jaxsgl.requests.bounds import Bounds, check, check_bounds, check_integer
+from jaxsgl.requests.media import MediaItem, check_media
+from jaxsgl.requests.pooling import Pooling, check_pooling
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.token_states import check_states
 
 if TYPE_CHECKING:
-    from jaxsgl.config import Limits
+    from jaxsgl.config.engine import Limits
 
 MAX_OUTPUT_TOKENS = 1 << 22  # of all samples of a request
 MAX_SCORES = 1 << 20  # log-probabilities in one answer, those of other likely tokens included: 120 MB

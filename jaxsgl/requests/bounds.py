@@ -1,6 +1,6 @@
 """Bounds of numbers that clients send, and the checks of types and values that raise `InvalidRequest`.
 
-Used by everything that checks a request before it reaches the engine: sampling_params.py, request.py, the schemas.
+Used by everything that checks a request before it reaches the engine: sampling.py, request.py, the schemas.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands about weights and memory, as msgspec structs: a part of messages.py, which says how they travel."""
+"""The commands about weights and memory, as msgspec structs: some of those of orders.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Command-line flags derived from the fields of frozen dataclasses.
 
 A field's name with dashes is its flag, the text given to `flag` its documentation and its help. Never knows which flags
-there are: config.py and the benchmarks' settings declare them.
+there are: the dataclasses beside it and the benchmarks' settings declare them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What all kinds of offline use share: engine and scheduler in one process, a list of requests as mailbox.
 
-llm.py and llm_pooling.py make requests and answers; this file runs the loop.
+llm.py and offline/pooling.py make requests and answers; this file runs the loop.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Any, TypeAlias, cast
 
 from tqdm import tqdm
 
-from jaxsgl.config import BUNDLED_MODEL, EngineConfig
+from jaxsgl.config.engine import BUNDLED_MODEL, EngineConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed
-from jaxsgl.llm_media import OfflineMedia, read_prompt
-from jaxsgl.media import MediaItem
-from jaxsgl.messages import Abort, News, RefusalKind, Replies, Shutdown, ToEngine
-from jaxsgl.pooling import Pooled
-from jaxsgl.request import Request, check_request
+from jaxsgl.messages.orders import Abort, Shutdown
+from jaxsgl.messages.replies import RefusalKind, Replies
+from jaxsgl.messages.wire import News, ToEngine
+from jaxsgl.offline.media import OfflineMedia, read_prompt
+from jaxsgl.requests.media import MediaItem
+from jaxsgl.requests.pooling import Pooled
+from jaxsgl.requests.request import Request, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.text.sample import Piece, Sample, detokenizer_of
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer

@@ -25,18 +25,20 @@ from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, Pla
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.errors import CheckpointError
-from jaxsgl.fake_device import FakeAdapters, FakeImages, FakePageTable, FakePool, pooled_rows, states_rows
-from jaxsgl.fake_grammars import masked_tokens
-from jaxsgl.fake_handle import FakeHandle
-from jaxsgl.load import Load
-from jaxsgl.messages import News, Replies, Reply, Shutdown, ToEngine
-from jaxsgl.sampling_params import MAX_TOP_LOGPROBS
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.orders import Shutdown
+from jaxsgl.messages.replies import Replies, Reply
+from jaxsgl.messages.weights import MemoryTag
+from jaxsgl.messages.wire import News, ToEngine
+from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
 from jaxsgl.scheduler.plan import SchedulerState
 from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
-from jaxsgl.weight_messages import MemoryTag
+from jaxsgl.testing.device import FakeAdapters, FakeImages, FakePageTable, FakePool, pooled_rows, states_rows
+from jaxsgl.testing.grammars import masked_tokens
+from jaxsgl.testing.handle import FakeHandle
 
 
 def next_token(sequence: Sequence[int] | IntArray, vocab_size: int, seed: int = 0) -> int:

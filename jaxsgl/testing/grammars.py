@@ -1,4 +1,4 @@
-"""Grammars without a parser: `FakeMatcher` allows tokens by a hash of the output so far. For `testing.FakeEngine`.
+"""Grammars without a parser: `FakeMatcher` allows tokens by a hash of the output so far. For `FakeEngine`.
 
 The text of a fake grammar is "seed length": of a language whose texts have at most `length` tokens. "seed length fails"
 can't be followed beyond half of that, and any other text is no grammar.
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.grammar import Grammar
+from jaxsgl.requests.grammar import Grammar
 
 
 def masked_tokens(words: npt.NDArray[np.uint32], vocab_size: int) -> list[int]:

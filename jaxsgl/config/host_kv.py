@@ -1,11 +1,11 @@
-"""`HostKvConfig`: flags of the host tier, a part of `EngineConfig` (config.py). Every part may import this module."""
+"""`HostKvConfig`: flags of the host tier, a part of `EngineConfig` (engine.py). Every part may import this module."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxsgl.config.flags import check_choices, flag, require
 from jaxsgl.errors import ConfigError
-from jaxsgl.flags import check_choices, flag, require
 
 WRITE_POLICIES = ("write_through", "write_through_selective")  # SGLang's names
 HOST_POOLS = 2.0  # with --enable-hierarchical-cache alone, host memory holds so many pools, as in SGLang

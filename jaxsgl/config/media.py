@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from jaxsgl.flags import check_choices, flag, require
+from jaxsgl.config.flags import check_choices, flag, require
 
 HASH_IDS = ("digest", "sglang")
 _DOMAIN = re.compile(r"\*|(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?(:[0-9]{1,5})?")

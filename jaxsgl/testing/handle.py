@@ -1,4 +1,4 @@
-"""A step of a fake engine that was launched. `testing.FakeEngine` makes it, and runs it as late as possible."""
+"""A step of a fake engine that was launched. `FakeEngine` makes it, and runs it as late as possible."""
 
 from __future__ import annotations
 

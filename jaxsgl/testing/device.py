@@ -1,7 +1,7 @@
 """The memory of a fake device: its page table, adapters, pages of KV that hold token ids, and hidden states of them.
 
 Changed by steps and by operations on pages alone, in their order. Knows nothing about how next tokens are made.
-`testing.FakeEngine` runs on it.
+`testing.engine.FakeEngine` runs on it.
 """
 
 from __future__ import annotations

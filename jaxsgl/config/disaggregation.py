@@ -1,4 +1,4 @@
-"""Servers that compute prefill and decode apart: their flags, which config.py composes, and what they tell of load."""
+"""Servers that compute prefill and decode apart: their flags, which engine.py composes, and what they tell of load."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from jaxsgl.config.flags import check_choices, flag, flag_name, require
 from jaxsgl.errors import ConfigError
-from jaxsgl.flags import check_choices, flag, flag_name, require
 
 ALL_IN_ONE = "null"  # SGLang's word for a worker that computes both prefill and decode
 MODES = (ALL_IN_ONE, "prefill", "decode")

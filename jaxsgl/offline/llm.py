@@ -16,22 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl import kept_prefixes
-from jaxsgl.adapter_messages import LoadAdapter
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.engine.residents import Tree
 from jaxsgl.errors import ConfigError, InvalidRequest
-from jaxsgl.llm_media import has_parts, read_chat
-from jaxsgl.llm_pooling import PoolingLLM
-from jaxsgl.messages import TokenLogprob
+from jaxsgl.messages.adapters import LoadAdapter
+from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.messages.weights import MemoryTag
 from jaxsgl.models import Params
-from jaxsgl.offline import Encoded, Prompt, as_list, per_prompt
-from jaxsgl.request import Request
-from jaxsgl.sampling_params import SamplingParams
+from jaxsgl.offline.media import has_parts, read_chat
+from jaxsgl.offline.pooling import PoolingLLM
+from jaxsgl.offline.run import Encoded, Prompt, as_list, per_prompt
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.requests.token_states import StatesSpec, hidden_states, routed_experts
 from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.text.sample import Piece, join
 from jaxsgl.text.tokenizer import ChatMessage
-from jaxsgl.token_states import StatesSpec, hidden_states, routed_experts
-from jaxsgl.weight_messages import MemoryTag
 
 Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 

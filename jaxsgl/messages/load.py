@@ -1,4 +1,4 @@
-"""`Load`: how busy an engine is and what it has counted, as msgspec structs; `Replies` (messages.py) carry it.
+"""`Load`: how busy an engine is and what it has counted, as msgspec structs; `Replies` (replies.py) carry it.
 
 The scheduler makes one per turn; metrics, routers and the APIs of load read it.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from jaxsgl.config import DEFAULT_WEIGHT_VERSION
-from jaxsgl.disaggregation import TransferLoad
+from jaxsgl.config.disaggregation import TransferLoad
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 
 
 class Totals(msgspec.Struct, array_like=True):
@@ -80,7 +80,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
       num_retracted: waiting samples that have run before.
       paused: nothing is launched until generation is continued.
       totals: counters.
-      step_times: how long steps took since the start, for step_times.py: packed, since only a scrape reads it.
+      step_times: how long steps took since the start, for messages/step_times.py: packed, since only a scrape reads it.
       weight_version: of the weights that made the tokens that come with this load, and of those served now.
       transfer: of a prefill or decode worker. Its requests on the way count as waiting too.
       host: the host tier.

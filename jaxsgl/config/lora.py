@@ -1,12 +1,12 @@
-"""`LoraConfig`: flags of LoRA adapters, a part of `EngineConfig` (config.py). Every part may import this module."""
+"""`LoraConfig`: flags of LoRA adapters, a part of `EngineConfig` (engine.py). Every part may import this module."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxsgl.config.flags import flag, require
 from jaxsgl.errors import ConfigError
-from jaxsgl.flags import flag, require
 
 ALL_MODULES = "all"
 MAX_NAME_CHARS = 256

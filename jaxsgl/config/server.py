@@ -1,4 +1,4 @@
-"""`ServerConfig`: what `python -m jaxsgl.serve` takes beyond config.py: ports, keys, limits.
+"""`ServerConfig`: what `python -m jaxsgl.serve` takes beyond engine.py: ports, keys, limits.
 
 Values and combinations that can't work fail in `__post_init__`. The engine process never sees it.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from jaxsgl.config import EngineConfig
+from jaxsgl.config.engine import EngineConfig
+from jaxsgl.config.flags import check_choices, flag, flag_name, require
+from jaxsgl.config.media import MediaConfig
 from jaxsgl.errors import ConfigError
-from jaxsgl.flags import check_choices, flag, flag_name, require
-from jaxsgl.media_config import MediaConfig
 from jaxsgl.text.dialects import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 LOG_FORMATS = ("text", "json")

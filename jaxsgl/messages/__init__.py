@@ -1,0 +1,1 @@
+"""What front end and engine process say to each other, as msgspec structs."""

@@ -1,0 +1,1 @@
+"""`jaxsgl.LLM`: an engine in the caller's process."""

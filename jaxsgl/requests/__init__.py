@@ -1,0 +1,1 @@
+"""What a client asks for, as values with their checks: the front end and `LLM` make them, the scheduler reads them."""

@@ -1,0 +1,1 @@
+"""Engines without a model and without a device, for tests and the simulator."""
