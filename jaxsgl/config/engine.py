@@ -22,7 +22,7 @@ from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.pooling import PoolingSpec
 from jaxsgl.requests.token_states import StatesSpec
 
-BUNDLED_MODEL = str(Path(__file__).parent / "bundled_model")
+BUNDLED_MODEL = str(Path(__file__).parents[1] / "bundled_model")
 AUTO = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "fp8_e4m3")
