@@ -39,6 +39,7 @@ class Row:
     seconds: float | None = None
     fastest: float | None = None
     slowest: float | None = None
+    cpu_seconds: float | None = None
     error: float | None = None
     compile_s: float | None = None
     note: str = ""
