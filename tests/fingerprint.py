@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from io import BytesIO
-from types import FunctionType, MethodType
 from typing import Any
 
 
@@ -13,7 +11,7 @@ class _Pickler(pickle.Pickler):
     """Pickles functions, such as a test's clock, by identity."""
 
     def persistent_id(self, obj: Any) -> int | None:
-        return id(obj) if isinstance(obj, FunctionType | MethodType | Callable) and not isinstance(obj, type) else None
+        return id(obj) if callable(obj) and not isinstance(obj, type) else None
 
 
 def fingerprint(state: Any) -> bytes:
