@@ -150,9 +150,10 @@ class Applier:
                 req.states.take(scores.states, part.first, part.count, part.start)
         num_tokens, first = 0, len(replies)
         ends: list[Reply] = []
+        tells_states = bool(step.pooled or step.states)  # mostly not, and this runs for each request of each step
         for place, req, sampled in step.yielded(tokens):
             try:
-                if req.pooled is not None:
+                if tells_states and req.pooled is not None:
                     replies.append(self._pooled_reply(req, req.pooled.result(req.prompt_len)))
                     self.end(req)
                     continue
@@ -161,14 +162,15 @@ class Applier:
                 logprob, of_prompt = None, None
                 if req.wants_scores:
                     logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
-                told = None if reason is FinishReason.STOP and req.is_complete else reason
+                told = reason  # mostly None, which is asked first, as Enum members are slow to look up
+                if reason is not None and reason is FinishReason.STOP and req.is_complete:
+                    told = None  # its last token is no stop token, but a part of the text
+                    ends.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
                 reply = Reply(req.request_id, token_ids, told, req.cached_tokens, None, req.index, logprob, of_prompt)
-                if req.states is not None:
+                if tells_states and req.states is not None:
                     reply = msgspec.structs.replace(reply, states=req.states.taken())
                 replies.append(reply)
                 if reason is not None:
-                    if told is None:  # its last token is no stop token, but a part of the text
-                        ends.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
                     self.end(req)
             except Exception as error:
                 replies.append(self.fail(req.request_id, error))
@@ -176,7 +178,8 @@ class Applier:
         for place, reply in enumerate(replies[first : first + step.num_chunks], first):
             if reply.token_ids and (times := self._stopwatch.first_token((reply.request_id, reply.index))):
                 replies[place] = msgspec.structs.replace(reply, times=times)
-        return replies + ends
+        replies += ends
+        return replies
 
     @property
     def newest_step(self) -> InFlightStep:
