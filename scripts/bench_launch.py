@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import threading
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -34,16 +35,18 @@ HEAD = f"{'devices':>7}{'plan us':>10}{'submit us':>11}{'sum us':>9}{'times':>7}
 
 @dataclass
 class Loop:
-    """One engine and its scheduler, with all rows decoding. Times are seconds of each step."""
+    """One engine and its scheduler, with all rows decoding. Times are seconds of each step; `launcher`: its thread."""
 
     engine: Engine
     scheduler: Scheduler
+    launcher: threading.Thread | None
     plan: list[float] = field(default_factory=list)
     submit: list[float] = field(default_factory=list)
     thread: list[float] = field(default_factory=list)
 
     def step(self) -> None:
         """One step, launched and read."""
+        in_thread = self._in_thread()
         begin = time.perf_counter()
         inputs = self.scheduler.launch()
         planned = time.perf_counter()
@@ -57,7 +60,13 @@ class Loop:
         self.scheduler.load(0)
         self.plan.append(planned - begin + time.perf_counter() - read)
         self.submit.append(submitted - planned)
-        self.thread.append(getattr(handle, "launch_cpu_s", 0.0))
+        self.thread.append(self._in_thread() - in_thread)
+
+    def _in_thread(self) -> float:
+        """CPU seconds of the launching thread so far."""
+        if self.launcher is None or self.launcher.ident is None:
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self.launcher.ident))
 
 
 def main() -> None:
@@ -96,7 +105,10 @@ def start(folder: Path, num_devices: int, options: Namespace) -> Loop:
         max_running_requests=options.rows, decode_buckets=(options.rows,), extend_buckets=(16 * options.rows,),
         chunked_prefill_size=16 * options.rows, max_total_tokens=options.rows * (context + 32),
     )  # fmt: skip
-    loop = Loop(*wiring.build(config))
+    before = set(threading.enumerate())
+    engine, scheduler = wiring.build(config)
+    launcher = next((t for t in threading.enumerate() if t.name == "launcher" and t not in before), None)
+    loop = Loop(engine, scheduler, launcher)
     params = SamplingParams(temperature=0.0, max_tokens=options.steps + 20, ignore_eos=True)
     loop.scheduler.receive([Request(str(i), [3 + i] * 8, params) for i in range(options.rows)])
     loop.step()

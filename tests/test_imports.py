@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ("engine", "disaggregation", "host_kv", "lora", "media", "media_settings", "vision", "flags")
-COMMON = {"requests", "errors", "logs", "stacks", *(f"config.{name}" for name in CONFIG)}
+CONFIG = ("engine", "disaggregation", "host_kv", "lora", "media", "vision", "flags")
+COMMON = {"requests", "errors", "json_file", "logs", "stacks", *(f"config.{name}" for name in CONFIG)}
 ALLOWED = {
     "text": {"messages", "preprocess.sources"},
     "frontend": {

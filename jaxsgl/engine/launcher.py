@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
@@ -32,12 +31,7 @@ class Launcher:
 
     def launch(self, launch: Callable[[], StepHandle]) -> LaunchedHandle:
         """Has a step launched behind all others; returns at once."""
-
-        def timed() -> tuple[StepHandle, float]:
-            begin = time.thread_time()
-            return launch(), time.thread_time() - begin
-
-        return LaunchedHandle(self._put(timed))
+        return LaunchedHandle(self._put(launch))
 
     def settle(self) -> None:
         """Waits until all steps are launched. Raises the error of one that failed."""
@@ -69,22 +63,17 @@ class Launcher:
 class LaunchedHandle:
     """A step that is being launched. All methods wait for the launch and raise its error if it failed."""
 
-    def __init__(self, launched: Future[tuple[StepHandle, float]]) -> None:
+    def __init__(self, launched: Future[StepHandle]) -> None:
         self._launched = launched
-
-    @property
-    def launch_cpu_s(self) -> float:
-        """CPU seconds that the launch took the thread."""
-        return self._launched.result()[1]
 
     def choose(self, masks: npt.NDArray[np.uint32]) -> None:
         """See `MaskedHandle`."""
-        cast(MaskedHandle, self._launched.result()[0]).choose(masks)
+        cast(MaskedHandle, self._launched.result()).choose(masks)
 
     def tokens(self) -> npt.NDArray[np.int32]:
         """See `StepHandle`."""
-        return self._launched.result()[0].tokens()
+        return self._launched.result().tokens()
 
     def scores(self) -> StepScores:
         """See `StepHandle`."""
-        return self._launched.result()[0].scores()
+        return self._launched.result().scores()

@@ -14,11 +14,11 @@ from functools import partial
 from typing import TypeAlias
 
 from jaxsgl.config.media import MediaConfig
-from jaxsgl.config.media_settings import ProcessorSettings
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.media_fetch import Fetcher
 from jaxsgl.preprocess.loading import Visual, bounds_of, load
 from jaxsgl.preprocess.placeholders import expand, expand_videos, tokens_of, write_videos
+from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import IMAGE_KINDS, VIDEO_KINDS, Budget, Source, VideoSource, files_of, is_remote
 from jaxsgl.requests.media import MediaItem, MediaLimits
 from jaxsgl.text.prompts import IdsPrompt, Prompt

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxsgl import logs
-from jaxsgl.config.media_settings import load_settings
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.certificates import load_certificate
@@ -37,6 +36,7 @@ from jaxsgl.frontend.replicas import Replicas
 from jaxsgl.frontend.watchdog import watch
 from jaxsgl.frontend.workers import Workers
 from jaxsgl.messages.replies import EngineInfo
+from jaxsgl.preprocess.settings import load_settings
 from jaxsgl.text.dialects import dialect_of
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 

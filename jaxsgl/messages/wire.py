@@ -18,15 +18,7 @@ from jaxsgl.messages.replies import EngineFailed, EngineReady, Replies
 from jaxsgl.requests.request import Request
 
 ToEngine: TypeAlias = Request | Abort | Command | Withdraw | Shutdown
-
-
 LineOrder: TypeAlias = OpenLine | CloseLine | AbortMatching
-
-
 ToMailbox: TypeAlias = ToEngine | LineOrder
-
-
 News: TypeAlias = Replies | Answer | CacheEvents
-
-
 FromEngine: TypeAlias = EngineReady | News | EngineFailed

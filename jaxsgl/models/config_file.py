@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.json_file import read_object
 
 # Keys that never change what a causal decoder computes: for training, for other software, or for generate().
 HARMLESS = frozenset((
@@ -44,7 +45,7 @@ class ConfigFile:
         """Reads the file, unless `values` are given: those of the object at `within`, as in "rope_scaling."."""
         self.path = path
         self.defaults: Mapping[str, Any] = {}
-        self.values: Mapping[str, Any] = _read(path) if values is None else values
+        self.values: Mapping[str, Any] = read_object(path) if values is None else values
         self._within = within
         self._asked: set[str] = set()
         self._sections: list[ConfigFile] = []
@@ -103,13 +104,3 @@ def _is_neutral(key: str, value: Any) -> bool:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, but must hold an object")
-    return values

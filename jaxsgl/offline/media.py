@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxsgl.config.media_settings import load_settings
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.settings import load_settings
 from jaxsgl.preprocess.sources import Budget, File, ImageFile, VideoFile, data_of
 from jaxsgl.requests.media import MediaItem, MediaLimits
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from jaxsgl.config.media_settings import PixelSettings, ProcessorSettings
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import pictures
 from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
+from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import File, ImageFile, VideoFile
 from jaxsgl.requests.media import Grid, MediaLimits, digest_of
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.config.media_settings import ProcessorSettings
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.settings import ProcessorSettings
 
 MAX_RATIO = 200  # of the sides of a picture
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxsgl.config.media_settings import ProcessorSettings
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Part, Visual
+from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.requests.media import MediaItem, sglang_pad_id
 
 

@@ -9,7 +9,6 @@ Owns PEFT's keys and names. Never knows the pool or which adapters are loaded. C
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.json_file import read_object
 from jaxsgl.models import DenseMlp, ModelArch
 from jaxsgl.models.layers import qkv_heads
 from jaxsgl.models.lora import MODULES, QKV, adaptable_modules, pool_arrays
@@ -187,12 +187,10 @@ class AdapterFolder:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """The configuration, if all that it says can be served."""
-    path = folder / CONFIG_FILE
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(config, dict)
-    except (OSError, ValueError, AssertionError) as error:
-        raise CheckpointError(f"{folder} is not an adapter's folder: {CONFIG_FILE} can't be read ({error})") from error
+        config = read_object(folder / CONFIG_FILE)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} is not an adapter's folder: {error}") from error
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"{folder} is an adapter of kind {config.get('peft_type')}: only LORA is supported")
     if config.get("bias", "none") != "none":

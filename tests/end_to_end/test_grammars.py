@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -162,8 +163,7 @@ def test_every_finished_output_validates_and_free_neighbours_keep_their_tokens(
     held = [by_schema(seed, random_schema(dice)) for seed in range(NUM_SCHEMAS)]
     held += [by_regex(seed, random_regex(dice, dice.randint(1, 5))) for seed in range(NUM_REGEXES)]
     free: list[Callable[[], tuple[str, str]]] = [
-        lambda seed=seed, heat=float(seed % 2): completion(seed, temperature=heat, max_tokens=48)  # type: ignore[misc]
-        for seed in range(NUM_FREE)
+        partial(completion, seed, temperature=float(seed % 2), max_tokens=48) for seed in range(NUM_FREE)
     ]
     with ThreadPoolExecutor(2 * ROWS) as threads:
         alone = list(threads.map(lambda call: call(), free))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import numpy.typing as npt
@@ -65,12 +67,12 @@ def test_a_constrained_row_gets_the_best_of_its_tokens_and_free_rows_keep_theirs
 
 @pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"logit_bias": {5: 50.0}}])
 def test_sampled_rows_draw_inside_their_masks_and_neighbours_draw_what_they_draw_alone(
-    prepared: Engine, more: dict[str, float]
+    prepared: Engine, more: dict[str, Any]
 ) -> None:
     """A bias pulls to token 5, which the mask forbids; top-p reaches over few tokens."""
     allowed = {7, 8, 64, 99, 100}
-    held = [SamplingParams(temperature=2.0, seed=seed, grammar=HELD, **more) for seed in range(3)]  # type: ignore[arg-type]
-    free = SamplingParams(temperature=2.0, seed=9, **more)  # type: ignore[arg-type]
+    held = [SamplingParams(temperature=2.0, seed=seed, grammar=HELD, **more) for seed in range(3)]
+    free = SamplingParams(temperature=2.0, seed=9, **more)
     driver = Driver(prepared)
     driver.sampling.set(3, free, 9)
     alone = driver.run(driver.extend((3, PROMPT, 0)))

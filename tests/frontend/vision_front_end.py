@@ -18,7 +18,6 @@ from tokenizers import AddedToken
 
 from jaxsgl.config.engine import Limits
 from jaxsgl.config.media import MediaConfig
-from jaxsgl.config.media_settings import load_settings
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import build_app
@@ -27,6 +26,7 @@ from jaxsgl.frontend.media_loader import MediaLoader
 from jaxsgl.messages.load import Load
 from jaxsgl.messages.replies import EngineInfo, Replies, Reply
 from jaxsgl.messages.wire import ToMailbox
+from jaxsgl.preprocess.settings import load_settings
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from jaxsgl.config.media_settings import PixelSettings, ProcessorSettings
+from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 
 PIXELS = PixelSettings(65536, 16777216, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 SETTINGS = ProcessorSettings(16, 2, 2, PIXELS, PixelSettings(4096, 25165824, PIXELS.mean, PIXELS.std), 7, 8, 5, 6)

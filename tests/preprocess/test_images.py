@@ -11,9 +11,9 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from jaxsgl.config.media_settings import ProcessorSettings
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.loading import Bounds, Part, load
+from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile
 from tests.grids import daily
 from tests.preprocess.pictures import SETTINGS, SMALL, file_of, picture

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.config.media_settings import load_settings
 from jaxsgl.errors import CheckpointError
+from jaxsgl.preprocess.settings import load_settings
 from tests.preprocess.pictures import SETTINGS
 
 CONFIG = {
@@ -61,3 +61,9 @@ def test_a_model_without_a_tower_has_none(tmp_path: Path) -> None:
 def test_a_processor_that_does_something_else_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         load_settings(write(tmp_path, preprocessor_config={**IMAGE, **changed}))
+
+
+def test_videos_with_another_normalization_than_images_are_refused(tmp_path: Path) -> None:
+    video = {**VIDEO, "image_mean": [0.4, 0.5, 0.5]}
+    with pytest.raises(CheckpointError, match="must agree"):
+        load_settings(write(tmp_path, preprocessor_config=IMAGE, video_preprocessor_config=video))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,13 +35,10 @@ def test_frames_have_the_sizes_of_the_video_processor() -> None:
 
 @pytest.mark.parametrize(("total", "fps"), [(100, 25.0), (3, 1.0), (5000, 30.0), (7, 60.0), (48, 24.0)])
 def test_frames_are_sampled_as_the_video_processor_does(total: int, fps: float) -> None:
-    class Metadata:
-        total_num_frames = total
-
-    Metadata.fps = fps  # type: ignore[attr-defined]
+    metadata = SimpleNamespace(total_num_frames=total, fps=fps)
     processor = Qwen3VLVideoProcessor.__new__(Qwen3VLVideoProcessor)
     processor.min_frames, processor.max_frames, processor.fps = 4, 768, 2
-    assert sampled_frames(total, fps, SETTINGS) == processor.sample_frames(Metadata()).tolist()
+    assert sampled_frames(total, fps, SETTINGS) == processor.sample_frames(metadata).tolist()
 
 
 def times_of(indices: list[int], fps: float) -> list[float]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort
@@ -24,6 +26,7 @@ from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate, next_allowed
 from jaxsgl.testing.grammars import FakeMatcher, compile_fake
+from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import VOCAB, capacity
 
@@ -35,9 +38,9 @@ def fake(seed: int, length: int, words: str = "") -> Grammar:
 
 
 def asking(
-    request_id: str, prompt: Sequence[int], grammar: Grammar | None, max_tokens: int = 20, **params: object
+    request_id: str, prompt: Sequence[int], grammar: Grammar | None, max_tokens: int = 20, **params: Any
 ) -> Request:
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, grammar=grammar, **params)  # type: ignore[arg-type]
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, grammar=grammar, **params)
     return Request(request_id, list(prompt), sampling)
 
 
@@ -285,16 +288,16 @@ def test_steps_without_grammars_bring_no_masks() -> None:
     masked: list[bool] = []
 
     class Watching(FakeEngine):
-        def submit(self, inputs: object) -> object:  # type: ignore[override]
-            masked.append(inputs.masked)  # type: ignore[attr-defined]
-            return super().submit(inputs)  # type: ignore[arg-type]
+        def submit(self, inputs: StepInputs) -> FakeHandle:
+            masked.append(inputs.masked)
+            return super().submit(inputs)
 
     sizes = capacity(rows=4)
     scheduler = CheckedScheduler(
         sizes, BucketSet.derive(sizes), EOS, grammars=GrammarQueue(lambda grammar: compile_fake(grammar, VOCAB), 30.0)
     )
     script: list[list[ToEngine]] = [[asking("free", range(5), None, 6)]]
-    run_loop(scheduler, Watching(sizes), ScriptedMailbox(script), True)  # type: ignore[arg-type]
+    run_loop(scheduler, Watching(sizes), ScriptedMailbox(script), True)
     assert masked and not any(masked)
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from smg_grpc_proto import sglang_scheduler_pb2 as pb
 
-from jaxsgl.config.media_settings import ProcessorSettings
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageSource, Source
 from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of, sglang_pad_id
 

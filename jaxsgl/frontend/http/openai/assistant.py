@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from jaxsgl.frontend.http.openai.replies import CalledFunction, Delta, DeltaCall, Message, MessageCall
 from jaxsgl.frontend.http.openai.tools import AnswerForm
+from jaxsgl.text.answer import PlainParser
 from jaxsgl.text.call_stream import Part
 
 
@@ -51,6 +52,8 @@ class MessageWriter:
 
     def delta(self, text: str, final: bool) -> Delta:
         """Returns what `text` adds to the message; `final`: nothing else follows."""
+        if isinstance(self._parser, PlainParser):  # most answers, for each token
+            return Delta(content=text or None)
         delta = Delta()
         calls: list[DeltaCall] = []
         for part in self._parts(text, final):

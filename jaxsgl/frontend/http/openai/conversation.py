@@ -40,10 +40,6 @@ class ReasoningOptions(Body):
     effort: str | None = None
 
 
-class StreamOptions(Body):
-    """Nothing of it matters here."""
-
-
 class FlatTool(Body):
     """A function that may be called."""
 
@@ -65,7 +61,6 @@ class ResponsesRequest(Sampled):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    stream_options: StreamOptions | None = None  # type: ignore[assignment]
     chat_template_kwargs: dict[str, Any] | None = None
     store: Annotated[bool, Field(description="nothing is stored")] | None = None
     metadata: dict[str, Any] | None = None

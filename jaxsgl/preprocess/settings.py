@@ -1,17 +1,17 @@
 """How a model's processor turns pictures into patches: sizes, resizing limits, normalization, placeholder tokens.
 
 Read from the model's folder: config.json, and what beside it tells of the processor. Never knows pictures. The front
-end (and `LLM`) preprocesses by it, the engine normalizes by it.
+end (and `LLM`) preprocesses by it.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxsgl.errors import CheckpointError
+from jaxsgl.json_file import read_object
 
 BICUBIC = 3  # in Pillow
 _RESCALE = 1 / 255
@@ -93,7 +93,7 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
     for file, values in ((_IMAGE_FILE, image), (_VIDEO_FILE, video)):
         _check_processor(folder / file, values, sizes)
     try:
-        return ProcessorSettings(
+        settings = ProcessorSettings(
             **sizes,
             image=_pixels(image, 65536, 16777216),
             video=_pixels(video, 4096, 25165824),
@@ -109,6 +109,8 @@ def load_settings(folder: str | Path) -> ProcessorSettings | None:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the image processor of {folder} can't be understood: {error!r}") from error
+    _check_normalization(folder, settings)
+    return settings
 
 
 def _pixels(values: dict[str, Any], min_pixels: int, max_pixels: int) -> PixelSettings:
@@ -118,6 +120,13 @@ def _pixels(values: dict[str, Any], min_pixels: int, max_pixels: int) -> PixelSe
     high = values.get("max_pixels") or size.get("longest_edge") or max_pixels
     mean, std = values.get("image_mean") or [0.5] * 3, values.get("image_std") or [0.5] * 3
     return PixelSettings(int(low), int(high), tuple(map(float, mean)), tuple(map(float, std)))
+
+
+def _check_normalization(folder: Path, settings: ProcessorSettings) -> None:
+    """Raises `CheckpointError` for videos with a normalization of their own: the engine has one for all pixels."""
+    image, video = ((pixels.mean, pixels.std) for pixels in (settings.image, settings.video))
+    if image != video:
+        raise CheckpointError(f"{folder}: mean and deviation are {image} of images, {video} of videos, but must agree")
 
 
 def _check_processor(path: Path, values: dict[str, Any], sizes: dict[str, int]) -> None:
@@ -137,12 +146,4 @@ def _check_processor(path: Path, values: dict[str, Any], sizes: dict[str, int]) 
 
 def _read(path: Path) -> dict[str, Any]:
     """Returns {} for a missing file."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(values).__name__}, but must hold an object")
-    return values
+    return read_object(path) if path.is_file() else {}
