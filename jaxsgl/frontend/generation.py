@@ -279,6 +279,8 @@ class Generator:
         if any(prompt.media for prompt in prompts):
             if model.media is None:
                 raise InvalidRequest(TEXT_ALONE)
+            if any(prompt.truncation for prompt in prompts):
+                raise InvalidRequest("truncate_prompt_tokens could cut images: leave it out")
             return await model.media.prepare_all(prompts, tokenize)
         items = (prompt.items if isinstance(prompt, IdsPrompt) else () for prompt in prompts)
         return list(zip(await tokenize(prompts), items, strict=True))

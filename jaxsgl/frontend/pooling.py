@@ -17,6 +17,7 @@ from jaxsgl.requests.pooling import POOLING_SAMPLING, Pooled, Pooling, PoolingSp
 from jaxsgl.requests.request import Request
 from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.ranking import Pair, ranking_of
+from jaxsgl.text.tokenizer import Truncation
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,16 @@ async def _answer(generation: Generation) -> Answer:
 
 
 async def scores_of_pairs(
-    generator: Generator, pairs: Sequence[Pair], call: Call, instruction: str | None = None
+    generator: Generator,
+    pairs: Sequence[Pair],
+    call: Call,
+    instruction: str | None = None,
+    truncation: Truncation | None = None,
 ) -> Scores:
     """How well the second text of each pair answers the first: from 0 to 1, of embeddings from -1 to 1."""
     spec, model = spec_of(generator), generator.model
     context_length = model.info.limits.context_length
-    work = partial(ranking_of, model.tokenizer, spec, pairs, instruction, context_length)
+    work = partial(ranking_of, model.tokenizer, spec, pairs, instruction, context_length, truncation)
     ranking = await generator.off_loop(sum(len(text) for pair in pairs for text in pair), work)
     answers = await pool(generator, [IdsPrompt(ids) for ids in ranking.prompts], call, ranking.pooling)
     return Scores(

@@ -18,7 +18,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.sources import Source
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.request import check_prompt_len
-from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn, num_bytes_of
+from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn, num_bytes_of
 
 INLINE_CHARS = 1000  # about a millisecond on the event loop; longer prompts are tokenized in a thread
 SLICE = 32  # prompts of a batch that a thread takes at a time
@@ -43,13 +43,14 @@ class TextPrompt:
     """Text, tokenized as it is. `add_special_tokens` puts the model's start token before it, if the model has one.
 
     `media` are its pictures and videos, each with a placeholder in the text; `rewrite` changes the text before it is
-    tokenized.
+    tokenized. Prompts with `truncation` have no media.
     """
 
     text: str
     add_special_tokens: bool = True
     media: tuple[Source, ...] = ()
     rewrite: Rewrite | None = None
+    truncation: Truncation | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class IdsPrompt:
     ids: Sequence[int]
     media: tuple[Source, ...] = ()
     items: tuple[MediaItem, ...] = ()
+    truncation: Truncation | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class ChatPrompt:
     options: TemplateOptions = field(default_factory=TemplateOptions)
     media: tuple[Source, ...] = ()
     rewrite: Rewrite | None = None
+    truncation: Truncation | None = None
 
 
 Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt
@@ -129,6 +132,8 @@ async def tokenize_all(
 
 
 def _copy_ids(prompt: IdsPrompt, context_length: int, least_output: int) -> list[int]:
+    if prompt.truncation is not None:
+        return prompt.truncation.of(prompt.ids)
     check_prompt_len(len(prompt.ids), context_length, least_output)
     return list(prompt.ids)
 
@@ -147,7 +152,7 @@ def encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) -
     """Returns the ids of a text. Raises `InvalidRequest` at once if it can't fit."""
     check_bytes("prompt's text", num_bytes_of(prompt.text), tokenizer, context_length)
     text = prompt.text if prompt.rewrite is None else prompt.rewrite(prompt.text)
-    return tokenizer.encode(text, prompt.add_special_tokens)
+    return tokenizer.encode(text, prompt.add_special_tokens, prompt.truncation)
 
 
 def _encode_chat(
@@ -159,7 +164,7 @@ def _encode_chat(
     if prompt.rewrite is not None:
         text = prompt.rewrite(text)
     check_bytes("chat", num_bytes_of(text), tokenizer, context_length)
-    return tokenizer.encode(text, add_special_tokens=False)
+    return tokenizer.encode(text, add_special_tokens=False, truncation=prompt.truncation)
 
 
 def check_bytes(what: str, num_bytes: int, tokenizer: Tokenizer, context_length: int) -> None:

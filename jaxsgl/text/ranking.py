@@ -19,7 +19,7 @@ import numpy as np
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.pooling import Pooled, Pooling, PoolingSpec, class_scores, embedding_of
 from jaxsgl.text.prompts import TextPrompt, check_bytes, encode_text
-from jaxsgl.text.tokenizer import Tokenizer, num_bytes_of
+from jaxsgl.text.tokenizer import Tokenizer, Truncation, num_bytes_of
 
 Pair: TypeAlias = tuple[str, str]  # a query and a document
 
@@ -51,50 +51,71 @@ def ranking_of(
     pairs: Sequence[Pair],
     instruction: str | None = None,
     context_length: int = 1 << 30,
+    truncation: Truncation | None = None,
 ) -> Ranking:
     """How `pairs` are scored by the model: from 0 to 1, of embeddings from -1 to 1.
 
-    `instruction` says what queries ask for, to models that are told. Raises `InvalidRequest`.
+    `instruction` says what queries ask for, to models that are told; `truncation` cuts prompts that are too long, in
+    their documents where these share a prompt with the query. Raises `InvalidRequest`.
     """
     if spec.labels:
-        return _by_classifier(tokenizer, spec, pairs, context_length)
+        return _by_classifier(tokenizer, spec, pairs, context_length, truncation)
     if spec.answer_ids or (spec.token_logits and not spec.made_for_it):
-        return _by_answer(tokenizer, spec, pairs, instruction, context_length)
-    return _by_angle(tokenizer, spec, pairs, context_length)
+        return _by_answer(tokenizer, spec, pairs, instruction, context_length, truncation)
+    return _by_angle(tokenizer, spec, pairs, context_length, truncation)
 
 
 def _by_answer(
-    tokenizer: Tokenizer, spec: PoolingSpec, pairs: Sequence[Pair], instruction: str | None, context_length: int
+    tokenizer: Tokenizer,
+    spec: PoolingSpec,
+    pairs: Sequence[Pair],
+    instruction: str | None,
+    context_length: int,
+    truncation: Truncation | None,
 ) -> Ranking:
     answers = spec.answer_ids or tuple(_one_token(tokenizer, text) for text in ("yes", "no"))
     _one_token(tokenizer, "<|im_start|>")
     before, behind = tokenizer.encode(_BEFORE, False), tokenizer.encode(_BEHIND, False)
-    questions = (
-        f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
-        for query, document in pairs
-    )
-    prompts = [
-        [*before, *encode_text(TextPrompt(text, False), tokenizer, context_length), *behind] for text in questions
-    ]
+
+    def prompt(query: str, document: str) -> list[int]:
+        head = f"<Instruct>: {instruction or INSTRUCTION}\n<Query>: {query}\n<Document>:"
+        ids = [*before, *encode_text(TextPrompt(f"{head} {document}", False), tokenizer, context_length), *behind]
+        if truncation is None or len(ids) <= truncation.num_tokens:
+            return ids
+        return truncation.of(ids, len(before) + len(tokenizer.encode(head, False)), len(behind))
+
+    prompts = [prompt(*pair) for pair in pairs]
     return Ranking(
         prompts, Pooling(answers), lambda yields: [class_scores(pooled.logits, "softmax")[0] for pooled in yields]
     )
 
 
-def _by_classifier(tokenizer: Tokenizer, spec: PoolingSpec, pairs: Sequence[Pair], context_length: int) -> Ranking:
+def _by_classifier(
+    tokenizer: Tokenizer,
+    spec: PoolingSpec,
+    pairs: Sequence[Pair],
+    context_length: int,
+    truncation: Truncation | None,
+) -> Ranking:
     if len(spec.labels) != 1:
         raise InvalidRequest(f"the model scores {len(spec.labels)} classes, which don't rank texts: use /classify")
     for pair in pairs:
         check_bytes("pair of texts", sum(map(num_bytes_of, pair)), tokenizer, context_length)
-    prompts = [tokenizer.encode_pair(*pair) for pair in pairs]
+    prompts = [tokenizer.encode_pair(*pair, truncation) for pair in pairs]
     return Ranking(
         prompts, Pooling(), lambda yields: [class_scores(pooled.logits, spec.activation)[0] for pooled in yields]
     )
 
 
-def _by_angle(tokenizer: Tokenizer, spec: PoolingSpec, pairs: Sequence[Pair], context_length: int) -> Ranking:
+def _by_angle(
+    tokenizer: Tokenizer,
+    spec: PoolingSpec,
+    pairs: Sequence[Pair],
+    context_length: int,
+    truncation: Truncation | None,
+) -> Ranking:
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # a query is embedded once
-    prompts = [encode_text(TextPrompt(text), tokenizer, context_length) for text in texts]
+    prompts = [encode_text(TextPrompt(text, truncation=truncation), tokenizer, context_length) for text in texts]
 
     def values(yields: Sequence[Pooled]) -> list[float]:
         vectors = {text: embedding_of(pooled, spec) for text, pooled in zip(texts, yields, strict=True)}

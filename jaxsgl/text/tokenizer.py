@@ -23,6 +23,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _MIN_MAX_TOKEN_BYTES = 64
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_REASON_CHARS = 500
+_ANY_TEXT = "a"
 _SPACE_MARK = "▁"  # what SentencePiece writes for a space
 
 Turn: TypeAlias = Mapping[str, Any]  # a message as chat templates take it: role, content, perhaps tool_calls etc.
@@ -50,6 +51,31 @@ class TemplateOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Keeps the last `num_tokens` tokens of a longer prompt, or its first ones."""
+
+    num_tokens: int
+    first: bool = False
+
+    def of(self, ids: Sequence[int], num_before: int = 0, num_behind: int = 0) -> list[int]:
+        """Returns what is kept of `ids`; `num_before` at their beginning and `num_behind` at their end always are.
+
+        Raises `InvalidRequest` if nothing of the others would be.
+        """
+        excess = len(ids) - self.num_tokens
+        if excess <= 0:
+            return list(ids)
+        own = range(num_before, len(ids) - num_behind)
+        if excess >= len(own):
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is {self.num_tokens}, but {num_before + num_behind} tokens of the prompt "
+                "can't be cut: raise it"
+            )
+        kept = own[:-excess] if self.first else own[excess:]
+        return [*ids[:num_before], *ids[kept.start : kept.stop], *ids[own.stop :]]
 
 
 class Tokenizer:
@@ -96,8 +122,8 @@ class Tokenizer:
         """Whether `encode_chat` works."""
         return self._tokenizer is not None and self._tokenizer.chat_template is not None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the ids of `text`. Raises `InvalidRequest`.
+    def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
+        """Returns the ids of `text`, cut by `truncation`. Raises `InvalidRequest`.
 
         `add_special_tokens` puts the model's start token first, if the model has one.
         """
@@ -105,14 +131,34 @@ class Tokenizer:
             raise InvalidRequest("the prompt's text is empty: send at least one character")
         num_bytes_of(text)
         ids: list[int] = self._or_refuse().encode(text, add_special_tokens=add_special_tokens)
-        return ids
+        if truncation is None or len(ids) <= truncation.num_tokens:
+            return ids
+        return truncation.of(ids, *(self._num_added() if add_special_tokens else (0, 0)))
 
-    def encode_pair(self, one: str, other: str) -> list[int]:
-        """Returns the ids of two texts as the tokenizer joins them, with what it adds. Raises `InvalidRequest`."""
+    def _num_added(self) -> tuple[int, int]:
+        """Returns how many tokens are put before a text and behind it."""
+        bare, whole = self.encode(_ANY_TEXT, False), self.encode(_ANY_TEXT)
+        before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
+        return before, len(whole) - before - len(bare)
+
+    def encode_pair(self, one: str, other: str, truncation: Truncation | None = None) -> list[int]:
+        """Returns the ids of two texts as the tokenizer joins them, with what it adds. Raises `InvalidRequest`.
+
+        `truncation` cuts the second text.
+        """
         for text in (one, other):
             num_bytes_of(text)
-        ids: list[int] = self._or_refuse().encode(one, other)
-        return ids
+        tokenizer = self._or_refuse()
+        encoding = tokenizer(one, other)
+        ids: list[int] = encoding["input_ids"]
+        if truncation is None or len(ids) <= truncation.num_tokens:
+            return ids
+        if not tokenizer.is_fast:
+            raise InvalidRequest(
+                "the model's tokenizer can't truncate pairs of texts: leave truncate_prompt_tokens out"
+            )
+        places = [i for i, text in enumerate(encoding.sequence_ids()) if text == 1] or [len(ids)]
+        return truncation.of(ids, places[0], max(len(ids) - places[-1] - 1, 0))
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns the ids of `messages` in the chat template, ready for the assistant's turn. Errors: `render_chat`."""

@@ -61,6 +61,17 @@ def test_inputs_are_texts_or_ids_one_or_many(http: httpx.Client, tokenizer: Toke
     assert vectors(post(http, PATH, input=texts)) == [expected(tokenizer.encode(text)) for text in texts]
 
 
+def test_inputs_are_cut_to_their_first_tokens_or_to_their_last(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = list(range(30, 280))
+    assert vectors(post(http, PATH, input=ids, truncate_prompt_tokens=-1)) == [expected(ids[:160])]
+    assert vectors(post(http, PATH, input=[ids, [50]], truncate_prompt_tokens=2)) == [expected(ids[:2]), expected([50])]
+    last = post(http, PATH, input=ids, truncate_prompt_tokens=2, truncation_side="left")
+    assert vectors(last) == [expected(ids[-2:])]
+    documents = ["hello", "hello " * 300]
+    ranked = post(http, "/v1/rerank", query="hello", documents=documents, truncate_prompt_tokens=1)["results"]
+    assert [result["relevance_score"] for result in ranked] == pytest.approx([1.0, 1.0])
+
+
 def test_dimensions_cut_before_the_vector_is_normalized(http: httpx.Client) -> None:
     (vector,) = vectors(post(http, PATH, input=[50, 60, 70], dimensions=2))
     assert vector == expected([50, 60, 70], 2) and hypot(*vector) == pytest.approx(1.0)

@@ -259,6 +259,12 @@ def test_a_wrong_value_is_refused_with_its_name(
     assert error["param"] == param
 
 
+def test_chats_are_cut_to_their_last_tokens(http: httpx.Client) -> None:
+    answer = post(http, PATH, messages=say("hello " * 300), truncate_prompt_tokens=4, max_tokens=4)
+    assert answer["usage"]["prompt_tokens"] == 4
+    assert answer["choices"][0]["message"]["content"] == "ant\n", "the end of what begins the assistant's turn"
+
+
 def test_extra_fields_of_clients_are_accepted(http: httpx.Client) -> None:
     answer = post(
         http,

@@ -59,6 +59,36 @@ def test_prompts_may_be_token_ids(http: httpx.Client, tokenizer: Tokenizer, prom
     assert texts(post(http, PATH, prompt=prompt, max_tokens=3)) == [tokenizer.decode([50, 60, 70])]
 
 
+def test_prompts_are_cut_to_their_last_tokens_or_to_their_first(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = list(range(30, 280))
+
+    def kept(**fields: Any) -> list[str]:
+        return texts(post(http, PATH, prompt=ids, max_tokens=0, echo=True, **fields))
+
+    assert kept(truncate_prompt_tokens=3) == [tokenizer.decode(ids[-3:])]
+    assert kept(truncate_prompt_tokens=3, truncation_side="right") == [tokenizer.decode(ids[:3])]
+    assert kept(truncate_prompt_tokens=-1) == [tokenizer.decode(ids[-159:])], "a pool of 160 less a new token"
+    usage = post(http, PATH, prompt=ids, truncate_prompt_tokens=-1, max_tokens=120)["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (40, 120)
+    ids = tokenizer.encode("hello world, hello you")
+    echoed = post(http, PATH, prompt="hello world, hello you", truncate_prompt_tokens=2, max_tokens=2, echo=True)
+    assert texts(echoed) == [2 * tokenizer.decode(ids[-2:])]
+    assert texts(post(http, PATH, prompt="abc", truncate_prompt_tokens=100, max_tokens=3)) == ["abc"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0, but must be -1, or 1 to 160"),
+        ({"truncate_prompt_tokens": 161}, "but must be -1, or 1 to 160"),
+        ({"truncate_prompt_tokens": -2}, "greater than or equal to -1"),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 160}, "max_tokens=160 leaves no room"),
+    ],
+)
+def test_a_truncation_that_keeps_nothing_is_refused(http: httpx.Client, fields: dict[str, Any], words: str) -> None:
+    assert words in refusal(http, PATH, prompt="abc", **fields)["message"]
+
+
 def test_choices_are_numbered_prompt_by_prompt(http: httpx.Client) -> None:
     answer = post(http, PATH, prompt=["abc", "xyz"], max_tokens=3, n=2)
     assert texts(answer) == ["abc", "bca", "xyz", "yzx"]  # sample 1 of the fake engine starts one id later

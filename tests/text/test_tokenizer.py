@@ -4,16 +4,35 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, processors
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
+from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, Truncation, load_tokenizer
 from tests.text.small_tokenizers import KINDS, TEXT, byte_fallback, byte_level, save
 
 
 def test_text_comes_back_from_its_ids(tokenizer: Tokenizer) -> None:
     for text in TEXT:
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_what_the_tokenizer_adds_is_never_cut(tmp_path: Path) -> None:
+    bare = byte_level()
+    bare.post_processor = processors.TemplateProcessing(
+        single="<|start|> $A <|end|>",
+        pair="<|start|> $A <|end|> $B <|end|>",
+        special_tokens=[("<|start|>", 0), ("<|end|>", 1)],
+    )
+    tokenizer = load_tokenizer(save(bare, tmp_path))
+    ids = tokenizer.encode("hello world, hello you", False)
+    assert tokenizer.encode("hello world, hello you", truncation=Truncation(4)) == [0, *ids[-2:], 1]
+    assert tokenizer.encode("hello world, hello you", truncation=Truncation(4, first=True)) == [0, *ids[:2], 1]
+    assert tokenizer.encode("hello world, hello you", False, Truncation(2)) == ids[-2:]
+    assert tokenizer.encode("hello", truncation=Truncation(99)) == tokenizer.encode("hello")
+    pair = tokenizer.encode_pair("hello", "hello world, hello you", Truncation(6, first=True))
+    assert pair == [*tokenizer.encode("hello"), *ids[: 5 - len(tokenizer.encode("hello"))], 1]
+    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens is 2, but 2 tokens of the prompt can't be cut"):
+        tokenizer.encode("hello world", truncation=Truncation(2))
 
 
 def test_a_chat_ends_where_the_assistants_turn_begins(tokenizer: Tokenizer) -> None:

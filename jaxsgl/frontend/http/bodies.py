@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Set
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxsgl.config.disaggregation import DEFAULT_PORT
+from jaxsgl.config.engine import Limits
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.legs import rendezvous
 from jaxsgl.requests.bounds import Bounds
@@ -30,6 +31,7 @@ from jaxsgl.requests.sampling import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from jaxsgl.text.tokenizer import Truncation
 
 MAX_INT = 2**31 - 1
 MAX_TEXTS = 1024  # and prompts of other kinds
@@ -133,6 +135,44 @@ Stop = Annotated[
     one_error(f"must be a text, or a list of up to {MAX_STOP_STRINGS} texts"),
 ]
 StopTokenIds = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)]
+
+
+class Truncated(Body):
+    """A body whose prompts may be cut, as in vLLM."""
+
+    truncate_prompt_tokens: (
+        Annotated[
+            int, Field(ge=-1, le=MAX_INT, description="the most tokens of a prompt; -1: as many as there is room for")
+        ]
+        | None
+    ) = None
+    truncation_side: (
+        Annotated[
+            Literal["left", "right"],
+            Field(description="where longer prompts are cut; default: left of those that are continued, else right"),
+        ]
+        | None
+    ) = None
+
+
+def truncation_of(body: Truncated, limits: Limits, num_new: int = 0) -> Truncation | None:
+    """Returns how prompts are cut that context and pool must hold beside `num_new` new tokens; None: they aren't.
+
+    Raises `InvalidRequest`.
+    """
+    asked = body.truncate_prompt_tokens
+    if asked is None:
+        return None
+    room = min(limits.context_length, limits.pool_tokens)
+    if not asked or asked > room:
+        raise InvalidRequest(f"truncate_prompt_tokens is {asked}, but must be -1, or 1 to {room}")
+    if asked == -1 and num_new >= room:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is -1, but max_tokens={num_new} leaves no room of the {room} tokens that a "
+            "request may have: lower max_tokens"
+        )
+    side = body.truncation_side or ("left" if num_new else "right")
+    return Truncation(room - num_new if asked == -1 else asked, first=side == "right")
 
 
 def refuse_not_built(body: Body, not_built: Set[str]) -> None:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import rooms_of, salt_of
+from jaxsgl.frontend.http.bodies import rooms_of, salt_of, truncation_of
 from jaxsgl.frontend.http.calls import start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.assistant import MessageWriter, finish_reason
 from jaxsgl.frontend.http.openai.contents import content_of
@@ -47,7 +47,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import ChatPrompt
 from jaxsgl.text.sample import Piece
-from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Turn
+from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn
 
 
 async def answer_chat(front_end: FrontEnd, body: ChatRequest, http: HttpRequest, adapter: str = "") -> Response:
@@ -74,7 +74,8 @@ async def prepare_chat(
     generator = front_end.generator
     sampling = _sampling(body)
     use = tool_use(body)
-    prompt = chat_prompt(body, generator.model.tokenizer, use.told)
+    truncation = truncation_of(body, generator.model.info.limits, sampling.max_tokens or 1)
+    prompt = chat_prompt(body, generator.model.tokenizer, use.told, truncation)
     (room,) = rooms_of(body, 1)
     request = await generator.prepare(prompt, sampling, request_id, body.priority or 0, salt_of(body), room, adapter)
     form = answer_form(body, generator.model, use, request.prompt_ids)
@@ -87,11 +88,14 @@ async def prepare_chat(
 
 
 def chat_prompt(
-    body: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] | None = None
+    body: ChatRequest | TokenizeRequest,
+    tokenizer: Tokenizer,
+    tools: Sequence[dict[str, Any]] | None = None,
+    truncation: Truncation | None = None,
 ) -> ChatPrompt:
     """Returns the prompt that the messages of `body` make in the chat template. Raises `InvalidRequest`.
 
-    The template is told of `tools`; None: of those of `body`.
+    The template is told of `tools`; None: of those of `body`. What it makes is cut by `truncation`.
     """
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
@@ -107,7 +111,7 @@ def chat_prompt(
     knows_developer = tokenizer.knows_role("developer")
     media: list[Source] = []
     turns = [_turn(i, message, knows_developer, media) for i, message in enumerate(body.messages or ())]
-    return ChatPrompt(turns, options, tuple(media))
+    return ChatPrompt(turns, options, tuple(media), truncation=truncation)
 
 
 def _turn(index: int, message: MessageBody, knows_developer: bool, media: list[Source]) -> Turn:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import rooms_of, salt_of
+from jaxsgl.frontend.http.bodies import rooms_of, salt_of, truncation_of
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
 from jaxsgl.frontend.http.openai.replies import (
     Head,
@@ -36,7 +36,7 @@ from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
-from jaxsgl.text.tokenizer import Tokenizer
+from jaxsgl.text.tokenizer import Tokenizer, Truncation
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -48,8 +48,9 @@ async def answer_completions(
 
     Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`.
     """
-    prompts = prompts_of(body.prompt, body.add_special_tokens is not False)
     sampling = _sampling(body)
+    truncation = truncation_of(body, front_end.generator.model.info.limits, sampling.max_tokens or 1)
+    prompts = prompts_of(body.prompt, body.add_special_tokens is not False, truncation)
     check_num_choices(len(prompts), sampling.n)
     salt = salt_of(body)
     head = new_head("cmpl", "text_completion", adapter or front_end.config.model_name)
@@ -68,14 +69,21 @@ async def answer_completions(
     return json_response(await until_gone(http, _whole(front_end, requests, choices, head, usage)))
 
 
-def prompts_of(given: str | list[str] | list[int] | list[list[int]], with_special: bool) -> list[Prompt]:
+def prompts_of(
+    given: str | list[str] | list[int] | list[list[int]], with_special: bool, truncation: Truncation | None = None
+) -> list[Prompt]:
     """Returns the prompts of a body: one or several, texts or token ids. The tokenizer's start token is for texts."""
     if isinstance(given, str):
         given = [given]
     if not given or isinstance(given[0], int):  # not copied: there may be millions
-        return [IdsPrompt(cast(list[int], given))]
+        return [IdsPrompt(cast(list[int], given), truncation=truncation)]
     several = cast(list[str | list[int]], given)
-    return [TextPrompt(one, with_special) if isinstance(one, str) else IdsPrompt(one) for one in several]
+    return [
+        TextPrompt(one, with_special, truncation=truncation)
+        if isinstance(one, str)
+        else IdsPrompt(one, truncation=truncation)
+        for one in several
+    ]
 
 
 def _sampling(body: CompletionRequest) -> SamplingParams:
@@ -98,7 +106,9 @@ async def _echoed(
     if not body.echo:
         return None
     return [
-        prompt.text if isinstance(prompt, TextPrompt) else await front_end.generator.decode(request.prompt_ids)
+        prompt.text
+        if isinstance(prompt, TextPrompt) and prompt.truncation is None
+        else await front_end.generator.decode(request.prompt_ids)
         for prompt, request in zip(prompts, requests, strict=True)
     ]
 

@@ -14,7 +14,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import MAX_INT, Body, CacheSalt, Priority, refuse_not_built, salt_of
+from jaxsgl.frontend.http.bodies import (
+    MAX_INT,
+    CacheSalt,
+    Priority,
+    Truncated,
+    refuse_not_built,
+    salt_of,
+    truncation_of,
+)
 from jaxsgl.frontend.http.calls import until_gone
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import PromptDetails, encode, json_response, new_head
@@ -22,10 +30,10 @@ from jaxsgl.frontend.http.openai.schemas import Prompts
 from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
 from jaxsgl.requests.pooling import Floats, PoolingSpec, check_dimensions, embedding_of
 
-NOT_BUILT = frozenset({"input_embeds", "lora_path", "messages", "truncate_prompt_tokens"})  # vLLM's and SGLang's
+NOT_BUILT = frozenset({"input_embeds", "lora_path", "messages"})  # vLLM's and SGLang's
 
 
-class EmbeddingRequest(Body):
+class EmbeddingRequest(Truncated):
     """Body of /v1/embeddings."""
 
     input: Prompts
@@ -74,7 +82,8 @@ async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest, http: H
     spec = spec_of(generator)
     check_dimensions(spec, body.dimensions)
     call = Call(new_head("embd", "list", "").id, body.priority or 0, salt_of(body))
-    prompts = prompts_of(body.input, body.add_special_tokens is not False)
+    truncation = truncation_of(body, generator.model.info.limits)
+    prompts = prompts_of(body.input, body.add_special_tokens is not False, truncation)
     answers = await until_gone(http, pool(generator, prompts, call))
     if body.normalize is False:
         spec = msgspec.structs.replace(spec, normalize=False)

@@ -20,7 +20,18 @@ from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
-from jaxsgl.frontend.http.bodies import MAX_INT, MAX_TEXTS, Body, CacheSalt, Priority, TokenIds, one_error, salt_of
+from jaxsgl.frontend.http.bodies import (
+    MAX_INT,
+    MAX_TEXTS,
+    Body,
+    CacheSalt,
+    Priority,
+    TokenIds,
+    Truncated,
+    one_error,
+    salt_of,
+    truncation_of,
+)
 from jaxsgl.frontend.http.calls import check_num_choices, until_gone
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.embeddings import prompt_usage, usage_of
@@ -29,9 +40,10 @@ from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
 from jaxsgl.frontend.pooling import Answer, Call, pool, scores_of_pairs, spec_of
 from jaxsgl.requests.pooling import MAX_LABELS, Pooling, class_scores
 from jaxsgl.text.prompts import IdsPrompt, TextPrompt
+from jaxsgl.text.tokenizer import Truncation
 
 
-class _Common(Body):
+class _Common(Truncated):
     """What the endpoints share."""
 
     model: str | None = None
@@ -91,13 +103,18 @@ def _call(body: _Common, prefix: str) -> Call:
     return Call(new_head(prefix, "list", "").id, body.priority or 0, salt_of(body))
 
 
+def _truncation(front_end: FrontEnd, body: _Common) -> Truncation | None:
+    return truncation_of(body, front_end.generator.model.info.limits)
+
+
 async def answer_rerank(front_end: FrontEnd, body: RerankRequest, http: HttpRequest) -> Response:
     """Returns the documents, best first; equally good ones in their order."""
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     call = _call(body, "rerank")
     pairs = [(body.query, text) for text in texts]
     instruction = body.instruction or body.instruct
-    scores = await until_gone(http, scores_of_pairs(front_end.generator, pairs, call, instruction))
+    truncation = _truncation(front_end, body)
+    scores = await until_gone(http, scores_of_pairs(front_end.generator, pairs, call, instruction, truncation))
     order = sorted(range(len(texts)), key=lambda index: -scores.values[index])[: body.top_n or None]
     results: list[dict[str, Any]] = []
     for index in order:
@@ -118,7 +135,8 @@ async def answer_score(front_end: FrontEnd, body: ScoreRequest, http: HttpReques
     pairs = _pairs(body)
     check_num_choices(len(pairs), 1)
     call = _call(body, "score")
-    scores = await until_gone(http, scores_of_pairs(front_end.generator, pairs, call, body.instruction))
+    truncation = _truncation(front_end, body)
+    scores = await until_gone(http, scores_of_pairs(front_end.generator, pairs, call, body.instruction, truncation))
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.values)]
     usage = prompt_usage(scores.prompt_tokens, scores.cached_tokens)
     return json_response(encode({**_head(front_end, call), "data": data, "usage": usage}))
@@ -153,19 +171,21 @@ async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, http: HttpRequ
             "apply_softmax is false, which needs the whole vocabulary, but the server computes no logits of it: set it "
             "to true, or start the server with --enable-embeddings in place of --is-embedding"
         )
-    prompts = prompts_of(body.items, True)
+    prompts, truncation = prompts_of(body.items, True), _truncation(front_end, body)
     if isinstance(body.query, str):
         if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
             raise InvalidRequest("query is a text, but items are token ids: send both in one form")
         texts = [prompt.text for prompt in prompts if isinstance(prompt, TextPrompt)]
-        joined = [TextPrompt(text + body.query if body.item_first else body.query + text) for text in texts]
+        whole = [text + body.query if body.item_first else body.query + text for text in texts]
+        joined = [TextPrompt(text, truncation=truncation) for text in whole]
         answers = await until_gone(http, pool(generator, joined, _call(body, "score"), _labels(body)))
     else:
         if not all(isinstance(prompt, IdsPrompt) for prompt in prompts):
             raise InvalidRequest("query is a list of token ids, but items are texts: send both in one form")
         ids = [list(prompt.ids) for prompt in prompts if isinstance(prompt, IdsPrompt)]
-        whole = [IdsPrompt([*item, *body.query] if body.item_first else [*body.query, *item]) for item in ids]
-        answers = await until_gone(http, pool(generator, whole, _call(body, "score"), _labels(body)))
+        lists = [[*item, *body.query] if body.item_first else [*body.query, *item] for item in ids]
+        of_ids = [IdsPrompt(one, truncation=truncation) for one in lists]
+        answers = await until_gone(http, pool(generator, of_ids, _call(body, "score"), _labels(body)))
     shares = [_shares(answer, bool(body.apply_softmax)) for answer in answers]
     answer = {"scores": shares, "model": front_end.config.model_name, "object": "scoring", "usage": usage_of(answers)}
     return json_response(encode(answer))
@@ -189,7 +209,7 @@ async def answer_classify(front_end: FrontEnd, body: ClassifyRequest, http: Http
     if not spec.labels:
         raise InvalidRequest("the model has no classification head: ask for embeddings, scores or ranks")
     call = _call(body, "classify")
-    prompts = prompts_of(body.input, body.add_special_tokens is not False)
+    prompts = prompts_of(body.input, body.add_special_tokens is not False, _truncation(front_end, body))
     answers = await until_gone(http, pool(front_end.generator, prompts, call))
     data = []
     for index, answer in enumerate(answers):

@@ -27,6 +27,7 @@ from jaxsgl.frontend.http.bodies import (
     TextList,
     TokenIds,
     TopLogprobs,
+    Truncated,
     one_error,
     refuse_not_built,
     sampling_params,
@@ -44,8 +45,7 @@ MAX_TOOL_CALLS = 128
 # fmt: off
 NOT_BUILT = frozenset({
     "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "guided_whitespace_pattern",
-    "input_embeds", "logits_processors", "prompt_embeds", "stop_regex", "truncate_prompt_tokens",
-    "use_beam_search", "return_hidden_states",
+    "input_embeds", "logits_processors", "prompt_embeds", "stop_regex", "use_beam_search", "return_hidden_states",
     "return_routed_experts",
 })
 # fmt: on
@@ -69,7 +69,7 @@ class StreamOptions(Body):
     ) = None
 
 
-class Sampled(Constrained):
+class Sampled(Constrained, Truncated):
     """What completions and chat have in common: the model, how tokens are chosen, and when to stop."""
 
     model: str | None = None
