@@ -8,7 +8,7 @@
     python scripts/compile_targets.py v6e --grid steps --json FILE --missing    # goes on where another run was ended
     python scripts/compile_targets.py h200 v6e --grid steps --tp 8 # larger models, shared by 8 devices
 
-Makes a virtual environment per plug-in (NVIDIA 5 GB, TPU 2 GB), compiles there, and prints for each kernel: registers,
+Makes a virtual environment per plug-in (2 GB each), compiles there, and prints for each kernel: registers,
 spilled bytes, shared memory and the instructions found (wgmma, bulk copies); for the engine's steps: kernels per layer
 by kind and in all, command buffers (CUDA graphs), and bytes read and written. Of a model, 4 layers are compiled; from
 the second layer on all are alike, which is checked, so that one of them is multiplied. --launches lists them. Of a step

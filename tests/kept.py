@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -86,11 +85,8 @@ class Programs:
                     break
 
 
-@contextlib.contextmanager
-def environment(python: str, *requirements: str) -> Iterator[Path]:
+def environment(python: str, *requirements: str) -> Path:
     """A Python in a virtual environment with just these requirements; made unless an earlier run made it.
-
-    Only one process at a time holds it.
 
     Raises:
       subprocess.CalledProcessError: an installation failed.
@@ -106,7 +102,7 @@ def environment(python: str, *requirements: str) -> Iterator[Path]:
             subprocess.run([python, "-m", "venv", "--clear", str(home)], check=True)
             subprocess.run([mine, "-m", "pip", "install", "-q", "--no-compile", *requirements], check=True)
             (home / "complete").write_text("\n".join(requirements))
-        yield mine
+    return mine
 
 
 def _processor() -> str:

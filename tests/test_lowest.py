@@ -49,11 +49,7 @@ def test_unit_tests_a_server_and_offline_use_work_with_the_lowest_versions() -> 
     python = find_python((3, OLDEST_MINOR), newest=OLDEST_MINOR)
     if python is None:
         pytest.skip(f"there is no Python 3.{OLDEST_MINOR}")
-    with environment(python, *lowest()) as mine:
-        quietly = ("-q", "-p", "no:cacheprovider", "-W", "default")  # old versions warn of what newer ones changed
-        for command in (
-            ["-m", "pytest", *quietly, "-m", "unit"],
-            ["-m", "pytest", *quietly, *SERVER_TESTS],
-            ["-c", ONE_ANSWER],
-        ):
-            run([mine, *command], PYTHONPATH=str(ROOT), JAXSGL_TEST_NIGHTLY="")
+    mine = environment(python, *lowest())
+    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")  # old versions warn of later changes
+    for command in ([*tests, "-m", "unit"], [*tests, *SERVER_TESTS], ["-c", ONE_ANSWER]):
+        run([mine, *command], PYTHONPATH=str(ROOT), JAXSGL_TEST_NIGHTLY="")

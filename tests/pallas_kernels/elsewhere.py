@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-targets"
 # The oldest and newest JAX that pyproject.toml allows, and the oldest Python that each runs on.
 VERSIONS = {"oldest": ("jax==0.10.0", (3, 11)), "newest": ("jax>=0.12,<0.13", (3, 12))}
+TEST_PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 BEGINS = {"oldest": 0, "newest": 3}  # first of the shapes that a version lowers by day, of every eight
 FORGOTTEN = "absl-py"  # JAX 0.10 imports it with Mosaic GPU, without requiring it
 
@@ -29,14 +30,19 @@ Results = list[dict[str, Any]] | str  # or the reason why there are none
 
 
 def lower(version: str) -> Results:
-    """A result for each kernel, from an environment with one JAX and nothing else."""
+    """A result for each kernel, from an environment with one JAX."""
+    done = run_with_jax(version, "-m", "tests.pallas_kernels.lower_everything", str(BEGINS[version]))
+    return done if isinstance(done, str) else [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def run_with_jax(version: str, *command: str, **variables: str) -> subprocess.CompletedProcess[str] | str:
+    """Runs Python with one of `VERSIONS` and what kernel tests need; the reason if this machine can't."""
     requirement, minimum = VERSIONS[version]
     python = find_python(minimum)
     if python is None:
         return f"{requirement} needs Python {'.'.join(map(str, minimum))} or newer, and this machine has none"
-    with environment(python, requirement, FORGOTTEN) as mine:
-        done = run([mine, "-m", "tests.pallas_kernels.lower_everything", str(BEGINS[version])])
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    mine = environment(python, requirement, FORGOTTEN, *TEST_PACKAGES)
+    return run([mine, *command], **variables)
 
 
 def compile_for(target: Target, folder: Path, *flags: str) -> Results:

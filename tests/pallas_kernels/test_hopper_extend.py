@@ -13,15 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench.targets.targets import find_python
 
 from pallas_kernels import paged_extend_attention, tuning
 from pallas_kernels.hopper.extend import refuse_extend
 from pallas_kernels.specs import ArgSpec
 from tests.grids import daily
-from tests.kept import environment
 from tests.pallas_kernels.cases import build_case, cases
-from tests.pallas_kernels.elsewhere import run
+from tests.pallas_kernels.elsewhere import run_with_jax
 from tests.pallas_kernels.lower_everything import on_a_device
 from tests.pallas_kernels.test_attention import check, compiled, run_examples
 
@@ -70,12 +68,11 @@ def check_without_races(spec: ArgSpec, case) -> None:
 @pytest.mark.skipif(INTERPRETS_THREADS and POOL_THREADS >= 8, reason="this process runs the tests below itself")
 @pytest.mark.timeout(600)
 def test_the_newest_jax_passes_these_tests() -> None:
-    python = find_python((3, 12))
-    if python is None:
-        pytest.skip("JAX 0.12 needs Python 3.12 or newer, and this machine has none")
-    with environment(python, "jax>=0.12,<0.13", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis") as mine:
-        options = ["-c", os.devnull, "--rootdir", str(ROOT), "-q", "-p", "no:cacheprovider"]
-        done = run([mine, "-m", "pytest", *options, __file__], NPROC="12", PYTHONPATH=str(ROOT / "scripts"))
+    options = ["-c", os.devnull, "--rootdir", str(ROOT), "-q", "-p", "no:cacheprovider"]
+    variables = {"NPROC": "12", "PYTHONPATH": str(ROOT / "scripts")}
+    done = run_with_jax("newest", "-m", "pytest", *options, __file__, **variables)
+    if isinstance(done, str):
+        pytest.skip(done)
     assert " passed" in done.stdout
 
 

@@ -37,7 +37,7 @@ class Target:
     Attributes:
       name: its name on the command line.
       platform: platform for lowering, "cuda" or "tpu".
-      extra: the extra of the package `jax` whose plug-in compiles for it.
+      extra: the extra of the package `jax` whose plug-in compiles for it; a key of `REQUIREMENTS`.
       num_cores: streaming multiprocessors, or TensorCores.
       memory_bytes: of device memory.
       backends: the kernel backends that are worth compiling for it.
@@ -103,8 +103,14 @@ def prepare_environment(dump_folder: Path, xla_flags: str = "") -> None:
     os.environ["MOSAIC_GPU_DUMP_TO"] = str(dump_folder)
 
 
-# Includes room for the wheels while they are unpacked; 4.8 GB and 1.6 GB were seen installed.
-DISK_GB = {"cuda13": 11, "tpu": 4}
+# What compiles for a chip. Of NVIDIA's libraries only the compiler and the linker: those of products, convolutions and
+# collectives, 3 GB, are for programs that run.
+REQUIREMENTS = {
+    "cuda13": (f"jax-cuda13-plugin=={JAX_VERSION}", "nvidia-cuda-nvcc>=13.1", "nvidia-nvjitlink>=13.1"),
+    "tpu": (f"jax[tpu]=={JAX_VERSION}",),
+}
+# Includes room for the wheels while they are unpacked; 1.6 GB were seen installed of each.
+DISK_GB = {"cuda13": 4, "tpu": 4}
 OLDEST_PYTHON = (3, 12)  # oldest Python for JAX_VERSION
 
 
@@ -121,7 +127,7 @@ def missing_for(extra: str, folder: Path) -> str | None:
 
 
 def make_environment(extra: str, folder: Path) -> Path:
-    """The Python of the environment with `jax[extra]` and this project; makes it if it is missing.
+    """The Python of the environment with this project and what compiles for `extra`; makes it if it is missing.
 
     Making it takes minutes and gigabytes.
     """
@@ -132,7 +138,7 @@ def make_environment(extra: str, folder: Path) -> Path:
         assert interpreter is not None, "missing_for says so first"
         subprocess.run([interpreter, "-m", "venv", "--clear", str(home)], check=True)
         install = [str(python), "-m", "pip", "install", "-q", "--no-compile", "-e", str(ROOT)]
-        subprocess.run([*install, f"jax[{extra}]=={JAX_VERSION}"], check=True)
+        subprocess.run([*install, f"jax=={JAX_VERSION}", *REQUIREMENTS[extra]], check=True)
         _marker(folder, extra).touch()
     return python
 
