@@ -14,10 +14,13 @@ from hypothesis import settings
 
 from tests import tiers
 from tests.floating_point import controls
+from tests.grids import NIGHTLY
 from tests.kept import Programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
+if not NIGHTLY:  # compiling takes most of a run, and LLVM most of compiling
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's idle threads spin on the cores of the other workers
 settings.register_profile("jaxsgl", deadline=None)  # how long an example takes depends on what else runs

@@ -24,6 +24,7 @@ ENVIRONMENTS = ROOT / ".venv-targets"
 VERSIONS = {"oldest": ("jax==0.10.0", (3, 11)), "newest": ("jax>=0.12,<0.13", (3, 12))}
 TEST_PACKAGES = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 BEGINS = {"oldest": 0, "newest": 3}  # first of the shapes that a version lowers by day, of every eight
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # code for other chips is looked at
 FORGOTTEN = "absl-py"  # JAX 0.10 imports it with Mosaic GPU, without requiring it
 
 Results = list[dict[str, Any]] | str  # or the reason why there are none
@@ -67,7 +68,7 @@ def run(
     However the test ends, no process of the command is left.
     """
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", **variables}, text=True,
+        command, cwd=ROOT, env={**os.environ, **ENVIRONMENT, **variables}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:

@@ -6,7 +6,7 @@ times before it counts as missed. The bounds are loose against what docs/kernels
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import jax
@@ -19,6 +19,14 @@ from pallas_kernels.native import library
 from pallas_kernels.paged_kv import BITS
 
 NUM_SEQS, LENGTH, NUM_KV_HEADS, NUM_GROUPS, HEAD_DIM = 32, 512, 8, 2, 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_optimized() -> Iterator[None]:
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 Calls: TypeAlias = dict[str, Callable[[], jax.Array]]
