@@ -43,7 +43,7 @@ def run_with_jax(version: str, *command: str, **variables: str) -> subprocess.Co
     if python is None:
         return f"{requirement} needs Python {'.'.join(map(str, minimum))} or newer, and this machine has none"
     mine = environment(python, requirement, FORGOTTEN, *TEST_PACKAGES)
-    return run([mine, *command], **variables)
+    return run([mine, *command], (0,), **variables)
 
 
 def compile_for(target: Target, folder: Path, *flags: str) -> Results:
