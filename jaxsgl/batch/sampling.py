@@ -122,7 +122,7 @@ class SamplingRows:
         self._logprobs = np.zeros(num_rows + 1, dtype=bool)
         self._masked = np.zeros(num_rows + 1, dtype=bool)
         self._states = np.zeros(num_rows + 1, dtype=bool)
-        self._masks = False  # whether any row ever was: without grammars, steps aren't searched for them
+        self._masks = False  # whether any row ever was: without masks, steps aren't searched for them
 
     def set(self, row: int, params: SamplingParams, seed: int, rope_delta: int = 0) -> None:
         """Writes the parameters of the request that took `row`; `seed` is a uint32."""
@@ -133,9 +133,9 @@ class SamplingRows:
         self._filtered[row] = params.filtered
         self._edited[row] = params.edits_logits
         self._logprobs[row] = params.logprobs is not None
-        self._masked[row] = params.grammar is not None
+        self._masked[row] = masked = params.masked
         self._states[row] = params.wants_states
-        self._masks = self._masks or params.grammar is not None
+        self._masks = self._masks or masked
 
     def bits(self, rows: IntArray) -> IntArray:
         """`[len(COLUMNS), len(rows)]`: what `SamplingArrays.unpack` reads, of `rows` in their order."""
@@ -148,7 +148,7 @@ class SamplingRows:
         return Variant(sampled or featured or self.any_masked(rows), featured, filtered)
 
     def any_masked(self, rows: IntArray) -> bool:
-        """Whether the tokens of any of `rows` are held to a grammar."""
+        """Whether masks say which tokens any of `rows` may get."""
         return self._masks and bool(self._masked[rows].any())
 
     def any_featured(self, rows: IntArray) -> bool:

@@ -34,6 +34,7 @@ from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.pooling import Pooled, Pooling
 from jaxsgl.requests.request import Rendezvous, Request, check_num_scores, check_request
 from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.text.bad_words import num_bad_chars, with_bad_word_ids
 from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.dialects import Dialect
 from jaxsgl.text.prompts import IdsPrompt, Prompt, tokenize_all
@@ -242,6 +243,8 @@ class Generator:
                     )
                 if sampling.stop:
                     model.tokenizer.check_text_comes_back("stop strings")
+            work = partial(with_bad_word_ids, samplings, model.tokenizer)
+            samplings = await self.off_loop(num_bad_chars(samplings), work)
             limits, requests, pause = model.info.limits, list[Request](), Pause()
             read = await self._read_all(prompts, 1 if pooling is None else 0)
             rooms = rooms or [None] * len(prompts)

@@ -30,6 +30,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.requests.token_states import StatesSpec, hidden_states, routed_experts
 from jaxsgl.scheduler.adapter_orders import load
+from jaxsgl.text.bad_words import with_bad_word_ids
 from jaxsgl.text.sample import Piece, join
 from jaxsgl.text.tokenizer import ChatMessage
 
@@ -243,7 +244,8 @@ class LLM(PoolingLLM):
         given: list[tuple[str, Any, Any]] = [
             ("sampling_params", params, SamplingParams), ("priorities", priority, int), ("salts", cache_salt, str)
         ]  # fmt: skip
-        columns = [per_prompt(what, value, kind, len(prompts)) for what, value, kind in given]
+        columns: list[Sequence[Any]] = [per_prompt(what, value, kind, len(prompts)) for what, value, kind in given]
+        columns[0] = with_bad_word_ids(columns[0], self.tokenizer)
         adapters = per_prompt("adapters", adapter, str, len(prompts))
         for name in set(adapters) - {"", *self.lora_adapters}:
             raise InvalidRequest(f"no adapter named {name} is loaded: loaded are {self.lora_adapters}")

@@ -99,6 +99,9 @@ def check_request(request: Request, limits: Limits) -> None:
     check_media(request.media, request.prompt_ids, limits.media)
     check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", tuple(request.sampling.logit_bias), limits.vocab_size)
+    check_token_ids("allowed_token_ids", request.sampling.allowed_token_ids, limits.vocab_size)
+    for ids in request.sampling.bad_word_ids:
+        check_token_ids("bad_word_ids", ids, limits.vocab_size)
     asked = request.sampling.max_tokens
     least = request.least_output
     needed = prompt_len + (min(asked, limits.context_length - prompt_len) if asked is not None and least else least)

@@ -23,6 +23,10 @@ MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 300  # entries
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_IDS = 8192  # of all together
 
 # By field of `SamplingParams`, which checks them; the schemas of the HTTP APIs take their limits from here, too.
 BOUNDS = {
@@ -59,6 +63,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       repetition_penalty: divides the positive and multiplies the negative logits of tokens in prompt and output
         (CTRL, Keskar et al. 2019; as in Hugging Face); 1 changes nothing.
       logit_bias: token id -> number added to its logit, after penalties and before temperature.
+      allowed_token_ids: only these may be drawn, so EOS tokens only if they are among them; (): all.
+      bad_words: texts that the output doesn't get to hold, by the tokens that they begin with and that they begin with
+        behind a space: the last of these never follows the others (vLLM). Another spelling in tokens may come.
+      bad_word_ids: sequences of tokens of which the last never follows the others, which `bad_words` become.
       max_tokens: the most tokens to generate; None: as many as the context holds.
       min_tokens: no EOS token, stop token or stop string can end the request before this many tokens.
       stop_token_ids: tokens that end the request when sampled. They are part of the returned ids, not of the text.
@@ -86,6 +94,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -127,6 +138,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.logit_bias, dict):
             raise InvalidRequest(f"logit_bias is {self.logit_bias!r:.100}, but must be a dict of numbers by token id")
         check_counts(self.stop_token_ids, self.stop, self.logit_bias)
+        if self.allowed_token_ids or self.bad_words or self.bad_word_ids:
+            self._check_limits()
+
+    def _check_limits(self) -> None:
+        """Checks which tokens are allowed, and bad words."""
+        for name, most in (("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS), ("bad_words", MAX_BAD_WORDS)):
+            given = getattr(self, name)
+            if not isinstance(given, tuple | list):
+                raise InvalidRequest(f"{name} is {given!r:.100}, but must be a list")
+            check(len(given) <= most, f"the number of {name}", len(given), f"0 to {most}")
+        for word in self.bad_words:
+            if not isinstance(word, str):
+                raise InvalidRequest(f"a bad word is {word!r:.100}, but must be a text")
+            allowed = f"1 to {MAX_BAD_WORD_CHARS} characters"
+            check(1 <= len(word) <= MAX_BAD_WORD_CHARS, "the length of a bad word", len(word), allowed)
+        if not all(isinstance(ids, tuple | list) and ids for ids in self.bad_word_ids):
+            raise InvalidRequest("bad_word_ids must be lists of one token id and more")
+        num_ids = sum(map(len, self.bad_word_ids))
+        check(num_ids <= MAX_BAD_WORD_IDS, "the number of tokens of bad words", num_ids, f"{MAX_BAD_WORD_IDS} at most")
+        for ids in (self.allowed_token_ids, *self.bad_word_ids):
+            if set(map(type, ids)) - {int}:
+                raise InvalidRequest("allowed_token_ids and bad_word_ids must hold integers")
 
     def _check_logit_bias(self) -> None:
         for token_id, bias in self.logit_bias.items():
@@ -166,8 +199,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def bans_stop_tokens(self) -> bool:
-        """Whether stop tokens are held back by edits of the logits. A grammar's masks hold them back, too."""
-        return self.min_tokens > 0 and self.grammar is None
+        """Whether stop tokens are held back by edits of the logits. Masks hold them back, too."""
+        return self.min_tokens > 0 and not self.masked
+
+    @property
+    def masked(self) -> bool:
+        """Whether masks say before each token which may be drawn: those of a grammar, or of tokens and bad words."""
+        return self.grammar is not None or bool(self.allowed_token_ids or self.bad_word_ids)
 
     @property
     def greedy(self) -> bool:

@@ -12,7 +12,7 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
-from jaxsgl.scheduler.constraint import Matcher
+from jaxsgl.scheduler.constraint import Matcher, TokenLimits
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.grammar_queue import Answer, GrammarQueue
 from jaxsgl.scheduler.plan import SchedulerState
@@ -95,7 +95,7 @@ class Arrivals:
                 refusal = None
         if refusal is not None:
             return [Reply(request.request_id, refusal=refusal)]
-        answer = None if request.sampling.grammar is None else self._grammar_of(request)
+        answer = self._matcher_of(request) if request.sampling.masked else None
         if isinstance(answer, Refusal):
             return [*replies, Reply(request.request_id, refusal=answer)]
         samples = self._samples(request)
@@ -116,11 +116,13 @@ class Arrivals:
         if failed is not None and self._state.policy.may_precede(arrival, failed.head, self._requests.in_turn()):
             self._state.failed_admission = None
 
-    def _grammar_of(self, request: Request) -> Answer | None:
-        """What is known of its grammar; None: it has to wait."""
-        assert request.sampling.grammar is not None
+    def _matcher_of(self, request: Request) -> Answer | None:
+        """What is known of its grammar, if it has one; None: it has to wait."""
         if self._grammars is None:
-            return Refusal(RefusalKind.INVALID, "the server takes no grammars (--grammar-backend none): leave it out")
+            text = (
+                "the server takes no grammars, allowed_token_ids or bad_words (--grammar-backend none): leave them out"
+            )
+            return Refusal(RefusalKind.INVALID, text)
         return self._grammars.ask(request.request_id, request.sampling.grammar)
 
     def take_grammars(self) -> list[Reply]:
@@ -139,8 +141,11 @@ class Arrivals:
         return replies
 
     def _constrain(self, samples: list[Req], matcher: Matcher) -> None:
+        sampling, limits = samples[0].sampling, None
+        if sampling.allowed_token_ids or sampling.bad_word_ids:
+            limits = TokenLimits(sampling, self._state.capacity.vocab_size)
         for req in samples:
-            req.constrain(matcher, self._eos_token_ids)
+            req.constrain(matcher, self._eos_token_ids, limits)
 
     def _samples(self, request: Request) -> list[Req]:
         """All samples of a request that was not refused; sample 0 leads the others."""

@@ -1,6 +1,7 @@
 """`Constraint`: what the next token of one sample may be. Joins the grammar's matcher with what ends the sample.
 
     mask     tokens that the grammar allows; EOS and stop tokens only where the grammar accepts, from min_tokens on
+    limits   of those only allowed_token_ids, and no token that would complete a bad word
     end      where nothing may follow: the sample stops, without an EOS token, before min_tokens and with ignore_eos too
 
 Owned by a `Req`, whose output it follows token by token. A request that starts over after a retraction keeps it, since
@@ -10,13 +11,14 @@ its output stays. `Matcher` is what the scheduler knows of compiled grammars; co
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.requests.sampling import SamplingParams
 
 Words: TypeAlias = npt.NDArray[np.uint32]
 
@@ -50,24 +52,90 @@ class Matcher(Protocol):
         ...
 
 
+class AnyTokens:
+    """The `Matcher` of samples without a grammar."""
+
+    ended = False
+    accepts = True
+
+    def copy(self) -> AnyTokens:
+        """It holds nothing."""
+        return self
+
+    def advance(self, token_id: int) -> None:
+        """Any token may come."""
+
+    def mask_into(self, words: Words) -> None:
+        """Allows all tokens."""
+        words[:] = ALL
+
+
+class TokenLimits:
+    """Tokens that a request may draw at all, and those that may not follow others. Its samples share one.
+
+    Each mask takes a comparison of the output's end with the bad words whose last token but one is the newest.
+    """
+
+    def __init__(self, sampling: SamplingParams, vocab_size: int) -> None:
+        bits = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+        if sampling.allowed_token_ids:
+            bits[np.array(sampling.allowed_token_ids, dtype=np.int64)] = True
+        else:
+            bits[:vocab_size] = True
+        self._followers: dict[int, list[tuple[list[int], int]]] = {}  # by the token before: (all before, the last)
+        for *before, last in sampling.bad_word_ids:
+            if before:
+                self._followers.setdefault(before[-1], []).append((before, last))
+            else:
+                bits[last] = False
+        self._allowed: Words = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
+
+    def apply(self, words: Words, output_ids: Sequence[int]) -> None:
+        """Takes out of `words [ceil(V / 32)]` what may not come behind `output_ids`."""
+        words &= self._allowed
+        for before, last in self._followers.get(output_ids[-1], ()) if output_ids else ():
+            if output_ids[-len(before) :] == before:
+                words[last // 32] &= np.uint32(ALL ^ (1 << last % 32))
+
+
 class Constraint:
-    """The grammar of one sample.
+    """What holds one sample: its grammar, if it has one, and its limits.
 
     Args:
       matcher: of an empty output; it is copied.
       eos_ids: tokens that end texts of the model.
       stop_ids: those and others that end this sample.
       min_tokens: before so many none of `stop_ids` may be drawn.
+      limits: None: the sample has none.
     """
 
-    __slots__ = ("_keeps", "_matcher", "_min_tokens", "_num_tokens", "_seconds", "_sets", "_words")
+    __slots__ = (
+        "_has_grammar",
+        "_keeps",
+        "_limits",
+        "_matcher",
+        "_min_tokens",
+        "_num_tokens",
+        "_seconds",
+        "_sets",
+        "_words",
+    )
 
-    def __init__(self, matcher: Matcher, eos_ids: Collection[int], stop_ids: Collection[int], min_tokens: int) -> None:
+    def __init__(
+        self,
+        matcher: Matcher,
+        eos_ids: Collection[int],
+        stop_ids: Collection[int],
+        min_tokens: int,
+        limits: TokenLimits | None = None,
+    ) -> None:
         self._matcher = matcher.copy()
+        self._has_grammar = not isinstance(matcher, AnyTokens)
+        self._limits = limits
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._seconds = 0.0
-        ids = np.array(sorted({*eos_ids, *stop_ids}), dtype=np.int64)
+        ids = np.array(sorted({*(eos_ids if self._has_grammar else ()), *stop_ids}), dtype=np.int64)
         self._words = np.unique(ids // 32)
         self._keeps = ~_bits(ids, self._words)
         self._sets = _bits(np.array(sorted(stop_ids), dtype=np.int64), self._words)
@@ -82,8 +150,8 @@ class Constraint:
         self._num_tokens += 1
         self._matcher.advance(token_id)
 
-    def mask_into(self, words: Words) -> bool:
-        """Writes to `words [ceil(V / 32)]` which tokens may come next; False if the output is complete instead.
+    def mask_into(self, words: Words, output_ids: Sequence[int] = ()) -> bool:
+        """Writes to `words [ceil(V / 32)]` which tokens may follow `output_ids`; False: the output is complete instead.
 
         Raises `InvalidRequest` if no token may come though the output isn't complete, or at the grammar's limits.
         """
@@ -99,12 +167,19 @@ class Constraint:
         accepts = self._matcher.accepts
         if accepts and self._num_tokens >= self._min_tokens:
             words[self._words] |= self._sets
+        if self._limits is not None:
+            self._limits.apply(words, output_ids)
         if words.any():
             return True
+        if not self._has_grammar:
+            raise InvalidRequest(
+                f"after {self._num_tokens} tokens allowed_token_ids and bad_words leave none, or none that may come "
+                "before min_tokens: change them"
+            )
         if not accepts:
             raise InvalidRequest(
                 f"after {self._num_tokens} tokens the grammar leaves no token of the vocabulary that neither ends the "
-                "output nor is a stop token: change the grammar, or stop_token_ids"
+                "output nor is a stop token, not allowed or bad: change the grammar, or what else limits tokens"
             )
         return False
 

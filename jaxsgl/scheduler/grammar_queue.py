@@ -3,9 +3,10 @@
     ask(request) -> at once, if its grammar is known      threads: prepare() once, then compile(grammar)
                     otherwise later, by poll()            known: the last 256 grammars, those that failed too
 
-Requests with equal grammars share the compilation. Such a request stands in the scheduler's queue meanwhile and is
-passed over. A thread can't be killed: one that is still busy when its request's time is over gets a substitute, a few
-times. Knows no samples and no steps; arrivals.py calls it between steps. Only `_work` runs in threads.
+Requests with equal grammars share the compilation; those with masks but no grammar wait for `prepare` alone. Such a
+request stands in the scheduler's queue meanwhile and is passed over. A thread can't be killed: one that is still busy
+when its request's time is over gets a substitute, a few times. Knows no samples and no steps; arrivals.py calls it
+between steps. Only `_work` runs in threads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TypeAlias
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.grammar import Grammar
-from jaxsgl.scheduler.constraint import Matcher
+from jaxsgl.scheduler.constraint import AnyTokens, Matcher
 
 Answer: TypeAlias = Matcher | Refusal
 Compile: TypeAlias = Callable[[Grammar], Matcher]
@@ -28,6 +29,7 @@ Compile: TypeAlias = Callable[[Grammar], Matcher]
 NUM_THREADS = 2
 IDLE_S = 10.0  # after which a thread without work ends
 MAX_STUCK = 6  # threads that are still busy with grammars that were given up
+_ANY = AnyTokens()
 MAX_KNOWN, MAX_KNOWN_CHARS = 256, 1 << 24
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ class _Job:
 
     __slots__ = ("answer", "cancelled", "given_up", "grammar", "lasts", "request_ids", "start_s")
 
-    def __init__(self, grammar: Grammar) -> None:
+    def __init__(self, grammar: Grammar | None) -> None:
         self.grammar = grammar
         self.request_ids: dict[str, float] = {}  # and since when they wait
         self.start_s: float | None = None
@@ -70,7 +72,7 @@ class GrammarQueue:
         self._clock = clock
         self._known: OrderedDict[Grammar, Answer] = OrderedDict()
         self._known_chars = 0
-        self._jobs: dict[Grammar, _Job] = {}
+        self._jobs: dict[Grammar | None, _Job] = {}
         self._job_of: dict[str, _Job] = {}
         self._stuck: set[_Job] = set()
         self._num_threads = 0
@@ -85,10 +87,14 @@ class GrammarQueue:
         """Requests that wait for their grammars."""
         return len(self._job_of)
 
-    def ask(self, request_id: str, grammar: Grammar) -> Answer | None:
-        """The grammar's matcher, or why there is none, if that is known; None: a `poll` will tell."""
-        known = self._known.get(grammar)
-        if known is not None:
+    def ask(self, request_id: str, grammar: Grammar | None) -> Answer | None:
+        """The grammar's matcher, or why there is none, if that is known; None: a `poll` will tell.
+
+        Without a grammar it is the matcher of any text.
+        """
+        if grammar is None and self._ready_s is not None:
+            return _ANY
+        if grammar is not None and (known := self._known.get(grammar)) is not None:
             self._known.move_to_end(grammar)
             return known
         job = self._jobs.get(grammar)
@@ -177,7 +183,9 @@ class GrammarQueue:
             self._start_threads()
         return job.given_up
 
-    def _keep(self, grammar: Grammar, answer: Answer) -> None:
+    def _keep(self, grammar: Grammar | None, answer: Answer) -> None:
+        if grammar is None:
+            return
         if self._known.pop(grammar, None) is None:
             self._known_chars += len(grammar.text)
         self._known[grammar] = answer
@@ -211,11 +219,11 @@ class GrammarQueue:
                 if job.given_up:
                     return
 
-    def _answer_of(self, grammar: Grammar) -> tuple[Answer, bool]:
+    def _answer_of(self, grammar: Grammar | None) -> tuple[Answer, bool]:
         """What came of `grammar`, and whether the same would come of it again."""
         try:
             self._prepare_once()
-            return self._compile(grammar), True
+            return (_ANY if grammar is None else self._compile(grammar)), True
         except InvalidRequest as error:
             return Refusal(RefusalKind.INVALID, str(error)), True
         except Exception:

@@ -1,6 +1,6 @@
 """The masks of a launched step, once all tokens before it are collected: which token each constrained row may get.
 
-scheduler.py calls it between the forward program of a step and the program that chooses tokens. Rows without a grammar
+scheduler.py calls it between the forward program of a step and the program that chooses tokens. Rows without any
 may get any token, and so may rows of requests that have ended meanwhile: their tokens are dropped.
 """
 
@@ -26,7 +26,7 @@ def masks_of_newest(applier: Applier, num_seqs: int, vocab_size: int) -> tuple[W
         if req.constraint is None or req.lease_number != number or req in step.silent:
             continue
         try:
-            if req.constraint.mask_into(words[place]):
+            if req.constraint.mask_into(words[place], req.output_ids):
                 continue
             replies.append(Reply(req.request_id, (), FinishReason.STOP, req.cached_tokens, index=req.index))
             applier.end(req)

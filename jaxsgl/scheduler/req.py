@@ -37,7 +37,7 @@ from jaxsgl.requests.pooling import Pooling, PoolingKind
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import MAX_SEED
 from jaxsgl.scheduler.adapters import Adapter
-from jaxsgl.scheduler.constraint import Constraint, Matcher
+from jaxsgl.scheduler.constraint import Constraint, Matcher, TokenLimits
 from jaxsgl.scheduler.kept_states import KeptStates
 from jaxsgl.scheduler.pooled import PooledPrompt
 
@@ -94,7 +94,7 @@ class Req:
       page_names: of its leading full pages, if there is a host tier; [] without.
       to_load: while PREFETCHING, the host pages that are still to load, in order; it pins them.
       load_until_s: then, when it gives them up.
-      constraint: what its next token may be, once its grammar is compiled; None without a grammar.
+      constraint: what its next token may be, once its grammar is compiled; None: any token.
     """
 
     __slots__ = (
@@ -195,7 +195,7 @@ class Req:
     @property
     def may_start(self) -> bool:
         """Whether it may be admitted: its grammar is compiled, and the leader's prompt launched, to share its pages."""
-        if self.sampling.grammar is not None and self.constraint is None:
+        if self.constraint is None and self.sampling.masked:
             return False
         return self.leader is None or self.leader.prefilled or self.leader.state is State.FINISHED
 
@@ -267,9 +267,9 @@ class Req:
         """Whether its grammar has ended its output, without a stop token."""
         return self.constraint is not None and self.constraint.ended and self.output_ids[-1] not in self.stop_ids
 
-    def constrain(self, matcher: Matcher, eos_token_ids: frozenset[int]) -> None:
-        """Holds its output to a grammar; `matcher` is that of an empty output."""
-        self.constraint = Constraint(matcher, eos_token_ids, self.stop_ids, self.sampling.min_tokens)
+    def constrain(self, matcher: Matcher, eos_token_ids: frozenset[int], limits: TokenLimits | None) -> None:
+        """Holds its output to a grammar, whose `matcher` is that of an empty output, and to `limits`."""
+        self.constraint = Constraint(matcher, eos_token_ids, self.stop_ids, self.sampling.min_tokens, limits)
 
     def stored_ids(self) -> IntArray:
         """The `hash_ids` of tokens whose KV is stored or in flight: what may be shared."""

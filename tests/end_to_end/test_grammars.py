@@ -180,6 +180,26 @@ def test_every_finished_output_validates_and_free_neighbours_keep_their_tokens(
     assert [found[len(held) + number] for number in range(NUM_FREE)] == alone
 
 
+def test_allowed_tokens_and_bad_words_hold_beside_a_grammar_and_without(http: httpx.Client) -> None:
+    def text_of(**fields: Any) -> str:
+        body = {"prompt": "Count from 1 to 5:", "max_tokens": 12, "temperature": 0} | fields
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def ids_of(text: str) -> list[int]:
+        return list(http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"])
+
+    free = text_of()
+    first = str(http.post("/detokenize", json={"tokens": ids_of(free)[:1]}).json()["prompt"])
+    assert free.startswith(first) and not text_of(bad_words=[first]).startswith(first)
+    digits = ids_of("7") + ids_of("8")
+    text = text_of(allowed_token_ids=digits)
+    assert len(text) == 12 and set(text) <= {"7", "8"}
+    assert text_of(allowed_token_ids=digits, regex="[0-9a-f]{4}", bad_words=["8"]) == "7777"
+    assert text_of() == free
+
+
 def test_a_bad_or_hostile_grammar_is_the_clients_error_and_ends_no_other(
     http: httpx.Client, stub: pb_grpc.JaxsglStub
 ) -> None:

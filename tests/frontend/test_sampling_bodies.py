@@ -58,6 +58,14 @@ def test_both_apis_ask_for_the_same_sampling() -> None:
     assert (ours.stop, ours.stop_token_ids) == (("end",), (3, 4))
 
 
+def test_limits_of_tokens_reach_the_engine() -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "allowed_token_ids": [5, 6], "bad_words": ["no"]})
+    ours = sampling_of(body, max_tokens=8, logprobs=None)
+    assert (ours.allowed_token_ids, ours.bad_words) == ((5, 6), ("no",))
+    with pytest.raises(ValidationError, match="allowed_token_ids"):
+        CompletionRequest.model_validate({"prompt": "a", "allowed_token_ids": []})
+
+
 def test_null_is_the_default_of_sampling_params() -> None:
     nothing = CompletionRequest.model_validate({"prompt": "a", **dict.fromkeys(SAME)})
     assert sampling_of(nothing, max_tokens=None, logprobs=None) == SamplingParams()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet, Capacity
@@ -45,9 +46,10 @@ def asking(
 
 
 def constrained(request: Request) -> tuple[list[int], FinishReason]:
-    """What a request with a grammar yields, and why it ends: by the rules, token by token."""
+    """What a request with a grammar or limits yields, and why it ends: by the rules, token by token."""
     params = request.sampling
-    assert params.grammar is not None
+    if params.grammar is None:
+        return limited(request)
     matcher = compile_fake(params.grammar, VOCAB)
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
     output: list[int] = []
@@ -55,6 +57,7 @@ def constrained(request: Request) -> tuple[list[int], FinishReason]:
         may = set(matcher.allowed()) - set(EOS) - stops
         if matcher.accepts and len(output) >= params.min_tokens:
             may |= stops
+        may -= forbidden(params, output)
         if not may:
             assert matcher.accepts
             return output, FinishReason.STOP
@@ -63,6 +66,25 @@ def constrained(request: Request) -> tuple[list[int], FinishReason]:
             return output, FinishReason.STOP
         matcher.advance(output[-1])
         if matcher.ended:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+def forbidden(params: SamplingParams, output: Sequence[int]) -> set[int]:
+    """Tokens that limits don't let follow `output`."""
+    others = set(range(VOCAB)) - set(params.allowed_token_ids) if params.allowed_token_ids else set()
+    words = params.bad_word_ids
+    return others | {last for *before, last in words if before == list(output[len(output) - len(before) :])}
+
+
+def limited(request: Request) -> tuple[list[int], FinishReason]:
+    """The same of a request without a grammar."""
+    params, output = request.sampling, list[int]()
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
+    while len(output) < (params.max_tokens or 0):
+        banned = forbidden(params, output) | (stops if len(output) < params.min_tokens else set())
+        output.append(next_allowed([*request.prompt_ids, *output], banned, VOCAB))
+        if output[-1] in stops:
             return output, FinishReason.STOP
     return output, FinishReason.LENGTH
 
@@ -144,6 +166,45 @@ def test_free_and_constrained_rows_share_batches_and_keep_their_tokens(
         free = generate(request.prompt_ids, params.max_tokens or 0, stops, VOCAB, params.min_tokens)
         assert outcome(mailbox, request.request_id)[0] == free
     assert (scheduler.state.totals.retractions > 0) == (retract_every is not None)
+
+
+@pytest.mark.parametrize(("overlap", "retract_every"), [(True, None), (False, None), (True, 3)])
+def test_allowed_tokens_and_bad_words_hold_with_grammars_and_without(overlap: bool, retract_every: int | None) -> None:
+    dice = random.Random(9)
+    requests: list[Request] = []
+    for request in some_requests(5, 18):
+        before, _ = constrained(request)
+        number = len(requests) % 3
+        words = tuple({tuple(before[at - size : at]) for at in range(1, len(before) + 1) for size in (1, 2, 4)} - {()})
+        limits: list[dict[str, Any]] = [
+            {"allowed_token_ids": tuple(dice.sample(range(VOCAB), 12) + before + list(EOS))},
+            {"bad_word_ids": tuple(sorted(word for word in words if len(word) == number + 1))},
+            {},
+        ]
+        if request.sampling.grammar is not None:
+            limits[1]["bad_word_ids"] = tuple(word for word in words if len(word) == 2)[:1]
+        given = msgspec.structs.replace(request.sampling, **limits[number])
+        requests.append(msgspec.structs.replace(request, sampling=given))
+    script = [list(requests[i : i + 4]) for i in range(0, len(requests), 4)]
+    mailbox, _ = served(script, overlap=overlap, retract_every=retract_every)
+    changed = 0
+    for request, old in zip(requests, some_requests(5, 18), strict=True):
+        assert outcome(mailbox, request.request_id) == constrained(request), request
+        changed += constrained(request) != constrained(old)
+    assert changed > 4
+
+
+def test_limits_that_leave_no_token_end_their_request_with_words() -> None:
+    requests = [
+        asking("eos", [1], None, allowed_token_ids=EOS, min_tokens=3),
+        asking("both", [2], None, allowed_token_ids=(5,), bad_word_ids=((5, 5),)),
+        asking("free", [3], None),
+    ]
+    mailbox, scheduler = served([requests])
+    assert "after 0 tokens allowed_token_ids and bad_words leave none" in refusal(mailbox, "eos")
+    assert "after 1 tokens allowed_token_ids and bad_words leave none" in refusal(mailbox, "both")
+    assert outcome(mailbox, "free")[0] == generate([3], 20, frozenset(EOS), VOCAB)
+    assert scheduler.state.totals.failed_requests == 0
 
 
 def test_rows_that_free_requests_take_over_are_free() -> None:

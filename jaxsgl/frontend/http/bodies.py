@@ -26,6 +26,9 @@ from jaxsgl.requests.request import MAX_CACHE_SALT_CHARS, PRIORITY_BOUNDS, Rende
 from jaxsgl.requests.sampling import (
     BOUNDS,
     LOGIT_BIAS_BOUNDS,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -135,6 +138,9 @@ Stop = Annotated[
     one_error(f"must be a text, or a list of up to {MAX_STOP_STRINGS} texts"),
 ]
 StopTokenIds = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)]
+AllowedTokenIds = Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
+BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)]
 
 
 class Truncated(Body):
@@ -226,6 +232,8 @@ _CONVERSIONS: dict[str, Callable[[Any], object]] = {
     "logit_bias": lambda bias: {int(token_id): added for token_id, added in bias.items()},
     "stop": lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
     "stop_token_ids": tuple,
+    "allowed_token_ids": tuple,
+    "bad_words": tuple,
 }
 
 

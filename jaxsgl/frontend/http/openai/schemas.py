@@ -16,6 +16,8 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.bodies import (
     MAX_INT,
     MAX_TEXTS,
+    AllowedTokenIds,
+    BadWords,
     Body,
     CacheSalt,
     Count,
@@ -44,7 +46,7 @@ MAX_TOOL_CALLS = 128
 # Fields that other servers know and that change the answer. Empty or false, they ask for nothing.
 # fmt: off
 NOT_BUILT = frozenset({
-    "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "guided_whitespace_pattern",
+    "audio", "chat_template", "custom_logit_processor", "guided_whitespace_pattern",
     "input_embeds", "logits_processors", "prompt_embeds", "stop_regex", "use_beam_search", "return_hidden_states",
     "return_routed_experts",
 })
@@ -90,6 +92,8 @@ class Sampled(Constrained, Truncated):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63, description="of its bits the lower 32 count")] | None = None
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
+    allowed_token_ids: Annotated[AllowedTokenIds, Field(description="no other token is generated")] | None = None
+    bad_words: Annotated[BadWords, Field(description="texts that the output does not get to hold")] | None = None
     min_tokens: Annotated[int, within(BOUNDS["min_tokens"])] | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
