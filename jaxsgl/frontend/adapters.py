@@ -76,6 +76,19 @@ def adapter_of(front_end: FrontEnd, model: str | None, lora_path: str | None = N
     return lora_path
 
 
+def adapters_of(
+    front_end: FrontEnd, model: str | None, lora_path: str | list[str | None] | None, num_prompts: int
+) -> list[str]:
+    """Returns the adapter of each prompt, as `adapter_of`, where `lora_path` may have an entry for each.
+
+    Raises `InvalidRequest` for another number of entries, and as `adapter_of`.
+    """
+    each = lora_path if isinstance(lora_path, list) else [lora_path] * num_prompts
+    if len(each) != num_prompts:
+        raise InvalidRequest(f"lora_path has {len(each)} entries for {num_prompts} prompts: send one per prompt")
+    return [adapter_of(front_end, model, name) for name in each]
+
+
 def _adapter_named(engine: Replicas, config: ServerConfig, model: str | None) -> str | None:
     """The adapter that stands for a model, "" for the model itself, or None if there is nothing of that name.
 

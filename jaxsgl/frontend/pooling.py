@@ -28,12 +28,14 @@ class Call:
       request_id: of the call; its prompts are numbered.
       priority, cache_salt: as in `Request`.
       rank: the replica that must serve them; None: any.
+      adapters: names of LoRA adapters: one for all prompts or one for each, "" is none.
     """
 
     request_id: str
     priority: int = 0
     cache_salt: str = ""
     rank: int | None = None
+    adapters: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ async def pool(
     several = len(prompts) > 1
     ids = [f"{call.request_id}-{number}" if several else call.request_id for number in range(len(prompts))]
     samplings = [POOLING_SAMPLING] * len(prompts)
-    requests = await generator.prepare_all(prompts, samplings, ids, call.priority, call.cache_salt, pooling=pooling)
+    adapters = call.adapters * len(prompts) if len(call.adapters) == 1 else call.adapters
+    requests = await generator.prepare_all(
+        prompts, samplings, ids, call.priority, call.cache_salt, pooling=pooling, adapters=adapters
+    )
     return await run(generator, requests, call.rank)
 
 

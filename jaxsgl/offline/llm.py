@@ -128,12 +128,6 @@ class LLM(PoolingLLM):
         encoded = [self._encode_chat(turns) for turns in many]
         return self._run(encoded, sampling_params, priority, cache_salt, adapter, progress)
 
-    @property
-    def lora_adapters(self) -> tuple[str, ...]:
-        """The names of the LoRA adapters that prompts may have."""
-        table = self._scheduler.state.adapters
-        return () if table is None else table.names
-
     def load_lora_adapter(self, name: str, folder: str | Path, *, pinned: bool = False, replace: bool = False) -> None:
         """Lets prompts name the adapter in `folder`, in the layout of PEFT; needs a `LoraConfig` (docs/lora.md).
 
@@ -246,9 +240,7 @@ class LLM(PoolingLLM):
         ]  # fmt: skip
         columns: list[Sequence[Any]] = [per_prompt(what, value, kind, len(prompts)) for what, value, kind in given]
         columns[0] = with_bad_word_ids(columns[0], self.tokenizer)
-        adapters = per_prompt("adapters", adapter, str, len(prompts))
-        for name in set(adapters) - {"", *self.lora_adapters}:
-            raise InvalidRequest(f"no adapter named {name} is loaded: loaded are {self.lora_adapters}")
+        adapters = self._adapters(adapter, len(prompts))
         requests = [
             Request(str(i), ids, sampling, order, salt, media=media, adapter=name)
             for i, ((ids, media), sampling, order, salt, name) in enumerate(

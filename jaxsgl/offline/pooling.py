@@ -47,6 +47,7 @@ class PoolingLLM(Offline):
         *,
         dimensions: int | None = None,
         cache_salt: str | Sequence[str] = "",
+        adapter: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[Embedding]:
         """The embedding of each prompt; needs `is_embedding` or `enable_embeddings`, or a model made for it.
@@ -54,18 +55,24 @@ class PoolingLLM(Offline):
         Args:
           prompts: one prompt or many.
           dimensions: numbers of an embedding, of models whose embeddings may be cut.
-          cache_salt, progress: see `generate`.
+          cache_salt, adapter, progress: see `generate`.
 
         Raises `InvalidRequest`.
         """
         check_dimensions(self._spec, dimensions)
-        return self._embeddings(prompts, self._spec, dimensions, cache_salt, progress)
+        return self._embeddings(prompts, self._spec, dimensions, cache_salt, adapter, progress)
 
     def encode(
-        self, prompts: Prompt | Sequence[Prompt], *, cache_salt: str | Sequence[str] = "", progress: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        cache_salt: str | Sequence[str] = "",
+        adapter: str | Sequence[str] = "",
+        progress: bool = True,
     ) -> list[Embedding]:
         """The pooled hidden state of each prompt as it is, neither cut nor normalized; otherwise like `embed`."""
-        return self._embeddings(prompts, replace(self._spec, normalize=False), None, cache_salt, progress)
+        spec = replace(self._spec, normalize=False)
+        return self._embeddings(prompts, spec, None, cache_salt, adapter, progress)
 
     def score(
         self,
@@ -73,11 +80,13 @@ class PoolingLLM(Offline):
         documents: str | Sequence[str],
         *,
         instruction: str | None = None,
+        adapter: str = "",
         progress: bool = True,
     ) -> list[float]:
         """How well each document answers the query, or that of its own if there are several; text/ranking.py says how.
 
-        `instruction` says what queries ask for, to models that are told. Needs what `embed` needs.
+        `instruction` says what queries ask for, to models that are told; `adapter` is that of all texts. Needs what
+        `embed` needs.
         """
         queries, texts = ([given] if isinstance(given, str) else list(given) for given in (query, documents))
         if len(queries) not in (1, len(texts)):
@@ -87,17 +96,22 @@ class PoolingLLM(Offline):
         pairs = list(zip(queries if len(queries) > 1 else queries * len(texts), texts, strict=True))
         ranking = ranking_of(self.tokenizer, self._spec, pairs, instruction)
         prompts: list[Encoded] = [(ids, ()) for ids in ranking.prompts]
-        return ranking.values([pooled for pooled, _ in self._pool(prompts, ranking.pooling, "", progress)])
+        return ranking.values([pooled for pooled, _ in self._pool(prompts, ranking.pooling, "", adapter, progress)])
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, cache_salt: str | Sequence[str] = "", progress: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        cache_salt: str | Sequence[str] = "",
+        adapter: str | Sequence[str] = "",
+        progress: bool = True,
     ) -> list[list[float]]:
         """The scores of a classification head's classes for each prompt, in the order of the model's labels."""
         spec = self._spec
         if not spec.labels:
             raise InvalidRequest("the model has no classification head: ask for embeddings or scores")
         encoded = [self._encode(prompt) for prompt in as_list(prompts)]
-        pooled = self._pool(encoded, Pooling(), cache_salt, progress)
+        pooled = self._pool(encoded, Pooling(), cache_salt, adapter, progress)
         return [class_scores(one.logits, spec.activation) for one, _ in pooled]
 
     def _embeddings(
@@ -106,23 +120,30 @@ class PoolingLLM(Offline):
         spec: PoolingSpec,
         dimensions: int | None,
         cache_salt: str | Sequence[str],
+        adapter: str | Sequence[str],
         progress: bool,
     ) -> list[Embedding]:
         encoded = [self._encode(prompt) for prompt in as_list(prompts)]
         return [
             Embedding(embedding_of(pooled, spec, dimensions), end.end.prompt_tokens, end.end.cached_tokens)
-            for pooled, end in self._pool(encoded, Pooling(), cache_salt, progress)
+            for pooled, end in self._pool(encoded, Pooling(), cache_salt, adapter, progress)
             if end.end is not None
         ]
 
     def _pool(
-        self, prompts: list[Encoded], pooling: Pooling, cache_salt: str | Sequence[str], progress: bool
+        self,
+        prompts: list[Encoded],
+        pooling: Pooling,
+        cache_salt: str | Sequence[str],
+        adapter: str | Sequence[str],
+        progress: bool,
     ) -> list[tuple[Pooled, Piece]]:
         """What each prompt yields, and its end."""
         salts = per_prompt("salts", cache_salt, str, len(prompts))
+        adapters = self._adapters(adapter, len(prompts))
         requests = [
-            Request(str(i), ids, POOLING_SAMPLING, cache_salt=salt, media=media, pooling=pooling)
-            for i, ((ids, media), salt) in enumerate(zip(prompts, salts, strict=True))
+            Request(str(i), ids, POOLING_SAMPLING, cache_salt=salt, media=media, pooling=pooling, adapter=name)
+            for i, ((ids, media), salt, name) in enumerate(zip(prompts, salts, adapters, strict=True))
         ]
         mailbox = self._serve(requests, progress)
         ends = (join(of_sample) for of_sample in mailbox.pieces.values())

@@ -50,6 +50,19 @@ class Offline:
             raise InvalidRequest(f"a prompt must be a text or a list of token ids: {error}") from None
 
     @property
+    def lora_adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that prompts may have."""
+        table = self._scheduler.state.adapters
+        return () if table is None else table.names
+
+    def _adapters(self, given: str | Sequence[str], num_prompts: int) -> list[str]:
+        """The adapter of each prompt, if one or a sequence is given. Raises `InvalidRequest`."""
+        names = per_prompt("adapters", given, str, num_prompts)
+        for name in set(names) - {"", *self.lora_adapters}:
+            raise InvalidRequest(f"no adapter named {name} is loaded: loaded are {self.lora_adapters}")
+        return names
+
+    @property
     def _media(self) -> OfflineMedia:
         return OfflineMedia(self.engine.info.model_path, self.engine.capacity.limits.media, self.tokenizer)
 

@@ -9,6 +9,7 @@ Owns PEFT's keys and names. Never knows the pool or which adapters are loaded. C
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -45,8 +46,8 @@ _WORDS = {
 }  # fmt: skip
 # Ways to begin a training that change the base model's weights as well.
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(?:language_model\.)?model\.(?:language_model\.)?layers\.(\d+)\."
+_TENSOR = re.compile(  # those of a decoder that was adapted without its head begin with layers
+    r"(?:base_model\.model\.)?(?:language_model\.)?(?:model\.)?(?:language_model\.)?layers\.(\d+)\."
     r"(?:self_attn|mlp)\.(\w+)\.lora_(A|B)\.weight"
 )
 _FUSED = {"qkv_proj": QKV, "gate_up_proj": ("gate_proj", "up_proj")}  # of Phi and GLM
@@ -71,6 +72,17 @@ class AdapterFolder:
         self._pairs = self._find_pairs()
         self.rank = max(self._rank_of(names) for names in self._pairs.values())
         self.modules = frozenset(part for _, module in self._pairs for part in _FUSED.get(module, (module,)))
+
+    def digest(self) -> str:
+        """Of all numbers and what scales them: equal for equal adapters. Reads them all."""
+        digest = hashlib.blake2b(digest_size=16)
+        for (layer, module), names in sorted(self._pairs.items()):
+            digest.update(f"{layer} {module} {self._scale(names['A'], self._rank_of(names))!r} ".encode())
+            for part in "AB":
+                array = self._file.array(names[part])
+                digest.update(f"{array.dtype} {array.shape} ".encode())
+                digest.update(array.tobytes())
+        return digest.hexdigest()
 
     def columns(self, modules: frozenset[str], dtype: npt.DTypeLike) -> list[dict[str, npt.NDArray[Any]]]:
         """The arrays of `pool_arrays` with `rank` columns, by layer; zeros where the adapter changes nothing.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 from sentence_transformers import SentenceTransformer
 from tokenizers import processors
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, Qwen3Config
 
 import jaxsgl
+from jaxsgl.config.lora import LoraConfig
 from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.models import ModelArch
 from jaxsgl.offline.llm import LLM
-from jaxsgl.text.ranking import INSTRUCTION
+from jaxsgl.text.ranking import INSTRUCTION, ranking_of
 from tests.checkpoints import load_reference, make_checkpoint
+from tests.grids import NIGHTLY
 from tests.text.small_tokenizers import byte_level, save
+from tests.weights.peft_adapters import adapted_logits, make_adapter
 
 pytestmark = pytest.mark.device
 
@@ -30,6 +36,7 @@ FLAGS: dict[str, Any] = {
     "max_total_tokens": 2048, "context_length": 256, "check_every_step": True,
 }  # fmt: skip
 TEXTS = ["hello", "The quick brown fox jumps over the lazy dog.", "Hello world, how are you today? " * 9]
+ADAPTERS = LoraConfig(enable_lora=True, max_loras_per_batch=2, max_lora_rank=4)
 EOD = "<|endoftext|>"
 MODULES = ("Transformer", "Pooling", "Normalize")
 
@@ -75,7 +82,7 @@ def last_token(decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def embedder(last_token: Path) -> Iterator[LLM]:
-    llm = LLM(str(last_token), matryoshka=True, **FLAGS)
+    llm = LLM(str(last_token), matryoshka=True, lora=ADAPTERS, **FLAGS)
     yield llm
     llm.close()
 
@@ -106,6 +113,32 @@ def test_chunked_whole_and_cached_embeddings_are_transformers_hidden_states(embe
             assert answer.prompt_tokens == len(prompt)
     assert [answer.cached_tokens for answer in answers[1]] == [0, 240, 144], "whole pages, but for the last token"
     assert embedder.engine.recompiles == before
+
+
+def test_embeddings_with_adapters_are_pefts_beside_embeddings_without(
+    embedder: LLM, decoder: Path, last_token: Path, tmp_path: Path
+) -> None:
+    """Adapters of the decoder without a head, as sentence-transformers trains them."""
+    prompt, adapted = list(range(40, 60)), {}
+    for seed, name in enumerate(("first", "second")):
+        torch.manual_seed(seed)
+        config = PeftConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # of peft: what it asks of transformers
+            model = get_peft_model(AutoModel.from_pretrained(last_token, dtype=torch.float32), config)
+            model.save_pretrained(str(tmp_path / name))
+            adapted[name] = model.eval()(torch.tensor([prompt])).last_hidden_state[0, -1].numpy()
+        embedder.load_lora_adapter(name, tmp_path / name)
+    names = ["first", "", "second", "first"]
+    adapted[""] = hidden_states(decoder, prompt)[-1]
+    answers = embedder.encode([prompt] * 4, adapter=names, progress=False)
+    for name, answer in zip(names, answers, strict=True):
+        np.testing.assert_allclose(answer.embedding, adapted[name], rtol=0, atol=1e-3, err_msg=name)
+    assert np.abs(adapted["first"] - adapted["second"]).max() > 0.05
+    assert [answer.cached_tokens for answer in answers] == [0, 0, 0, 16], "prefixes are those of one adapter"
+    assert embedder.engine.recompiles == 0
+    with pytest.raises(InvalidRequest, match="no adapter named third"):
+        embedder.embed(prompt, adapter="third")
 
 
 def test_sentence_transformers_gives_the_same_vectors(embedder: LLM, last_token: Path) -> None:
@@ -142,7 +175,7 @@ def test_texts_end_with_what_the_tokenizer_appends_once_and_ids_stay_as_they_are
 
 
 def test_an_embedding_model_neither_generates_nor_scores_tokens(embedder: LLM) -> None:
-    assert len(embedder.engine.programs) == 3, "one that pools, and those that write rows and pages"
+    assert len(embedder.engine.programs) == 4, "two that pool, without and with adapters; those that write rows, pages"
     with pytest.raises(InvalidRequest, match="generates no tokens"):
         embedder.generate("hello")
     same, other = embedder.score("hello", ["hello", "The quick brown fox"], progress=False)
@@ -182,6 +215,31 @@ def test_one_engine_generates_and_embeds(both: LLM, decoder: Path) -> None:
     np.testing.assert_allclose(answer.embedding, hidden_states(decoder, prompt)[-1], rtol=0, atol=1e-3)
     assert both.generate(prompt, params, progress=False)[0].token_ids == first.token_ids
     assert both.engine.recompiles == 0
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="compiles an engine that generates and pools, with adapters; by night")
+def test_one_engine_generates_embeds_and_ranks_with_adapters(decoder: Path, tmp_path: Path) -> None:
+    folder = make_adapter(decoder, tmp_path, r=4)
+    llm = LLM(str(decoder), enable_embeddings=True, lora=LoraConfig(lora_paths=(f"it={folder}",)), **FLAGS)
+    params = jaxsgl.SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompt, spec = llm.tokenizer.encode(TEXTS[1]), llm.engine.capacity.pooling
+    assert spec is not None
+    for name, adapter in (("", None), ("it", folder)):
+        (completion,) = llm.generate([prompt], params, adapter=name, progress=False)
+        ids = prompt + completion.token_ids
+        logits = adapted_logits(decoder, adapter, ids)
+        assert completion.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        (answer,) = llm.encode([prompt], adapter=name, progress=False)
+        assert answer.cached_tokens == (len(prompt) - 1) // 16 * 16, "the prefix that generation has computed"
+        head = load_reference(decoder).lm_head.weight.detach().numpy()
+        np.testing.assert_allclose(head @ answer.embedding, logits[len(prompt) - 1], rtol=0, atol=1e-3)
+        ranking = ranking_of(llm.tokenizer, spec, [("a", "b")], None)
+        last = adapted_logits(decoder, adapter, list(ranking.prompts[0]))[-1]
+        yes, no = (llm.tokenizer.encode(word)[0] for word in ("yes", "no"))
+        expected = float(torch.softmax(last[[no, yes]], 0)[1])
+        assert llm.score("a", "b", adapter=name, progress=False) == [pytest.approx(expected, abs=1e-3)]
+    assert llm.engine.recompiles == 0
+    llm.close()
 
 
 def test_a_classification_head_scores_its_labels(decoder: Path, tmp_path: Path) -> None:

@@ -261,12 +261,13 @@ class FakeEngine:
                 self.mailbox.send(CacheEvents([PagesStored([-5], [7], None)], number))
 
     def pool(self, run: Running) -> Reply:
-        """The hidden state says which ids came; the logit of a label token is id / 8."""
+        """The hidden state says which ids came, negative with an adapter; the logit of a label token is id / 8."""
         request, ids = run.request, run.request.prompt_ids
         del self.running[request.request_id, run.index]
-        hidden = array("f", [sum(ids), len(ids), ids[0], ids[-1]]).tobytes()
+        sign = -1 if request.adapter else 1
+        hidden = array("f", [sign * part for part in (sum(ids), len(ids), ids[0], ids[-1])]).tobytes()
         labels = request.pooling.label_ids if request.pooling else ()
-        pooled = Pooled(b"", tuple(label / 8 for label in labels), 8.0) if labels else Pooled(hidden)
+        pooled = Pooled(b"", tuple(sign * label / 8 for label in labels), 8.0) if labels else Pooled(hidden)
         return Reply(request.request_id, (), FinishReason.LENGTH, len(ids) // 2, pooled=pooled)
 
     def step(self, run: Running) -> Reply | None:

@@ -13,6 +13,7 @@ from server_process import ServerProcess, ids_request
 from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
+from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -77,6 +78,32 @@ def test_generate_takes_one_adapter_or_one_for_each_prompt(http: httpx.Client) -
     for lora_path, word in ((["sql"], "entries"), (["sql", "poet"], "poet")):
         refused = http.post("/generate", json=several | {"lora_path": lora_path})
         assert refused.status_code == 400 and word in error_of(refused)["message"]
+
+
+def test_vectors_and_scores_are_those_of_an_adapter(server: ServerProcess, http: httpx.Client) -> None:
+    """The fake engine's vectors and logits are negative with an adapter."""
+    base = http.get("/v1/models").json()["data"][0]["id"]
+    ids = [[50], [60]]
+
+    def signs(**body: Any) -> tuple[str, list[bool]]:
+        answer = post(http, "/v1/embeddings", input=ids, **body)
+        return answer["model"], [entry["embedding"][0] < 0 for entry in answer["data"]]
+
+    assert signs() == (base, [False, False])
+    assert signs(model="sql") == signs(lora_path="sql") == ("sql", [True, True])
+    assert signs(lora_path=[None, "sql"]) == (base, [False, True])
+    for wrong in ({"lora_path": "poet"}, {"lora_path": ["sql"]}, {"model": "sql", "lora_path": "poet"}):
+        assert "lora_path" in error_of(http.post("/v1/embeddings", json={"input": ids, **wrong}))["message"]
+    assert [one["embedding"][0] < 0 for one in post(http, "/encode", input_ids=ids, lora_path="sql")] == [True, True]
+    labels = {"query": [50], "items": [[60]], "label_token_ids": [8, 16], "apply_softmax": True}
+    ((first, second),) = post(http, "/v1/score", **labels, model="sql")["scores"]
+    assert first > second, "the logits are -1 and -2"
+    ranked = post(http, "/v1/rerank", query="a", documents=["a"], lora_path="sql")
+    assert ranked["model"] == "sql" and ranked["results"][0]["relevance_score"] == pytest.approx(1.0)
+    assert http.post("/classify", json={"input": "a", "model": "poet"}).status_code == 404
+    with grpc.insecure_channel(server.address) as channel:
+        request = pb.EmbedRequest(token_ids=pb.TokenIds(ids=[50]), adapter="sql")
+        assert pb_grpc.JaxsglStub(channel).Embed(request).embedding[0] < 0
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class JaxsglService(pb_grpc.JaxsglServicer):
         dimensions = request.dimensions if request.HasField("dimensions") else None
         spec = spec_of(self._generator)
         check_dimensions(spec, dimensions)
-        call = Call(request_id, request.priority, request.cache_salt)
+        call = Call(request_id, request.priority, request.cache_salt, adapters=(request.adapter,))
         (answer,) = await pool(self._generator, [_prompt(request)], call, Pooling(tuple(request.label_ids)))
         pooled = answer.pooled
         vector = embedding_of(pooled, spec, dimensions).tolist() if pooled.hidden else ()

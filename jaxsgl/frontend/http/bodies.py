@@ -128,6 +128,11 @@ Priority = Annotated[int, within(PRIORITY_BOUNDS, "ignored unless the server sch
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
 IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
+LoraPath = Annotated[str, Field(description="the name of a LoRA adapter, if model does not name one")]
+LoraPaths = Annotated[
+    str | Annotated[list[str | None], Field(max_length=MAX_TEXTS, fail_fast=True)],
+    Field(description="the name of a LoRA adapter, or one for each prompt; null is none"),
+]
 TopLogprobs = Annotated[int, within(BOUNDS["logprobs"])]
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, within(LOGIT_BIAS_BOUNDS)]],

@@ -221,7 +221,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "request_id", "priority", "cache_salt", "dimensions", "label_ids")
+    __slots__ = ("text", "token_ids", "request_id", "priority", "cache_salt", "dimensions", "label_ids", "adapter")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +229,7 @@ class EmbedRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     LABEL_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     request_id: str
@@ -236,7 +237,8 @@ class EmbedRequest(_message.Message):
     cache_salt: str
     dimensions: int
     label_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., dimensions: _Optional[int] = ..., label_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapter: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., dimensions: _Optional[int] = ..., label_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class EmbedReply(_message.Message):
     __slots__ = ("request_id", "embedding", "logits", "usage", "log_total")

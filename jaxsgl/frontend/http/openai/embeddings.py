@@ -13,10 +13,12 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from jaxsgl.frontend.adapters import adapters_of
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import (
     MAX_INT,
     CacheSalt,
+    LoraPaths,
     Priority,
     Truncated,
     refuse_not_built,
@@ -30,7 +32,7 @@ from jaxsgl.frontend.http.openai.schemas import Prompts
 from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
 from jaxsgl.requests.pooling import Floats, PoolingSpec, check_dimensions, embedding_of
 
-NOT_BUILT = frozenset({"input_embeds", "lora_path", "messages"})  # vLLM's and SGLang's
+NOT_BUILT = frozenset({"input_embeds", "messages"})  # vLLM's and SGLang's
 
 
 class EmbeddingRequest(Truncated):
@@ -48,6 +50,7 @@ class EmbeddingRequest(Truncated):
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
+    lora_path: LoraPaths | None = None
 
 
 class PromptUsage(msgspec.Struct):
@@ -76,20 +79,21 @@ class EmbeddingList(msgspec.Struct):
 
 
 async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest, http: HttpRequest) -> Response:
-    """Returns the answer. Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`."""
+    """Returns the answer. Raises `InvalidRequest`, `NotFound`, `ClientGone`, and as `Generator.start`."""
     refuse_not_built(body, NOT_BUILT)
     generator = front_end.generator
     spec = spec_of(generator)
     check_dimensions(spec, body.dimensions)
-    call = Call(new_head("embd", "list", "").id, body.priority or 0, salt_of(body))
     truncation = truncation_of(body, generator.model.info.limits)
     prompts = prompts_of(body.input, body.add_special_tokens is not False, truncation)
+    adapters = tuple(adapters_of(front_end, body.model, body.lora_path, len(prompts)))
+    call = Call(new_head("embd", "list", "").id, body.priority or 0, salt_of(body), adapters=adapters)
     answers = await until_gone(http, pool(generator, prompts, call))
     if body.normalize is False:
         spec = msgspec.structs.replace(spec, normalize=False)
 
     def write() -> bytes:
-        return encode(_answer(answers, spec, body, front_end.config.model_name))
+        return encode(_answer(answers, spec, body, answering(front_end, call)))
 
     return json_response(await generator.off_loop(len(answers) * spec.dimension, write))
 
@@ -102,6 +106,12 @@ def _answer(answers: list[Answer], spec: PoolingSpec, body: EmbeddingRequest, mo
         for index, vector in enumerate(vectors)
     ]
     return EmbeddingList("list", data, model, usage_of(answers))
+
+
+def answering(front_end: FrontEnd, call: Call) -> str:
+    """The name of what answers `call`: that of an adapter if all its prompts have it, otherwise the model's."""
+    adapter, *others = set(call.adapters)
+    return adapter if adapter and not others else front_end.config.model_name
 
 
 def base64_of(vector: Floats) -> str:

@@ -19,12 +19,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.adapters import adapter_of
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import (
     MAX_INT,
     MAX_TEXTS,
     Body,
     CacheSalt,
+    LoraPath,
     Priority,
     TokenIds,
     Truncated,
@@ -34,7 +36,7 @@ from jaxsgl.frontend.http.bodies import (
 )
 from jaxsgl.frontend.http.calls import check_num_choices, until_gone
 from jaxsgl.frontend.http.openai.completions import prompts_of
-from jaxsgl.frontend.http.openai.embeddings import prompt_usage, usage_of
+from jaxsgl.frontend.http.openai.embeddings import answering, prompt_usage, usage_of
 from jaxsgl.frontend.http.openai.replies import encode, json_response, new_head
 from jaxsgl.frontend.http.openai.schemas import Prompts, Texts
 from jaxsgl.frontend.pooling import Answer, Call, pool, scores_of_pairs, spec_of
@@ -50,6 +52,7 @@ class _Common(Truncated):
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
+    lora_path: LoraPath | None = None
 
 
 class ScoreRequest(_Common):
@@ -99,8 +102,10 @@ class ClassifyRequest(_Common):
     add_special_tokens: bool | None = None
 
 
-def _call(body: _Common, prefix: str) -> Call:
-    return Call(new_head(prefix, "list", "").id, body.priority or 0, salt_of(body))
+def _call(front_end: FrontEnd, body: _Common, prefix: str) -> Call:
+    """What all prompts of a body have in common. Raises `NotFound` unless its model is served, and `InvalidRequest`."""
+    adapter = adapter_of(front_end, body.model, body.lora_path)
+    return Call(new_head(prefix, "list", "").id, body.priority or 0, salt_of(body), adapters=(adapter,))
 
 
 def _truncation(front_end: FrontEnd, body: _Common) -> Truncation | None:
@@ -110,7 +115,7 @@ def _truncation(front_end: FrontEnd, body: _Common) -> Truncation | None:
 async def answer_rerank(front_end: FrontEnd, body: RerankRequest, http: HttpRequest) -> Response:
     """Returns the documents, best first; equally good ones in their order."""
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    call = _call(body, "rerank")
+    call = _call(front_end, body, "rerank")
     pairs = [(body.query, text) for text in texts]
     instruction = body.instruction or body.instruct
     truncation = _truncation(front_end, body)
@@ -124,17 +129,17 @@ async def answer_rerank(front_end: FrontEnd, body: RerankRequest, http: HttpRequ
         results.append(result)
     usage = prompt_usage(scores.prompt_tokens, scores.cached_tokens)
     return json_response(
-        encode({"id": call.request_id, "model": front_end.config.model_name, "usage": usage, "results": results})
+        encode({"id": call.request_id, "model": answering(front_end, call), "usage": usage, "results": results})
     )
 
 
 async def answer_score(front_end: FrontEnd, body: ScoreRequest, http: HttpRequest) -> Response:
     """Returns a score of each pair, or in SGLang's form the shares of label tokens of each item."""
+    call = _call(front_end, body, "score")
     if body.label_token_ids is not None:
-        return await _answer_labels(front_end, body, http)
+        return await _answer_labels(front_end, body, call, http)
     pairs = _pairs(body)
     check_num_choices(len(pairs), 1)
-    call = _call(body, "score")
     truncation = _truncation(front_end, body)
     scores = await until_gone(http, scores_of_pairs(front_end.generator, pairs, call, body.instruction, truncation))
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores.values)]
@@ -161,7 +166,7 @@ def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
     return list(zip(firsts, seconds, strict=True))
 
 
-async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, http: HttpRequest) -> Response:
+async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, call: Call, http: HttpRequest) -> Response:
     generator = front_end.generator
     spec_of(generator)
     if body.query is None or body.items is None or body.label_token_ids is None:
@@ -178,16 +183,16 @@ async def _answer_labels(front_end: FrontEnd, body: ScoreRequest, http: HttpRequ
         texts = [prompt.text for prompt in prompts if isinstance(prompt, TextPrompt)]
         whole = [text + body.query if body.item_first else body.query + text for text in texts]
         joined = [TextPrompt(text, truncation=truncation) for text in whole]
-        answers = await until_gone(http, pool(generator, joined, _call(body, "score"), _labels(body)))
+        answers = await until_gone(http, pool(generator, joined, call, _labels(body)))
     else:
         if not all(isinstance(prompt, IdsPrompt) for prompt in prompts):
             raise InvalidRequest("query is a list of token ids, but items are texts: send both in one form")
         ids = [list(prompt.ids) for prompt in prompts if isinstance(prompt, IdsPrompt)]
         lists = [[*item, *body.query] if body.item_first else [*body.query, *item] for item in ids]
         of_ids = [IdsPrompt(one, truncation=truncation) for one in lists]
-        answers = await until_gone(http, pool(generator, of_ids, _call(body, "score"), _labels(body)))
+        answers = await until_gone(http, pool(generator, of_ids, call, _labels(body)))
     shares = [_shares(answer, bool(body.apply_softmax)) for answer in answers]
-    answer = {"scores": shares, "model": front_end.config.model_name, "object": "scoring", "usage": usage_of(answers)}
+    answer = {"scores": shares, "model": answering(front_end, call), "object": "scoring", "usage": usage_of(answers)}
     return json_response(encode(answer))
 
 
@@ -205,10 +210,10 @@ def _shares(answer: Answer, among_labels: bool) -> list[float]:
 
 async def answer_classify(front_end: FrontEnd, body: ClassifyRequest, http: HttpRequest) -> Response:
     """Returns the probabilities of a classification head's classes for each input."""
+    call = _call(front_end, body, "classify")
     spec = spec_of(front_end.generator)
     if not spec.labels:
         raise InvalidRequest("the model has no classification head: ask for embeddings, scores or ranks")
-    call = _call(body, "classify")
     prompts = prompts_of(body.input, body.add_special_tokens is not False, _truncation(front_end, body))
     answers = await until_gone(http, pool(front_end.generator, prompts, call))
     data = []
@@ -220,5 +225,5 @@ async def answer_classify(front_end: FrontEnd, body: ClassifyRequest, http: Http
 
 
 def _head(front_end: FrontEnd, call: Call) -> dict[str, Any]:
-    name = front_end.config.model_name
-    return {"id": call.request_id, "object": "list", "created": int(time.time()), "model": name}
+    model = answering(front_end, call)
+    return {"id": call.request_id, "object": "list", "created": int(time.time()), "model": model}

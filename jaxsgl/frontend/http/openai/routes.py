@@ -66,14 +66,12 @@ def _add_pooling(router: APIRouter, front_end: FrontEnd) -> None:
     @router.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
         """The vector of each input."""
-        _check_model(front_end, body.model)
         return await answer_embeddings(front_end, body, http)
 
     @router.post("/score")
     @router.post("/v1/score")
     async def score(body: ScoreRequest, http: HttpRequest) -> Response:
         """Scores of pairs of texts, or of label tokens behind items."""
-        _check_model(front_end, body.model)
         return await answer_score(front_end, body, http)
 
     @router.post("/rerank")
@@ -81,20 +79,12 @@ def _add_pooling(router: APIRouter, front_end: FrontEnd) -> None:
     @router.post("/v2/rerank")
     async def rerank(body: RerankRequest, http: HttpRequest) -> Response:
         """The documents that answer the query, best first."""
-        _check_model(front_end, body.model)
         return await answer_rerank(front_end, body, http)
 
     @router.post("/classify")
     async def classify(body: ClassifyRequest, http: HttpRequest) -> Response:
         """The class of each input, by a classification head."""
-        _check_model(front_end, body.model)
         return await answer_classify(front_end, body, http)
-
-
-def _check_model(front_end: FrontEnd, model: str | None) -> None:
-    """Raises `NotFound` unless `model` is served, and `InvalidRequest` if it is an adapter."""
-    if adapter_of(front_end, model):
-        raise InvalidRequest(f"{model} is an adapter: vectors and scores are those of the model without adapters")
 
 
 def _add_models(router: APIRouter, front_end: FrontEnd) -> None:

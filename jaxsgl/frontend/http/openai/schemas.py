@@ -23,6 +23,7 @@ from jaxsgl.frontend.http.bodies import (
     Count,
     IdLists,
     LogitBias,
+    LoraPath,
     Priority,
     Stop,
     StopTokenIds,
@@ -99,7 +100,7 @@ class Sampled(Constrained, Truncated):
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     extra_key: Annotated[CacheSalt, Field(description="SGLang's word for cache_salt")] | None = None
-    lora_path: Annotated[str, Field(description="the name of a LoRA adapter, if model does not name one")] | None = None
+    lora_path: LoraPath | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: Annotated[bool, Field(description="SGLang's word for include_stop_str_in_output")] | None = None
     skip_special_tokens: Annotated[bool, Field(description="false: their names are in the text")] | None = None

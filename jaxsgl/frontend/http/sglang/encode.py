@@ -11,11 +11,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.frontend.adapters import adapters_of
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import (
     MAX_INT,
     Body,
     CacheSalt,
+    LoraPaths,
     Priority,
     StrictJson,
     refuse_not_built,
@@ -28,7 +30,7 @@ from jaxsgl.frontend.http.openai.schemas import Prompts
 from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
 from jaxsgl.requests.pooling import check_dimensions, embedding_of
 
-NOT_BUILT = frozenset({"audio_data", "image_data", "lora_path", "video_data"})
+NOT_BUILT = frozenset({"audio_data", "image_data", "video_data"})
 
 
 class EncodeBody(Body):
@@ -41,6 +43,7 @@ class EncodeBody(Body):
     priority: Priority | None = None
     cache_salt: CacheSalt | None = None
     extra_key: CacheSalt | None = None
+    lora_path: LoraPaths | None = None
     data_parallel_rank: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
 
 
@@ -59,8 +62,10 @@ def router(front_end: FrontEnd) -> APIRouter:
         if given is None or (body.text is not None and body.input_ids is not None):
             raise InvalidRequest("the request needs either text or input_ids: send one of them")
         alone = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        call = Call(body.rid or uuid.uuid4().hex, body.priority or 0, salt_of(body), body.data_parallel_rank)
-        answers = await until_gone(http, pool(generator, prompts_of(given, True), call))
+        prompts, rank = prompts_of(given, True), body.data_parallel_rank
+        adapters = tuple(adapters_of(front_end, None, body.lora_path, len(prompts)))
+        call = Call(body.rid or uuid.uuid4().hex, body.priority or 0, salt_of(body), rank, adapters)
+        answers = await until_gone(http, pool(generator, prompts, call))
 
         def one(answer: Answer) -> dict[str, Any]:
             meta = {

@@ -23,7 +23,7 @@ import jaxsgl
 from jaxsgl.config.flags import public_flags
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.adapters import adapter_of
+from jaxsgl.frontend.adapters import adapters_of
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import (
@@ -99,18 +99,10 @@ async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     salt = salt_of(body)
     samplings = [_sampling(body, params) for params in each]
     rooms = rooms_of(body, len(prompts))
-    adapters = _adapters(front_end, body.lora_path, len(prompts))
+    adapters = adapters_of(front_end, None, body.lora_path, len(prompts))
     return await front_end.generator.prepare_all(
         prompts, samplings, ids, body.priority or 0, salt, rooms, adapters=adapters
     )
-
-
-def _adapters(front_end: FrontEnd, given: str | list[str | None] | None, num_prompts: int) -> list[str]:
-    """Returns the adapter of each prompt. Raises `InvalidRequest` for one that isn't loaded."""
-    each = [given] * num_prompts if given is None or isinstance(given, str) else given
-    if len(each) != num_prompts:
-        raise InvalidRequest(f"lora_path has {len(each)} entries for {num_prompts} prompts: send one per prompt")
-    return [adapter_of(front_end, None, name) for name in each]
 
 
 def _is_batch(body: GenerateBody) -> bool:

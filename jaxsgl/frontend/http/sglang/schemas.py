@@ -17,6 +17,7 @@ from jaxsgl.frontend.http.bodies import (
     CacheSalt,
     IdLists,
     LogitBias,
+    LoraPaths,
     Priority,
     Stop,
     StopTokenIds,
@@ -102,13 +103,7 @@ class GenerateBody(Body):
     ) = None
     extra_key: CacheSalt | None = None
     cache_salt: Annotated[CacheSalt, Field(description="vLLM's word for extra_key")] | None = None
-    lora_path: (
-        Annotated[
-            str | Annotated[list[str | None], Field(max_length=MAX_TEXTS, fail_fast=True)],
-            Field(description="the name of a LoRA adapter, or one for each prompt; null is none"),
-        ]
-        | None
-    ) = None
+    lora_path: LoraPaths | None = None
 
 
 class AbortBody(Body):
