@@ -55,7 +55,7 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True):
     prefill_s: float
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """News about one sample of a request: its new tokens, and its end if it ended.
 
     Attributes:

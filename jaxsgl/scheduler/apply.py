@@ -29,7 +29,7 @@ from jaxsgl.requests.pooling import Pooled
 from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
-from jaxsgl.scheduler.in_flight import InFlightStep, ScoredChunk, StatesPart, sampled_logprob, states_of_works
+from jaxsgl.scheduler.in_flight import InFlightStep, ScoredChunk, StatesPart, states_of_works, with_scores
 from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.stopwatch import Stopwatch
@@ -150,7 +150,7 @@ class Applier:
                 req.states.take(scores.states, part.first, part.count, part.start)
         num_tokens, first = 0, len(replies)
         ends: list[Reply] = []
-        tells_states = bool(step.pooled or step.states)  # mostly not, and this runs for each request of each step
+        tells_states = bool(step.pooled or step.states)
         for place, req, sampled in step.yielded(tokens):
             try:
                 if tells_states and req.pooled is not None:
@@ -159,19 +159,12 @@ class Applier:
                     continue
                 token_ids, reason = req.take(sampled)
                 num_tokens += len(token_ids)
-                logprob, of_prompt = None, None
-                if req.wants_scores:
-                    logprob, of_prompt = sampled_logprob(req, place, scores), req.take_prompt_logprobs()
-                told = reason  # mostly None, which is asked first, as Enum members are slow to look up
-                if reason is not None and reason is FinishReason.STOP and req.is_complete:
-                    told = None  # its last token is no stop token, but a part of the text
-                    ends.append(Reply(req.request_id, (), reason, req.cached_tokens, index=req.index))
-                reply = Reply(req.request_id, token_ids, told, req.cached_tokens, None, req.index, logprob, of_prompt)
-                if tells_states and req.states is not None:
-                    reply = msgspec.structs.replace(reply, states=req.states.taken())
-                replies.append(reply)
+                reply = Reply(req.request_id, token_ids, reason, req.cached_tokens, None, req.index)
+                if req.wants_scores or tells_states:
+                    reply = with_scores(reply, req, place, scores)
                 if reason is not None:
-                    self.end(req)
+                    reply = self._end_with(reply, req, ends)
+                replies.append(reply)
             except Exception as error:
                 replies.append(self.fail(req.request_id, error))
         state.totals.output_tokens += num_tokens
@@ -185,6 +178,17 @@ class Applier:
     def newest_step(self) -> InFlightStep:
         """The step that was launched last and isn't collected."""
         return self._in_flight[-1]
+
+    def _end_with(self, reply: Reply, req: Req, ends: list[Reply]) -> Reply:
+        """Ends the request with `reply`; or with one more of `ends`, if its last token is a part of the text.
+
+        A stop token is not, but a grammar may end an output that has none.
+        """
+        if reply.finish_reason is FinishReason.STOP and req.is_complete:
+            ends.append(Reply(req.request_id, (), FinishReason.STOP, req.cached_tokens, index=req.index))
+            reply = msgspec.structs.replace(reply, finish_reason=None)
+        self.end(req)
+        return reply
 
     def _pooled_reply(self, req: Req, pooled: Pooled) -> Reply:
         """The answer to a request for pooling, which ends with its prompt."""
@@ -320,7 +324,7 @@ class Applier:
             if not req.launch_decode(count):
                 self._requests.moved(req)
         rows_S, positions_S = np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32)
-        steps_S = np.array(counts, dtype=np.int32)
+        steps_S = np.array(counts, dtype=np.int32) if several else np.ones_like(rows_S)
         try:
             inputs = self._builder.decode(rows_S, positions_S, steps_S if several else None)
         except Exception:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import StepScores, TokenScores
-from jaxsgl.messages.replies import TokenLogprob
+from jaxsgl.messages.replies import Reply, TokenLogprob
 from jaxsgl.scheduler.req import Req
 
 
@@ -78,8 +79,9 @@ class InFlightStep:
         included.
         """
         by_request = zip(*tokens.reshape(-1, len(self.reqs)).tolist(), strict=True)
+        silent = self.silent
         for place, (req, number, ids) in enumerate(zip(self.reqs, self.lease_numbers, by_request, strict=True)):
-            if req.lease_number == number and req not in self.silent:
+            if req.lease_number == number and not (silent and req in silent):
                 yield place, req, ids
 
 
@@ -91,13 +93,14 @@ def token_logprobs(scores: TokenScores, first: int, count: int, num_top: int) ->
     return [TokenLogprob(*pair) for pair in zip(scores.logprobs[part].tolist(), tops, strict=True)]
 
 
-def sampled_logprob(req: Req, place: int, scores: StepScores) -> TokenLogprob | None:
-    """The log-probability of the token at `place` of the batch, if `req` wants it."""
-    if req.sampling.logprobs is None:
-        return None
-    assert scores.sampled is not None, f"{req.key} wants log-probabilities, but its step has none"
-    (logprob,) = token_logprobs(scores.sampled, place, 1, req.sampling.logprobs)
-    return logprob
+def with_scores(reply: Reply, req: Req, place: int, scores: StepScores) -> Reply:
+    """The reply with what `req` wants to know of its token at `place` of the batch, and of those before."""
+    logprob = None
+    if req.sampling.logprobs is not None:
+        assert scores.sampled is not None, f"{req.key} wants log-probabilities, but its step has none"
+        (logprob,) = token_logprobs(scores.sampled, place, 1, req.sampling.logprobs)
+    states = None if req.states is None else req.states.taken()
+    return msgspec.structs.replace(reply, logprob=logprob, prompt_logprobs=req.take_prompt_logprobs(), states=states)
 
 
 def states_of_works(reqs: Sequence[Req], works: Sequence[Work]) -> list[StatesPart]:
