@@ -1,105 +1,31 @@
-"""The sizes of an engine (`Capacity`), and the list of shapes that it compiles (`BucketSet`).
+"""`BucketSet`: the shapes that an engine compiles.
 
-The shapes are derived from the capacity, given by flags, or read from the file of `--auto-buckets`. Few buckets mean a
+The shapes are derived from the capacity, or given by flags, or read from a file (`bucket_file`). Few buckets mean a
 short warm-up, many mean little waste. Derived sizes double. Those of decode go on in equal steps once such a step is an
 eighth of all rows and at least 32: a batch is large most of the time, and shrinks by one request at a time when no
 request waits. So a decode step pays for less than twice its rows, and an extend step beyond the smallest size for less
 than twice its tokens; the scheduler defers tails of chunks that would be padded much. Knows nothing about requests.
-
-The file is what `scripts/bench_buckets.py --json` writes: a JSON object, of which only this part is read, so that one
-can be written by hand:
-
-    {"suggested": {"decode_buckets": [1, 4, 16, 32], "extend_buckets": [16, 128, 512]}}
-
-decode_buckets: sequences of decode programs; extend_buckets: tokens of extend programs; both ascending, 1 and more.
-Sizes that no batch can reach, since fewer requests run or chunks are shorter, are left out.
 """
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket
-from jaxsgl.batch.patches import EncodeBucket, TowerCapacity
+from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.batch.sampling import Variant
-from jaxsgl.cache.pages import pages_for, tokens_in
-from jaxsgl.config.engine import EngineConfig, Limits
 from jaxsgl.errors import ConfigError
-from jaxsgl.requests.media import MediaLimits
-from jaxsgl.requests.pooling import PoolingSpec
-from jaxsgl.requests.token_states import StatesSpec
 
 MIN_EXTEND_TOKENS = 16
-VARIANTS = (Variant(False), Variant(True), Variant(True, filtered=True), Variant(True, featured=True))
+GREEDY = Variant(False)
+VARIANTS = (GREEDY, Variant(True), Variant(True, filtered=True), Variant(True, featured=True))
 MIN_DECODE_STEP = 32  # rows; smaller sizes double, since every program costs seconds to compile
 SCORE_STRIDE = 2  # of the sizes of extend programs, every second one has a program that scores prompts
 MIN_COLUMNS, COLUMN_FACTOR = 16, 4  # sizes of the adapters' pool: each is so many times the next smaller one
 FEW_SEQS = 8  # most extend steps hold few sequences; per-sequence work in the step is padded to this at least
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What one engine can hold, fixed at start-up. Scheduler and engine share it.
-
-    Attributes:
-      page_size: tokens per page.
-      num_pages: pages in the pool, the dummy page 0 included.
-      num_rows: requests running at once; row `num_rows` is the dummy row of padding.
-      context_length: the most tokens of one request.
-      max_extend_tokens: the most tokens of one extend step.
-      vocab_size: size of the vocabulary.
-      whole_prompts: each prompt is extended in one step; else long ones are cut into chunks.
-      media: images and video frames of a request; None: the model has no vision tower.
-      pooling: how embeddings and scores are made; None: there are none.
-      generates: whether tokens are; without, every step extends prompts and pools.
-      max_adapters: LoRA adapters that may be on the device; 0: there are none.
-      adapter_columns: columns of the pool for them, enough for `max_adapters` of the highest rank.
-      tower: what the tower encodes and the pool of embeddings holds; None: the model has no vision tower.
-      has_axes: tokens have positions other than their indices.
-      states: what is returned of single tokens; None: nothing.
-    """
-
-    page_size: int
-    num_pages: int
-    num_rows: int
-    context_length: int
-    max_extend_tokens: int
-    vocab_size: int
-    whole_prompts: bool = False
-    media: MediaLimits | None = None
-    pooling: PoolingSpec | None = None
-    generates: bool = True
-    max_adapters: int = 0
-    adapter_columns: int = 0
-    tower: TowerCapacity | None = None
-    has_axes: bool = False
-    states: StatesSpec | None = None
-
-    @property
-    def max_mixed_decodes(self) -> int:
-        """Sequences that may decode in a step that extends prompts."""
-        return self.max_extend_tokens - (self.context_length if self.whole_prompts else 1)
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens that all pages except the dummy page hold."""
-        return tokens_in(self.num_pages - 1, self.page_size)
-
-    @property
-    def max_pages_per_seq(self) -> int:
-        """P, the width of page tables: pages of a request that fills the context."""
-        return pages_for(self.context_length, self.page_size)
-
-    @property
-    def limits(self) -> Limits:
-        """The limits that requests are checked against."""
-        sizes = self.vocab_size, self.context_length, self.pool_tokens
-        return Limits(*sizes, self.media, self.pooling, self.generates, self.states)
 
 
 @dataclass(frozen=True)
@@ -116,6 +42,7 @@ class BucketSet:
       pools: whether there are programs that pool hidden states; those that score prompts pool then, too.
       generates: whether there are any other programs.
       column_sizes: R of the programs for batches with adapters, ascending; of "score" programs the last one.
+      states: whether there are programs that return what is computed for single tokens.
       rope_axes: of steps without images; see `Bucket`.
       encode: shapes of calls of the vision tower, ascending; (): the model has none.
     """
@@ -176,59 +103,33 @@ class BucketSet:
             encode=() if capacity.tower is None else capacity.tower.buckets,
         )
 
-    def decode(
-        self,
-        num_seqs: int,
-        sampled: bool,
-        featured: bool = False,
-        filtered: bool = False,
-        num_steps: int = 1,
-        columns: int = 0,
-    ) -> Bucket:
+    def decode(self, num_seqs: int, variant: Variant = GREEDY, num_steps: int = 1, columns: int = 0) -> Bucket:
         """The smallest decode bucket that holds `num_seqs` sequences, of 1 or `decode_steps` steps.
 
         `columns` are those of the pool up to the last one of their adapters, here as below.
         """
         size = self.decode_sizes[bisect_left(self.decode_sizes, num_seqs)]
-        forms = _forms(sampled, featured, filtered, num_steps)
+        forms = _forms(variant, num_steps)
         return self._turned(Bucket("decode", size, size, *forms, adapter_columns=self._columns(columns)))
 
-    def extend(
-        self,
-        num_tokens: int,
-        num_seqs: int,
-        sampled: bool,
-        featured: bool = False,
-        filtered: bool = False,
-        columns: int = 0,
-    ) -> Bucket:
+    def extend(self, num_tokens: int, num_seqs: int, variant: Variant = GREEDY, columns: int = 0) -> Bucket:
         """The smallest extend bucket that holds `num_tokens` tokens of `num_seqs` sequences."""
         tokens = self.extend_sizes[bisect_left(self.extend_sizes, num_tokens)]
         seqs = self.extend_seqs[bisect_left(self.extend_seqs, num_seqs)]
-        forms = _forms(sampled, featured, filtered)
+        forms = _forms(variant)
         bucket = Bucket("extend", tokens, min(seqs, tokens), *forms, adapter_columns=self._columns(columns))
         return self._turned(bucket)
 
-    def pool(
-        self,
-        num_tokens: int,
-        num_seqs: int,
-        sampled: bool,
-        featured: bool = False,
-        filtered: bool = False,
-        columns: int = 0,
-    ) -> Bucket:
+    def pool(self, num_tokens: int, num_seqs: int, variant: Variant = GREEDY, columns: int = 0) -> Bucket:
         """The smallest bucket that extends `num_tokens` tokens of `num_seqs` sequences and pools hidden states.
 
         Beside generation there are as few of them as of those that score prompts.
         """
         if not self.generates:
-            return replace(self.extend(num_tokens, num_seqs, False, columns=columns), pools=True)
-        return replace(self.score(num_tokens, sampled, featured, filtered, columns), kind="extend")
+            return replace(self.extend(num_tokens, num_seqs, columns=columns), pools=True)
+        return replace(self.score(num_tokens, variant, columns), kind="extend")
 
-    def score(
-        self, num_tokens: int, sampled: bool, featured: bool = False, filtered: bool = False, columns: int = 0
-    ) -> Bucket:
+    def score(self, num_tokens: int, variant: Variant = GREEDY, columns: int = 0) -> Bucket:
         """The smallest bucket that extends `num_tokens` tokens with log-probabilities of the prompt.
 
         That is a rare need, so there are fewer sizes, and one number of sequences.
@@ -236,7 +137,7 @@ class BucketSet:
         tokens = self.score_sizes[bisect_left(self.score_sizes, num_tokens)]
         seqs = min(self.extend_seqs[-1], tokens)
         most = self.column_sizes[-1] if columns else 0
-        forms = _forms(sampled, featured, filtered)
+        forms = _forms(variant)
         return self._turned(Bucket("score", tokens, seqs, *forms, pools=self.pools, adapter_columns=most))
 
     def _turned(self, bucket: Bucket) -> Bucket:
@@ -258,14 +159,16 @@ class BucketSet:
         size, tokens_by_seqs = self.decode_sizes[-1], {seqs: tokens for tokens, seqs in self._extend_shapes()}
         most = self.column_sizes[-1] if self.column_sizes else 0
         if not self.generates:
-            return [self.pool(tokens, seqs, False, columns=most) for seqs, tokens in tokens_by_seqs.items()]
-        buckets = [self.extend(tokens, seqs, *v) for seqs, tokens in tokens_by_seqs.items() for v in VARIANTS]
-        buckets += [self.score(self.score_sizes[-1], *variant) for variant in VARIANTS]
-        buckets += [self.decode(size, *variant) for variant in VARIANTS]
+            return [self.pool(tokens, seqs, columns=most) for seqs, tokens in tokens_by_seqs.items()]
+        buckets = [
+            self.extend(tokens, seqs, variant) for seqs, tokens in tokens_by_seqs.items() for variant in VARIANTS
+        ]
+        buckets += [self.score(self.score_sizes[-1], variant) for variant in VARIANTS]
+        buckets += [self.decode(size, variant) for variant in VARIANTS]
         if self.pools:
-            buckets += [self.pool(self.score_sizes[-1], 1, *variant) for variant in VARIANTS]
+            buckets += [self.pool(self.score_sizes[-1], 1, variant) for variant in VARIANTS]
         if self.decode_steps > 1:
-            buckets += [self.decode(size, sampled, num_steps=self.decode_steps) for sampled in (False, True)]
+            buckets += [self.decode(size, variant, self.decode_steps) for variant in VARIANTS[:2]]
         return [replace(bucket, adapter_columns=most) for bucket in buckets]
 
     def all(self) -> list[Bucket]:
@@ -278,18 +181,16 @@ class BucketSet:
         return sorted(buckets, key=lambda bucket: (-bucket.num_tokens, bucket))
 
     def _all_without_images(self) -> set[Bucket]:
-        buckets = set() if self.generates else {self.pool(*shape, False) for shape in self._extend_shapes()}
+        buckets = set() if self.generates else {self.pool(*shape) for shape in self._extend_shapes()}
         for variant in VARIANTS if self.generates else ():
             if self.pools:
-                buckets |= {self.pool(size, 1, *variant) for size in self.score_sizes}
-            buckets |= {self.decode(size, *variant) for size in self.decode_sizes}
-            buckets |= {self.extend(*shape, *variant) for shape in self._extend_shapes()}
-            buckets |= {self.score(size, *variant) for size in self.score_sizes}
+                buckets |= {self.pool(size, 1, variant) for size in self.score_sizes}
+            buckets |= {self.decode(size, variant) for size in self.decode_sizes}
+            buckets |= {self.extend(*shape, variant) for shape in self._extend_shapes()}
+            buckets |= {self.score(size, variant) for size in self.score_sizes}
         if self.decode_steps > 1 and self.generates:
             buckets |= {
-                self.decode(size, sampled, num_steps=self.decode_steps)
-                for size in self.decode_sizes
-                for sampled in (False, True)
+                self.decode(size, variant, self.decode_steps) for size in self.decode_sizes for variant in VARIANTS[:2]
             }
         for size in self.column_sizes:
             without = [bucket for bucket in buckets if not bucket.adapter_columns]
@@ -316,12 +217,13 @@ def with_images(bucket: Bucket) -> Bucket:
     return bucket if bucket.kind == "decode" else replace(bucket, rope_axes=3)
 
 
-def _forms(sampled: bool, featured: bool, filtered: bool, num_steps: int = 1) -> tuple[bool, bool, int, bool]:
+def _forms(variant: Variant, num_steps: int = 1) -> tuple[bool, bool, int, bool]:
     """The last fields of a bucket.
 
     Featured programs and those of several steps filter always: forms of them without filters would be as many large
     programs more to compile.
     """
+    sampled, featured, filtered = variant
     return sampled or featured, featured, num_steps, filtered and not featured and num_steps == 1
 
 
@@ -348,46 +250,3 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
         sizes.append(first)
         first *= 2
     return (*sizes, last)
-
-
-def buckets_of(config: EngineConfig, capacity: Capacity) -> BucketSet:
-    """The shapes that `config` asks for. Raises `ConfigError` if they can't be read or don't reach the capacity."""
-    scheduling, steps = config.scheduling, config.decode_steps
-    alone = capacity.whole_prompts and not scheduling.enable_mixed_chunk  # a prompt beyond --max-prefill-tokens
-    shared_tokens = scheduling.max_prefill_tokens if alone else None
-    if config.auto_buckets is None:
-        return BucketSet.derive(capacity, config.decode_buckets, config.extend_buckets, steps, shared_tokens)
-    path = Path(config.auto_buckets)
-    suggested = _suggested(path)
-    decode = _sizes(path, suggested, "decode_buckets", capacity.num_rows, "requests at once", "--max-running-requests")
-    extend = _sizes(
-        path, suggested, "extend_buckets", capacity.max_extend_tokens, "tokens in a step", "--chunked-prefill-size"
-    )
-    return BucketSet.derive(capacity, decode, extend, steps, shared_tokens)
-
-
-def _suggested(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--auto-buckets {path} can't be read as JSON: {error}") from error
-    suggested = found.get("suggested") if isinstance(found, dict) else None
-    if not isinstance(suggested, dict):
-        raise ConfigError(
-            f'--auto-buckets {path} holds no object "suggested": name a file that scripts/bench_buckets.py --json wrote'
-        )
-    return suggested
-
-
-def _sizes(path: Path, suggested: dict[str, Any], name: str, largest: int, what: str, flag: str) -> tuple[int, ...]:
-    """The sizes in the file, which reach `largest`."""
-    sizes = suggested.get(name)
-    if not isinstance(sizes, list) or not sizes or not all(type(size) is int and size >= 1 for size in sizes):
-        raise ConfigError(f"--auto-buckets {path}: {name} is {sizes!r}, but must be a list of numbers of 1 and more")
-    sizes = sorted(set(sizes))
-    if sizes[-1] < largest:
-        raise ConfigError(
-            f"--auto-buckets {path} was made for {sizes[-1]} {what}, but there may be {largest}: run "
-            f"scripts/bench_buckets.py with the flags of this server, or use {flag} {sizes[-1]}"
-        )
-    return tuple(sizes)

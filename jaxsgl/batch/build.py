@@ -137,7 +137,7 @@ class BatchBuilder:
         num_steps = 1 if steps is None else self._buckets.decode_steps
         variant = self._sampling.variant(rows)
         columns = self._columns(rows)
-        bucket = self._buckets.decode(n, *variant, num_steps=num_steps, columns=columns)
+        bucket = self._buckets.decode(n, variant, num_steps=num_steps, columns=columns)
         if self._buckets.states and num_steps == 1 and self._sampling.any_states(rows):
             bucket = replace(bucket, states=True)
         packed, arrays = _padding(bucket, self._dummy_row)
@@ -168,11 +168,11 @@ class BatchBuilder:
         variant = self._sampling.variant(sampling_rows)
         columns = self._columns(rows)
         if any(work.targets is not None for work in works):
-            bucket = self._buckets.score(num_tokens, *variant, columns=columns)
+            bucket = self._buckets.score(num_tokens, variant, columns=columns)
         elif not self._buckets.generates or any(work.pooling is not None for work in works):
-            bucket = self._buckets.pool(num_tokens, len(works), *variant, columns=columns)
+            bucket = self._buckets.pool(num_tokens, len(works), variant, columns=columns)
         else:
-            bucket = self._buckets.extend(num_tokens, len(works), *variant, columns=columns)
+            bucket = self._buckets.extend(num_tokens, len(works), variant, columns=columns)
         if any(work.pool_rows is not None for work in works):
             bucket = with_images(bucket)
         if self._buckets.states and (any(work.states for work in works) or self._sampling.any_states(sampling_rows)):

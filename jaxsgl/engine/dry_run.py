@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import jax
 
-from jaxsgl.batch.buckets import Capacity
 from jaxsgl.batch.build import empty_step
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, empty_call

@@ -16,7 +16,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of
+from jaxsgl.batch.bucket_file import buckets_of
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.batch.patches import EncodeInputs

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.cache.pages import pages_for, tokens_in
 from jaxsgl.config.engine import EngineConfig

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine.edits import EditTables, neutral_tables
 from jaxsgl.engine.sizing import KvShape

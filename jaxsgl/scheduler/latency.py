@@ -135,7 +135,7 @@ class Latency:
         times = self._times["decode"]
         kv_tokens = sum(req.kv_len + 1 for req in decoding) + sum(claim.extend_to for claim in ending)
         rows = min(len(decoding) + len(ending), self._buckets.decode_sizes[-1])
-        size = self._buckets.decode(rows, False).num_tokens
+        size = self._buckets.decode(rows).num_tokens
         return (times.base(size) or 0.0) + times.attention(kv_tokens, 0)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.load import HostLoad, Totals

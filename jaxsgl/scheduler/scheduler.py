@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import BatchBuilder
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import PageEngine, StepScores
 from jaxsgl.batch.engine_ops import EngineOp, HostPages
 from jaxsgl.batch.inputs import StepInputs

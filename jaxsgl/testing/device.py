@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import PooledRows, StatesRows
 from jaxsgl.batch.engine_ops import HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepArrays, StepInputs

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepScores, TokenScores
 from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, PlaceAdapter
 from jaxsgl.batch.inputs import StepArrays, StepInputs

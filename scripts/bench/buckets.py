@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from bench.requests import Job, greedy_requests
 from bench.simulation.engine import SizesBuilder
-from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet, Capacity
+from jaxsgl.batch.buckets import MIN_EXTEND_TOKENS, BucketSet
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.config.engine import EngineConfig
@@ -177,7 +178,7 @@ def padding(steps: Steps, buckets: BucketSet) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for (kind, tokens, seqs), count in steps.items():
         of = found.setdefault(kind, {"steps": 0, "real": 0, "padded": 0})
-        bucket = buckets.decode(tokens, False) if kind == "decode" else buckets.extend(tokens, seqs, False)
+        bucket = buckets.decode(tokens) if kind == "decode" else buckets.extend(tokens, seqs)
         of["steps"] += count
         of["real"] += count * tokens
         of["padded"] += count * bucket.num_tokens
@@ -238,7 +239,7 @@ class Costs:
         total = 0.0
         for (kind, tokens, seqs), count in steps.items():
             bucket: Bucket
-            bucket = buckets.decode(tokens, False) if kind == "decode" else buckets.extend(tokens, seqs, False)
+            bucket = buckets.decode(tokens) if kind == "decode" else buckets.extend(tokens, seqs)
             total += count * self.step_s(bucket.num_tokens, self.class_of(kind, seqs))
         return total
 

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, doubling
+from jaxsgl.batch.bucket_file import buckets_of
+from jaxsgl.batch.buckets import BucketSet, doubling
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.sampling import Variant
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.errors import ConfigError
 
@@ -22,11 +25,11 @@ def test_buckets_double_up_to_the_largest_batch() -> None:
     assert buckets.decode_sizes == (1, 2, 4, 6)
     assert buckets.extend_sizes == (16, 32)
     everything = set(buckets.all())
-    for sampled in (False, True):
+    for variant in (Variant(False), Variant(True)):
         for seqs in range(1, 7):
-            assert buckets.decode(seqs, sampled) in everything
+            assert buckets.decode(seqs, variant) in everything
             for tokens in range(seqs, 33):
-                bucket = buckets.extend(tokens, seqs, sampled)
+                bucket = buckets.extend(tokens, seqs, variant)
                 assert bucket in everything
                 assert bucket.num_tokens >= tokens
                 assert bucket.num_seqs >= seqs

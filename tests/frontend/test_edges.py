@@ -20,7 +20,8 @@ import msgspec
 import pytest
 from played_link import PlayedLink, front_end_of
 
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer

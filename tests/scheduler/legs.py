@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind, Reply

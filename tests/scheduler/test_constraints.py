@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest

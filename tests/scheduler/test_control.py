@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.messages.cache_events import CacheCleared, CacheEvents, PagesStored
 from jaxsgl.messages.orders import Abort, Answer, FlushCache, Ping, StartProfile, StopProfile, WatchCache, Withdraw
 from jaxsgl.messages.wire import ToEngine

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.config.engine import SchedulingConfig
@@ -210,7 +211,7 @@ def test_a_bound_on_latency_bounds_the_images_encoded_before_a_step(patch_s: flo
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, clock=lambda: 0.0)
     latency = scheduler.state.latency
     assert latency is not None
-    bucket = scheduler.state.buckets.extend(16, 1, False)
+    bucket = scheduler.state.buckets.extend(16, 1)
     latency.launched(bucket, 0.0, 0.0)
     latency.collected(0.0)
     if patch_s is not None:

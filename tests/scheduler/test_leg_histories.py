@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import FinishReason, Request

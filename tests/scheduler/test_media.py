@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxsgl.batch.buckets import Capacity
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.messages.cache_events import CacheEvents, PagesStored
 from jaxsgl.messages.orders import WatchCache
 from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of

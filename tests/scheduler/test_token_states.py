@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.request import Request, check_request

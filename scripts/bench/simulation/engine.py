@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from bench.requests import OUTPUT_TOKEN
 from bench.simulation.cost import Costs, Hardware, equal_pairs, weight_bytes
-from jaxsgl.batch.buckets import BucketSet, Capacity
+from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import Work
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
@@ -88,7 +89,7 @@ class SizesBuilder:
     def decode(self, rows: IntArray, positions: IntArray, steps: IntArray | None = None) -> StepSizes:
         """See `BatchBuilder`."""
         n = len(rows)
-        bucket = self._buckets.decode(n, False, num_steps=1 if steps is None else self._buckets.decode_steps)
+        bucket = self._buckets.decode(n, num_steps=1 if steps is None else self._buckets.decode_steps)
         counts = np.ones_like(positions) if steps is None else steps
         kv_tokens = int((counts * (2 * positions + counts + 1)).sum()) // 2
         return StepSizes(bucket, _NOTHING, n, int(counts.sum()), kv_tokens=kv_tokens, pairs=kv_tokens)
@@ -106,7 +107,7 @@ class SizesBuilder:
             else:
                 kv_tokens += end
                 pairs += equal_pairs(count, 1, end)
-        bucket = self._buckets.extend(num_tokens, len(works), False)
+        bucket = self._buckets.extend(num_tokens, len(works))
         return StepSizes(
             bucket, _NOTHING, len(works), num_tokens,
             kv_tokens=kv_tokens, pairs=pairs, decode_kv_tokens=decode_kv_tokens,

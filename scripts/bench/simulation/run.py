@@ -20,7 +20,8 @@ from bench.requests import Ask, prompt_ids
 from bench.simulation.cost import Costs
 from bench.simulation.engine import Clock, SimulatedEngine, SizesBuilder
 from bench.simulation.figures import Figures, Sent
-from jaxsgl.batch.buckets import Capacity, buckets_of
+from jaxsgl.batch.bucket_file import buckets_of
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.messages.orders import Shutdown
 from jaxsgl.messages.replies import Replies, Reply

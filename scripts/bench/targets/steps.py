@@ -20,7 +20,9 @@ from bench.models import write_config
 from bench.targets.collectives import Wanted
 from bench.targets.programs import Program, bytes_on_one_device, on_one_device, placed, weights_on_one_device
 from bench.targets.targets import Target
-from jaxsgl.batch.buckets import BucketSet, Capacity, buckets_of, with_images
+from jaxsgl.batch.bucket_file import buckets_of
+from jaxsgl.batch.buckets import BucketSet, with_images
+from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
@@ -71,7 +73,7 @@ class Served:
     def bucket(self, kind: str, size: int, sampling: str) -> Bucket:
         """The bucket of a batch of the table."""
         buckets = self.buckets
-        greedy = buckets.decode(size, False) if kind == "decode" else buckets.extend(size, EXTEND_SEQS, False)
+        greedy = buckets.decode(size) if kind == "decode" else buckets.extend(size, EXTEND_SEQS)
         return dataclasses.replace(greedy, **SAMPLINGS[sampling])
 
     def table(self) -> Iterator[tuple[str, list[ProgramKey]]]:
