@@ -84,6 +84,7 @@ class TransferLoad(msgspec.Struct, frozen=True, array_like=True):
       num_moving: requests whose pages are sent or received.
       staged_bytes: staging memory that is taken or promised.
       moved_bytes: sent or received since the start.
+      hidden_bytes: of those, sent before the prompt was computed, so that no one waited for them. Prefill only.
     """
 
     mode: str
@@ -91,3 +92,4 @@ class TransferLoad(msgspec.Struct, frozen=True, array_like=True):
     num_moving: int
     staged_bytes: int
     moved_bytes: int
+    hidden_bytes: int = 0

@@ -88,4 +88,10 @@ KV_ROWS: tuple[KvRow, ...] = (
         _on_the_way("", "moved_bytes"),
         (),
     ),
+    (
+        ("jaxsgl:kv_hidden_bytes_total",),
+        "Bytes of KV pages that a prefill server sent before their prompt was computed.",
+        _on_the_way("prefill", "hidden_bytes"),
+        (),
+    ),
 )

@@ -18,6 +18,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -312,7 +313,7 @@ class _Link:
         sock.sendall(encode(message, len(data)))
         sock.sendall(data)
         assert isinstance(message, Pages)
-        self._wire.tell(Sent(self.peer, message.room, len(data)))
+        self._wire.tell(Sent(self.peer, message.room, len(data), time.monotonic()))
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:

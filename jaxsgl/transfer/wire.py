@@ -27,11 +27,12 @@ class News(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """`num_bytes` of the pages of `room` have left this process, so the memory that held them is free."""
+    """`num_bytes` of the pages of `room` left this process at `at_s` (monotonic), so the memory they took is free."""
 
     peer: Peer
     room: Room
     num_bytes: int
+    at_s: float
 
 
 class Left(NamedTuple):

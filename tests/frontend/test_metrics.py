@@ -174,10 +174,11 @@ def test_the_engines_numbers_come_from_its_latest_load() -> None:
     ("mode", "queues"), [("prefill", ("prealloc", "inflight")), ("decode", ("prealloc", "transfer"))]
 )
 def test_requests_and_bytes_between_prefill_and_decode_are_told(mode: str, queues: tuple[str, str]) -> None:
-    samples = samples_of(metrics_of(Load(transfer=TransferLoad(mode, 3, 2, 1 << 20, 5 << 30))))
+    samples = samples_of(metrics_of(Load(transfer=TransferLoad(mode, 3, 2, 1 << 20, 5 << 30, 1 << 30))))
     shown = [samples[f"sglang:num_{mode}_{queue}_queue_reqs"] for queue in queues]
     assert shown == [3, 2]
     assert (samples["jaxsgl:kv_staged_bytes"], samples["jaxsgl:kv_moved_bytes_total"]) == (1 << 20, 5 << 30)
+    assert samples["jaxsgl:kv_hidden_bytes_total"] == (1 << 30 if mode == "prefill" else 0)
     other = "decode" if mode == "prefill" else "prefill"
     assert samples[f"sglang:num_{other}_prealloc_queue_reqs"] == 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ class Network:
     """All wires, by address.
 
     Attributes:
+      clock: gives seconds, for what has left.
       links: connections that hold, as (wire, its peer, other wire, that one's peer).
     """
 
@@ -23,6 +24,7 @@ class Network:
         self.links: dict[tuple[MemoryWire, Peer], tuple[MemoryWire, Peer]] = {}
         self.on_way: dict[tuple[MemoryWire, Peer], deque[tuple[Message, np.ndarray | None]]] = {}
         self.num_peers = 0
+        self.clock: Callable[[], float] = lambda: 0.0
 
     def link(self, one: MemoryWire, other: MemoryWire) -> Peer:
         self.num_peers += 2
@@ -38,7 +40,7 @@ class Network:
         wire, peer = end
         if payload is not None:
             assert isinstance(message, Pages)
-            wire.events.append(Sent(peer, message.room, payload.nbytes))
+            wire.events.append(Sent(peer, message.room, payload.nbytes, self.clock()))
         other, at_other = self.links[end]
         for _ in range(1 + twice):
             if payload is None or other.takes(message, at_other):

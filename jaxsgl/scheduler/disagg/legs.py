@@ -183,7 +183,8 @@ class PrefillScheduler(LegScheduler):
         """The scheduler's, and that of the legs around it."""
         waiting, sending = self.rooms.num_bootstrapping, self.rooms.num_sending
         load = super().load(recompiles, leaks, weight_version)
-        transfer = TransferLoad("prefill", waiting, sending, self.rooms.staged_bytes, self._num_bytes)
+        moved = self._num_bytes, self.rooms.hidden_bytes
+        transfer = TransferLoad("prefill", waiting, sending, self.rooms.staged_bytes, *moved)
         return msgspec.structs.replace(load, num_waiting=load.num_waiting + waiting, transfer=transfer)
 
     def _passes(self, reply: Reply) -> bool:
@@ -251,8 +252,8 @@ class PrefillScheduler(LegScheduler):
 
     def _heard(self, event: Event) -> list[Action]:
         match event:
-            case Sent(peer, _, num_bytes):
-                return self.rooms.sent(peer, num_bytes)
+            case Sent() as sent:
+                return self.rooms.sent(sent)
             case Left(peer, reason):
                 return self.rooms.left(peer, reason)
             case News(peer, Open(room)):

@@ -31,7 +31,7 @@ from jaxsgl.scheduler.disagg.rooms import (
     too_many,
 )
 from jaxsgl.transfer.frames import FRAME_BYTES, Done, Fail, Grant, Room, page_frames
-from jaxsgl.transfer.wire import Peer
+from jaxsgl.transfer.wire import Peer, Sent
 
 MAX_REFUSED = 1024  # rooms that ended before decode asked for them, and are remembered
 
@@ -57,7 +57,7 @@ class _Leg:
     next: int = 0
     end: int = 0
     num_gathering: int = 0
-    answered: bool = False  # by the scheduler
+    answered_s: float | None = None  # when the scheduler had computed it
     acked: bool = False  # by decode
 
 
@@ -76,7 +76,10 @@ class PrefillRooms:
     Args:
       limits: what they may take.
       weight_version: gives the version of the weights that compute now.
-      clock: gives seconds.
+      clock: gives seconds, as those of the wire's events.
+
+    Attributes:
+      hidden_bytes: of pages that left before their prompt was computed.
     """
 
     def __init__(self, limits: RoomLimits, weight_version: Callable[[], str], clock: Callable[[], float]) -> None:
@@ -92,6 +95,7 @@ class PrefillRooms:
         self._promised = 0  # pages that started requests may still have copied
         self._gathering = 0  # pages that are being copied, of ended requests too
         self._unsent: Counter[Peer] = Counter()  # bytes that wires hold
+        self.hidden_bytes = 0
 
     @property
     def num_rooms(self) -> int:
@@ -189,7 +193,7 @@ class PrefillRooms:
         leg = self._leg_of(request_id)
         if leg is None:
             return False
-        leg.answered = True
+        leg.answered_s = self._clock()
         if leg.acked:
             self._remove(leg)
         return not leg.acked
@@ -209,10 +213,13 @@ class PrefillRooms:
         frames = page_frames(room, first, data, per_frame)
         return [*(Send(leg.peer, message, payload) for message, payload in frames), *self._done(leg)]
 
-    def sent(self, peer: Peer, num_bytes: int) -> list[Action]:
+    def sent(self, sent: Sent) -> list[Action]:
         """Pages have left this process."""
-        if peer in self._unsent:
-            self._unsent[peer] -= num_bytes
+        if sent.peer in self._unsent:
+            self._unsent[sent.peer] -= sent.num_bytes
+        leg = self._legs.get(sent.room)
+        if leg is not None and leg.peer == sent.peer and (leg.answered_s is None or sent.at_s <= leg.answered_s):
+            self.hidden_bytes += sent.num_bytes
         return self._start_waiting()
 
     # The other leg.
@@ -248,7 +255,7 @@ class PrefillRooms:
         if leg is None or leg.peer != peer or leg.state is not PrefillState.SENDING:
             return []
         leg.acked = True
-        if not leg.answered:
+        if leg.answered_s is None:
             return []
         self._remove(leg)
         return [Answer(leg.request.request_id)]
