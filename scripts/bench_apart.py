@@ -5,8 +5,9 @@ and are measured in turns, on the same prompts. Two kinds of load:
 
 - alone: long prompts one after the other. Prints the time to the first token, what it is longer by apart, and the share
   of the KV bytes that was sent while later chunks of the prompt were computed.
-- bursts: streams of short prompts generate, while every few seconds several long prompts come at once. Prints the time
-  between tokens of the streams.
+- bursts: streams of short prompts generate, while again and again several long prompts come at once. Prints the time
+  between tokens of the streams. Bursts come such that computing their prompts takes a given share (--busy) of one
+  server's time, by the time that prompts alone take in servers that do both.
 
 On a machine that other programs use, compare the fleets of one run and processor time only. Reproduce the figures of
 docs/scale-out.md with:
@@ -56,7 +57,8 @@ MODEL = {
     "eos_token_id": 1023,
 }
 SHORT_TOKENS = 16
-BURST_OUTPUT_TOKENS = 4
+LONG_OUTPUT_TOKENS = 4
+FIRST_STREAM_SEED = 1 << 20  # no long prompt has it
 WORD_IDS = 10_000  # prompts are words or ids below this, as the gateway takes them
 
 
@@ -67,8 +69,9 @@ class Load:
     Attributes:
       long_tokens: of a long prompt.
       num_alone: long prompts one after the other.
-      num_streams, stream_tokens: streams beside the bursts, and what each generates.
-      num_bursts, burst_size, period_s: long prompts that come at once, and how often.
+      num_streams, stream_tokens: streams beside the bursts, and what each of their answers has.
+      num_bursts, burst_size: how often long prompts come at once, and how many.
+      busy: share of one server's time that their prompts take.
     """
 
     long_tokens: int
@@ -77,7 +80,7 @@ class Load:
     stream_tokens: int
     num_bursts: int
     burst_size: int
-    period_s: float
+    busy: float
 
 
 @dataclass
@@ -131,24 +134,43 @@ class Meter:
                 sums[self._load] = sums.get(self._load, 0) + (self._fleet.transfer() or {})[name] - before
 
 
-async def alone(run: Run, load: Load, seeds: itertools.count[int]) -> list[Answer]:
+async def alone(run: Run, load: Load) -> list[Answer]:
     """Long prompts one after the other."""
     answers: list[Answer] = []
-    for _ in range(load.num_alone):
-        ask = Ask(0.0, (next(seeds),), (load.long_tokens,), BURST_OUTPUT_TOKENS)
-        answers = (await run.send([ask], lambda _: None)).answers
+    for seed in range(load.num_alone):
+        answers = (await run.send([Ask(0.0, (seed,), (load.long_tokens,), LONG_OUTPUT_TOKENS)], ignore)).answers
     return _checked(answers)
 
 
-async def bursts(run: Run, load: Load, seeds: itertools.count[int]) -> tuple[list[Answer], list[Answer]]:
-    """Streams beside bursts; returns the answers of streams, and those of long prompts."""
-    asks = [Ask(0.0, (next(seeds),), (SHORT_TOKENS,), load.stream_tokens) for _ in range(load.num_streams)]
-    for number in range(load.num_bursts):
-        at_s = (number + 1) * load.period_s
-        burst = (Ask(at_s, (next(seeds),), (load.long_tokens,), BURST_OUTPUT_TOKENS) for _ in range(load.burst_size))
-        asks += burst
-    answers = _checked((await run.send(asks, lambda _: None)).answers)
-    return answers[: load.num_streams], answers[load.num_streams :]
+async def bursts(backend: Backend, load: Load, period_s: float, salt: int) -> tuple[list[Answer], list[Answer]]:
+    """Streams beside bursts, until the last burst is answered; returns the answers of streams, and of long prompts."""
+    is_over = asyncio.Event()
+
+    async def stream(number: int) -> list[Answer]:
+        run, answers = Run(backend, WORD_IDS, salt), list[Answer]()
+        for seed in itertools.count(FIRST_STREAM_SEED + number, load.num_streams):
+            answers = (await run.send([Ask(0.0, (seed,), (SHORT_TOKENS,), load.stream_tokens)], ignore)).answers
+            if is_over.is_set():
+                break
+        return answers
+
+    streams = [asyncio.create_task(stream(number)) for number in range(load.num_streams)]
+    await asyncio.sleep(period_s)
+    asks = [
+        Ask(
+            number * period_s, (load.num_alone + number * load.burst_size + i,), (load.long_tokens,), LONG_OUTPUT_TOKENS
+        )
+        for number in range(load.num_bursts)
+        for i in range(load.burst_size)
+    ]
+    outcome = await Run(backend, WORD_IDS, salt).send(asks, ignore)
+    is_over.set()
+    of_streams = itertools.chain.from_iterable(await asyncio.gather(*streams))
+    return _checked([*of_streams]), _checked(outcome.answers)
+
+
+def ignore(_: int) -> None:
+    """Shows no progress."""
 
 
 def _checked(answers: list[Answer]) -> list[Answer]:
@@ -167,22 +189,23 @@ async def measure(
 ) -> list[Figures]:
     """Sends `load` to the fleets in turns, after a warm-up."""
     results = [Figures(fleet.name) for fleet in fleets]
-    for number in range(rounds + 1):
-        for fleet, figures in zip(fleets, results, strict=True):
-            backend = connect(fleet)
-            await backend.describe()
-            seeds = itertools.count()  # the same prompts for all fleets, others in each round
-            if number == 0:
-                await Run(backend, WORD_IDS, 0).warm_up(Ask(0.0, (0,), (load.long_tokens,), 4), 4)
-                continue
+    backends = [connect(fleet) for fleet in fleets]
+    for backend in backends:
+        await backend.describe()
+        await Run(backend, WORD_IDS, 0).warm_up(Ask(0.0, (0,), (load.long_tokens,), LONG_OUTPUT_TOKENS), 4)
+    for salt in range(1, rounds + 1):  # the same prompts for all fleets, others in each round
+        for fleet, backend, figures in zip(fleets, backends, results, strict=True):
             with Meter(fleet, figures, "alone"):
-                answers = await alone(Run(backend, WORD_IDS, number), load, seeds)
+                answers = await alone(Run(backend, WORD_IDS, salt), load)
             figures.ttfts_s += [answer.ttft_s for answer in answers]
+        period_s = load.burst_size * statistics.median(results[-1].ttfts_s) / load.busy
+        for fleet, backend, figures in zip(fleets, backends, results, strict=True):
             with Meter(fleet, figures, "bursts"):
-                streams, prompts = await bursts(Run(backend, WORD_IDS, number), load, seeds)
+                streams, prompts = await bursts(backend, load, period_s, salt)
             figures.itls_s += [itl_s for answer in streams for itl_s in answer.itls_s]
             figures.burst_ttfts_s += [answer.ttft_s for answer in prompts]
-            await backend.close()
+    for backend in backends:
+        await backend.close()
     return results
 
 
@@ -238,21 +261,19 @@ def main() -> None:
     """Parses the command line, measures, and prints the figures."""
     parser = command_parser(__doc__)
     parser.add_argument("--model", help="folder of a model (default: random weights of 25 million parameters)")
-    parser.add_argument("--chunk", type=int, default=256, help="--chunked-prefill-size of all servers")
-    parser.add_argument("--long-tokens", type=int, default=1024, help="of a long prompt")
+    parser.add_argument("--chunk", type=int, default=128, help="--chunked-prefill-size of all servers")
+    parser.add_argument("--long-tokens", type=int, default=768, help="of a long prompt, about")
     parser.add_argument("--alone", type=int, default=6, help="long prompts that are sent one after the other")
     parser.add_argument("--streams", type=int, default=4, help="that generate beside the bursts")
-    parser.add_argument("--stream-tokens", type=int, default=600, help="of each stream")
-    parser.add_argument("--bursts", type=int, default=4)
-    parser.add_argument("--burst-size", type=int, default=4, help="long prompts that come at once")
-    parser.add_argument("--period-s", type=float, default=4.0, help="from burst to burst")
+    parser.add_argument("--stream-tokens", type=int, default=200, help="of each answer of a stream")
+    parser.add_argument("--bursts", type=int, default=12)
+    parser.add_argument("--burst-size", type=int, default=2, help="long prompts that come at once")
+    parser.add_argument("--busy", type=float, default=0.6, help="share of one server's time that the bursts take")
     parser.add_argument("--rounds", type=int, default=2, help="how often each fleet is measured, in turns")
     parser.add_argument("--no-pin", action="store_true", help="let all servers use all cores")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
-    load = Load(
-        args.long_tokens, args.alone, args.streams, args.stream_tokens, args.bursts, args.burst_size, args.period_s
-    )
+    load = Load(args.long_tokens, args.alone, args.streams, args.stream_tokens, args.bursts, args.burst_size, args.busy)
     flags = [
         "--page-size", "16", "--max-total-tokens", "32768", "--max-running-requests", "8", "--decode-buckets", "8",
         "--extend-buckets", str(args.chunk), "--chunked-prefill-size", str(args.chunk),

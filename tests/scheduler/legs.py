@@ -80,10 +80,13 @@ class LegWorker:
         if isinstance(message, Request):
             self.requests[message.request_id] = message
         self.scheduler.receive([message])
+        self.scheduler.check()
         self.settle()
 
     def turn(self) -> None:
-        """One turn of the loop."""
+        """One turn of the loop, which sleeps while there is nothing to do. Launches and collects check all accounts."""
+        if not (self.is_busy or self.transfer_rooms):
+            return
         inputs = self.scheduler.launch()
         if inputs is not None:
             self.in_flight.append(self.engine.submit(inputs))
@@ -94,7 +97,6 @@ class LegWorker:
 
     def settle(self) -> None:
         """Takes the replies. Every sample ends once, and says nothing after."""
-        self.scheduler.check()
         for reply in self.scheduler.take_replies():
             self.replies.append(reply)
             samples = range(self.requests[reply.request_id].sampling.n)
@@ -114,6 +116,12 @@ class LegWorker:
         transfer = self.scheduler.load(0).transfer
         assert transfer is not None
         return transfer
+
+    @property
+    def transfer_rooms(self) -> int:
+        """Requests and orphans that time may end."""
+        assert isinstance(self.scheduler, PrefillScheduler | DecodeScheduler)
+        return self.scheduler.rooms.num_rooms
 
     @property
     def is_busy(self) -> bool:

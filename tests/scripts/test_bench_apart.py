@@ -11,12 +11,12 @@ import pytest
 from bench.fleet import Fleet
 from bench.serving.backend import Answer, Served, Turn
 
-LOAD = script.Load(64, num_alone=2, num_streams=2, stream_tokens=101, num_bursts=3, burst_size=2, period_s=0.01)
-FIRST_S = 0.5
+LOAD = script.Load(64, num_alone=2, num_streams=2, stream_tokens=101, num_bursts=3, burst_size=2, busy=0.5)
+FIRST_S = 0.01
 
 
 class PlayedFleet:
-    """Answers after half a second, then every `gap_s`, and ten times as late at each tenth token; and moves bytes."""
+    """Answers after 10 ms, then every `gap_s`, and ten times as late at each tenth token; and moves bytes."""
 
     def __init__(self, name: str, gap_s: float, moves: bool) -> None:
         self.name, self.gap_s, self.moves = name, gap_s, moves
@@ -42,6 +42,7 @@ class PlayedFleet:
             now_s += self.gap_s * (10 if number % 10 == 0 else 1)
         answer.count(len(self.prompts[-1]), turn.output_len, 0)
         answer.finish(complete=True)
+        await asyncio.sleep(self.gap_s * turn.output_len / 10)
 
     async def flush_cache(self) -> None:
         raise AssertionError("prompts differ anyway")
@@ -54,16 +55,15 @@ def test_fleets_get_the_same_prompts_in_turns_and_are_compared() -> None:
     played = [PlayedFleet("apart", 0.001, True), PlayedFleet("both in each", 0.004, False)]
     fleets = cast(list[Fleet], played)
     results = asyncio.run(script.measure(fleets, LOAD, 2, lambda fleet: cast(PlayedFleet, fleet)))
-    assert played[0].prompts == played[1].prompts
-    per_round = LOAD.num_alone + LOAD.num_streams + LOAD.num_bursts * LOAD.burst_size
-    measured = played[0].prompts[-2 * per_round :]
-    assert len({tuple(prompt) for prompt in measured}) == 2 * per_round  # none finds another's prefix cached
+    long = [[tuple(prompt) for prompt in fleet.prompts if len(prompt) == LOAD.long_tokens] for fleet in played]
+    per_round = LOAD.num_alone + LOAD.num_bursts * LOAD.burst_size
+    assert long[0] == long[1] and len(set(long[0][-2 * per_round :])) == 2 * per_round  # none finds another's prefix
     for figures, gap_s in zip(results, (0.001, 0.004), strict=True):
         assert figures.ttfts_s == pytest.approx([FIRST_S] * 4)
-        assert len(figures.burst_ttfts_s) == 12 and len(figures.itls_s) == 400
+        assert len(figures.burst_ttfts_s) == 12 and len(figures.itls_s) >= 400
         assert figures.percentile_itl_ms(50) == pytest.approx(1e3 * gap_s)
         assert figures.percentile_itl_ms(99) == pytest.approx(1e4 * gap_s)
-        assert (figures.alone_cpu_s, figures.burst_cpu_s) == (4.0, 2.0 * (per_round - 2))
+        assert figures.alone_cpu_s == 4.0 and figures.burst_cpu_s >= 2 * (per_round - 2) + 4
     assert results[0].hidden_share("alone") == results[0].hidden_share("bursts") == 0.75
     assert results[1].hidden_share("alone") is None
     text = script.report(results)
