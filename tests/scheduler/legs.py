@@ -68,7 +68,8 @@ class LegWorker:
             clock=clock,
             **kwargs,
         )
-        self.sizes = sizes
+        self.sizes, self.clock = sizes, clock
+        self.last_turn_s: float | None = None
         self.unread_allowed = int(overlap)
         self.in_flight: deque[FakeHandle] = deque()
         self.outputs: dict[Key, list[int]] = {}
@@ -84,9 +85,10 @@ class LegWorker:
         self.settle()
 
     def turn(self) -> None:
-        """One turn of the loop, which sleeps while there is nothing to do. Launches and collects check all accounts."""
-        if not (self.is_busy or self.transfer_rooms):
+        """One turn of the loop, which sleeps while there is nothing to do and no time has passed."""
+        if not self.is_busy and self.last_turn_s == self.clock():
             return
+        self.last_turn_s = self.clock()
         inputs = self.scheduler.launch()
         if inputs is not None:
             self.in_flight.append(self.engine.submit(inputs))
@@ -116,12 +118,6 @@ class LegWorker:
         transfer = self.scheduler.load(0).transfer
         assert transfer is not None
         return transfer
-
-    @property
-    def transfer_rooms(self) -> int:
-        """Requests and orphans that time may end."""
-        assert isinstance(self.scheduler, PrefillScheduler | DecodeScheduler)
-        return self.scheduler.rooms.num_rooms
 
     @property
     def is_busy(self) -> bool:

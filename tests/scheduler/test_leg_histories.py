@@ -8,9 +8,6 @@ a room, staging memory, or a page that is not cached. Every worker accounts for 
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.cache.pages import pages_for
@@ -18,48 +15,31 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.testing.engine import RetractEvery, generate
+from tests.choices import Choices, check_histories
 from tests.grids import count
 from tests.scheduler.legs import LegWorker, at, run
 from tests.scheduler.memory_wire import Network
 
 VOCAB = 40
 EOS = frozenset({0})
-SALTS = ("", "", "a")
+NUM_BYTES = 64  # some 15 events
 
 
-class LegMachine(RuleBasedStateMachine):
+class LegHistory:
     """Up to two workers of each kind, and what a gateway, clients and networks may do to them."""
 
-    @initialize(
-        num_prefill=st.integers(1, 2),
-        num_decode=st.integers(1, 2),
-        page_size=st.sampled_from([1, 2, 4]),
-        spare_pages=st.integers(1, 20),
-        rows=st.integers(1, 4),
-        chunk=st.sampled_from([3, 8, 40]),
-        staging_pages=st.sampled_from([1, 7, 15, 1000]),
-        max_rooms=st.sampled_from([2, 1000]),
-        overlap=st.booleans(),
-        retract_every=st.sampled_from([None, None, 3]),
-    )
-    def start(
-        self,
-        num_prefill: int,
-        num_decode: int,
-        page_size: int,
-        spare_pages: int,
-        rows: int,
-        chunk: int,
-        staging_pages: int,
-        max_rooms: int,
-        overlap: bool,
-        retract_every: int | None,
-    ) -> None:
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
+        one_of = choices.one_of
         self.now_s = 0.0
         self.network = Network()
-        self.addresses = [("prefill", number) for number in range(num_prefill)]
-        num_pages = pages_for(40, page_size) + spare_pages
-        sizes = Capacity(page_size, num_pages, rows, 40, chunk, VOCAB)
+        self.addresses = [("prefill", number) for number in range(one_of((1, 1, 2)))]
+        num_decodes = one_of((1, 1, 2))
+        page_size = one_of((4, 2, 1))
+        num_pages = pages_for(40, page_size) + one_of(range(1, 21))
+        sizes = Capacity(page_size, num_pages, one_of(range(1, 5)), 40, one_of((40, 40, 8, 3)), VOCAB)
+        staging_pages, max_rooms, overlap = one_of((1000, 15, 7, 1)), one_of((1000, 2)), one_of((True, False))
+        retract_every = one_of((None, None, 3))
         self.workers = [
             LegWorker(
                 self.network,
@@ -72,32 +52,33 @@ class LegMachine(RuleBasedStateMachine):
                 overlap=overlap,
                 retract_also=None if retract_every is None else RetractEvery(retract_every),
             )
-            for address in (*self.addresses, *[None] * num_decode)
+            for address in (*self.addresses, *[None] * num_decodes)
         ]
-        self.prefills, self.decodes = self.workers[:num_prefill], self.workers[num_prefill:]
+        self.prefills, self.decodes = self.workers[:-num_decodes], self.workers[-num_decodes:]
         self.legs: dict[str, tuple[LegWorker, Request, LegWorker, Request]] = {}
         self.unsent: dict[str, tuple[LegWorker, Request]] = {}
         self.troubled: set[str] = set()
         self.may_be_refused = max_rooms == 2
 
-    @rule(
-        base=st.integers(0, 2),
-        length=st.integers(1, 36),
-        max_tokens=st.sampled_from([1, 2, 4]),
-        n=st.sampled_from([1, 1, 3]),
-        salt=st.sampled_from(SALTS),
-        order=st.sampled_from(["both", "prefill", "decode", "decode"]),
-        data=st.data(),
-    )
-    def arrive(
-        self, base: int, length: int, max_tokens: int, n: int, salt: str, order: str, data: st.DataObject
-    ) -> None:
+    def play(self) -> None:
+        """Plays the whole history."""
+        events = (
+            self.flow, self.arrive, self.arrive, self.arrive, self.second_leg, self.second_leg, self.deliver,
+            self.deliver, self.step, self.step, self.abort, self.cut, self.wait,
+        )  # fmt: skip
+        while not self.choices.are_over:
+            self.choices.one_of(events)()
+        self.end()
+
+    def arrive(self) -> None:
         """The gateway sends both legs, or one of them first."""
+        one_of = self.choices.one_of
+        base, length, max_tokens, n = one_of(range(3)), one_of(range(1, 33)), one_of((1, 2, 3)), one_of((1, 1, 3))
+        salt, order = one_of(("", "", "a")), one_of(("both", "prefill", "decode", "decode"))
         prompt = [1 + (i * i + base * (i // 5 + 1)) % (VOCAB - 1) for i in range(length)]
         number = len(self.legs)
         request_id = f"r{number}"
-        place = data.draw(st.integers(0, len(self.addresses) - 1))
-        decode = data.draw(st.sampled_from(self.decodes))
+        place, decode = one_of(range(len(self.addresses))), one_of(self.decodes)
         address = self.addresses[place]
         whole = Request(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, n=n), 0, salt)
         leg = Request(request_id, prompt, SamplingParams(temperature=0.0, max_tokens=1), 0, salt)
@@ -109,68 +90,63 @@ class LegMachine(RuleBasedStateMachine):
             else:
                 self.unsent[request_id] = worker, of_leg
 
-    @precondition(lambda self: self.unsent)
-    @rule(data=st.data())
-    def second_leg(self, data: st.DataObject) -> None:
-        worker, of_leg = self.unsent.pop(data.draw(st.sampled_from(sorted(self.unsent))))
-        worker.receive(of_leg)
+    def second_leg(self) -> None:
+        if self.unsent:
+            worker, of_leg = self.unsent.pop(self.choices.one_of(list(self.unsent)))
+            worker.receive(of_leg)
 
-    @precondition(lambda self: self.legs)
-    @rule(data=st.data(), who=st.sampled_from(["prefill", "decode", "both"]))
-    def abort(self, data: st.DataObject, who: str) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.legs)))
+    def abort(self) -> None:
+        if not self.legs:
+            return
+        request_id, who = self.choices.one_of(list(self.legs)), self.choices.one_of(("prefill", "decode", "both"))
         prefill, _, decode, whole = self.legs[request_id]
         self.troubled.add(request_id)
-        index = data.draw(st.sampled_from([None, None, *range(whole.sampling.n)])) if who == "decode" else None
+        index = self.choices.one_of((None, None, *range(whole.sampling.n))) if who == "decode" else None
         for worker, name in ((prefill, "prefill"), (decode, "decode")):
             if who in ("both", name) and request_id in worker.requests:
                 worker.receive(Abort(request_id, index))
                 assert index is not None or (request_id, 0) in worker.ended, "what is aborted must end at once"
 
-    @rule(turns=st.integers(1, 4), data=st.data())
-    def step(self, turns: int, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(self.workers))
-        for _ in range(turns):
+    def step(self) -> None:
+        worker = self.choices.one_of(self.workers)
+        for _ in range(self.choices.one_of(range(1, 5))):
             worker.turn()
 
-    @rule(turns=st.integers(1, 6))
-    def flow(self, turns: int) -> None:
+    def flow(self) -> None:
         """All goes well for a while."""
-        for _ in range(turns):
+        for _ in range(self.choices.one_of(range(1, 7))):
             self.network.deliver_all()
             for worker in self.workers:
                 worker.turn()
 
-    @precondition(lambda self: any(self.network.on_way.values()))
-    @rule(data=st.data(), num=st.integers(1, 3), twice=st.booleans())
-    def deliver(self, data: st.DataObject, num: int, twice: bool) -> None:
+    def deliver(self) -> None:
         """Some messages of one direction arrive; the others are late. A message may come twice."""
         ends = [end for end, messages in self.network.on_way.items() if messages]
-        end = data.draw(st.sampled_from(range(len(ends))))
-        for _ in range(min(num, len(self.network.on_way[ends[end]]))):
-            self.network.deliver(ends[end], twice)
+        if not ends:
+            return
+        end, num, twice = self.choices.one_of(ends), self.choices.one_of((1, 2, 3)), self.choices.one_of((False, True))
+        for _ in range(min(num, len(self.network.on_way[end]))):
+            self.network.deliver(end, twice)
 
-    @precondition(lambda self: self.network.links)
-    @rule(data=st.data())
-    def cut(self, data: st.DataObject) -> None:
+    def cut(self) -> None:
         """A connection breaks. Requests of these two workers may be lost."""
-        ends = list(self.network.links)
-        wire, peer = ends[data.draw(st.sampled_from(range(len(ends))))]
+        if not self.network.links:
+            return
+        wire, peer = self.choices.one_of(list(self.network.links))
         both = {wire, self.network.links[wire, peer][0]}
         self.network.cut((wire, peer))
         self.troubled |= {
             name for name, (prefill, _, decode, _) in self.legs.items() if {prefill.wire, decode.wire} == both
         }
 
-    @rule(seconds=st.sampled_from([1.0, 31.0]))
-    def wait(self, seconds: float) -> None:
+    def wait(self) -> None:
+        seconds = self.choices.one_of((1.0, 1.0, 31.0))
         self.now_s += seconds
         if seconds > 30.0:
             self.troubled |= self.legs.keys()  # one leg may have waited for the other
 
-    def teardown(self) -> None:
-        if not hasattr(self, "workers"):
-            return
+    def end(self) -> None:
+        """All that was said arrives, and what waits in vain expires: then everything has ended well."""
         for request_id, (worker, of_leg) in self.unsent.items():
             worker.receive(of_leg)
             assert request_id in self.legs
@@ -210,12 +186,4 @@ class LegMachine(RuleBasedStateMachine):
 
 @pytest.mark.timeout(7200)
 def test_every_history_of_two_legs_yields_right_tokens_and_leaves_nothing() -> None:
-    run_state_machine_as_test(
-        LegMachine,
-        settings=settings(
-            max_examples=count(25, 20_000),
-            stateful_step_count=30,
-            suppress_health_check=list(HealthCheck),
-            deadline=None,
-        ),
-    )
+    check_histories(lambda choices: LegHistory(choices).play(), count(500, 20_000), NUM_BYTES)
