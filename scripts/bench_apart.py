@@ -247,9 +247,7 @@ def random_model(folder: Path) -> Path:
 
 def start(stack: contextlib.ExitStack, folder: Path, flags: Sequence[str], pin: bool) -> list[Fleet]:
     """Starts both fleets; the first server of each has one core, the second another."""
-    cores: list[int | None] = [None]
-    if pin:
-        cores = [*sorted(os.sched_getaffinity(0))][:2]
+    cores: Sequence[int | None] = sorted(os.sched_getaffinity(0))[:2] if pin else [None]
     modes = {"apart": ("prefill", "decode"), "both in each": ("null", "null")}
     servers: dict[str, list[Server]] = {}
     for name, of_fleet in modes.items():
