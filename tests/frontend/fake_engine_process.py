@@ -52,9 +52,11 @@ from jaxsgl.messages.weights import (
 from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.pooling import Pooled, PoolingSpec
 from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
+from jaxsgl.requests.token_states import StatesSpec, TokenStates
 from jaxsgl.shared_mailbox import SharedMailbox
 
 VOCAB_SIZE = 1000
+STATES = StatesSpec(hidden=True, experts=True, hidden_size=2, num_layers=1, top_k=1)
 POOLING = PoolingSpec(dimension=4, matryoshka=True, made_for_it=True)
 LIMITS = Limits(vocab_size=VOCAB_SIZE, context_length=200, pool_tokens=160, pooling=POOLING)
 EOS_ID = 1  # <|end|> of small_tokenizers
@@ -305,7 +307,16 @@ class FakeEngine:
             logprob=None if sampling.logprobs is None else logprob(token, sampling.logprobs),
             prompt_logprobs=prompt_logprobs,
             times=StageTimes(0.001, 0.002) if len(run.sent) == 1 else None,
+            states=states_of(run) if sampling.wants_states else None,
         )
+
+
+def states_of(run: Running) -> TokenStates:
+    """The hidden state of a token is (id, position), its expert is id % 4."""
+    ids = [*run.request.prompt_ids, *run.sent[:-1]]
+    new = range(len(ids)) if len(run.sent) == 1 else range(len(ids) - 1, len(ids))
+    hidden = array("f", [value for position in new for value in (ids[position], position)])
+    return TokenStates(hidden.tobytes(), array("i", [ids[position] % 4 for position in new]).tobytes())
 
 
 def logprob(token: int, num_top: int) -> TokenLogprob:
@@ -336,11 +347,12 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
             return 7
         case Script.START_HANGS:
             mailbox.receive(block=True)
+    states = STATES if launch.config.enable_return_hidden_states else None
     info = EngineInfo(
         model_path=launch.config.model,
         architecture="FakeForCausalLM",
         dtype="float32",
-        limits=msgspec.structs.replace(LIMITS, generates=not launch.config.is_embedding),
+        limits=msgspec.structs.replace(LIMITS, generates=not launch.config.is_embedding, states=states),
         eos_token_ids=(EOS_ID,),
         page_size=16,
         max_running_requests=8,

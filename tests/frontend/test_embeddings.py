@@ -208,4 +208,5 @@ def test_states_of_tokens_need_a_flag(http: httpx.Client) -> None:
     for name in ("hidden_states", "routed_experts"):
         words = refusal(http, "/generate", input_ids=[50], **{f"return_{name}": True})["message"]
         assert f"--enable-return-{name.replace('_', '-')}" in words
-        assert "isn't built" in refusal(http, "/v1/completions", prompt=[50], **{f"return_{name}": True})["message"]
+        assert words == refusal(http, "/v1/completions", prompt=[50], **{f"return_{name}": True})["message"]
+        assert "isn't built" in refusal(http, "/v1/responses", input="x", **{f"return_{name}": True})["message"]

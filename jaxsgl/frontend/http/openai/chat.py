@@ -42,6 +42,7 @@ from jaxsgl.frontend.http.openai.schemas import (
 )
 from jaxsgl.frontend.http.openai.tools import AnswerForm, answer_form, constrained, template_variables, tool_use
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
+from jaxsgl.frontend.http.token_states import StatesCollector
 from jaxsgl.preprocess.sources import Source
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
@@ -158,6 +159,8 @@ async def _whole(front_end: FrontEnd, request: Request, head: Head, form: Answer
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
         samples = await whole(generations)
 
+    states = StatesCollector([request], front_end.generator.model.info.limits.states)
+
     def write() -> bytes:
         usage = Usage()
         choices: list[ChatChoice] = []
@@ -168,8 +171,9 @@ async def _whole(front_end: FrontEnd, request: Request, head: Head, form: Answer
             writer = MessageWriter(form)
             scores, message = _scores(request, tokenizer, sample), writer.whole(sample.text)
             reason = finish_reason(end.reason.value, writer, form.use.legacy)
-            choices.append(ChatChoice(index, message, scores, reason, end.matched_stop))
-        return head.answer(choices, usage, samples[-1].weight_version)
+            states.add(index, sample)
+            choices.append(ChatChoice(index, message, scores, reason, end.matched_stop, states.hidden(index)))
+        return head.answer(choices, usage, samples[-1].weight_version, states.extension())
 
     return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
@@ -181,9 +185,17 @@ async def _stream(
     started = [False] * request.sampling.n
     scored = request.sampling.logprobs is not None
     writers = [MessageWriter(form) for _ in started]
+    states = StatesCollector([request], front_end.generator.model.info.limits.states)
+
+    def last_events() -> bytes:
+        last = [ChatDelta(index, Delta(hidden_states=hidden)) for index, hidden in states.all_hidden()]
+        chunks = [event(head.answer([delta], usage.in_chunk(delta.index))) for delta in last]
+        return b"".join(chunks) + event(head.answer([], usage.in_chunk(0), sglext=states.extension()))
+
     async with start_all(front_end.generator, [request], visible=form.visible) as generations:
         async for piece in generations[0]:
             index = piece.index
+            states.add(index, piece)
             role = b""
             if not started[index]:
                 started[index] = True
@@ -196,6 +208,8 @@ async def _stream(
                 yield role + event(head.answer([delta], usage.in_chunk(index), version))
             elif role:
                 yield role
+    if request.sampling.wants_states:
+        yield await front_end.generator.off_loop(states.num_numbers, last_events)
     yield usage.last_chunk(head) + DONE
 
 

@@ -31,6 +31,7 @@ from jaxsgl.frontend.http.openai.replies import (
 )
 from jaxsgl.frontend.http.openai.schemas import CompletionRequest, sampling_of
 from jaxsgl.frontend.http.sse import DONE, EventStream, event
+from jaxsgl.frontend.http.token_states import StatesCollector
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
@@ -119,9 +120,14 @@ async def _whole(
     async with start_all(front_end.generator, requests) as generations:
         samples = await whole(generations)
 
+    states = StatesCollector(requests, front_end.generator.model.info.limits.states)
+
     def write() -> bytes:
-        all_choices = [choices.whole(number, piece) for number, piece in enumerate(samples)]
-        return head.answer(all_choices, usage.total, samples[-1].weight_version)
+        all_choices: list[TextChoice] = []
+        for number, piece in enumerate(samples):
+            states.add(number, piece)
+            all_choices.append(replace(choices.whole(number, piece), hidden_states=states.hidden(number)))
+        return head.answer(all_choices, usage.total, samples[-1].weight_version, states.extension())
 
     return await front_end.generator.off_loop(sum(sample.num_scores for sample in samples), write)
 
@@ -136,15 +142,24 @@ async def _stream(
 
         return b"".join(map(chunk, choices.updates(number, piece)))
 
+    def last_events() -> bytes:
+        last = [TextChoice(number, "", hidden_states=hidden) for number, hidden in states.all_hidden()]
+        chunks = [event(head.answer([choice], usage.in_chunk(choice.index))) for choice in last]
+        return b"".join(chunks) + event(head.answer([], usage.in_chunk(0), sglext=states.extension()))
+
+    states = StatesCollector(requests, front_end.generator.model.info.limits.states)
     off_loop, scored = front_end.generator.off_loop, requests[0].sampling.logprobs is not None
     async with (
         start_all(front_end.generator, requests) as generations,
         contextlib.aclosing(pieces(generations, requests[0].sampling.n)) as numbered,
     ):
         async for number, piece in numbered:
+            states.add(number, piece)
             data = await off_loop(piece.num_scores, partial(events, number, piece)) if scored else events(number, piece)
             if data:
                 yield data
+    if requests[0].sampling.wants_states:
+        yield await off_loop(states.num_numbers, last_events)
     yield usage.last_chunk(head) + DONE
 
 

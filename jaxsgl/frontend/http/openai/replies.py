@@ -126,6 +126,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     reasoning_content: str | None = None
     tool_calls: list[DeltaCall] | None = None
     function_call: CalledFunction | None = None
+    hidden_states: list[float] | None = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -136,6 +137,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     matched_stop: int | str | None
+    hidden_states: list[float] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -156,12 +158,14 @@ class TextChoice(msgspec.Struct):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     matched_stop: int | str | UnsetType | None = UNSET
+    hidden_states: list[float] | UnsetType = UNSET
 
 
 class Answer(msgspec.Struct):
     """A whole answer, or a chunk of a streamed one. If usage is asked for, chunks without it hold null.
 
-    `metadata` is SGLang's: a whole answer, and the chunk that ends a choice, name the version of the weights.
+    `metadata` is SGLang's: a whole answer, and the chunk that ends a choice, name the version of the weights. So is
+    `sglext`, which holds experts.
     """
 
     id: str
@@ -171,6 +175,7 @@ class Answer(msgspec.Struct):
     choices: list[ChatChoice] | list[ChatDelta] | list[TextChoice]
     usage: Usage | UnsetType | None = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
+    sglext: dict[str, str] | UnsetType = UNSET
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -186,10 +191,11 @@ class Head(msgspec.Struct, frozen=True):
         choices: list[ChatChoice] | list[ChatDelta] | list[TextChoice],
         usage: Usage | UnsetType | None = UNSET,
         weight_version: str | None = None,
+        sglext: dict[str, str] | UnsetType = UNSET,
     ) -> bytes:
         """Returns the JSON text of an answer or chunk, with the version of the weights that made it, if it is given."""
         metadata = UNSET if weight_version is None else {"weight_version": weight_version}
-        return encode(Answer(self.id, self.object, self.created, self.model, choices, usage, metadata))
+        return encode(Answer(self.id, self.object, self.created, self.model, choices, usage, metadata, sglext))
 
 
 def new_head(prefix: str, kind: str, model: str) -> Head:

@@ -37,6 +37,7 @@ from jaxsgl.frontend.http.bodies import (
     within,
 )
 from jaxsgl.frontend.http.grammars import Constrained, grammar_of
+from jaxsgl.frontend.http.token_states import StatesAsked
 from jaxsgl.preprocess.sources import MAX_FRAMES
 from jaxsgl.requests.sampling import BOUNDS, MAX_SEED, SamplingParams
 
@@ -48,8 +49,7 @@ MAX_TOOL_CALLS = 128
 # fmt: off
 NOT_BUILT = frozenset({
     "audio", "chat_template", "custom_logit_processor", "guided_whitespace_pattern",
-    "input_embeds", "logits_processors", "prompt_embeds", "stop_regex", "use_beam_search", "return_hidden_states",
-    "return_routed_experts",
+    "input_embeds", "logits_processors", "prompt_embeds", "stop_regex", "use_beam_search",
 })
 # fmt: on
 
@@ -127,7 +127,7 @@ def sampling_of(
     )
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(Sampled, StatesAsked):
     """Body of /v1/completions."""
 
     prompt: Prompts
@@ -235,7 +235,7 @@ Functions = Annotated[list[Function], Field(max_length=MAX_TOOLS)]
 Documents = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)]
 
 
-class ChatRequest(Sampled):
+class ChatRequest(Sampled, StatesAsked):
     """Body of /v1/chat/completions."""
 
     messages: Messages

@@ -5,7 +5,6 @@ Knows pieces and tokenizers, but no request body. routes.py uses it.
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -15,9 +14,10 @@ from msgspec import UNSET, UnsetType
 
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.frontend.http.openai.replies import MIN_LOGPROB, name_of
+from jaxsgl.frontend.http.token_states import experts_text
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.request import FinishReason, Request
-from jaxsgl.requests.token_states import StatesSpec, TokenStates, hidden_states, routed_experts
+from jaxsgl.requests.token_states import StatesSpec, TokenStates, hidden_states
 from jaxsgl.text.sample import End, Piece
 from jaxsgl.text.tokenizer import Tokenizer
 
@@ -116,8 +116,7 @@ class Writer:
             rows = hidden_states(states, self._states).tolist()
             meta.hidden_states = [rows[: len(self._prompt_ids)], *rows[len(self._prompt_ids) :]]
         if self._sampling.return_routed_experts:
-            experts = routed_experts(states, self._states).astype("<i4").tobytes()
-            meta.routed_experts = base64.b64encode(experts).decode()
+            meta.routed_experts = experts_text(states, self._states)
 
     def _add_prompt(self, logprobs: Sequence[TokenLogprob], start_len: int) -> None:
         """Adds the prompt's log-probabilities; its first token has none, since no token comes before it."""
