@@ -106,7 +106,7 @@ def place(engine: Engine, num_adapters: int, rank: int) -> AdapterRows:
             [0.02 * rng.standard_normal(leaf.shape).astype(leaf.dtype) for leaf in engine.adapters.abstract_block()]
             for _ in range(-(-rank // BLOCK))
         ]
-        engine.adapters.keep(number, StagedAdapter("", rank, tuple(blocks)))
+        engine.adapters.keep(number, StagedAdapter("", rank, str(number), tuple(blocks)))
         engine.apply(PlaceAdapter(number, columns.place(number, rank)))
     return columns
 

@@ -239,8 +239,6 @@ class EngineConfig:
             )
         if self.host_kv.is_on and self.disaggregation.is_on:
             raise ConfigError("--host-kv-gib does not work with --disaggregation-mode yet: give one of the two")
-        if self.lora.is_on and self.disaggregation.is_on:
-            raise ConfigError("--enable-lora does not work with --disaggregation-mode yet: give one of the two")
         if self.host_kv.is_on and self.disable_radix_cache:
             raise ConfigError("--host-kv-gib keeps prefixes, which --disable-radix-cache does not share: give one")
         for name in ("decode_buckets", "extend_buckets"):

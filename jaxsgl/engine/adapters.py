@@ -48,11 +48,13 @@ class StagedAdapter:
     Attributes:
       folder: where it was read.
       rank: its columns.
+      digest: of its numbers.
       blocks: leaves like the pool's with `BLOCK` columns each; the last one is padded.
     """
 
     folder: str
     rank: int
+    digest: str
     blocks: tuple[HostLeaves, ...]
 
 
@@ -155,7 +157,7 @@ class EngineAdapters:
                 part = of_adapter[_at(axis, slice(first, first + BLOCK))]
                 leaf[_at(axis, slice(0, part.shape[axis]))] = part
             blocks.append(block)
-        return StagedAdapter(folder, found.rank, tuple(blocks))
+        return StagedAdapter(folder, found.rank, found.digest(), tuple(blocks))
 
     def keep(self, number: int, staged: StagedAdapter) -> None:
         """Holds a staged adapter as loading `number`."""

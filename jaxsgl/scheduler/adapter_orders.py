@@ -29,11 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 class Staged(Protocol):
-    """An adapter that was read: its highest rank."""
+    """An adapter that was read: its highest rank, and what it is."""
 
     @property
     def rank(self) -> int:
         """The most columns that it needs."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal adapters, on any server."""
         ...
 
 
@@ -173,5 +178,5 @@ def load(
     if old is not None:
         table.retire(old)
         replaced(old)
-    adapter = table.load(order.name, order.folder, staged.rank, order.pinned, order.alias)
+    adapter = table.load(order.name, order.folder, staged.rank, order.pinned, order.alias, staged.digest)
     store.keep(adapter.number, staged)

@@ -29,6 +29,7 @@ class Adapter:
     Attributes:
       number: of the loading; never used again.
       name, folder, rank, pinned, alias: see `LoadAdapter`.
+      digest: of what was read, equal on servers that have read the same.
       loading: stands for this loading in namespaces; unlike that of any other server.
       num_requests: samples that have it and have not ended.
       num_admitted: of those, the ones that hold a row.
@@ -41,6 +42,7 @@ class Adapter:
     folder: str
     rank: int
     pinned: bool
+    digest: str = ""
     alias: str = ""
     loading: str = field(default_factory=lambda: uuid.uuid4().hex)
     num_requests: int = 0
@@ -111,10 +113,10 @@ class AdapterTable:
             found = next((adapter for adapter in self.by_name.values() if adapter.alias == name), None)
         return found
 
-    def load(self, name: str, folder: str, rank: int, pinned: bool, alias: str = "") -> Adapter:
+    def load(self, name: str, folder: str, rank: int, pinned: bool, alias: str = "", digest: str = "") -> Adapter:
         """Lets requests name an adapter from now on, instead of one that had its name before; see `why_not`."""
         self._num_loaded += 1
-        adapter = Adapter(self._num_loaded, name, folder, rank, pinned, alias)
+        adapter = Adapter(self._num_loaded, name, folder, rank, pinned, digest, alias)
         self.by_name.pop(name, None)
         self.by_name[name] = adapter
         return adapter

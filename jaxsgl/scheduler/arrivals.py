@@ -56,6 +56,11 @@ class Arrivals:
         self._copies = copies
         self._grammars = grammars
 
+    def refusal(self, request: Request) -> Refusal | None:
+        """Why `request` can't be queued: its adapter is not loaded, or the queue is full; None: it can."""
+        refusal = self._refuse_adapter(request.adapter) if request.adapter else None
+        return refusal if refusal is not None else self._queue_limits.refusal(request, self._requests)
+
     def receive(self, message: Request | Abort) -> list[Reply]:
         """Queues or refuses a request, or aborts one; returns the replies that follow at once."""
         if isinstance(message, Request):
@@ -85,9 +90,7 @@ class Arrivals:
 
     def _enqueue(self, request: Request) -> list[Reply]:
         replies = []
-        refusal = self._refuse_adapter(request.adapter) if request.adapter else None
-        if refusal is None:
-            refusal = self._queue_limits.refusal(request, self._requests)
+        refusal = self.refusal(request)
         if refusal is not None and refusal.kind is RefusalKind.OVERLOADED:
             lowest = self._lower_than(request)
             if lowest is not None:

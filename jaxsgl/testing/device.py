@@ -59,6 +59,11 @@ class FakeAdapter(NamedTuple):
     weights: int
     rank: int
 
+    @property
+    def digest(self) -> str:
+        """That of equal adapters."""
+        return f"{self.weights}r{self.rank}"
+
 
 class FakeAdapters:
     """Adapters by the numbers of their loadings, and the columns of a pool that remember whose they are.

@@ -108,7 +108,7 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Decode has memory for pages first_page .. first_page + num_pages - 1 of the prompt; it has those before already.
 
-    `weight_version` is that of the weights which are to compute them.
+    `weight_version` is that of the weights which are to compute them, and of the request's adapter.
     """
 
     room: Room

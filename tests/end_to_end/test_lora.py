@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,9 @@ import pytest
 from jaxsgl import SamplingParams
 from jaxsgl.config.lora import LoraConfig
 from jaxsgl.errors import CheckpointError, ConfigError, InvalidRequest
+from jaxsgl.models import ModelArch
 from jaxsgl.offline.llm import LLM
+from jaxsgl.weights.adapters import AdapterFolder
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.weights.peft_adapters import ATTENTION, MLP, adapted_logits, make_adapter
 
@@ -117,6 +121,19 @@ def test_programs_of_batches_without_adapters_are_those_of_an_engine_that_has_no
     assert {replace(bucket, adapter_columns=0) for bucket in buckets} == set(base)
     for bucket in base[-1:]:
         assert spec.trace_forward(bucket).lower().as_text() == without.trace_forward(bucket).lower().as_text()
+
+
+def test_the_digest_tells_adapters_apart_and_not_their_folders(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Prefill and decode servers compare it."""
+    arch = ModelArch.from_folder(folders[""])
+    digests = {name: AdapterFolder(folder, arch).digest() for name, folder in folders.items() if name}
+    assert len(set(digests.values())) == len(digests)
+    for alpha, is_same in ((8, True), (9, False)):
+        shutil.copytree(folders["all"], tmp_path / str(alpha))
+        file = tmp_path / str(alpha) / "adapter_config.json"
+        config = {**json.loads(file.read_text()), "lora_alpha": alpha, "base_model_name_or_path": "elsewhere"}
+        file.write_text(json.dumps(config))
+        assert (AdapterFolder(file.parent, arch).digest() == digests["all"]) is is_same
 
 
 def test_what_cannot_be_served_is_refused_by_name_and_changes_nothing(

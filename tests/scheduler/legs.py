@@ -11,9 +11,11 @@ import msgspec
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.disaggregation import TransferLoad
+from jaxsgl.messages.adapters import LoadAdapter
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Rendezvous, Request
+from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.scheduler.disagg.legs import DecodeScheduler, LegScheduler, PrefillScheduler
 from jaxsgl.scheduler.disagg.rooms import RoomLimits
 from jaxsgl.scheduler.req import Key
@@ -90,12 +92,34 @@ class LegWorker:
             return
         self.last_turn_s = self.clock()
         inputs = self.scheduler.launch()
+        for op in self.scheduler.take_ops():
+            self.engine.apply(op)
         if inputs is not None:
             self.in_flight.append(self.engine.submit(inputs))
-        if self.in_flight and (inputs is None or len(self.in_flight) > self.unread_allowed):
-            oldest = self.in_flight.popleft()
-            self.scheduler.collect(oldest.tokens(), oldest.scores())
+        collects = self.in_flight and (inputs is None or len(self.in_flight) > self.unread_allowed)
+        newest_only = len(self.in_flight) == 1
+        if collects and not newest_only:
+            self._collect()
+        if inputs is not None and inputs.masked:
+            self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_seqs))
+        if collects and newest_only:
+            self._collect()
         self.settle()
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """In place of one of that name."""
+        table = self.scheduler.state.adapters
+        assert table is not None
+        load(table, self.engine.adapters, LoadAdapter(0, name, folder), self.engine.adapters.stage(folder))
+
+    def unload_adapter(self, name: str) -> None:
+        table = self.scheduler.state.adapters
+        assert table is not None
+        table.retire(table.by_name[name])
+
+    def _collect(self) -> None:
+        oldest = self.in_flight.popleft()
+        self.scheduler.collect(oldest.tokens(), oldest.scores())
 
     def settle(self) -> None:
         """Takes the replies. Every sample ends once, and says nothing after."""

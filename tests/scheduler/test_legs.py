@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 
+from jaxsgl.frontend.legs import leg_sampling
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind
+from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.disagg.decode import DecodeState
 from jaxsgl.scheduler.disagg.legs import DecodeScheduler, PrefillScheduler
 from jaxsgl.scheduler.disagg.prefill import PrefillState
-from jaxsgl.testing.engine import RetractEvery
+from jaxsgl.scheduler.grammar_queue import GrammarQueue
+from jaxsgl.testing.engine import RetractEvery, generate
+from jaxsgl.testing.grammars import FakeMatcher, compile_fake
 from tests.scheduler.legs import PREFILL, LegWorker, at, run
 from tests.scheduler.memory_wire import Network
-from tests.scheduler.serving import capacity, expected, request
+from tests.scheduler.serving import VOCAB, capacity, expected, request
+from tests.scheduler.test_constraints import EOS, asking, constrained, fake, some_requests
 
 
 class Pair:
     """A prefill worker and a decode worker."""
 
-    def __init__(self, pages: int = 200, decode_pages: int = 200, chunk: int = 128, **decode: Any) -> None:
+    def __init__(
+        self, pages: int = 200, decode_pages: int = 200, chunk: int = 128, adapters: int = 0, **decode: Any
+    ) -> None:
         self.now_s = 0.0
         self.network = Network()
-        sizes = capacity(num_pages=pages, max_extend_tokens=chunk)
+        places: dict[str, Any] = {"max_adapters": adapters, "adapter_columns": 4 * adapters}
+        sizes = replace(capacity(num_pages=pages, max_extend_tokens=chunk), **places)
+        decode_sizes = replace(capacity(num_pages=decode_pages), **places)
         self.prefill = LegWorker(self.network, PREFILL, sizes, lambda: self.now_s)
-        self.decode = LegWorker(self.network, None, capacity(num_pages=decode_pages), lambda: self.now_s, **decode)
+        self.decode = LegWorker(self.network, None, decode_sizes, lambda: self.now_s, **decode)
         self.number = 0
 
     @property
@@ -37,8 +49,8 @@ class Pair:
     def send(self, request: Request) -> None:
         """Both legs, as a gateway sends them."""
         self.number += 1
-        leg = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=request.sampling.prompt_logprobs)
-        self.prefill.receive(at(Request(request.request_id, request.prompt_ids, leg), self.number))
+        leg = changed(request, sampling=leg_sampling(request.sampling, "prefill"))
+        self.prefill.receive(at(leg, self.number))
         self.decode.receive(at(request, self.number))
 
     def run(self) -> None:
@@ -280,6 +292,87 @@ def test_pages_of_other_weights_are_not_used() -> None:
     pair.decode.engine.weight_version = "v2"  # while pages are on their way
     pair.run()
     assert pair.computed_by_decode == 30
+    pair.check_empty()
+
+
+def test_grammars_hold_from_the_first_token_and_are_compiled_while_prefill_computes() -> None:
+    asked = [*some_requests(7, 12), asking("twice", range(30), fake(1, 12), n=2)]
+    grammars = GrammarQueue(lambda grammar: compile_fake(grammar, VOCAB), 30.0)
+    pair = Pair(chunk=16, eos=EOS, grammars=grammars, retract_also=RetractEvery(5))
+    for each in asked:
+        pair.send(each)
+    assert grammars.num_waiting, "before any page has come"
+    pair.run()
+    for each in asked:
+        for index in range(each.sampling.n if each.sampling.grammar is not None else 0):
+            key = each.request_id, index
+            assert (pair.decode.outputs[key], pair.decode.ended[key]) == constrained(each)
+        assert pair.prefill.ended[each.request_id, 0] is FinishReason.LENGTH, "no grammar there, and one token"
+    pair.check_empty()
+
+
+def test_a_client_that_leaves_while_its_grammar_is_compiled_leaves_nothing() -> None:
+    may_compile = threading.Event()
+
+    def compile(grammar: Grammar) -> FakeMatcher:
+        may_compile.wait()
+        return compile_fake(grammar, VOCAB)
+
+    grammars = GrammarQueue(compile, 30.0)
+    pair = Pair(eos=EOS, grammars=grammars)
+    for name in "ab":
+        pair.send(asking(name, range(40), fake(3, 9)))
+    pair.decode.receive(Abort("a"))
+    assert grammars.num_waiting == 1
+    may_compile.set()
+    pair.run()
+    assert pair.decode.outputs["b", 0] == constrained(asking("b", range(40), fake(3, 9)))[0]
+    assert pair.decode.ended["a", 0] is FinishReason.ABORT and not grammars.num_waiting
+    pair.check_empty()
+
+
+def test_a_prompt_is_computed_with_its_adapter_and_shared_among_equal_loadings_only() -> None:
+    pair = Pair(chunk=16, adapters=2)
+    for worker, others in ((pair.prefill, ("two", "3r1")), (pair.decode, ("three", "5r2"))):
+        worker.load_adapter("it", "1r4")  # under another number and namespace on each
+        worker.load_adapter(*others)
+    names = {"a": "it", "b": "", "c": "it", "d": "two"}
+    for name, adapter in names.items():
+        pair.send(changed(request(name, range(40), 5), adapter=adapter))
+        pair.run()
+    weights = generate(range(40), 5, frozenset(), VOCAB, weights=1000)
+    assert pair.decode.outputs == {("a", 0): weights, ("b", 0): expected(range(40), 5), ("c", 0): weights}
+    assert pair.decode.ended["d", 0] is RefusalKind.INVALID, "decode has no adapter two"
+    assert pair.computed_by_decode <= 3 * 4
+    cached = {reply.request_id: reply.cached_tokens for reply in pair.decode.replies if reply.finish_reason}
+    assert cached == {"a": 36, "b": 36, "c": 36}, "pages from prefill, but for the last"
+    pair.now_s += 100.0  # prefill waits for decode's leg of d no longer
+    pair.run()
+    pair.check_empty()
+
+
+def test_pages_of_another_adapter_of_the_same_name_are_not_used() -> None:
+    pair = Pair(chunk=16, adapters=2)
+    pair.prefill.load_adapter("it", "1r4")
+    pair.decode.load_adapter("it", "2r4")
+    pair.send(changed(request("a", range(40), 4), adapter="it"))
+    pair.run()
+    assert pair.decode.ended["a", 0] is pair.prefill.ended["a", 0] is RefusalKind.PEER
+    (text,) = {reply.refusal.text for reply in pair.decode.replies if reply.refusal}
+    assert "1000r4" in text and "2000r4" in text
+    assert isinstance(pair.decode.scheduler, DecodeScheduler)
+    for number, worker in enumerate((pair.decode, pair.prefill)):
+        for each, folder in ((pair.prefill, "1r4"), (pair.decode, "1r4")):
+            each.load_adapter("it", folder)
+        name = f"b{number}"
+        pair.send(changed(request(name, range(number, 40), 4), adapter="it"))
+        pair.network.deliver_all()
+        pair.prefill.turn()
+        assert pair.decode.scheduler.rooms.state_of(name) is DecodeState.RECEIVING
+        worker.load_adapter("it", "3r4")  # while pages are on their way
+        pair.run()
+        there = 3000 if worker is pair.decode else 1000
+        assert pair.decode.outputs[name, 0] == generate(range(number, 40), 4, frozenset(), VOCAB, weights=there)
     pair.check_empty()
 
 

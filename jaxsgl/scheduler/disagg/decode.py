@@ -74,15 +74,15 @@ class DecodeRooms:
     Args:
       limits: what they may take.
       num_cached: gives how many leading pages of a request's prompt are cached now.
-      weight_version: gives the version of the weights here.
+      version_of: gives the version of weights and adapter that would compute a request here.
     """
 
     def __init__(
-        self, limits: RoomLimits, num_cached: Callable[[Request], int], weight_version: Callable[[], str]
+        self, limits: RoomLimits, num_cached: Callable[[Request], int], version_of: Callable[[Request], str]
     ) -> None:
         self._limits = limits
         self._num_cached = num_cached
-        self._version = weight_version
+        self._version_of = version_of
         self._legs: dict[Room, _Leg] = {}
         self._rooms: dict[str, Room] = {}
         self._queue: deque[Room] = deque()  # BOOTSTRAPPING, in order of arrival
@@ -185,7 +185,7 @@ class DecodeRooms:
         leg = self._legs[next(iter(self._ready))]
         version = leg.weight_version
         assert leg.done is not None
-        if {leg.done.weight_version, self._version()} != {version}:
+        if {leg.done.weight_version, self._version_of(leg.request)} != {version}:
             return Received(leg.request, leg.first, 0, (), version)
         parts = tuple(leg.parts[first] for first in sorted(leg.parts))
         return Received(leg.request, leg.first, leg.num_received, parts, version)
@@ -236,7 +236,7 @@ class DecodeRooms:
                 break
             self._queue.popleft()
             self._staged += num_pages
-            leg.first, leg.end, leg.weight_version = first, first + num_pages, self._version()
+            leg.first, leg.end, leg.weight_version = first, first + num_pages, self._version_of(leg.request)
             leg.state = DecodeState.RECEIVING
             actions.append(Send(leg.peer, Grant(leg.room, first, num_pages, leg.weight_version)))
         return actions

@@ -21,8 +21,7 @@ from jaxsgl.batch.engine_api import PageEngine, StepScores
 from jaxsgl.batch.engine_ops import Gather as GatherOp
 from jaxsgl.batch.engine_ops import Insert as InsertOp
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.cache.namespaces import namespace_of
-from jaxsgl.cache.pages import IntArray, full_pages
+from jaxsgl.cache.pages import full_pages
 from jaxsgl.config.disaggregation import TransferLoad
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.load import Load
@@ -32,6 +31,7 @@ from jaxsgl.requests.media import hash_ids
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.budget import pages_held_for
 from jaxsgl.scheduler.disagg.decode import DecodeRooms, Received
+from jaxsgl.scheduler.disagg.kv_names import KvNames
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms
 from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, RoomLimits, Send, Start
 from jaxsgl.scheduler.scheduler import NO_SCORES, Scheduler
@@ -68,7 +68,7 @@ class LegScheduler(Scheduler, ABC):
         self._clock = clock
         self._engine = engine
         self._room_limits = limits
-        self._weight_version = weight_version
+        self._kv_names = KvNames(self.state.adapters, weight_version)
         self._op_ids = itertools.count()
         self._num_bytes = 0  # of pages moved so far
 
@@ -80,7 +80,7 @@ class LegScheduler(Scheduler, ABC):
                     super().receive([message])
             elif message.room is None:
                 super().receive([message])
-            elif (refusal := self.queue_limits.refusal(message, self.state.requests)) is not None:
+            elif (refusal := self._arrivals.refusal(message)) is not None:
                 self._replies.append(Reply(message.request_id, refusal=refusal))
                 self._carry_out(self._refused_at_arrival(message, refusal))
             else:
@@ -135,7 +135,7 @@ class PrefillScheduler(LegScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rooms = PrefillRooms(self._room_limits, self._weight_version, self._clock)
+        self.rooms = PrefillRooms(self._room_limits, self._kv_names.version, self._clock)
         self._held: dict[str, Reply] = {}  # answers that wait for decode
         self._behind_step: list[GatherOp] = []  # to submit behind the step that was launched last
         self._gathers: dict[int, Gather] = {}  # that are submitted, or about to be
@@ -272,7 +272,7 @@ class DecodeScheduler(LegScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rooms = DecodeRooms(self._room_limits, self._num_cached, self._weight_version)
+        self.rooms = DecodeRooms(self._room_limits, self._num_cached, self._kv_names.version)
         self._aborts: dict[str, list[Abort]] = {}  # of single samples of requests that have a room
 
     @property
@@ -317,7 +317,7 @@ class DecodeScheduler(LegScheduler):
     def _take(self, received: Received) -> None:
         """Copies the pages to the pool, as a prefix, and gives the request to the scheduler."""
         request, layout = received.request, self._engine.page_layout
-        ids, namespace = _ids_and_namespace(request)
+        ids, namespace = self._kv_names.ids_and_namespace(request)
         pages = self.cache.land(ids, received.first, received.num_pages, request.request_id, namespace).tolist()
         missing_from = received.first + received.num_pages - len(pages)  # the cache has got those before meanwhile
         place = received.first
@@ -335,10 +335,12 @@ class DecodeScheduler(LegScheduler):
         super(LegScheduler, self).receive(self._aborts.pop(request.request_id, ()))
 
     def _num_cached(self, request: Request) -> int:
-        return self.cache.peek(*_ids_and_namespace(request)).num_pages
+        return self.cache.peek(*self._kv_names.ids_and_namespace(request)).num_pages
 
     def _end_leg(self, request_id: str, replies: list[Reply]) -> None:
         self._aborts.pop(request_id, None)
+        if self._grammars is not None:
+            self._grammars.forget(request_id)
         super()._end_leg(request_id, replies)
 
     def _aborted(self, abort: Abort) -> bool:
@@ -357,6 +359,8 @@ class DecodeScheduler(LegScheduler):
         refused = self.rooms.check(request, room)
         if refused:
             return refused
+        if request.sampling.grammar is not None and self._grammars is not None:
+            self._grammars.ask(request.request_id, request.sampling.grammar)  # compiles while prefill computes
         peer = self.wire.connect(request.room.host, request.room.port)
         return self.rooms.arrived(request, room, peer, full_pages(len(request.prompt_ids) - 1, self.cache.page_size))
 
@@ -371,10 +375,6 @@ class DecodeScheduler(LegScheduler):
             case News(peer, Fail() as fail):
                 return self.rooms.failed(peer, fail)
         return []
-
-
-def _ids_and_namespace(request: Request) -> tuple[IntArray, bytes]:
-    return hash_ids(request.prompt_ids, request.media), namespace_of(request.cache_salt)
 
 
 def _room_of(request: Request) -> Room:

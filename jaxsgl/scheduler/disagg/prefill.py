@@ -33,6 +33,7 @@ from jaxsgl.scheduler.disagg.rooms import (
 from jaxsgl.transfer.frames import FRAME_BYTES, Done, Fail, Grant, Room, page_frames
 from jaxsgl.transfer.wire import Peer, Sent
 
+CHANGED = ""  # the version of pages that were computed while weights or adapters were exchanged: that of none
 MAX_REFUSED = 1024  # rooms that ended before decode asked for them, and are remembered
 
 
@@ -54,6 +55,7 @@ class _Leg:
     since_s: float
     state: PrefillState = PrefillState.BOOTSTRAPPING
     peer: Peer | None = None
+    version: str = ""  # of weights and adapter, when it was started
     next: int = 0
     end: int = 0
     num_gathering: int = 0
@@ -75,16 +77,16 @@ class PrefillRooms:
 
     Args:
       limits: what they may take.
-      weight_version: gives the version of the weights that compute now.
+      version_of: gives the version of weights and adapter that compute a request now.
       clock: gives seconds, as those of the wire's events.
 
     Attributes:
       hidden_bytes: of pages that left before their prompt was computed.
     """
 
-    def __init__(self, limits: RoomLimits, weight_version: Callable[[], str], clock: Callable[[], float]) -> None:
+    def __init__(self, limits: RoomLimits, version_of: Callable[[Request], str], clock: Callable[[], float]) -> None:
         self._limits = limits
-        self._version = weight_version
+        self._version_of = version_of
         self._clock = clock
         self._legs: dict[Room, _Leg] = {}
         self._rooms: dict[str, Room] = {}
@@ -309,8 +311,9 @@ class PrefillRooms:
     def _grant(self, leg: _Leg, grant: Grant) -> list[Action]:
         if leg.state is not PrefillState.BOOTSTRAPPING:
             return []  # said twice
-        if grant.weight_version != self._version():
-            text = f"the weights are {self._version()} at prefill, but {grant.weight_version} at decode: update both"
+        version = self._version_of(leg.request)
+        if grant.weight_version != version:
+            text = f"the weights are {version} at prefill, but {grant.weight_version} at decode: update both"
             refusal = lost(text)
             actions = self._give_up(leg, refusal.text, refusal.kind.value)
             return [*actions, Refuse(leg.request.request_id, refusal)]
@@ -331,6 +334,7 @@ class PrefillRooms:
             self._queue.popleft()
             self._promised += leg.end - leg.next
             self._move(leg, PrefillState.EXTENDING)
+            leg.version = self._version_of(leg.request)  # the adapter stays the same from now on
             actions.append(Start(leg.request))
         return actions
 
@@ -339,7 +343,8 @@ class PrefillRooms:
         if leg.state is not PrefillState.SENDING or leg.num_gathering:
             return []
         assert leg.peer is not None
-        return [Send(leg.peer, Done(leg.room, leg.end, self._version()))]
+        version = leg.version if leg.version == self._version_of(leg.request) else CHANGED
+        return [Send(leg.peer, Done(leg.room, leg.end, version))]
 
     def _give_up(self, leg: _Leg, text: str, kind: str | None) -> list[Action]:
         """Removes a leg and tells decode."""
