@@ -48,9 +48,9 @@ def copy_step(logits: jax.Array) -> jax.Array:
     return jnp.copy(logits)
 
 
-def score_step(logits: jax.Array, tokens: jax.Array) -> Logprobs:
-    """Log-probabilities of `tokens [S]` by `logits [S, V]`, which no mask has changed."""
-    return vocabulary.by_rows(score, logits, tokens)
+def score_step(logits: jax.Array, tokens: jax.Array, *, vocab_size: int | None = None) -> Logprobs:
+    """Log-probabilities of `tokens [S]` by `logits [S, V]`, which no mask has changed; padding as in `sample_step`."""
+    return vocabulary.by_rows(score, logits, tokens, vocab_size=vocab_size)
 
 
 def _bits(masks: jax.Array, vocab_size: int) -> jax.Array:
@@ -59,6 +59,8 @@ def _bits(masks: jax.Array, vocab_size: int) -> jax.Array:
     flat = bits.reshape(len(masks), -1) != 0
     if num_parts() == 1:
         return flat[:, :vocab_size]
+    padding = max(vocab_size * num_parts() - flat.shape[1], 0)  # logits' padding, which no mask allows
+    flat = jnp.pad(flat, ((0, 0), (0, padding)))
     return jax.lax.dynamic_slice_in_dim(flat, part_index() * vocab_size, vocab_size, axis=1)
 
 
@@ -123,11 +125,11 @@ def trace_copy(spec: ProgramSpec, num_seqs: int) -> jax.stages.Traced:
 def trace_score(spec: ProgramSpec, num_seqs: int) -> jax.stages.Traced:
     """`score_step` for `num_seqs` padded sequences, traced."""
     arguments = (_logits(spec, num_seqs), _replicated(spec, jnp.int32, num_seqs))
-    return spec.traced(score_step, (), arguments, replicated(spec.mesh))
+    return spec.traced(spec.told_of_padding(score_step), (), arguments, replicated(spec.mesh))
 
 
 def _logits(spec: ProgramSpec, num_seqs: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((num_seqs, spec.vocab_size), jnp.float32, sharding=logits_sharding(spec.mesh))
+    return jax.ShapeDtypeStruct((num_seqs, spec.num_logits), jnp.float32, sharding=logits_sharding(spec.mesh))
 
 
 def _replicated(spec: ProgramSpec, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:

@@ -76,7 +76,9 @@ def pool(
         logits = model.logits_of(last_SD, arrays.label_ids)
     else:
         logits = jnp.zeros((len(last_SD), 0), jnp.float32)
-    log_total = None if logits_SV is None else vocabulary.by_rows(_log_total, logits_SV)
+    log_total = None
+    if logits_SV is not None:
+        log_total = vocabulary.by_rows(_log_total, logits_SV, vocab_size=model.arch.vocab_size)
     return PooledSeqs(hidden, logits, log_total)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -75,6 +76,11 @@ class ProgramSpec:
         """V."""
         return self.state.edit_tables.counts.shape[1]
 
+    @property
+    def num_logits(self) -> int:
+        """V, and the padding that makes the devices' parts equal."""
+        return -(-self.vocab_size // self.mesh.size) * self.mesh.size
+
     def trace(self, key: ProgramKey) -> jax.stages.Traced:
         """The program of `key`, traced."""
         if isinstance(key.shape, Bucket):
@@ -122,7 +128,7 @@ class ProgramSpec:
 
     def trace_sampling(self, num_seqs: int, filtered: bool) -> jax.stages.Traced:
         """The sampling program for `num_seqs` padded sequences, which may filter or not, traced."""
-        program = filtered_step if filtered else sample_step
+        program = self.told_of_padding(filtered_step if filtered else sample_step)
         return self.traced(program, SAMPLING_DONATES, self._sampling_arguments(num_seqs), replicated(self.mesh))
 
     def trace_featured(self, num_seqs: int) -> jax.stages.Traced:
@@ -140,6 +146,10 @@ class ProgramSpec:
         arguments = (self.state.page_table, self._int32(3, TABLE_CHANGES))
         return self.traced(page_table.set_pages, SET_PAGES_DONATES, arguments, replicated(self.mesh))
 
+    def told_of_padding(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        """`program`, given `vocab_size` if logits have padding behind the vocabulary."""
+        return program if self.num_logits == self.vocab_size else partial(program, vocab_size=self.vocab_size)
+
     def traced(
         self, program: Callable[..., Any], donated: tuple[int, ...], arguments: tuple[Any, ...], shardings: Any
     ) -> jax.stages.Traced:
@@ -149,7 +159,7 @@ class ProgramSpec:
 
     def _sampling_arguments(self, num_seqs: int) -> tuple[Any, ...]:
         """Logits, packed sampling inputs and last tokens."""
-        logits = jax.ShapeDtypeStruct((num_seqs, self.vocab_size), jnp.float32, sharding=logits_sharding(self.mesh))
+        logits = jax.ShapeDtypeStruct((num_seqs, self.num_logits), jnp.float32, sharding=logits_sharding(self.mesh))
         return logits, self._int32(SAMPLING_ROWS, num_seqs), self.state.last_tokens
 
     def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:

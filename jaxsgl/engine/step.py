@@ -163,7 +163,9 @@ def make_step(
         else:
             logits, tokens = jnp.zeros((len(last), 0), jnp.float32), jnp.zeros(len(last), jnp.int32)
             last_tokens = state.last_tokens
-        scores = None if arrays.targets is None else vocabulary.score_in_slices(model.logits, hidden, arrays.targets)
+        scores = None
+        if arrays.targets is not None:
+            scores = vocabulary.score_in_slices(model.logits, hidden, arrays.targets, model.arch.vocab_size)
         state = DeviceState(pages.buffers(), table, last_tokens, state.edit_tables, state.images)
         if arrays.label_ids is None:
             return Stepped(state, tokens, logits, scores, None, of_tokens)
@@ -230,7 +232,9 @@ def make_decode_steps(
             out = step(jax.tree.unflatten(treedef, weights), state, arrays, adapters)
             if not bucket.sampled:
                 return out.state, out.tokens
-            tokens = vocabulary.sample(out.logits, arrays.sampling, arrays.lengths, out.tokens, filtered=True)
+            tokens = vocabulary.sample(
+                out.logits, arrays.sampling, arrays.lengths, out.tokens, filtered=True, vocab_size=_vocab_size(state)
+            )
             last_tokens = out.state.last_tokens.at[arrays.sample_rows].set(tokens)
             return out.state._replace(last_tokens=last_tokens), tokens
 
@@ -255,24 +259,29 @@ def arrays_of_step(first: StepArrays[jax.Array], i: jax.Array, state: DeviceStat
     )
 
 
-def sample_step(logits: jax.Array, packed: jax.Array, last_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sample_step(
+    logits: jax.Array, packed: jax.Array, last_tokens: jax.Array, *, vocab_size: int | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Draws `(last_tokens, tokens [S])` in place of the greedy ones; `packed` is `Forwarded.sampling`.
 
-    For batches in which no row filters. It reads the logits once more than a greedy step does.
+    For batches in which no row filters. It reads the logits once more than a greedy step does. Logits behind the first
+    `vocab_size` are padding; None: there is none.
     """
-    return _sample_step(logits, packed, last_tokens, filtered=False)
+    return _sample_step(logits, packed, last_tokens, filtered=False, vocab_size=vocab_size)
 
 
-def filtered_step(logits: jax.Array, packed: jax.Array, last_tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def filtered_step(
+    logits: jax.Array, packed: jax.Array, last_tokens: jax.Array, *, vocab_size: int | None = None
+) -> tuple[jax.Array, jax.Array]:
     """`sample_step` for batches in which rows may have top-k, top-p or min-p."""
-    return _sample_step(logits, packed, last_tokens, filtered=True)
+    return _sample_step(logits, packed, last_tokens, filtered=True, vocab_size=vocab_size)
 
 
 def _sample_step(
-    logits: jax.Array, packed: jax.Array, last_tokens: jax.Array, *, filtered: bool
+    logits: jax.Array, packed: jax.Array, last_tokens: jax.Array, *, filtered: bool, vocab_size: int | None
 ) -> tuple[jax.Array, jax.Array]:
     lengths, rows, best, sampling = unpack_sampling(packed)
-    tokens = vocabulary.sample(logits, sampling, lengths, best, filtered=filtered)
+    tokens = vocabulary.sample(logits, sampling, lengths, best, filtered=filtered, vocab_size=vocab_size)
     return last_tokens.at[rows].set(tokens), tokens
 
 
@@ -289,8 +298,14 @@ def featured_step(
         tokens = sampler.sample(edited, sampling, lengths, sampler.greedy(edited), filtered=True)
         return tokens, score(logits, tokens)
 
-    tokens, scores = vocabulary.by_rows(of_rows, logits, edit_rows, lengths, sampling)
+    vocab_size = tables.counts.shape[1]
+    tokens, scores = vocabulary.by_rows(of_rows, logits, edit_rows, lengths, sampling, vocab_size=vocab_size)
     return Featured(last_tokens.at[rows].set(tokens), edits.count(tables, edit_rows, tokens), tokens, scores)
+
+
+def _vocab_size(state: DeviceState) -> int:
+    """V, without the padding that devices may have."""
+    return state.edit_tables.counts.shape[1]
 
 
 def pack_sampling(arrays: StepArrays[jax.Array], best: jax.Array) -> jax.Array:

@@ -68,6 +68,7 @@ class ModelArch:
         `weight_format.of_experts` says otherwise.
       kv_copies: each kv head of the checkpoint stands for so many consecutive ones of `num_kv_heads`, which are equal.
       by_experts: devices that share the model have whole experts, instead of a part of each one.
+      vocab_padding: rows of embedding and head behind the vocabulary, so that devices have equally many.
       head: what reads the final hidden states: the vocabulary, a classifier of the folder's labels, or nothing.
       folder_pooling: how the folder says that embeddings and scores are made.
       pooling: how they are made here; None: none are served.
@@ -105,6 +106,7 @@ class ModelArch:
     expert_format: WeightFormat | None = None
     kv_copies: int = 1
     by_experts: bool = False
+    vocab_padding: int = 0
     head: Head = "vocabulary"
     folder_pooling: PoolingSpec = LAST_TOKEN
     pooling: PoolingSpec | None = None
@@ -136,15 +138,29 @@ class ModelArch:
         return any(rope.sections for rope in self.ropes)
 
     @property
+    def vocab_rows(self) -> int:
+        """The rows of embedding and head: a row for each token, then padding."""
+        return self.vocab_size + self.vocab_padding
+
+    @property
     def stored_kv_heads(self) -> int:
         """The kv heads of the checkpoint."""
         return self.num_kv_heads // self.kv_copies
 
     def on_devices(self, num_devices: int, *, by_experts: bool) -> ModelArch:
-        """The model as `num_devices` share it: where it has fewer kv heads than devices, each device gets a copy."""
+        """The model as `num_devices` share it.
+
+        Where it has fewer kv heads than devices, each device gets a copy; the vocabulary is padded to equal parts.
+        """
         stored = self.stored_kv_heads
         copies = num_devices // stored if num_devices % stored == 0 else 1
-        return replace(self, num_kv_heads=stored * copies, kv_copies=copies, by_experts=by_experts)
+        return replace(
+            self,
+            num_kv_heads=stored * copies,
+            kv_copies=copies,
+            by_experts=by_experts,
+            vocab_padding=-self.vocab_size % num_devices,
+        )
 
     def for_context(self, context_length: int) -> ModelArch:
         """The model for sequences of up to `context_length` tokens, which decides on the factors of some ropes."""

@@ -64,7 +64,7 @@ class Decoder(Matrices):
     """A decoder-only language model."""
 
     def __init__(self, arch: ModelArch, dtype: jnp.dtype, activations: jnp.dtype) -> None:
-        v, d = arch.vocab_size, arch.hidden_size
+        v, d = arch.vocab_rows, arch.hidden_size
         self.arch = arch
         self.activations = activations
         fmt = arch.weight_format if arch.weight_format is not None and arch.weight_format.vocabulary else None
@@ -134,6 +134,7 @@ class Decoder(Matrices):
     def _rows(self, matrix: Weights, token_ids: jax.Array) -> jax.Array:
         """The rows `[T, D]` of a matrix over the vocabulary, whichever device has them."""
         if num_parts() > 1:
+            token_ids = jnp.clip(token_ids, 0, self.arch.vocab_size - 1)
             token_ids, is_here = _of_this_part(token_ids, matrix.shape[0])
         if isinstance(matrix, Matrix):
             rows_TD = dequantized(matrix.rows(token_ids), self.activations)
@@ -166,8 +167,16 @@ class Decoder(Matrices):
         return add_and_norm(x_TD, update, *next_norm, eps)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens; V is this device's vocabulary."""
-        return self._capped(product(hidden, self._head(), jnp.float32))
+        """Logits `[R, V]` float32 of `hidden [R, D]`, the hidden states of R tokens; V is this device's vocabulary.
+
+        Those of padding behind the vocabulary are -inf.
+        """
+        logits = self._capped(product(hidden, self._head(), jnp.float32))
+        if self.arch.vocab_padding:
+            first = part_index() * logits.shape[-1]
+            is_token = first + jnp.arange(logits.shape[-1]) < self.arch.vocab_size
+            logits = jnp.where(is_token, logits, -jnp.inf)
+        return logits
 
     def logits_of(self, hidden: jax.Array, token_ids: jax.Array) -> jax.Array:
         """Logits `[R, L]` float32 of the tokens `[R, L]` alone, for `hidden [R, D]`: reads these rows of the head."""
@@ -190,7 +199,7 @@ class Decoder(Matrices):
 
 def _of_this_part(token_ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """The rows of ids `[T]` in this device's part of the vocabulary, and whether they are in it."""
-    rows = jnp.clip(token_ids, 0, num_rows * num_parts() - 1) - part_index() * num_rows
+    rows = token_ids - part_index() * num_rows
     return rows, (rows >= 0) & (rows < num_rows)
 
 

@@ -44,6 +44,7 @@ MANIFEST = "jaxsgl_checkpoint.json"
 PARAMS = "params"
 KV_SCALES = "kv_scales.safetensors"  # for `load_kv_scales`, as for any other folder
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration, tokenizer, chat template
+AT_A_TIME_BYTES = 256 << 20  # of parameters that Orbax restores side by side, unless one alone is larger
 CHUNK_BYTES = 64 << 20  # stored in one piece; a device reads all of each piece that it needs a part of
 CONVERT_AGAIN = "convert the original checkpoint again with scripts/convert_checkpoint.py"
 
@@ -118,20 +119,30 @@ def restore_params(folder: Path, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) 
     for path, param in flat.items():
         array = arrays.pop(_name(path))
         if array.shape != param.shape:
-            array = _copy_kv_heads(
-                array, arch, param.get_metadata("axes").index("kv_heads"), param_sharding(param, mesh)
-            )
+            axes, sharding = param.get_metadata("axes"), param_sharding(param, mesh)
+            if axes[0] == "vocab":
+                array = _pad_rows(array, param.shape[0], sharding)
+            else:
+                array = _copy_kv_heads(array, arch, axes.index("kv_heads"), sharding)
         params.append((path, param.replace(array)))
     return nnx.from_flat_state(params)
 
 
 def _place(stored: nnx.Param[Any], param: nnx.Param[Any], mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Where a stored parameter is read to: the parameter's place; if kv heads are copied, parts along the last axis."""
+    """Where a stored parameter is read to: its place; parts along the last axis if heads are copied or rows padded."""
     sharding = param_sharding(param, mesh)
     if stored.shape != param.shape:
         axis = TENSOR_AXIS if stored.shape[-1] % mesh.size == 0 else None
         sharding = NamedSharding(mesh, PartitionSpec(*(None for _ in stored.shape[1:]), axis))
     return jax.ShapeDtypeStruct(stored.shape, param.dtype, sharding=sharding)
+
+
+@partial(jax.jit, static_argnames=("num_rows", "sharding"))
+def _pad_rows(stored: jax.Array, num_rows: int, sharding: NamedSharding) -> jax.Array:
+    """`[num_rows, ..]`: the stored rows, then zeros."""
+    padding = ((0, num_rows - stored.shape[0]), *((0, 0) for _ in stored.shape[1:]))
+    placed: jax.Array = jax.lax.with_sharding_constraint(jnp.pad(stored, padding), sharding)
+    return placed
 
 
 @partial(jax.jit, static_argnames=("arch", "axis", "sharding"))
@@ -201,25 +212,47 @@ def _subtract(numbers: jax.Array, zero: jax.Array, group: int, sharding: NamedSh
     return made
 
 
+def restore_groups(num_bytes: Mapping[str, int], most: int = AT_A_TIME_BYTES) -> list[list[str]]:
+    """The names in groups of up to `most` bytes, or of one that has more; the largest come first.
+
+    What is restored at a time is in memory twice. For the largest that is while there is little else.
+    """
+    groups: list[list[str]] = []
+    left = 0
+    for name in sorted(num_bytes, key=lambda name: (-num_bytes[name], name)):
+        if num_bytes[name] > left:
+            groups.append([])
+            left = most
+        groups[-1].append(name)
+        left -= num_bytes[name]
+    return groups
+
+
 def _restore(folder: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     import orbax.checkpoint as ocp
 
-    restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    arrays: dict[str, jax.Array] = {}
     try:
-        handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_concurrent_gb(abstract.values()))
-        with ocp.Checkpointer(handler) as checkpointer:
-            arrays: dict[str, jax.Array] = checkpointer.restore(
-                folder.absolute(), args=ocp.args.PyTreeRestore(dict(abstract), restore_args=restore_args)
-            )
-        return jax.block_until_ready(arrays)
+        for names in restore_groups({name: _num_bytes(array) for name, array in abstract.items()}):
+            group = {name: abstract[name] for name in names}
+            restore_args = ocp.checkpoint_utils.construct_restore_args(group)
+            handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_concurrent_gb(group.values()))
+            with ocp.Checkpointer(handler) as checkpointer:
+                args = ocp.args.PyTreeRestore(group, restore_args=restore_args, partial_restore=True)
+                arrays |= jax.block_until_ready(checkpointer.restore(folder.absolute(), args=args))
+        return arrays
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} can't be restored ({str(error).splitlines()[0]}); {CONVERT_AGAIN}") from error
 
 
 def _concurrent_gb(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct]) -> int:
     """What Orbax may hold beside the parameters: as little as it accepts, twice the largest one and a byte."""
-    largest = max(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+    largest = max(map(_num_bytes, arrays))
     return math.ceil((2 * largest + 1) / 1e9)
+
+
+def _num_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def _name(path: tuple[Hashable, ...]) -> str:

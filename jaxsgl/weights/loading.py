@@ -93,11 +93,20 @@ def _find(
     recipe = recipe_of(path, param, arch, tensors.shape)
     found = tuple(tensors.tensor(source, arch) for source in recipe.sources)
     pieces = tuple(recipe.pieces(arch, found))
+    if arch.vocab_padding and param.get_metadata("axes")[0] == "vocab":
+        pieces = _with_vocab_padding(pieces, arch)
     shape = shape_of(pieces)
     if recipe.computed is not None:
         return _Made(path, param, found, pieces, recipe.computed, shape, pieces[0].numbers.dtype)
     assert shape == param.shape, f"parameter {path} is filled with shape {shape}, but has {param.shape}"
     return _Made(path, param, found, pieces, None, shape, param.dtype)
+
+
+def _with_vocab_padding(pieces: tuple[Piece, ...], arch: ModelArch) -> tuple[Piece, ...]:
+    """The piece that is all rows of the vocabulary, and rows of zeros behind it."""
+    ((_, numbers),) = pieces
+    zeros = np.broadcast_to(np.zeros((), numbers.dtype), (arch.vocab_padding, *numbers.shape[1:]))
+    return Piece((slice(arch.vocab_size),), numbers), Piece((slice(arch.vocab_size, arch.vocab_rows),), zeros)
 
 
 @partial(jax.jit, static_argnames=("arch", "computed", "dtype", "sharding"))

@@ -102,8 +102,8 @@ def _refuse(arch: ModelArch, num_devices: int, way_out: str) -> None:
 
 def _misfits(arch: ModelArch, num_devices: int) -> list[str]:
     """What of the model can't be split, in words."""
-    sizes = {"query heads": arch.num_heads, "kv heads": arch.num_kv_heads, "tokens in its vocabulary": arch.vocab_size}
-    sizes["units in an MLP"] = arch.ffn_size
+    sizes = {"query heads": arch.num_heads, "kv heads": arch.num_kv_heads, "units in an MLP": arch.ffn_size}
+    sizes["rows of its vocabulary"] = arch.vocab_rows
     if arch.mixture is not None:
         of_experts = arch.mixture.num_experts if arch.by_experts else arch.mixture.ffn_size
         sizes["experts" if arch.by_experts else "units in an expert"] = of_experts

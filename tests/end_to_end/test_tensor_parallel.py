@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", RETRACT_VARIABLE: "7"}
 SIZES = {"num_attention_heads": 8, "vocab_size": 200, "intermediate_size": 112}
 EXPERTS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 16},
+    "qwen3_moe": {"num_experts": 16, "vocab_size": 201},
     "mixtral": {"num_local_experts": 8, "intermediate_size": 48},
 }
 NUM_LAYERS = 3
-# Kinds of checkpoints. Most have 2 kv heads, of which 4 and 8 devices have copies.
+# Kinds of checkpoints. Most have 2 kv heads, of which 4 and 8 devices have copies; 201 tokens are padded on devices.
 KINDS: dict[str, dict[str, Any]] = {
     "llama_untied_llama3_rope": {**SIZES, "num_key_value_heads": 4},
-    "qwen3": {**SIZES, "num_hidden_layers": 3},
+    "qwen3": {**SIZES, "vocab_size": 201, "num_hidden_layers": 3},
     "gemma3": {},
     "olmo2": {},
     **EXPERTS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from jaxsgl.models.tensor_parallel import of_this_part, sum_of_parts
 from jaxsgl.weights.sharding import logits_sharding, make_mesh, param_sharding, replicated
 
 NUM_DEVICES = 4
+VOCAB_SIZE = 397  # of which the last device has 3 fewer
 NUM_IN, NUM_OUT, GROUP = 96, 6, 64  # a device has 24 inputs: parts begin inside groups, and the last group is cut
 
 
@@ -93,7 +95,7 @@ def numbers(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.n
 def check_tokens_and_scores_are_those_of_one_device() -> None:
     rng, mesh = np.random.default_rng(1), make_mesh(jax.devices())
     num_rows = 6  # not a multiple of the devices
-    logits = rng.normal(0, 3, (num_rows, 400)).astype(np.float32)
+    logits = rng.normal(0, 3, (num_rows, VOCAB_SIZE)).astype(np.float32)
     logits[:2] = np.round(logits[:2])  # many equal ones, on several devices
     sampling = SamplingArrays(
         np.array([0, 1, 5, 0, 30, 0], np.int32), np.arange(num_rows, dtype=np.int32),
@@ -104,12 +106,13 @@ def check_tokens_and_scores_are_those_of_one_device() -> None:
 
     def choose(logits: jax.Array, sampling: Any, positions: jax.Array) -> Any:
         best = vocabulary.greedy(logits)
-        drawn = [vocabulary.sample(logits, sampling, positions, best, filtered=filtered) for filtered in (False, True)]
-        return best, drawn, vocabulary.by_rows(sampler.score, logits, best)
+        of_rows = functools.partial(vocabulary.sample, logits, sampling, positions, best, vocab_size=VOCAB_SIZE)
+        drawn = [of_rows(filtered=filtered) for filtered in (False, True)]
+        return best, drawn, vocabulary.by_rows(sampler.score, logits, best, vocab_size=VOCAB_SIZE)
 
     alone = jax.jit(choose)(logits, sampling, positions)
     arguments = (
-        jax.device_put(logits, logits_sharding(mesh)), *jax.device_put((sampling, positions), replicated(mesh))
+        jax.device_put(padded(logits), logits_sharding(mesh)), *jax.device_put((sampling, positions), replicated(mesh))
     )  # fmt: skip
     shardings = jax.tree.map(lambda _: replicated(mesh), alone)
     shared = jax.jit(each_device(choose, mesh, arguments, shardings))(*arguments)
@@ -118,16 +121,22 @@ def check_tokens_and_scores_are_those_of_one_device() -> None:
 
 
 def check_masks_are_those_of_one_device() -> None:
-    """Parts of 100 tokens: they begin inside of a mask's words."""
+    """Parts of 100 tokens, the last with padding: they begin inside of a mask's words."""
     rng, mesh = np.random.default_rng(2), make_mesh(jax.devices())
-    logits, packed = rng.normal(size=(6, 400)).astype(np.float32), np.zeros((SAMPLING_ROWS, 6), np.int32)
+    logits, packed = rng.normal(size=(6, VOCAB_SIZE)).astype(np.float32), np.zeros((SAMPLING_ROWS, 6), np.int32)
     masks = rng.integers(0, 2**32, (6, 13), dtype=np.uint32)
     alone = jax.jit(masked_step)(logits, packed, masks)
     shardings = (logits_sharding(mesh), replicated(mesh))
-    arguments = (jax.device_put(logits, shardings[0]), *jax.device_put((packed, masks), shardings[1]))
+    arguments = (jax.device_put(padded(logits), shardings[0]), *jax.device_put((packed, masks), shardings[1]))
     shared = jax.jit(each_device(masked_step, mesh, arguments, shardings))(*arguments)
-    for one, other in zip(alone, shared, strict=True):
-        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(alone[0], shared[0][:, :VOCAB_SIZE])
+    np.testing.assert_array_equal(alone[1], shared[1])
+
+
+def padded(logits: np.ndarray) -> np.ndarray:
+    """With the model's padding behind the vocabulary."""
+    padding = -VOCAB_SIZE % NUM_DEVICES
+    return np.pad(logits, ((0, 0), (0, padding)), constant_values=-np.inf)
 
 
 if __name__ == "__main__":

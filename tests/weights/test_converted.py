@@ -26,7 +26,7 @@ from jaxsgl.models import ModelArch
 from jaxsgl.models.quantization import FORMATS_AT_LOAD
 from jaxsgl.text.tokenizer import load_tokenizer
 from jaxsgl.weights import is_converted, load_kv_scales, load_params, save_converted
-from jaxsgl.weights.converted import LAYOUT_VERSION, MANIFEST
+from jaxsgl.weights.converted import LAYOUT_VERSION, MANIFEST, restore_groups
 from tests.checkpoints import make_checkpoint
 from tests.grids import daily
 from tests.plain_model import checkpoint_logits, mesh_of
@@ -96,6 +96,14 @@ def test_it_is_restored_onto_one_two_and_four_devices_with_equal_outputs(pair: t
     np.testing.assert_array_equal(np.load(converted / "1.npy"), expected)
     for number in (2, 4):
         np.testing.assert_allclose(np.load(converted / f"{number}.npy"), expected, atol=1e-5)
+
+
+def test_what_is_restored_at_a_time_is_little_beside_what_is_there() -> None:
+    sizes = {"head": 90, "embedding": 90, **{f"up {layer}": 20 for layer in range(8)}, "norm": 1}
+    groups = restore_groups(sizes, most=50)
+    assert groups[:2] == [["embedding"], ["head"]]
+    assert sorted(name for group in groups for name in group) == sorted(sizes)
+    assert all(sum(sizes[name] for name in group) <= 50 for group in groups[2:]) and len(groups) == 6
 
 
 def test_the_folder_serves_by_itself(pair: tuple[Path, Path]) -> None:
