@@ -39,6 +39,7 @@ from jaxsgl.text.detokenizer import Detokenizer, NoText
 from jaxsgl.text.dialects import Dialect
 from jaxsgl.text.prompts import IdsPrompt, Prompt, tokenize_all
 from jaxsgl.text.sample import End, Piece, Sample, detokenizer_of, join
+from jaxsgl.text.stop_regex import check_patterns
 from jaxsgl.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -241,8 +242,10 @@ class Generator:
                     raise InvalidRequest(
                         f"request_id has {len(request_id)} characters, but must have 1 to {MAX_REQUEST_ID_CHARS}"
                     )
-                if sampling.stop:
-                    model.tokenizer.check_text_comes_back("stop strings")
+                if sampling.stop or sampling.stop_regex:
+                    model.tokenizer.check_text_comes_back("stop strings and stop_regex")
+            for patterns in {sampling.stop_regex for sampling in samplings if sampling.stop_regex}:
+                await asyncio.get_running_loop().run_in_executor(self._threads, check_patterns, patterns)
             work = partial(with_bad_word_ids, samplings, model.tokenizer)
             samplings = await self.off_loop(num_bad_chars(samplings), work)
             limits, requests, pause = model.info.limits, list[Request](), Pause()

@@ -23,6 +23,7 @@ from jaxsgl.requests.pooling import Pooled
 from jaxsgl.requests.request import Request, check_request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.text.sample import Piece, Sample, detokenizer_of
+from jaxsgl.text.stop_regex import check_patterns
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 from jaxsgl.wiring import build, build_scheduler
 
@@ -73,8 +74,9 @@ class Offline:
             names = ", ".join(sorted(tag.value for tag in released))
             raise EngineUnavailable(f"the memory of {names} is released: call resume_memory_occupation first")
         for request in requests:
-            if request.sampling.stop:
-                self.tokenizer.check_text_comes_back("stop strings")
+            if request.sampling.stop or request.sampling.stop_regex:
+                self.tokenizer.check_text_comes_back("stop strings and stop_regex")
+                check_patterns(request.sampling.stop_regex)
             check_request(request, self.engine.capacity.limits)
         with tqdm(total=sum(request.sampling.n for request in requests), desc="requests", disable=not progress) as bar:
             mailbox = OfflineMailbox(requests, self.tokenizer, bar)

@@ -20,6 +20,8 @@ MAX_MAX_TOKENS = 2**63 - 1  # int64 between processes; capped by the context
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_STOP_REGEXES = 16
+MAX_STOP_REGEX_CHARS = 256
 MAX_LOGIT_BIAS = 300  # entries
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
@@ -72,6 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
       stop_token_ids: tokens that end the request when sampled. They are part of the returned ids, not of the text.
       stop: texts that end the request where they occur, however they are tokenized. The text before the first one is
         returned; the token that completes it is the last of the returned ids.
+      stop_regex: patterns that end the request where its text so far matches one; the match stays in the text. Rust's
+        regular expressions without lookaround, as those of grammars.
       include_stop_str_in_output: leave the stop string, or the text of the stop token, in the returned text.
       skip_special_tokens: leave special tokens out of the text; false: their names stand in it.
       ignore_eos: continue after the model's end-of-sequence tokens (for benchmarks).
@@ -102,6 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
@@ -180,6 +185,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 self.min_tokens,
                 f"max_tokens={self.max_tokens} at most",
             )
+        if not isinstance(self.stop_regex, tuple | list) or not all(isinstance(text, str) for text in self.stop_regex):
+            raise InvalidRequest(f"stop_regex is {self.stop_regex!r:.100}, but must be a list of texts")
+        count = len(self.stop_regex)
+        check(count <= MAX_STOP_REGEXES, "the number of patterns of stop_regex", count, f"0 to {MAX_STOP_REGEXES}")
+        for pattern in self.stop_regex:
+            allowed = f"1 to {MAX_STOP_REGEX_CHARS} characters"
+            check(1 <= len(pattern) <= MAX_STOP_REGEX_CHARS, "the length of a stop_regex", len(pattern), allowed)
         for text in self.stop:
             if not isinstance(text, str):
                 raise InvalidRequest(f"a stop string is {text!r}, but must be a text")

@@ -1,8 +1,9 @@
 """One sample of a request: the engine's replies in, pieces of text and ids out, cut at stop strings.
 
-`StopStrings` holds back text that may be the beginning of a stop string and lets all other text through at once;
-`Sample` owns what is held back of one sample, and decides where a stop string ends it. Never knows a protocol or a
-process: servers (generation.py) and the offline `LLM` feed it.
+`StopStrings` holds back text that may be the beginning of a stop string and lets all other text through at once; a
+match of stop_regex (stop_regex.py) ends the text before it gets there. `Sample` owns what is held back of one sample,
+and decides where its text ends. Never knows a protocol or a process: servers (generation.py) and the offline `LLM` feed
+it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.requests.token_states import TokenStates
 from jaxsgl.text.detokenizer import Detokenizer
+from jaxsgl.text.stop_regex import StopRegex
 from jaxsgl.text.tokenizer import Tokenizer
 
 
@@ -113,6 +115,8 @@ class Sample:
         self._index = index
         self._detokenizer = detokenizer
         self._stops = StopStrings(self._sampling.stop, self._sampling.include_stop_str_in_output)
+        self._regex = StopRegex(self._sampling.stop_regex)
+        self._ends_in_text = bool(self._sampling.stop or self._sampling.stop_regex)
         self.num_tokens = 0
         self.ended = False
 
@@ -124,7 +128,7 @@ class Sample:
         scored: tuple[TokenLogprob, ...] | None = None
         states: list[TokenStates] = []
         end: End | None = None
-        parts = [part for reply in replies for part in _token_by_token(reply)] if self._sampling.stop else replies
+        parts = [part for reply in replies for part in _token_by_token(reply)] if self._ends_in_text else replies
         for reply in parts:
             ids += reply.token_ids
             self.num_tokens += len(reply.token_ids)
@@ -152,13 +156,13 @@ class Sample:
             text += self._detokenizer.finish()
         if self.num_tokens <= self._sampling.min_tokens:
             return text  # stop strings don't count yet
-        text = self._stops.feed(text)
-        if reply.finish_reason is not None:
+        text = self._stops.feed(self._regex.feed(text))
+        if reply.finish_reason is not None or self._regex.matched is not None:
             text += self._stops.finish()
         return text
 
     def _end_with(self, reply: Reply) -> End | None:
-        matched: int | str | None = self._stops.matched
+        matched: int | str | None = self._stops.matched if self._stops.matched is not None else self._regex.matched
         reason = FinishReason.STOP if matched is not None else reply.finish_reason
         if reason is None:
             return None

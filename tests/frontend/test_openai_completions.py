@@ -59,6 +59,18 @@ def test_prompts_may_be_token_ids(http: httpx.Client, tokenizer: Tokenizer, prom
     assert texts(post(http, PATH, prompt=prompt, max_tokens=3)) == [tokenizer.decode([50, 60, 70])]
 
 
+def test_a_pattern_ends_the_answer_with_its_match(http: httpx.Client) -> None:
+    body = {"prompt": "hello world", "max_tokens": 3, "stop_regex": ["[A-Z]", "w.r"]}
+    (choice,) = post(http, PATH, **body)["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["matched_stop"]) == ("hello wor", "stop", "w.r")
+    assert streamed(chunks(http, PATH, **body), 1) == ["hello wor"]
+    sampling = {"max_new_tokens": 3, "stop_regex": "w.r"}
+    answer = post(http, "/generate", text="hello world", sampling_params=sampling)
+    assert answer["text"] == "hello wor"
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "w.r"}
+    assert "stop_regex '(a' can't be used: " in refusal(http, PATH, prompt="a", stop_regex="(a")["message"]
+
+
 def test_prompts_are_cut_to_their_last_tokens_or_to_their_first(http: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = list(range(30, 280))
 

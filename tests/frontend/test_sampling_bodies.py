@@ -17,7 +17,7 @@ SGLANG_NAMES = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 SGLANG_OUTSIDE = {"logprobs", "prompt_logprobs"}  # /generate has them beside its sampling parameters
 SAME = {
     "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "frequency_penalty": 1.0,
-    "presence_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": {"7": 2.5}, "stop": "end",
+    "presence_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": {"7": 2.5}, "stop": "end", "stop_regex": "e+d",
     "stop_token_ids": [3, 4], "ignore_eos": True,
 }  # fmt: skip
 

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import itertools
+import random
+import re
+import time
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.sample import Piece, Sample, StopStrings, join
+from jaxsgl.text.stop_regex import StopRegex, check_patterns
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.small_tokenizers import KINDS, save
 
@@ -70,6 +75,64 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 def test_without_stop_strings_text_flows_on() -> None:
     reader = StopStrings((), keep=False)
     assert [reader.feed("abc"), reader.finish(), reader.matched] == ["abc", "", None]
+
+
+PATTERNS = ("b+a", "(a|b)\n", "[^a]{3}", "a.b", "(ab)+b")
+
+
+@settings(max_examples=60)
+@given(
+    text=texts,
+    patterns=st.lists(st.sampled_from(PATTERNS), max_size=3, unique=True),
+    stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=2),
+    size=st.integers(1, 4),
+)
+def test_text_ends_behind_the_first_match_unless_a_stop_string_comes_before(
+    text: str, patterns: list[str], stops: list[str], size: int
+) -> None:
+    found = [end for end in range(len(text) + 1) if any(re.search(pattern, text[:end]) for pattern in patterns)]
+    kept, matched = cut(text[: found[0]] if found else text, stops, False)
+    if matched is None and found:
+        matched = next(pattern for pattern in patterns if re.search(pattern, kept))
+    params = SamplingParams(stop=tuple(stops), stop_regex=tuple(patterns))
+    sample = Sample(Request("r", [5], params), 0, Characters())
+    ids, pieces = [ord(character) for character in text] or [0], []
+    for place in range(0, len(ids), size):
+        reason = FinishReason.LENGTH if place + size >= len(ids) else None
+        pieces.append(sample.take([Reply("r", tuple(ids[place : place + size]), reason)]))
+        if sample.ended:
+            break
+    answer = join(pieces)
+    assert answer.end is not None
+    assert (answer.text.replace("\0", ""), answer.end.matched_stop) == (kept, matched)
+    if matched is not None:
+        assert len(answer.token_ids) == len(kept) + (len(matched) if matched in stops else 0)
+
+
+class Characters:
+    """A detokenizer of characters."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(chr, token_ids))
+
+    def finish(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("pattern", ["(a|b", "a)|(b", "^a", r"\bword", "(?=a)", r"(a)\1", "a*", "", "x" * 257])
+def test_a_pattern_that_would_end_every_answer_or_that_is_none_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidRequest, match="stop_regex"):
+        check_patterns(SamplingParams(stop_regex=(pattern,)).stop_regex)
+
+
+def test_a_hostile_pattern_ends_its_answer_soon() -> None:
+    reader, dice = StopRegex(["(.{0,30}a.{0,30}b){20}c"]), random.Random(1)
+    start_s = time.thread_time()
+    with pytest.raises(InvalidRequest, match="simplify it"):
+        for _ in range(100_000):
+            reader.feed("".join(dice.choices("ab", k=4)))
+    assert time.thread_time() - start_s < 2.0
+    assert StopRegex(["b{3}"]).feed("aabbbb") == "aabbb"
 
 
 def run(tokenizer: Tokenizer, ids: list[int], sizes: list[int], reason: FinishReason, params: SamplingParams) -> Piece:

@@ -30,6 +30,8 @@ from jaxsgl.requests.sampling import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_STOP_REGEX_CHARS,
+    MAX_STOP_REGEXES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
@@ -142,6 +144,12 @@ Stop = Annotated[
     str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)],
     one_error(f"must be a text, or a list of up to {MAX_STOP_STRINGS} texts"),
 ]
+Pattern = Annotated[str, Field(min_length=1, max_length=MAX_STOP_REGEX_CHARS)]
+StopRegex = Annotated[
+    Pattern | Annotated[list[Pattern], Field(max_length=MAX_STOP_REGEXES)],
+    one_error(f"must be a pattern of 1 to {MAX_STOP_REGEX_CHARS} characters, or a list of up to {MAX_STOP_REGEXES}"),
+    Field(description="the answer ends where its text matches; Rust's syntax without lookaround"),
+]
 StopTokenIds = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)]
 AllowedTokenIds = Annotated[TokenIds, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -236,6 +244,7 @@ def _entry(name: str, given: object, number: int, num_prompts: int) -> object:
 _CONVERSIONS: dict[str, Callable[[Any], object]] = {
     "logit_bias": lambda bias: {int(token_id): added for token_id, added in bias.items()},
     "stop": lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
+    "stop_regex": lambda stop: (stop,) if isinstance(stop, str) else tuple(stop),
     "stop_token_ids": tuple,
     "allowed_token_ids": tuple,
     "bad_words": tuple,

@@ -26,6 +26,7 @@ from jaxsgl.frontend.http.bodies import (
     LoraPath,
     Priority,
     Stop,
+    StopRegex,
     StopTokenIds,
     TextList,
     TokenIds,
@@ -49,7 +50,7 @@ MAX_TOOL_CALLS = 128
 # fmt: off
 NOT_BUILT = frozenset({
     "audio", "chat_template", "custom_logit_processor", "guided_whitespace_pattern",
-    "input_embeds", "logits_processors", "prompt_embeds", "stop_regex", "use_beam_search",
+    "input_embeds", "logits_processors", "prompt_embeds", "use_beam_search",
 })
 # fmt: on
 
@@ -92,6 +93,7 @@ class Sampled(Constrained, Truncated):
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63, description="of its bits the lower 32 count")] | None = None
     stop: Stop | None = None
+    stop_regex: StopRegex | None = None
     stop_token_ids: StopTokenIds | None = None
     allowed_token_ids: Annotated[AllowedTokenIds, Field(description="no other token is generated")] | None = None
     bad_words: Annotated[BadWords, Field(description="texts that the output does not get to hold")] | None = None

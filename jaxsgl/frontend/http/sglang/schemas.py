@@ -20,6 +20,7 @@ from jaxsgl.frontend.http.bodies import (
     LoraPaths,
     Priority,
     Stop,
+    StopRegex,
     StopTokenIds,
     TextList,
     TokenIds,
@@ -57,6 +58,7 @@ class SamplingBody(Body):
     ebnf: GrammarText | None = None
     structural_tag: Tag | None = None
     stop: Stop | None = None
+    stop_regex: StopRegex | None = None
     stop_token_ids: StopTokenIds | None = None
     no_stop_trim: bool = False
     ignore_eos: bool = False
