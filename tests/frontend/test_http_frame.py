@@ -134,7 +134,7 @@ def test_a_large_body_is_refused_by_its_length_or_while_it_comes(
 def test_a_body_that_stops_coming_is_refused() -> None:
     app = FastAPI(responses=errors.RESPONSES)
     errors.add_handlers(app)
-    app.add_middleware(BodyLimit, max_bytes=100, stall_s=0.2)
+    app.add_middleware(BodyLimit, max_bytes=10_000, stall_s=0.2)
 
     @app.post("/echo")
     async def echo(body: dict[str, int]) -> dict[str, int]:
@@ -142,7 +142,7 @@ def test_a_body_that_stops_coming_is_refused() -> None:
 
     async def send(pause_s: float) -> httpx.Response:
         async def parts() -> AsyncIterator[bytes]:
-            for part in (b'{"a"', b": 5}"):
+            for part in (b'{"a"' + 8192 * b" ", b": 5}"):  # enough for 8 seconds
                 yield part
                 await asyncio.sleep(pause_s)
 
@@ -152,7 +152,7 @@ def test_a_body_that_stops_coming_is_refused() -> None:
     assert asyncio.run(send(0.0)).json() == {"a": 5}
     refused = asyncio.run(send(PATIENCE_S))
     assert refused.status_code == 408
-    assert error_of(refused)["message"].startswith("the body stops after 4 bytes, nothing more has come for 0.2 s")
+    assert error_of(refused)["message"].startswith("the body stops after 8196 bytes, nothing more has come for 0.2 s")
 
 
 def test_internal_errors_are_logged_and_not_shown_to_the_client(caplog: pytest.LogCaptureFixture) -> None:

@@ -123,13 +123,14 @@ class BodyLimit:
             if complete:
                 return await receive()  # the disconnect
             late_s = start_s + self._stall_s + num_bytes / MIN_BODY_BYTES_PER_S
+            stalled_s = now_s() + self._stall_s
             try:
-                async with asyncio.timeout_at(min(now_s() + self._stall_s, late_s)):
+                async with asyncio.timeout_at(min(stalled_s, late_s)):
                     message = await receive()
             except TimeoutError:
                 words = (
                     f"the body stops after {num_bytes} bytes, nothing more has come for {self._stall_s:g} s: send all"
-                    if now_s() < late_s
+                    if stalled_s < late_s
                     else f"only {num_bytes} bytes of the body have come in {now_s() - start_s:.0f} s: send it faster"
                 )
                 raise HTTPException(408, words) from None  # FastAPI passes this exception on while it reads a body
