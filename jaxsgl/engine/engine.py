@@ -30,7 +30,7 @@ from jaxsgl.engine.devices import mesh_of, reveal_devices
 from jaxsgl.engine.dry_run import run_all, run_tower, step_failure
 from jaxsgl.engine.handle import Chosen, DeviceHandle
 from jaxsgl.engine.launcher import LaunchedHandle, Launcher
-from jaxsgl.engine.masking import MaskPrograms
+from jaxsgl.engine.masking import MaskPrograms, mask_bytes
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, encode_keys, keys_of, step_bytes
@@ -313,10 +313,11 @@ def _compile(
         largest = buckets.largest()
         keys = [*encode_keys(buckets)[:1], *(key for bucket in largest for key in keys_of(bucket))]
         done = compile_keys(spec, keys, progress=progress)
-        taken = step_bytes(done, largest) + beside_bytes
+        of_masks = None if config.grammar_backend == "none" else partial(mask_bytes, spec)
+        taken = step_bytes(done, largest, of_masks) + beside_bytes
         fitting = plan_capacity(config, arch, page, memory, taken, adapters)
         if fitting.num_pages >= capacity.num_pages:
-            return capacity, Programs(spec, buckets, done=done, progress=progress)
+            return capacity, Programs(spec, buckets, done=done, progress=progress, mask_bytes=of_masks)
         logger.info("%d pages do not fit beside a step: %d do", capacity.num_pages, fitting.num_pages)
         capacity = fitting
 

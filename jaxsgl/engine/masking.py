@@ -8,7 +8,7 @@ Log-probabilities are the model's own, hence the copy.
 
 `MaskPrograms` compiles them for every number of sequences when the first grammar comes: scheduler/grammar_queue.py has
 `prepare` called in a thread, while requests with grammars wait. So a server without grammars neither compiles nor runs
-them. Called by `engine`.
+them; what they will take of memory is counted at the start (`mask_bytes`). Called by `engine`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsgl.engine import vocabulary
-from jaxsgl.engine.programs import Programs, ProgramSpec
+from jaxsgl.engine.programs import Programs, ProgramSpec, StageBytes
 from jaxsgl.engine.sampler import Logprobs, score
 from jaxsgl.engine.step import SAMPLING_ROWS
 from jaxsgl.engine.warmup import CompileCounter
@@ -28,6 +28,7 @@ from jaxsgl.models.tensor_parallel import num_parts, part_index
 from jaxsgl.weights.sharding import logits_sharding, replicated
 
 MASKED_DONATES = (0,)  # logits
+_ROW_BYTES = 2048  # of temporaries whatever the vocabulary, as those of the likeliest tokens
 BEST = 2  # row of the packed sampling inputs that holds the most likely tokens
 
 
@@ -107,6 +108,16 @@ class MaskPrograms:
         """See `score_step`."""
         scores: Logprobs = self._score[len(logits)](logits, tokens)
         return scores
+
+
+def mask_bytes(spec: ProgramSpec, num_seqs: int) -> StageBytes:
+    """What a masked step of `num_seqs` takes at most of each device, beside its other programs.
+
+    It keeps the masks, and a copy of the logits for log-probabilities. A byte for each logit and
+    some for each row are for temporaries: programs that fuse take less.
+    """
+    num_logits = num_seqs * spec.vocab_size // spec.mesh.size
+    return StageBytes(4 * num_logits + 4 * num_seqs * -(-spec.vocab_size // 32), num_logits + num_seqs * _ROW_BYTES)
 
 
 def trace_masked(spec: ProgramSpec, num_seqs: int) -> jax.stages.Traced:

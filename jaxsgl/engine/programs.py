@@ -199,6 +199,7 @@ def encode_keys(buckets: BucketSet) -> list[ProgramKey]:
 
 
 Compilations: TypeAlias = Mapping[ProgramKey, Compilation]
+MaskBytes: TypeAlias = Callable[[int], "StageBytes"]
 
 
 def compile_keys(spec: ProgramSpec, keys: Iterable[ProgramKey], *, progress: bool) -> Compilations:
@@ -206,25 +207,43 @@ def compile_keys(spec: ProgramSpec, keys: Iterable[ProgramKey], *, progress: boo
     return compile_all({key: _lowering(spec, key) for key in dict.fromkeys(keys)}, progress=progress)
 
 
-def step_bytes(compilations: Compilations, buckets: Iterable[Bucket]) -> int:
+class StageBytes(NamedTuple):
+    """Device memory of a program: what it leaves until its step has ended, and what it takes while it runs."""
+
+    kept: int
+    temporary: int
+
+
+def step_bytes(compilations: Compilations, buckets: Iterable[Bucket], mask_bytes: MaskBytes | None = None) -> int:
     """Device memory that the largest step of `buckets`, or call of the tower, takes beside parameters and state.
 
     That is a program's temporaries and outputs, together with the outputs of the programs of the step before it. What
-    a program donates and returns is part of the state.
+    a program donates and returns is part of the state. `mask_bytes` tells what masks take of a step that samples, by
+    its sequences: their programs are compiled later; None: there will be none.
     """
-    of_steps = (_bytes_of([compilations[key].compiled for key in keys_of(bucket)]) for bucket in buckets)
-    of_tower = (_bytes_of([one.compiled]) for key, one in compilations.items() if key.kind == "encode")
+
+    def stages(bucket: Bucket) -> list[StageBytes]:
+        forward, *after = (_stage(compilations[key].compiled) for key in keys_of(bucket))
+        masks = [] if mask_bytes is None or not after else [mask_bytes(bucket.num_seqs)]
+        return [forward, *masks, *after]
+
+    of_steps = (_most_bytes(stages(bucket)) for bucket in buckets)
+    of_tower = (_most_bytes([_stage(one.compiled)]) for key, one in compilations.items() if key.kind == "encode")
     return max((*of_steps, *of_tower))
 
 
-def _bytes_of(programs: Iterable[jax.stages.Compiled]) -> int:
+def _stage(program: jax.stages.Compiled) -> StageBytes:
+    memory = program.memory_analysis()
+    if memory is None:  # the platform doesn't tell
+        return StageBytes(0, 0)
+    return StageBytes(memory.output_size_in_bytes - memory.alias_size_in_bytes, memory.temp_size_in_bytes)
+
+
+def _most_bytes(stages: Iterable[StageBytes]) -> int:
     held = most = 0
-    for program in programs:
-        memory = program.memory_analysis()
-        if memory is None:  # the platform doesn't tell
-            continue
-        held += memory.output_size_in_bytes - memory.alias_size_in_bytes
-        most = max(most, held + memory.temp_size_in_bytes)
+    for stage in stages:
+        held += stage.kept
+        most = max(most, held + stage.temporary)
     return most
 
 
@@ -236,9 +255,18 @@ class Programs:
       compilations: by key, with the time that each took.
     """
 
-    def __init__(self, spec: ProgramSpec, buckets: BucketSet, *, done: Compilations, progress: bool) -> None:
-        """Compiles everything but what is `done` already."""
+    def __init__(
+        self,
+        spec: ProgramSpec,
+        buckets: BucketSet,
+        *,
+        done: Compilations,
+        progress: bool,
+        mask_bytes: MaskBytes | None = None,
+    ) -> None:
+        """Compiles everything but what is `done` already; `mask_bytes` as in `step_bytes`."""
         self.spec = spec
+        self._mask_bytes = mask_bytes
         self.buckets = buckets
         rest = [key for key in all_keys(buckets) if key not in done]
         self.compilations: Compilations = {**done, **compile_keys(spec, rest, progress=progress)}
@@ -260,7 +288,7 @@ class Programs:
     @property
     def step_bytes(self) -> int:
         """Device memory that the largest step takes beside parameters and state."""
-        return step_bytes(self.compilations, self._of_bucket)
+        return step_bytes(self.compilations, self._of_bucket, self._mask_bytes)
 
     def of(self, bucket: Bucket) -> tuple[jax.stages.Compiled, ...]:
         """The forward program of `bucket`, and its sampling or featured program if it is sampled."""

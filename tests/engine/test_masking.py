@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.masking import masked_step
+from jaxsgl.engine.masking import mask_bytes, masked_step, trace_copy, trace_masked, trace_score
 from jaxsgl.engine.step import SAMPLING_ROWS
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.sampling import SamplingParams
@@ -39,6 +39,17 @@ def prepared(engine: Engine) -> Engine:
     engine.mask_programs.prepare()
     assert len(engine.mask_programs) > 0 and engine.recompiles == recompiles
     return engine
+
+
+def test_the_pool_leaves_room_for_what_the_mask_programs_take(prepared: Engine) -> None:
+    spec, most = prepared.programs.spec, prepared.capacity.num_rows
+    counted = mask_bytes(spec, most)
+    found = [trace(spec, most).lower().compile().memory_analysis() for trace in (trace_copy, trace_masked, trace_score)]
+    sizes = [(memory.output_size_in_bytes - memory.alias_size_in_bytes, memory.temp_size_in_bytes) for memory in found]
+    masks_bytes = most * len(words_of(None)) * 4
+    assert sizes[0][0] + sizes[1][0] + masks_bytes <= counted.kept + counted.temporary
+    assert all(temporary <= counted.temporary for _, temporary in sizes)
+    assert prepared.programs.step_bytes >= counted.kept, "they are part of the largest step"
 
 
 def first_tokens(engine: Engine, of_rows: dict[int, tuple[SamplingParams, set[int] | None]]) -> list[int]:
