@@ -16,7 +16,7 @@ from jaxsgl.cache.tiers import WRITE_THROUGH, HostTier
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.wire import ToEngine
-from jaxsgl.requests.request import Request
+from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
@@ -63,6 +63,7 @@ class Stepper:
       scheduler, tier, engine: what is driven.
       holds_gathers: while True, gathers do not end.
       outputs, cached: tokens of each request, and prompt tokens that it did not compute, by request id.
+      ended: how requests ended, by request id.
       now_s: the scheduler's clock.
     """
 
@@ -74,10 +75,17 @@ class Stepper:
         self.holds_gathers = False
         self.outputs: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
+        self.ended: dict[str, FinishReason] = {}
         self._in_flight: deque[FakeHandle] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are launched and not read."""
+        return len(self._in_flight)
 
     def receive(self, *messages: Request | Abort) -> None:
         self.scheduler.receive(messages)
+        self.scheduler.check()
         self.settle()
 
     def turn(self, collects: bool = True) -> None:
@@ -91,6 +99,7 @@ class Stepper:
             self.scheduler.collect(step.tokens(), step.scores())
         if self.scheduler.awaits_gathers and not self.holds_gathers:
             self.scheduler.take_gathers(self.engine.poll_gathers())
+            self.scheduler.check()
         self.settle()
 
     def run(self, *messages: Request | Abort, turns: int = 500) -> None:
@@ -105,11 +114,14 @@ class Stepper:
             assert turns, "a request waits forever"
 
     def settle(self) -> None:
-        self.scheduler.check()
+        """Takes the replies. Launches and collects have checked all accounts."""
         for reply in self.scheduler.take_replies():
             assert reply.refusal is None, reply.refusal
             self.outputs.setdefault(reply.request_id, []).extend(reply.token_ids)
             self.cached[reply.request_id] = reply.cached_tokens
+            if reply.finish_reason is not None:
+                assert reply.request_id not in self.ended
+                self.ended[reply.request_id] = reply.finish_reason
 
 
 def small(num_pages: int = 21, **changes: Any) -> Capacity:
