@@ -1,7 +1,7 @@
 """The measurements of a server: counts and times of its requests, and the rates at which its engine works.
 
 generation.py reports each request through a `Timing`. The engine's numbers come with its load after every step and are
-read when a scrape or a status line asks, so that a step costs nothing. Never knows Prometheus: exposition.py names the
+read when a scrape or a status line asks, so that a step costs nothing. Never knows Prometheus: metric_rows.py names the
 measurements and shows them. Used by one thread, hence without locks.
 """
 

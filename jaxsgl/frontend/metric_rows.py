@@ -1,0 +1,299 @@
+"""`ROWS`: the metrics of requests, steps and the engine: names, help, and where the number is found.
+
+Where a metric of SGLang or vLLM means the same as ours, ours goes by that name as well, so that their dashboards show
+it; what only we have starts with `jaxsgl:`. Measures nothing itself; exposition.py shows the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from jaxsgl.frontend.metrics import Histogram, Metrics, Replica, Snapshot
+
+Value: TypeAlias = float | Histogram | Mapping[Any, float] | Mapping[Any, Histogram]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric under all its names. Those of counters end in `_total`.
+
+    Attributes:
+      value: a number, a histogram, or one of either for each value of the `labels` (a tuple for several).
+      of_histograms: whether the values for labels, of which there may be none yet, are histograms.
+    """
+
+    names: tuple[str, ...]
+    help: str
+    value: Callable[[Metrics, Snapshot], Value]
+    labels: tuple[str, ...] = ()
+    of_histograms: bool = False
+
+
+def of_each(engine: Snapshot, value: Callable[[Replica], float]) -> dict[str, float]:
+    """Returns a value of each replica, by its rank."""
+    return {str(rank): value(replica) for rank, replica in enumerate(engine.replicas)}
+
+
+ROWS = (
+    Row(
+        ("sglang:num_running_reqs", "vllm:num_requests_running"),
+        "Samples that hold a row of the batch.",
+        lambda front_end, engine: engine.load.num_running,
+    ),
+    Row(
+        ("sglang:num_queue_reqs", "vllm:num_requests_waiting"),
+        "Samples that wait for admission.",
+        lambda front_end, engine: engine.load.num_waiting,
+    ),
+    Row(
+        ("sglang:num_retracted_reqs",),
+        "Of those that wait, samples that were taken back to the queue.",
+        lambda front_end, engine: engine.load.num_retracted,
+    ),
+    Row(
+        ("sglang:num_paused_reqs",),
+        "Samples that hold a row while generation is paused.",
+        lambda front_end, engine: engine.load.num_running if engine.load.paused else 0,
+    ),
+    Row(
+        ("jaxsgl:paused",),
+        "1 while generation is paused, else 0.",
+        lambda front_end, engine: int(engine.load.paused),
+    ),
+    Row(
+        ("jaxsgl:replica_up",),
+        "1 while the replica takes requests, 0 while it is stuck and once it is dead.",
+        lambda front_end, engine: of_each(engine, lambda replica: int(replica.is_up)),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_running_reqs",),
+        "Samples that hold a row of the replica's batch.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.load.num_running),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_queue_reqs",),
+        "Samples that wait for admission at the replica.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.load.num_waiting),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_token_usage",),
+        "Share of the replica's KV pool that running samples need, 0 to 1.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.token_usage),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_prompt_tokens_total",),
+        "Prompt tokens of the samples that the replica admitted.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.load.totals.prompt_tokens),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:replica_cached_tokens_total",),
+        "Of those, the ones found in the replica's prefix cache.",
+        lambda front_end, engine: of_each(engine, lambda replica: replica.load.totals.cached_prompt_tokens),
+        labels=("dp_rank",),
+    ),
+    Row(
+        ("jaxsgl:admission_stopped_total",),
+        "Steps at which a request had to wait on, by what there was no room for: pool, batch or step.",
+        lambda front_end, engine: {
+            "tokens": engine.load.totals.short_of_tokens,
+            "rows": engine.load.totals.short_of_rows,
+            "chunk": engine.load.totals.short_of_chunk,
+        },
+        labels=("reason",),
+    ),
+    Row(
+        ("jaxsgl:encoded_images_total",),
+        "Images and frame pairs that the vision tower has encoded; an image whose embeddings are kept isn't again.",
+        lambda front_end, engine: engine.load.totals.encoded_images,
+    ),
+    Row(
+        ("jaxsgl:failed_requests_total",),
+        "Requests that were ended because the work for them raised an exception; more than 0 is a bug.",
+        lambda front_end, engine: engine.load.totals.failed_requests,
+    ),
+    Row(
+        ("sglang:num_used_tokens",),
+        "KV slots that running samples own or lock.",
+        lambda front_end, engine: engine.load.used_tokens,
+    ),
+    Row(
+        ("jaxsgl:num_cached_tokens",),
+        "KV slots that only the prefix cache holds; given up when needed.",
+        lambda front_end, engine: engine.load.cached_tokens,
+    ),
+    Row(
+        ("sglang:max_total_num_tokens",),
+        "KV slots of the pool.",
+        lambda front_end, engine: engine.pool_tokens,
+    ),
+    Row(
+        ("sglang:token_usage", "vllm:kv_cache_usage_perc"),
+        "Share of the KV pool that running samples need, 0 to 1.",
+        lambda front_end, engine: engine.token_usage,
+    ),
+    Row(
+        ("sglang:cache_hit_rate",),
+        "Share of prompt tokens found in the prefix cache, over the last 10 s in which any came.",
+        lambda front_end, engine: engine.rates.cache_hit_rate,
+    ),
+    Row(
+        ("sglang:gen_throughput",),
+        "Output tokens per second over the last 10 s.",
+        lambda front_end, engine: engine.rates.output_tokens_per_s,
+    ),
+    Row(
+        ("sglang:prompt_tokens_total", "vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
+        "Prompt tokens of admitted samples.",
+        lambda front_end, engine: engine.load.totals.prompt_tokens,
+    ),
+    Row(
+        ("sglang:cached_tokens_total", "vllm:prefix_cache_hits_total"),
+        "Of the prompt tokens, those found in the prefix cache.",
+        lambda front_end, engine: engine.load.totals.cached_prompt_tokens,
+    ),
+    Row(
+        ("sglang:generation_tokens_total", "vllm:generation_tokens_total"),
+        "Output tokens.",
+        lambda front_end, engine: engine.load.totals.output_tokens,
+    ),
+    Row(
+        ("sglang:num_retracted_requests_total", "vllm:num_preemptions_total"),
+        "Running samples that were taken back to the queue.",
+        lambda front_end, engine: engine.load.totals.retractions,
+    ),
+    Row(
+        ("sglang:num_requests_total",),
+        "Samples that ended.",
+        lambda front_end, engine: front_end.finished.total(),
+    ),
+    Row(
+        ("vllm:request_success_total",),
+        "Samples that ended, by the reason.",
+        lambda front_end, engine: front_end.finished,
+        labels=("finished_reason",),
+    ),
+    Row(
+        ("sglang:num_aborted_requests_total",),
+        "Samples that were aborted or left by their client.",
+        lambda front_end, engine: front_end.finished["abort"],
+    ),
+    Row(
+        ("jaxsgl:request_errors_total",),
+        "Requests that were refused or ended with an error, by its name.",
+        lambda front_end, engine: front_end.errors,
+        labels=("error",),
+    ),
+    Row(
+        ("sglang:queue_time_seconds", "vllm:request_queue_time_seconds"),
+        "From a sample's arrival in the engine to its first admission.",
+        lambda front_end, engine: front_end.queue_s,
+    ),
+    Row(
+        ("vllm:request_prefill_time_seconds",),
+        "From a sample's first admission to its first token.",
+        lambda front_end, engine: front_end.prefill_s,
+    ),
+    Row(
+        ("vllm:request_decode_time_seconds",),
+        "From a sample's first token to its last; aborted ones left out.",
+        lambda front_end, engine: front_end.decode_s,
+    ),
+    Row(
+        ("vllm:request_inference_time_seconds",),
+        "From a sample's first admission to its last token; aborted ones left out.",
+        lambda front_end, engine: front_end.inference_s,
+    ),
+    Row(
+        ("sglang:per_stage_req_latency_seconds",),
+        "Time that a sample spends in each stage.",
+        lambda front_end, engine: {
+            "request_process": front_end.prepare_s,
+            "prefill_waiting": front_end.queue_s,
+            "prefill_forward": front_end.prefill_s,
+            "decode_forward": front_end.decode_s,
+        },
+        labels=("stage",),
+        of_histograms=True,
+    ),
+    Row(
+        ("sglang:time_to_first_token_seconds", "vllm:time_to_first_token_seconds"),
+        "From submission to a sample's first token.",
+        lambda front_end, engine: front_end.first_token_s,
+    ),
+    Row(
+        ("sglang:inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
+        "Between tokens of a sample.",
+        lambda front_end, engine: front_end.inter_token_s,
+    ),
+    Row(
+        ("sglang:e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
+        "From submission to a sample's end; aborted ones left out.",
+        lambda front_end, engine: front_end.request_s,
+    ),
+    Row(
+        ("sglang:prompt_tokens_histogram", "vllm:request_prompt_tokens"),
+        "Prompt tokens of a sample that ended; aborted ones left out.",
+        lambda front_end, engine: front_end.prompt_tokens,
+    ),
+    Row(
+        ("sglang:generation_tokens_histogram", "vllm:request_generation_tokens"),
+        "Output tokens of a sample that ended; aborted ones left out.",
+        lambda front_end, engine: front_end.output_tokens,
+    ),
+    Row(
+        ("jaxsgl:step_seconds",),
+        "How long steps take, by kind and padded shape.",
+        lambda front_end, engine: engine.step_histograms(),
+        labels=("kind", "bucket"),
+        of_histograms=True,
+    ),
+    Row(
+        ("sglang:forward_execution_seconds_total",),
+        "Time that steps took, by their kind.",
+        lambda front_end, engine: engine.step_seconds(),
+        labels=("category",),
+    ),
+    Row(("jaxsgl:steps_total",), "Steps launched.", lambda front_end, engine: engine.load.totals.steps),
+    Row(
+        ("jaxsgl:decode_rows_total",),
+        "Sequences of decode steps.",
+        lambda front_end, engine: engine.load.totals.decode_rows,
+    ),
+    Row(
+        ("jaxsgl:decode_rows_padded_total",),
+        "Rows of the programs that ran decode steps, padding included.",
+        lambda front_end, engine: engine.load.totals.decode_rows_padded,
+    ),
+    Row(
+        ("jaxsgl:extend_tokens_total",),
+        "Tokens of extend steps.",
+        lambda front_end, engine: engine.load.totals.extend_tokens,
+    ),
+    Row(
+        ("jaxsgl:extend_tokens_padded_total",),
+        "Tokens of the programs that ran extend steps, padding included.",
+        lambda front_end, engine: engine.load.totals.extend_tokens_padded,
+    ),
+    Row(
+        ("jaxsgl:recompiles_total",),
+        "Programs compiled while serving; more than 0 is a bug.",
+        lambda front_end, engine: engine.load.totals.recompiles,
+    ),
+    Row(
+        ("jaxsgl:leaks_total",),
+        "Pages, rows and locks that the runtime check found lost or in two places; more than 0 is a bug.",
+        lambda front_end, engine: engine.load.totals.leaks,
+    ),
+    Row(
+        ("jaxsgl:log_lines_dropped_total",),
+        "Log lines that were dropped because nothing read standard error.",
+        lambda front_end, engine: front_end.log_lines["dropped"],
+    ),
+)
