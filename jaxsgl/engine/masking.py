@@ -113,10 +113,10 @@ class MaskPrograms:
 def mask_bytes(spec: ProgramSpec, num_seqs: int) -> StageBytes:
     """What a masked step of `num_seqs` takes at most of each device, beside its other programs.
 
-    It keeps the masks, and a copy of the logits for log-probabilities. A byte for each logit and
-    some for each row are for temporaries: programs that fuse take less.
+    It keeps the masks, and a copy of the logits for log-probabilities. A byte for each logit and some for each row are
+    for temporaries: programs that fuse take less.
     """
-    num_logits = num_seqs * spec.vocab_size // spec.mesh.size
+    num_logits = num_seqs * spec.num_logits // spec.mesh.size
     return StageBytes(4 * num_logits + 4 * num_seqs * -(-spec.vocab_size // 32), num_logits + num_seqs * _ROW_BYTES)
 
 

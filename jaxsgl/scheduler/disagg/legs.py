@@ -359,7 +359,7 @@ class DecodeScheduler(LegScheduler):
         refused = self.rooms.check(request, room)
         if refused:
             return refused
-        if request.sampling.grammar is not None and self._grammars is not None:
+        if request.sampling.masked and self._grammars is not None:
             self._grammars.ask(request.request_id, request.sampling.grammar)  # compiles while prefill computes
         peer = self.wire.connect(request.room.host, request.room.port)
         return self.rooms.arrived(request, room, peer, full_pages(len(request.prompt_ids) - 1, self.cache.page_size))
