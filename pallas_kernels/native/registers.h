@@ -76,7 +76,7 @@ inline void StoreInterleaved(Bits a, Bits b, uint16_t* to) {
 }
 
 // The transpose of kLanes rows of kLanes numbers of 32 bits.
-inline void Transpose(Bits x[kLanes]) {
+[[gnu::always_inline]] inline void Transpose(Bits x[kLanes]) {
   Bits y[16];
   for (int i = 0; i < 16; i += 2) {
     y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
@@ -171,7 +171,7 @@ inline void StoreInterleaved(Bits a, Bits b, uint16_t* to) {
   StoreBits(to + 16, _mm256_permute2x128_si256(even, odd, 0x31));
 }
 
-inline void Transpose(Bits x[kLanes]) {
+[[gnu::always_inline]] inline void Transpose(Bits x[kLanes]) {
   Bits y[8];
   for (int i = 0; i < 8; i += 2) {
     y[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]);
