@@ -117,12 +117,14 @@ class Served:
         embedding = 0 if self.arch.tie_embeddings else self.arch.vocab_size * self.arch.hidden_size // self.mesh.size
         return bytes_on_one_device(_of_decoder(self.params)) - embedding * self.dtype.itemsize
 
-    def wanted(self, bucket: Bucket) -> Wanted | None:
-        """What devices must exchange in a step of the bucket."""
-        if self.mesh.size == 1:
+    def wanted(self, shape: Bucket | EncodeBucket | int) -> Wanted | None:
+        """What devices must exchange in a step of the bucket, or to sample for that many sequences."""
+        if self.mesh.size == 1 or isinstance(shape, EncodeBucket):
             return None
-        residual = bucket.num_tokens * self.arch.hidden_size * self.dtype.itemsize
-        return Wanted(self.mesh.size, residual, bucket.num_seqs)
+        if isinstance(shape, int):
+            return Wanted(self.mesh.size, 0, shape)
+        residual = shape.num_tokens * self.arch.hidden_size * self.dtype.itemsize
+        return Wanted(self.mesh.size, residual, shape.num_seqs)
 
 
 def served(name: str, target: Target, mesh: Mesh, folder: Path, kv_cache_dtype: str = "auto") -> Served | None:
@@ -181,6 +183,7 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
             on_matrix_units=False,
             steps=() if key.kind == "encode" else tuple(names),
             facts=facts,
+            wanted=model.wanted(key.shape),
         )
         if isinstance(key.shape, Bucket):
             program = dataclasses.replace(
@@ -191,7 +194,6 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
                 page_table=(key.shape.num_seqs, model.capacity.max_pages_per_seq),
                 weight_bytes=model.weight_bytes(),
                 argument_bytes=bytes_on_one_device((_of_decoder(leaves), state)),
-                wanted=model.wanted(key.shape),
             )
         yield program
 
