@@ -57,6 +57,10 @@ class ServerConfig:
         False,
         "hold calls to a grammar only where tool_choice demands them or a tool is strict; others may be malformed",
     )
+    trust_request_chat_template: bool = flag(
+        False,
+        "let requests bring a chat_template of their own: it runs in a sandbox for 2 s at most, but may take memory",
+    )
     api_key: str | None = flag(
         None,
         f"what clients must send as `Authorization: Bearer KEY`; better set in {API_KEY_VARIABLE}, which `ps` hides",

@@ -72,6 +72,7 @@ class ChatPrompt:
     """Messages for the chat template, in any protocol's form. They are converted only when their number may fit.
 
     `media` are the pictures and videos of their contents, in order; `rewrite` changes the text that the template makes.
+    What the tokenizer adds to texts is left to the template, unless `add_special_tokens`.
     """
 
     messages: Sequence[Message | Turn]
@@ -79,6 +80,7 @@ class ChatPrompt:
     media: tuple[Source, ...] = ()
     rewrite: Rewrite | None = None
     truncation: Truncation | None = None
+    add_special_tokens: bool = False
 
 
 Prompt: TypeAlias = TextPrompt | IdsPrompt | ChatPrompt
@@ -104,7 +106,7 @@ async def tokenize(
     turns = [_turn(message) for message in prompt.messages]
     options = prompt.options
     num_bytes = len(msgspec.json.encode((turns, options.tools, options.variables)))
-    is_long = num_bytes > INLINE_CHARS
+    is_long = num_bytes > INLINE_CHARS or bool(options.template)
     run_in = threads if is_long else None
     return await _run(run_in, _encode_chat, turns, prompt, num_bytes, tokenizer, context_length)
 
@@ -164,7 +166,7 @@ def _encode_chat(
     if prompt.rewrite is not None:
         text = prompt.rewrite(text)
     check_bytes("chat", num_bytes_of(text), tokenizer, context_length)
-    return tokenizer.encode(text, add_special_tokens=False, truncation=prompt.truncation)
+    return tokenizer.encode(text, prompt.add_special_tokens, prompt.truncation)
 
 
 def check_bytes(what: str, num_bytes: int, tokenizer: Tokenizer, context_length: int) -> None:

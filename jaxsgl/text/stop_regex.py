@@ -72,7 +72,10 @@ def compiled(pattern: str) -> Any:
 
     tokenizer, limits = _bytes()
     for text in (pattern, f"(?s:.*)(?:{pattern})"):  # alone too: parentheses must close
-        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(text), log_level=0, limits=limits)
+        try:
+            matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_regex(text), log_level=0, limits=limits)
+        except ValueError as error:
+            raise InvalidRequest(f"stop_regex {pattern!r} can't be used: {str(error)[:MAX_REASON_CHARS]}") from None
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:MAX_REASON_CHARS]
             raise InvalidRequest(f"stop_regex {pattern!r} can't be used: {reason}")

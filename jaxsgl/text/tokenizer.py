@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,12 +18,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
+from jaxsgl.text.cpu_limit import within_cpu_s
 from jaxsgl.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, TokenBytes, WindowDetokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 _MIN_MAX_TOKEN_BYTES = 64
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MAX_REASON_CHARS = 500
+TEMPLATE_CPU_S = 2.0  # that a template of a client's may take
 _ANY_TEXT = "a"
 _SPACE_MARK = "▁"  # what SentencePiece writes for a space
 
@@ -45,12 +48,14 @@ class TemplateOptions:
       add_generation_prompt: end the text where the assistant's turn begins.
       continue_final_message: end the text within the last message, which the model continues.
       variables: further variables of the template, such as enable_thinking.
+      template: takes the place of the model's; "": the model's.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    template: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ class Tokenizer:
         Raises `InvalidRequest` if the model has no template, or its template refuses the messages or fails.
         """
         tokenizer = self._or_refuse()
-        if not self.has_chat_template:
+        if not options.template and not self.has_chat_template:
             raise InvalidRequest("the model has no chat template: send text or token_ids instead of chat messages")
         if not turns:
             raise InvalidRequest("the chat has 0 messages: send at least one")
@@ -181,17 +186,20 @@ class Tokenizer:
                 if name in reserved:
                     raise InvalidRequest(f"a chat template's variable can't be called {name}: leave it out")
         try:
-            text: str = tokenizer.apply_chat_template(
-                list(turns),
-                tools=list(options.tools) or None,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                tokenize=False,
-                **options.variables,
-            )
+            with within_cpu_s(TEMPLATE_CPU_S) if options.template else nullcontext():
+                text: str = tokenizer.apply_chat_template(
+                    list(turns),
+                    tools=list(options.tools) or None,
+                    add_generation_prompt=options.add_generation_prompt,
+                    continue_final_message=options.continue_final_message,
+                    tokenize=False,
+                    chat_template=options.template or None,
+                    **options.variables,
+                )
         except Exception as error:  # a program that comes with the model works on what the client sent
             reason = str(error)[:_MAX_REASON_CHARS] or type(error).__name__
-            raise InvalidRequest(f"the model's chat template refuses these messages: {reason}") from None
+            whose = "request" if options.template else "model"
+            raise InvalidRequest(f"the {whose}'s chat template refuses these messages: {reason}") from None
         return text
 
     @property

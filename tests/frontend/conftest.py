@@ -14,6 +14,7 @@ from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.small_tokenizers import byte_level, save
 
+TRUST_FLAG = "--trust-request-chat-template"
 STATES_FLAG = "--enable-return-hidden-states"  # for which the fake engine returns experts, too
 
 
@@ -48,7 +49,15 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
     tokenizer.add_special_tokens([AddedToken("</think>", special=True)])
     template = "{{ messages[-1].content }}<|end|>{% if enable_thinking %}<think>{% endif %}"
     folder = save(tokenizer, tmp_path_factory.mktemp("scripted_model"), template)
-    flags = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3", "--free-tool-calls", STATES_FLAG)
+    flags = (
+        "--tool-call-parser",
+        "qwen25",
+        "--reasoning-parser",
+        "qwen3",
+        "--free-tool-calls",
+        STATES_FLAG,
+        TRUST_FLAG,
+    )
     server = ServerProcess(tmp_path_factory.mktemp("scripted_server"), folder, *flags)
     server.wait_until_ready()
     yield server

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from fake_engine_process import VOCAB_SIZE, Script
-from http_calls import connect, post, refusal
+from http_calls import connect, post, refusal, say
 from server_process import PATIENCE_S, ServerProcess, wait_for
 from smg_grpc_proto import sglang_scheduler_pb2 as sglang_pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
@@ -70,6 +70,16 @@ def test_inputs_are_cut_to_their_first_tokens_or_to_their_last(http: httpx.Clien
     documents = ["hello", "hello " * 300]
     ranked = post(http, "/v1/rerank", query="hello", documents=documents, truncate_prompt_tokens=1)["results"]
     assert [result["relevance_score"] for result in ranked] == pytest.approx([1.0, 1.0])
+
+
+def test_a_chat_is_embedded_as_its_template_writes_it(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    text = "<|start|>user\nhello<|end|>\n"
+    assert vectors(post(http, PATH, messages=say("hello"))) == [expected(tokenizer.encode(text, False))]
+    turn = tokenizer.encode(f"{text}<|start|>assistant\n", False)
+    assert vectors(post(http, PATH, messages=say("hello"), add_generation_prompt=True)) == [expected(turn)]
+    for both in ({"input": "x", "messages": say("x")}, {}):
+        assert "either input or messages must be given" in refusal(http, PATH, **both)["message"]
+    assert "--trust-request-chat-template" in refusal(http, PATH, messages=say("x"), chat_template="x")["message"]
 
 
 def test_dimensions_cut_before_the_vector_is_normalized(http: httpx.Client) -> None:

@@ -47,6 +47,20 @@ SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"guided_grammar": "start: /a/"}, Grammar.ebnf("start: /a/")),
     ({"guided_json_object": True}, Grammar.json_object()),
     ({"guided_json": None, "guided_regex": "", "guided_choice": [], "guided_json_object": False}, None),
+    (
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"},
+        Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_pattern": " ?"}}),
+    ),
+    (
+        {"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}},
+        Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False}}),
+    ),
+    (
+        {"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},
+        Grammar.json_schema({"type": "object", "x-guidance": {"whitespace_pattern": " ?"}}),
+    ),
+    ({"guided_regex": "a+", "guided_whitespace_pattern": " ?"}, Grammar.regex("a+")),
+    ({"guided_whitespace_pattern": " ?"}, None),
     ({"json_schema": json.dumps(SCHEMA)}, Grammar.json_schema(json.dumps(SCHEMA))),
     ({"regex": "a+"}, Grammar.regex("a+")),
     ({"ebnf": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),

@@ -248,7 +248,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         ({"max_completion_tokens": 0}, "max_completion_tokens", "greater than or equal to 1"),
         ({"add_generation_prompt": True, "continue_final_message": True}, None, "set one of them"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, None, "can't be called chat_template"),
-        ({"chat_template": "{{ 1 }}"}, None, "chat_template isn't built yet"),
+        ({"chat_template": "{{ 1 }}"}, None, "start the server with --trust-request-chat-template"),
+        ({"chat_template": "{{ 1 }}" * 9363}, "chat_template", "at most 65536 characters"),
+        ({"logits_processors": ["x"]}, None, "logits_processors is not taken (the code of a client is never run;"),
+        ({"prompt_embeds": "AAAA"}, None, "prompt_embeds is not taken (prompts are texts and token ids): leave it out"),
+        ({"use_beam_search": True}, None, "use_beam_search is not taken (ask for n samples with logprobs)"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name(
@@ -257,6 +261,17 @@ def test_a_wrong_value_is_refused_with_its_name(
     error = refusal(http, PATH, **({"messages": say("hello")} | fields))
     assert words in error["message"]
     assert error["param"] == param
+
+
+def test_a_request_may_bring_its_own_template_where_the_server_trusts_it(scripted: ServerProcess) -> None:
+    with connect(scripted) as http:
+        body = {"messages": say("hello"), "chat_template": "{{ messages[0].content }} {{ x }}<|end|>"}
+        answer = post(http, PATH, **body, chat_template_kwargs={"x": "you"})
+        assert answer["choices"][0]["message"]["content"] == "hello you"
+        tokens = post(http, "/tokenize", **{name: body[name] for name in ("messages", "chat_template")})["tokens"]
+        assert tokens == post(http, "/tokenize", prompt="hello <|end|>")["tokens"]
+        unsafe = refusal(http, PATH, **body | {"chat_template": "{{ messages.__class__.__mro__ }}"})
+        assert "the request's chat template refuses these messages" in unsafe["message"]
 
 
 def test_chats_are_cut_to_their_last_tokens(http: httpx.Client) -> None:

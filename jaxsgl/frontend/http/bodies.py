@@ -194,11 +194,30 @@ def truncation_of(body: Truncated, limits: Limits, num_new: int = 0) -> Truncati
     return Truncation(room - num_new if asked == -1 else asked, first=side == "right")
 
 
-def refuse_not_built(body: Body, not_built: Set[str]) -> None:
-    """Raises `InvalidRequest` if `body` sets an unknown field of `not_built`. Empty or false, it asks for nothing."""
+_CODE = "the code of a client is never run; use logit_bias, allowed_token_ids, bad_words or a grammar"
+_TENSORS = "prompts are texts and token ids"
+# Fields of other servers that are never taken, and why.
+NEVER_TAKEN = {
+    "audio": "answers are text",
+    "audio_data": "prompts hold text, pictures and videos",
+    "custom_logit_processor": _CODE,
+    "input_embeds": _TENSORS,
+    "logits_processors": _CODE,
+    "prompt_embeds": _TENSORS,
+    "use_beam_search": "ask for n samples with logprobs",
+}
+
+
+def refuse_others(body: Body, not_built: Set[str] = frozenset()) -> None:
+    """Raises `InvalidRequest` if `body` sets an unknown field that is never taken, or one of `not_built`.
+
+    Empty or false, it asks for nothing.
+    """
     for name, value in (body.model_extra or {}).items():
-        if name in not_built and value:
-            raise InvalidRequest(f"{name} isn't built yet: leave it out")
+        if value and name in NEVER_TAKEN:
+            raise InvalidRequest(f"{name} is not taken ({NEVER_TAKEN[name]}): leave it out")
+        if value and name in not_built:
+            raise InvalidRequest(f"{name} isn't taken here: leave it out")
 
 
 def salt_of(body: Body) -> str:

@@ -2,7 +2,7 @@
 
     OpenAI     response_format: text, json_object, json_schema; SGLang's and xgrammar's structural_tag
     vLLM       structured_outputs: {json, regex, choice, grammar, json_object, structural_tag}; guided_json,
-               guided_regex, guided_choice, guided_grammar in its older versions
+               guided_regex, guided_choice, guided_grammar in its older versions; guided_whitespace_pattern of JSON
     SGLang     json_schema, regex, ebnf, structural_tag
 
 Empty or false, a field asks for nothing, but for a schema {} (any JSON). A body may ask for one grammar. The routes of
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
+from pydantic_core import from_json
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.http.bodies import Body, one_error
@@ -54,6 +55,8 @@ class StructuredOutputs(Body):
     grammar: Annotated[GrammarText, Field(description="GBNF, or Lark's form")] | None = None
     json_object: bool | None = None
     structural_tag: Tag | None = None
+    whitespace_pattern: Annotated[GrammarText, Field(description="what may stand between JSON's tokens")] | None = None
+    disable_any_whitespace: Annotated[bool, Field(description="true: nothing may")] | None = None
 
 
 class Constrained(Body):
@@ -66,6 +69,7 @@ class Constrained(Body):
     guided_choice: Annotated[Choices, Field(description="vLLM's; as structured_outputs.choice")] | None = None
     guided_grammar: Annotated[GrammarText, Field(description="vLLM's; as structured_outputs.grammar")] | None = None
     guided_json_object: bool | None = None
+    guided_whitespace_pattern: Annotated[GrammarText, Field(description="vLLM's; of JSON")] | None = None
     json_schema: Annotated[Schema, Field(description="SGLang's")] | None = None
     regex: Annotated[GrammarText, Field(description="SGLang's")] | None = None
     ebnf: Annotated[GrammarText, Field(description="SGLang's: GBNF, or Lark's form")] | None = None
@@ -84,7 +88,14 @@ def grammar_of(body: BaseModel) -> Grammar | None:
         found["response_format"] = grammar
     if len(found) > 1:
         raise InvalidRequest(f"{' and '.join(found)} each ask for a grammar, but an output has one: send one of them")
-    return next(iter(found.values()), None)
+    grammar = next(iter(found.values()), None)
+    guidance: dict[str, Any] = {}
+    pattern = getattr(body, "guided_whitespace_pattern", None) or getattr(outputs, "whitespace_pattern", None)
+    if pattern:
+        guidance["whitespace_pattern"] = pattern
+    if getattr(outputs, "disable_any_whitespace", None):
+        guidance["whitespace_flexible"] = False
+    return _guided(grammar, guidance) if grammar is not None and guidance else grammar
 
 
 # Field -> its grammar.
@@ -110,6 +121,21 @@ def _add(found: dict[str, Grammar], prefix: str, body: BaseModel) -> None:
         value = getattr(body, name)
         if name in _MAKERS and (value or value == {}):
             found[prefix + name.rstrip("_")] = _MAKERS[name](value)
+
+
+def _guided(grammar: Grammar, guidance: dict[str, Any]) -> Grammar:
+    """Returns `grammar` with llguidance's options for JSON, which a schema's own go before. Others have no blanks."""
+    if grammar.kind not in ("json_object", "json_schema"):
+        return grammar
+    try:
+        schema: Any = {"type": "object"} if grammar.kind == "json_object" else from_json(grammar.text)
+    except ValueError:
+        return grammar  # refused where it is compiled
+    schema = {} if schema is True else schema
+    if not isinstance(schema, dict):
+        return grammar
+    own = schema.get("x-guidance")
+    return Grammar.json_schema({**schema, "x-guidance": guidance | (own if isinstance(own, dict) else {})})
 
 
 def _of_response_format(given: ResponseFormat) -> Grammar | None:

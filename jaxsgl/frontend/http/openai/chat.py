@@ -76,7 +76,8 @@ async def prepare_chat(
     sampling = _sampling(body)
     use = tool_use(body)
     truncation = truncation_of(body, generator.model.info.limits, sampling.max_tokens or 1)
-    prompt = chat_prompt(body, generator.model.tokenizer, use.told, truncation)
+    trusts = front_end.config.trust_request_chat_template
+    prompt = chat_prompt(body, generator.model.tokenizer, use.told, truncation, trusts)
     (room,) = rooms_of(body, 1)
     request = await generator.prepare(prompt, sampling, request_id, body.priority or 0, salt_of(body), room, adapter)
     form = answer_form(body, generator.model, use, request.prompt_ids)
@@ -93,23 +94,31 @@ def chat_prompt(
     tokenizer: Tokenizer,
     tools: Sequence[dict[str, Any]] | None = None,
     truncation: Truncation | None = None,
+    trusts_template: bool = False,
 ) -> ChatPrompt:
     """Returns the prompt that the messages of `body` make in the chat template. Raises `InvalidRequest`.
 
     The template is told of `tools`; None: of those of `body`. What it makes is cut by `truncation`.
+    `trusts_template`: `body` may bring a template of its own.
     """
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt are both true, but an answer either continues the last "
             "message or begins a new one: set one of them"
         )
+    if body.chat_template and not trusts_template:
+        raise InvalidRequest(
+            "the request brings a chat_template, but the server takes none: leave it out, or start the server with "
+            "--trust-request-chat-template"
+        )
     options = TemplateOptions(
         tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] if tools is None else tools,
         add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
         variables=template_variables(body) if isinstance(body, ChatRequest) else body.chat_template_kwargs or {},
+        template=body.chat_template or "",
     )
-    knows_developer = tokenizer.knows_role("developer")
+    knows_developer = "developer" in options.template if options.template else tokenizer.knows_role("developer")
     media: list[Source] = []
     turns = [_turn(i, message, knows_developer, media) for i, message in enumerate(body.messages or ())]
     return ChatPrompt(turns, options, tuple(media), truncation=truncation)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.frontend.http.bodies import MAX_INT, Body, one_error, refuse_not_built
+from jaxsgl.frontend.http.bodies import MAX_INT, Body, one_error, refuse_others
 from jaxsgl.frontend.http.openai.schemas import MAX_MESSAGES, MAX_TOOLS, ChatRequest, Sampled, ToolChoice
 from jaxsgl.frontend.http.token_states import StatesAsked
 
@@ -79,7 +79,7 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         raise InvalidRequest("no answer is stored here: send the whole conversation in input")
     if body.background:
         raise InvalidRequest("background is true, but answers aren't stored here: leave it out, or stream")
-    refuse_not_built(body, frozenset(StatesAsked.model_fields))
+    refuse_others(body, frozenset({"chat_template", *StatesAsked.model_fields}))
     given = body.model_dump(by_alias=True, exclude_unset=True)
     chat = {name: given[name] for name in _SAME_IN_CHAT & given.keys()}
     chat |= {name: value for name, value in (body.model_extra or {}).items() if name not in ChatRequest.model_fields}

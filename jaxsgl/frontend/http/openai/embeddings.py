@@ -6,13 +6,15 @@ routes.py calls `answer_embeddings`; frontend/pooling.py does the work.
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.adapters import adapters_of
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import (
@@ -21,24 +23,30 @@ from jaxsgl.frontend.http.bodies import (
     LoraPaths,
     Priority,
     Truncated,
-    refuse_not_built,
+    refuse_others,
     salt_of,
     truncation_of,
 )
 from jaxsgl.frontend.http.calls import until_gone
+from jaxsgl.frontend.http.openai.chat import chat_prompt
 from jaxsgl.frontend.http.openai.completions import prompts_of
 from jaxsgl.frontend.http.openai.replies import PromptDetails, encode, json_response, new_head
-from jaxsgl.frontend.http.openai.schemas import Prompts
+from jaxsgl.frontend.http.openai.schemas import ChatTemplate, Messages, Prompts, TokenizeRequest
 from jaxsgl.frontend.pooling import Answer, Call, pool, spec_of
 from jaxsgl.requests.pooling import Floats, PoolingSpec, check_dimensions, embedding_of
-
-NOT_BUILT = frozenset({"input_embeds", "messages"})  # vLLM's and SGLang's
+from jaxsgl.text.prompts import Prompt
+from jaxsgl.text.tokenizer import Truncation
 
 
 class EmbeddingRequest(Truncated):
-    """Body of /v1/embeddings."""
+    """Body of /v1/embeddings: inputs, or a chat, whose text is embedded as vLLM does."""
 
-    input: Prompts
+    input: Prompts | None = None
+    messages: Annotated[Messages, Field(description="in place of input: a chat in the model's template")] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: ChatTemplate | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: (
@@ -80,12 +88,12 @@ class EmbeddingList(msgspec.Struct):
 
 async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest, http: HttpRequest) -> Response:
     """Returns the answer. Raises `InvalidRequest`, `NotFound`, `ClientGone`, and as `Generator.start`."""
-    refuse_not_built(body, NOT_BUILT)
+    refuse_others(body)
     generator = front_end.generator
     spec = spec_of(generator)
     check_dimensions(spec, body.dimensions)
     truncation = truncation_of(body, generator.model.info.limits)
-    prompts = prompts_of(body.input, body.add_special_tokens is not False, truncation)
+    prompts = _prompts(front_end, body, truncation)
     adapters = tuple(adapters_of(front_end, body.model, body.lora_path, len(prompts)))
     call = Call(new_head("embd", "list", "").id, body.priority or 0, salt_of(body), adapters=adapters)
     answers = await until_gone(http, pool(generator, prompts, call))
@@ -96,6 +104,26 @@ async def answer_embeddings(front_end: FrontEnd, body: EmbeddingRequest, http: H
         return encode(_answer(answers, spec, body, answering(front_end, call)))
 
     return json_response(await generator.off_loop(len(answers) * spec.dimension, write))
+
+
+def _prompts(front_end: FrontEnd, body: EmbeddingRequest, truncation: Truncation | None) -> list[Prompt]:
+    """Raises `InvalidRequest`. By default the template begins no turn, and the tokenizer adds nothing to its text."""
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequest("either input or messages must be given: send one of them")
+    if body.input is not None:
+        return prompts_of(body.input, body.add_special_tokens is not False, truncation)
+    chat = TokenizeRequest.model_construct(
+        messages=body.messages,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=body.continue_final_message,
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    tokenizer, trusts = front_end.generator.model.tokenizer, front_end.config.trust_request_chat_template
+    prompt = chat_prompt(chat, tokenizer, truncation=truncation, trusts_template=trusts)
+    if prompt.media:
+        raise InvalidRequest("the messages have images or videos, but texts alone are embedded: leave them out")
+    return [replace(prompt, add_special_tokens=bool(body.add_special_tokens))]
 
 
 def _answer(answers: list[Answer], spec: PoolingSpec, body: EmbeddingRequest, model: str) -> EmbeddingList:

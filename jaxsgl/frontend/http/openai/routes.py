@@ -164,6 +164,7 @@ def _prompts_to_tokenize(body: TokenizeRequest, front_end: FrontEnd) -> list[Pro
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages must be given: send one of them")
     if body.messages is not None:
-        return [chat_prompt(body, front_end.generator.model.tokenizer)]
+        trusts = front_end.config.trust_request_chat_template
+        return [chat_prompt(body, front_end.generator.model.tokenizer, trusts_template=trusts)]
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     return [TextPrompt(text, body.add_special_tokens is not False) for text in texts]

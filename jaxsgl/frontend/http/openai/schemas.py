@@ -33,7 +33,7 @@ from jaxsgl.frontend.http.bodies import (
     TopLogprobs,
     Truncated,
     one_error,
-    refuse_not_built,
+    refuse_others,
     sampling_params,
     within,
 )
@@ -46,13 +46,7 @@ MAX_TOOLS = 512
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
 MAX_TOOL_CALLS = 128
-# Fields that other servers know and that change the answer. Empty or false, they ask for nothing.
-# fmt: off
-NOT_BUILT = frozenset({
-    "audio", "chat_template", "custom_logit_processor", "guided_whitespace_pattern",
-    "input_embeds", "logits_processors", "prompt_embeds", "use_beam_search",
-})
-# fmt: on
+MAX_TEMPLATE_CHARS = 1 << 16
 
 Prompts = Annotated[
     str | TextList | TokenIds | IdLists,
@@ -115,7 +109,7 @@ def sampling_of(
 
     Fields are refused if ignoring them would give a wrong answer.
     """
-    refuse_not_built(body, NOT_BUILT)
+    refuse_others(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options are given, but stream is not true: leave them out, or set stream to true")
     return sampling_params(
@@ -206,6 +200,11 @@ class MessageBody(Body):
     tool_call_id: str | None = None
 
 
+ChatTemplate = Annotated[
+    str, Field(max_length=MAX_TEMPLATE_CHARS, description="Jinja; of servers with --trust-request-chat-template")
+]
+
+
 class Function(Body):
     """What a tool is called and what it takes."""
 
@@ -258,6 +257,7 @@ class ChatRequest(Sampled, StatesAsked):
     documents: Annotated[Documents, Field(description="for templates that know documents")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -271,6 +271,7 @@ class TokenizeRequest(Body):
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: ChatTemplate | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 

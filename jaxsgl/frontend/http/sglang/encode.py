@@ -20,7 +20,7 @@ from jaxsgl.frontend.http.bodies import (
     LoraPaths,
     Priority,
     StrictJson,
-    refuse_not_built,
+    refuse_others,
     salt_of,
 )
 from jaxsgl.frontend.http.calls import until_gone
@@ -54,7 +54,7 @@ def router(front_end: FrontEnd) -> APIRouter:
     @router.post("/encode")
     async def encode_prompts(body: EncodeBody, http: HttpRequest) -> Response:
         """An object for one prompt, a list for several."""
-        refuse_not_built(body, NOT_BUILT)
+        refuse_others(body, NOT_BUILT)
         generator = front_end.generator
         spec = spec_of(generator)
         check_dimensions(spec, body.dimensions)

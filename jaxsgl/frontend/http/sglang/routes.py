@@ -28,7 +28,7 @@ from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, MAX_FLUSH_WAIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import (
     StrictJson,
-    refuse_not_built,
+    refuse_others,
     rooms_of,
     salt_of,
     sampling_params,
@@ -47,11 +47,8 @@ from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
 
-# Fields of SGLang's that change the answer and that aren't built. Empty or false, they ask for nothing.
-NOT_BUILT = frozenset({
-    "audio_data", "custom_logit_processor", "input_embeds",
-    "session_params", "token_ids_logprob",
-})  # fmt: skip
+# SGLang's fields that change the answer and that aren't built. Empty or false, they ask for nothing.
+NOT_BUILT = frozenset({"session_params", "token_ids_logprob"})
 
 
 def router(front_end: FrontEnd) -> APIRouter:
@@ -90,7 +87,7 @@ def _add_generate(router: APIRouter, front_end: FrontEnd) -> None:
 
 async def _requests(front_end: FrontEnd, body: GenerateBody) -> list[Request]:
     """Returns one request per prompt, all of them checked. Raises `InvalidRequest`."""
-    refuse_not_built(body, NOT_BUILT)
+    refuse_others(body, NOT_BUILT)
     prompts = with_media(_prompts(body), body)
     given = body.sampling_params if body.sampling_params is not None else SamplingBody()
     each = given if isinstance(given, list) else [given] * len(prompts)
