@@ -18,10 +18,13 @@ from jaxsgl.requests.media import (
     check_media,
     digest_of,
     hash_ids,
+    images_hash,
+    pack_images,
     patches_of,
+    unpack_images,
 )
 from jaxsgl.requests.media import sglang_pad_id as pad_id_of
-from jaxsgl.requests.request import Request, check_request
+from jaxsgl.requests.request import Rendezvous, Request, check_request
 from jaxsgl.requests.sampling import SamplingParams
 
 IMAGE, VIDEO = 90, 91
@@ -122,3 +125,28 @@ def test_placeholders_without_an_image_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="the prompt has 1 placeholder tokens, but its images have 0"):
         check_media((), [1, VIDEO, 2], LIMITS)
     check_media((), [1, VIDEO, 2], None)
+
+
+def test_only_a_decode_leg_may_lack_images() -> None:
+    ids = prompt_with([item()])
+    sampling = SamplingParams(max_tokens=1)
+    for room, may_come_later in ((None, True), (Rendezvous("a", 1, 1), False)):
+        limits = msgspec.structs.replace(LIMITS, may_come_later=may_come_later)
+        with pytest.raises(InvalidRequest, match="placeholder"):
+            check_request(Request("a", ids, sampling, room=room), Limits(100, 64, 64, limits))
+    limits = msgspec.structs.replace(LIMITS, may_come_later=True)
+    check_request(Request("a", ids, sampling, room=Rendezvous("a", 1, 1)), Limits(100, 64, 64, limits))
+    with pytest.raises(InvalidRequest, match="placeholder"):
+        check_request(
+            Request("a", [*ids, IMAGE], sampling, room=Rendezvous("a", 1, 1), media=(item(),)),
+            Limits(100, 64, 64, limits),
+        )
+
+
+def test_images_are_packed_for_another_server() -> None:
+    media = (item(), item(offset=20, fill=9))
+    packed = pack_images(media)
+    assert unpack_images(packed) == media and len(packed) <= LIMITS.max_packed_bytes
+    assert images_hash(media) != images_hash(media[:1]) != images_hash(()) == 0
+    with pytest.raises(InvalidRequest, match="malformed"):
+        unpack_images(packed[:-1])

@@ -140,7 +140,7 @@ def plan_capacity(
         generates=arch.generates,
         max_adapters=adapters.max_adapters,
         adapter_columns=adapters.num_columns,
-        media=_media_limits(arch, tower),
+        media=_media_limits(config, arch, tower),
         tower=tower,
         has_axes=arch.has_axes and tower is not None,
     )
@@ -163,7 +163,7 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     return TowerCapacity(shape, num_rows, max_patches, config.tp if flags.mm_enable_dp_encoder else 1)
 
 
-def _media_limits(arch: ModelArch, tower: TowerCapacity | None) -> MediaLimits | None:
+def _media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | None) -> MediaLimits | None:
     if arch.vision is None or tower is None:
         return None
     return MediaLimits(
@@ -173,6 +173,7 @@ def _media_limits(arch: ModelArch, tower: TowerCapacity | None) -> MediaLimits |
         temporal_patch_size=arch.vision.temporal_patch_size,
         merge_size=arch.vision.merge_size,
         max_patches=tower.max_patches,
+        may_come_later=config.disaggregation.disaggregation_mode == "decode",
     )
 
 

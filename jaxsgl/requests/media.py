@@ -11,6 +11,7 @@ the scheduler hashes them, the engine encodes them.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -26,6 +27,7 @@ FIRST_HASH_ID = 1 << 20  # above all token ids, so that no text looks like an im
 _NUM_HASH_IDS = (1 << 31) - FIRST_HASH_ID
 _SGLANG_FIRST_PAD_ID = 1_000_000
 _SGLANG_PAD_IDS = 1 << 30
+_MAX_HEAD_BYTES = 128  # of a packed item without its pixels
 
 IntArray: TypeAlias = npt.NDArray[np.int32]
 Grid: TypeAlias = tuple[int, int, int]
@@ -75,6 +77,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
       max_items: images and temporal patches of videos of a request.
       max_patches: of one item.
       max_request_patches: of all items of a request.
+      may_come_later: requests of two legs may lack them here; the prefill server sends them.
     """
 
     image_token_id: int
@@ -85,11 +88,21 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_items: int = 256
     max_patches: int = 16384
     max_request_patches: int = 65536
+    may_come_later: bool = False
 
     @property
     def patch_bytes(self) -> int:
         """Bytes of `MediaItem.pixels` for each patch."""
         return CHANNELS * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def max_packed_bytes(self) -> int:
+        """Bytes that `pack_images` makes of a request's images at most."""
+        return self.max_request_patches * self.patch_bytes + self.max_items * _MAX_HEAD_BYTES
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[MediaItem, ...])
 
 
 def patches_of(item: MediaItem) -> npt.NDArray[np.uint8]:
@@ -128,6 +141,29 @@ def _drawn_ids(item: MediaItem) -> IntArray:
     return (np.frombuffer(drawn, dtype="<u4") % _NUM_HASH_IDS + FIRST_HASH_ID).astype(np.int32)
 
 
+def num_placeholders(prompt_ids: Sequence[int], limits: MediaLimits) -> int:
+    """Placeholder tokens of a prompt."""
+    return prompt_ids.count(limits.image_token_id) + prompt_ids.count(limits.video_token_id)
+
+
+def images_hash(media: Sequence[MediaItem]) -> int:
+    """A number that tells the images of two legs of a request apart; 0 for none."""
+    return zlib.crc32(b"".join(item.digest for item in media)) or 1 if media else 0
+
+
+def pack_images(media: Sequence[MediaItem]) -> bytes:
+    """Returns `media` as bytes for another server."""
+    return _encoder.encode(media)
+
+
+def unpack_images(data: bytes | bytearray) -> tuple[MediaItem, ...]:
+    """Returns what `pack_images` packed. Raises `InvalidRequest` if it is something else."""
+    try:
+        return _decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the images that came from prefill are malformed: {error}") from None
+
+
 def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: MediaLimits | None) -> None:
     """Raises `InvalidRequest` unless the model takes `media`, and all placeholders of the prompt belong to an item."""
     if limits is None:
@@ -153,7 +189,7 @@ def check_media(media: Sequence[MediaItem], prompt_ids: Sequence[int], limits: M
             f"the request's images have {num_patches} patches, but may have {limits.max_request_patches}: send fewer "
             "or smaller ones"
         )
-    placeholders = prompt_ids.count(limits.image_token_id) + prompt_ids.count(limits.video_token_id)
+    placeholders = num_placeholders(prompt_ids, limits)
     expected = sum(item.length for item in media)
     if placeholders != expected:
         raise InvalidRequest(

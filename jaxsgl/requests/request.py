@@ -13,7 +13,7 @@ import msgspec
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.bounds import Bounds, check, check_bounds, check_integer
-from jaxsgl.requests.media import MediaItem, check_media
+from jaxsgl.requests.media import MediaItem, MediaLimits, check_media
 from jaxsgl.requests.pooling import Pooling, check_pooling
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.requests.token_states import check_states
@@ -96,7 +96,8 @@ def check_request(request: Request, limits: Limits) -> None:
             "--enable-embeddings for both, if the model can)"
         )
     check_token_ids("prompt", request.prompt_ids, limits.vocab_size)
-    check_media(request.media, request.prompt_ids, limits.media)
+    if request.media or not may_follow(request, limits.media):
+        check_media(request.media, request.prompt_ids, limits.media)
     check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)
     check_token_ids("logit_bias", tuple(request.sampling.logit_bias), limits.vocab_size)
     check_token_ids("allowed_token_ids", request.sampling.allowed_token_ids, limits.vocab_size)
@@ -120,6 +121,11 @@ def check_request(request: Request, limits: Limits) -> None:
             f"n={request.sampling.n} samples may have {num_tokens} tokens, but a request may have {MAX_OUTPUT_TOKENS}: "
             "lower n or max_tokens"
         )
+
+
+def may_follow(request: Request, limits: MediaLimits | None) -> bool:
+    """Whether the images of a request that brings none may come from the server of its other leg."""
+    return request.room is not None and limits is not None and limits.may_come_later
 
 
 def check_num_scores(requests: Sequence[Request], limits: Limits) -> None:

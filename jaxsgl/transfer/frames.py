@@ -1,10 +1,10 @@
 """What a prefill and a decode worker say to each other, and its bytes.
 
-    decode   Hello  Open  Grant                         Ack          Fail ends a room from either side
-    prefill  Hello               Pages Pages .. Done                 Ping says that a worker lives
+    decode   Hello  Open         Grant                  Ack          Fail ends a room from either side
+    prefill  Hello        Media         Pages .. Done                Ping says that a worker lives
 
-A frame is a fixed head, a message as MessagePack, and for `Pages` the bytes of the pages themselves. Knows neither
-sockets nor requests: wires carry frames (tcp.py), scheduler/disagg/ decides what is said.
+A frame is a fixed head, a message as MessagePack, and for `Pages` and `Media` the bytes that they are about. Knows
+neither sockets nor requests: wires carry frames (tcp.py), scheduler/disagg/ decides what is said.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 1 << 16
 FRAME_BYTES = 16 << 20  # of pages in a frame, or one page if that is larger
 _MAGIC = 0x4C47534A
@@ -38,9 +38,9 @@ class Room(msgspec.Struct, frozen=True, array_like=True):
     prompt_hash: int
 
 
-def room_of(number: int, hash_ids: Sequence[int] | npt.NDArray[np.int32]) -> Room:
-    """Returns the room of a request, whose prompt's `hash_ids` tell its images apart, too."""
-    return Room(number, zlib.crc32(np.asarray(hash_ids, dtype=np.int32).tobytes()))
+def room_of(number: int, prompt_ids: Sequence[int] | npt.NDArray[np.int32]) -> Room:
+    """Returns the room of a request. Images are compared when it is opened, since decode may not have them."""
+    return Room(number, zlib.crc32(np.asarray(prompt_ids, dtype=np.int32).tobytes()))
 
 
 class Geometry(msgspec.Struct, frozen=True):
@@ -100,9 +100,22 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Decode has the request of `room`, and will grant memory for its pages."""
+    """Decode has the request of `room`, and will grant memory for its pages.
+
+    `images` is the hash of the request's images (`images_hash`). None: it came without those that its prompt stands
+    for, and prefill is to send them.
+    """
 
     room: Room
+    images: int | None = 0
+
+
+class Media(msgspec.Struct, frozen=True, tag="media"):
+    """Bytes from `start` on, which follow, of the images of the request of `room`: `total` bytes, see `pack_images`."""
+
+    room: Room
+    start: int
+    total: int
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
@@ -154,7 +167,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """The sender lives."""
 
 
-Message: TypeAlias = Hello | Open | Grant | Pages | Done | Ack | Fail | Ping
+Message: TypeAlias = Hello | Open | Media | Grant | Pages | Done | Ack | Fail | Ping
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -200,6 +213,10 @@ def decode(body: bytes | bytearray | memoryview, payload_bytes: int, page_bytes:
         message: Message = _decoder.decode(body)
     except msgspec.DecodeError as error:
         raise WireError(f"a message is malformed: {error}") from None
+    if isinstance(message, Media):
+        if not 0 < message.start + payload_bytes <= message.total or message.start < 0 or not payload_bytes:
+            raise WireError(f"{payload_bytes} bytes follow {message}")
+        return message
     num_pages = message.num_pages if isinstance(message, Pages) else 0
     if num_pages < 0 or num_pages * page_bytes != payload_bytes:
         raise WireError(f"{payload_bytes} bytes follow {message}, but a page has {page_bytes}")

@@ -3,8 +3,9 @@
 A decode worker connects to the address that a request names. Each connection has a thread that reads and one that
 writes; pages are received into their own memory and sent from where they lie. A worker that is silent says `Ping` every
 second, and one that isn't heard for `timeout_s` is dead: however long a request queues there, its worker is heard.
-Memory for pages is taken only for rooms whose `Grant` went out over the same connection; other pages are read and
-dropped. Meant for a private network: there is neither encryption nor a key.
+Memory for pages is taken only for rooms whose `Grant` went out over the same connection, memory for images only for
+rooms whose `Open` asked for them; others are read and dropped. Meant for a private network: there is neither encryption
+nor a key.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from jaxsgl.transfer.frames import (
     Geometry,
     Grant,
     Hello,
+    Media,
     Message,
+    Open,
     Pages,
     Ping,
     Room,
@@ -183,6 +186,7 @@ class _Link:
         self._sock = sock
         self._out: queue.SimpleQueue[tuple[Message, np.ndarray | None] | None] = queue.SimpleQueue()
         self._granted: dict[Room, int] = {}  # pages that may still come
+        self._asked: set[Room] = set()  # whose images may still come
         self._reason: str | None = None
         self._greeted = False
         self._scratch: Bytes | None = None
@@ -191,8 +195,10 @@ class _Link:
         """Queues a frame."""
         if isinstance(message, Grant):
             self._granted[message.room] = message.num_pages
+        elif isinstance(message, Open) and message.images is None:
+            self._asked.add(message.room)
         elif isinstance(message, Fail):
-            self._granted.pop(message.room, None)
+            self._end_room(message.room)
         self._out.put((message, payload))
 
     def end(self, reason: str) -> None:
@@ -254,20 +260,31 @@ class _Link:
         while True:
             head = decode_head(self._receive(sock, HEAD_BYTES), geometry.max_payload_bytes)
             message = decode(self._receive(sock, head.message_bytes), head.payload_bytes, geometry.page_bytes)
-            if isinstance(message, Pages):
-                payload = self._take_pages(sock, message, head.payload_bytes)
+            if isinstance(message, Pages | Media):
+                payload = self._take(sock, message, head.payload_bytes)
                 if payload is not None:
                     return News(self.peer, message, payload)
             elif not isinstance(message, Ping):
                 if isinstance(message, Done | Fail):
-                    self._granted.pop(message.room, None)
+                    self._end_room(message.room)
                 return News(self.peer, message)
 
-    def _take_pages(self, sock: socket.socket, pages: Pages, num_bytes: int) -> Bytes | None:
-        """Returns the bytes of pages that were granted; reads others and returns None."""
-        left = self._granted.get(pages.room, 0) - pages.num_pages
+    def _end_room(self, room: Room) -> None:
+        self._granted.pop(room, None)
+        self._asked.discard(room)
+
+    def _is_awaited(self, message: Pages | Media) -> bool:
+        """Whether decode has granted these pages, or asked for these images; it gets them once."""
+        if isinstance(message, Media):
+            return message.room in self._asked
+        left = self._granted.get(message.room, 0) - message.num_pages
         if left >= 0:
-            self._granted[pages.room] = left
+            self._granted[message.room] = left
+        return left >= 0
+
+    def _take(self, sock: socket.socket, message: Pages | Media, num_bytes: int) -> Bytes | None:
+        """Returns the bytes of what is awaited; reads others and returns None."""
+        if self._is_awaited(message):
             payload = np.empty(num_bytes, dtype=np.uint8)
             self._fill(sock, memoryview(payload.data))
             return payload
@@ -312,8 +329,8 @@ class _Link:
         data = np.ascontiguousarray(payload).view(np.uint8).reshape(-1).data
         sock.sendall(encode(message, len(data)))
         sock.sendall(data)
-        assert isinstance(message, Pages)
-        self._wire.tell(Sent(self.peer, message.room, len(data), time.monotonic()))
+        if isinstance(message, Pages):
+            self._wire.tell(Sent(self.peer, message.room, len(data), time.monotonic()))
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:

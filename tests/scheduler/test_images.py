@@ -7,6 +7,7 @@ row that is taken away too early, or read before it is written, changes the toke
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import TowerCapacity, TowerShape
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import RefusalKind
 from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.media import MediaItem, MediaLimits, digest_of, patches_of
 from jaxsgl.requests.request import Request
@@ -124,19 +126,51 @@ def test_later_weights_encode_images_again() -> None:
     assert scheduler.state.totals.encoded_images == 2
 
 
-def test_prefill_and_decode_in_different_workers_yield_the_same_tokens() -> None:
-    """Decode computes less than a page of the prompt, which may be an image's, and again what is retracted."""
+@pytest.mark.parametrize(("comes_later", "first"), [(False, "prefill"), (True, "prefill"), (True, "decode")])
+def test_prefill_and_decode_in_different_workers_yield_the_same_tokens(comes_later: bool, first: str) -> None:
+    """Decode computes less than a page of the prompt, which may be an image's, and again what is retracted.
+
+    If the gateway gives it no images, it gets them from prefill.
+    """
     network, sizes = Network(), capacity(page_size=16)
+    assert sizes.media is not None
+    may_lack = replace(sizes, media=msgspec.structs.replace(sizes.media, may_come_later=True))
     prefill = LegWorker(network, PREFILL, sizes, radix_cache=True)
-    decode = LegWorker(network, None, sizes, radix_cache=True, retract_also=RetractEvery(7))
+    decode = LegWorker(network, None, may_lack, radix_cache=True, retract_also=RetractEvery(7))
     requests = [asked(str(i), [3, (i % 3, 9), i + 1, (5 + i, 11), 2 + i % 4], max_tokens=9) for i in range(8)]
     for number, request in enumerate(requests):
         leg = msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1))
-        prefill.receive(at(leg, number))
-        decode.receive(at(request, number))
+        bare = msgspec.structs.replace(request, media=()) if comes_later else request
+        legs = [(prefill, leg), (decode, bare)]
+        for worker, of_leg in legs if first == "prefill" else reversed(legs):
+            worker.receive(at(of_leg, number))
+            network.deliver_all()
     run(network, prefill, decode)
     assert [decode.outputs[request.request_id, 0] for request in requests] == [expected(one) for one in requests]
     assert decode.scheduler.state.totals.cached_prompt_tokens > 0
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_prompt_that_stands_for_images_which_prefill_lacks_too_is_refused_by_both() -> None:
+    network, sizes = Network(), capacity(page_size=16)
+    assert sizes.media is not None
+    may_lack = replace(sizes, media=msgspec.structs.replace(sizes.media, may_come_later=True))
+    prefill, decode = LegWorker(network, PREFILL, sizes), LegWorker(network, None, may_lack)
+    whole, other = asked("a", [3, (1, 9), 4]), asked("a", [3, (2, 9), 4])
+    decode.receive(at(msgspec.structs.replace(whole, media=()), 1))
+    prefill.receive(at(msgspec.structs.replace(whole, media=()), 1))
+    run(network, prefill, decode)
+    assert set(prefill.ended.values()) == set(decode.ended.values()) == {RefusalKind.INVALID}
+    prefill.ended.clear(), decode.ended.clear()
+    decode.receive(at(whole, 2))
+    prefill.receive(at(other, 2))
+    run(network, prefill, decode)
+    assert set(prefill.ended.values()) == set(decode.ended.values()) == {RefusalKind.INVALID}, "images differ"
+    prefill.ended.clear(), decode.ended.clear()
+    decode.receive(at(msgspec.structs.replace(whole, media=()), 3))
+    decode.receive(Abort("a"))
+    run(network, prefill, decode)
     prefill.check_empty()
     decode.check_empty()
 

@@ -20,6 +20,7 @@ from jaxsgl.transfer.frames import (
     Geometry,
     Grant,
     Hello,
+    Media,
     Open,
     Pages,
     encode,
@@ -113,6 +114,26 @@ def test_pages_beyond_a_grant_take_no_memory() -> None:
         prefill.send(at_prefill, *page_frames(ROOM, 0, data, 4)[0])
         prefill.send(at_prefill, Open(ROOM))
         assert messages(until(decode, lambda events: bool(messages(events)))) == [Open(ROOM)]
+
+
+def test_images_come_only_to_rooms_that_lack_them() -> None:
+    data = np.arange(100, dtype=np.uint8)
+    with pair() as (prefill, decode):
+        peer = decode.connect("127.0.0.1", prefill.port)
+        decode.send(peer, Open(ROOM, None))
+        at_prefill = until(prefill, lambda events: bool(messages(events)))[0].peer
+        for room in (room_of(8, [1]), ROOM):
+            for start in (0, 60):
+                prefill.send(at_prefill, Media(room, start, 100), data[start : start + 60])
+        got = until(decode, lambda events: len(messages(events)) == 2)
+        assert messages(got) == [Media(ROOM, 0, 100), Media(ROOM, 60, 100)]
+        payloads = [event.payload for event in got if isinstance(event, News) and event.payload is not None]
+        assert np.concatenate(payloads).tobytes() == data.tobytes()
+        decode.send(peer, Fail(ROOM, "the client has left"))
+        until(prefill, lambda events: bool(messages(events)))
+        prefill.send(at_prefill, Media(ROOM, 0, 100), data)
+        prefill.send(at_prefill, Media(ROOM, 60, 100), data)  # beyond the end
+        assert "bytes follow" in reason(until(decode, left))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxsgl.messages.replies import Refusal
+import msgspec
+
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.messages.replies import Refusal, RefusalKind
+from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import Request
+from jaxsgl.scheduler.disagg.images import Lacking, hash_for_prefill
 from jaxsgl.scheduler.disagg.rooms import (
     Action,
     Drop,
@@ -26,13 +31,14 @@ from jaxsgl.scheduler.disagg.rooms import (
     taken,
     too_many,
 )
-from jaxsgl.transfer.frames import Ack, Done, Fail, Grant, Open, Pages, Room
+from jaxsgl.transfer.frames import Ack, Done, Fail, Grant, Media, Open, Pages, Room
 from jaxsgl.transfer.wire import Bytes, Peer
 
 
 class DecodeState(enum.Enum):
     """Where a decode leg stands."""
 
+    LACKING = "lacking"  # waits for the images of its prompt, which the gateway gave prefill alone
     BOOTSTRAPPING = "bootstrapping"  # waits for staging memory here
     RECEIVING = "receiving"  # granted; waits for prefill's pages
     READY = "ready"  # all pages are here; waits for room in the scheduler
@@ -75,16 +81,22 @@ class DecodeRooms:
       limits: what they may take.
       num_cached: gives how many leading pages of a request's prompt are cached now.
       version_of: gives the version of weights and adapter that would compute a request here.
+      media_limits: of the images that prefill may send; None: the model takes text alone.
     """
 
     def __init__(
-        self, limits: RoomLimits, num_cached: Callable[[Request], int], version_of: Callable[[Request], str]
+        self,
+        limits: RoomLimits,
+        num_cached: Callable[[Request], int],
+        version_of: Callable[[Request], str],
+        media_limits: MediaLimits | None = None,
     ) -> None:
         self._limits = limits
         self._num_cached = num_cached
         self._version_of = version_of
         self._legs: dict[Room, _Leg] = {}
         self._rooms: dict[str, Room] = {}
+        self._lacking = Lacking(media_limits)
         self._queue: deque[Room] = deque()  # BOOTSTRAPPING, in order of arrival
         self._ready: OrderedDict[Room, None] = OrderedDict()  # in order of completion
         self._staged = 0  # pages that are granted and not handed over
@@ -97,12 +109,12 @@ class DecodeRooms:
     @property
     def num_bootstrapping(self) -> int:
         """Requests without a grant."""
-        return len(self._queue)
+        return len(self._queue) + len(self._lacking)
 
     @property
     def num_receiving(self) -> int:
         """Requests whose pages are on their way, or wait for room in the scheduler."""
-        return len(self._legs) - len(self._queue)
+        return len(self._legs) - self.num_bootstrapping
 
     @property
     def has_ready(self) -> bool:
@@ -140,10 +152,15 @@ class DecodeRooms:
 
     def arrived(self, request: Request, room: Room, peer: Peer, num_pages: int) -> list[Action]:
         """The gateway has sent the decode leg of a checked request, whose prefill is at `peer`."""
-        self._legs[room] = _Leg(request, room, peer, num_pages)
+        leg = self._legs[room] = _Leg(request, room, peer, num_pages)
         self._rooms[request.request_id] = room
-        self._queue.append(room)
-        return [Send(peer, Open(room)), *self._grant_waiting()]
+        images = hash_for_prefill(request, self._lacking.limits)
+        if images is None:
+            leg.state = DecodeState.LACKING
+            self._lacking.add(room)
+        else:
+            self._queue.append(room)
+        return [Send(peer, Open(room, images)), *self._grant_waiting()]
 
     def aborted(self, request_id: str) -> list[Action]:
         """The client has left."""
@@ -153,6 +170,23 @@ class DecodeRooms:
         self._remove(leg)
         told = Send(leg.peer, Fail(leg.room, "the client has left"))
         return [told, Drop(request_id, leg.request.sampling.n), *self._grant_waiting()]
+
+    def media(self, peer: Peer, media: Media, payload: Bytes) -> list[Action]:
+        """A part of the request's images has come; with the last one it waits for memory like others."""
+        leg = self._leg_at(peer, media.room)
+        if leg is None or leg.state is not DecodeState.LACKING:
+            return []
+        try:
+            images = self._lacking.taken(media, payload, leg.request.prompt_ids)
+        except InvalidRequest as error:
+            return self._give_up(leg, Refusal(RefusalKind.INVALID, str(error)))
+        if images is None:
+            return []
+        self._lacking.discard(leg.room)
+        leg.request = msgspec.structs.replace(leg.request, media=images)
+        leg.state = DecodeState.BOOTSTRAPPING
+        self._queue.append(leg.room)
+        return self._grant_waiting()
 
     # The pages.
 
@@ -257,7 +291,8 @@ class DecodeRooms:
     def _remove(self, leg: _Leg) -> None:
         del self._legs[leg.room], self._rooms[leg.request.request_id]
         self._ready.pop(leg.room, None)
+        self._lacking.discard(leg.room)
         if leg.state is DecodeState.BOOTSTRAPPING:
             self._queue.remove(leg.room)
-        else:
+        elif leg.state is not DecodeState.LACKING:
             self._staged -= leg.end - leg.first

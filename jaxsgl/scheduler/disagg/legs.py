@@ -27,7 +27,6 @@ from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Refusal, Reply
-from jaxsgl.requests.media import hash_ids
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.budget import pages_held_for
 from jaxsgl.scheduler.disagg.decode import DecodeRooms, Received
@@ -35,7 +34,7 @@ from jaxsgl.scheduler.disagg.kv_names import KvNames
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms
 from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, RoomLimits, Send, Start
 from jaxsgl.scheduler.scheduler import NO_SCORES, Scheduler
-from jaxsgl.transfer.frames import Ack, Done, Fail, Grant, Open, Pages, Room, room_of
+from jaxsgl.transfer.frames import Ack, Done, Fail, Grant, Media, Open, Pages, Room, room_of
 from jaxsgl.transfer.wire import Event, Left, News, Sent, Wire
 
 EXPIRE_S = 0.5  # between two looks for rooms that have waited too long
@@ -98,7 +97,7 @@ class LegScheduler(Scheduler, ABC):
                     super().receive([request])
                 case Send(peer, message, payload):
                     self.wire.send(peer, message, payload)
-                    self._num_bytes += 0 if payload is None else payload.nbytes
+                    self._num_bytes += payload.nbytes if isinstance(message, Pages) and payload is not None else 0
                 case Refuse(request_id, refusal):
                     self._end_leg(request_id, [Reply(request_id, refusal=refusal)])
                 case Drop(request_id, num_samples):
@@ -256,8 +255,8 @@ class PrefillScheduler(LegScheduler):
                 return self.rooms.sent(sent)
             case Left(peer, reason):
                 return self.rooms.left(peer, reason)
-            case News(peer, Open(room)):
-                return self.rooms.opened(peer, room)
+            case News(peer, Open(room, images)):
+                return self.rooms.opened(peer, room, images)
             case News(peer, Grant() as grant):
                 return self.rooms.granted(peer, grant)
             case News(peer, Ack(room)):
@@ -272,7 +271,8 @@ class DecodeScheduler(LegScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.rooms = DecodeRooms(self._room_limits, self._num_cached, self._kv_names.version)
+        media = self.state.capacity.media
+        self.rooms = DecodeRooms(self._room_limits, self._num_cached, self._kv_names.version, media)
         self._aborts: dict[str, list[Abort]] = {}  # of single samples of requests that have a room
 
     @property
@@ -370,6 +370,8 @@ class DecodeScheduler(LegScheduler):
                 return self.rooms.left(peer, reason)
             case News(peer, Pages() as pages, payload) if payload is not None:
                 return self.rooms.pages(peer, pages, payload)
+            case News(peer, Media() as media, payload) if payload is not None:
+                return self.rooms.media(peer, media, payload)
             case News(peer, Done() as done):
                 return self.rooms.done(peer, done)
             case News(peer, Fail() as fail):
@@ -379,4 +381,4 @@ class DecodeScheduler(LegScheduler):
 
 def _room_of(request: Request) -> Room:
     assert request.room is not None
-    return room_of(request.room.number, hash_ids(request.prompt_ids, request.media))
+    return room_of(request.room.number, request.prompt_ids)

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxsgl.messages.replies import Refusal
+from jaxsgl.messages.replies import Refusal, RefusalKind
+from jaxsgl.requests.media import images_hash
 from jaxsgl.requests.request import Request
+from jaxsgl.scheduler.disagg.images import send_images
 from jaxsgl.scheduler.disagg.rooms import (
     Action,
     Answer,
@@ -69,6 +71,7 @@ class _Orphan:
 
     peer: Peer
     since_s: float
+    images: int | None  # the hash of those of decode's request; None: it lacks them
     grant: Grant | None = None
 
 
@@ -149,7 +152,8 @@ class PrefillRooms:
         if orphan is None:
             return []
         leg.peer = orphan.peer
-        return [] if orphan.grant is None else self._grant(leg, orphan.grant)
+        actions = self._compare_images(leg, orphan.images)
+        return actions if orphan.grant is None or room not in self._legs else self._grant(leg, orphan.grant)
 
     def aborted(self, request_id: str) -> list[Action]:
         """The client has left."""
@@ -226,19 +230,20 @@ class PrefillRooms:
 
     # The other leg.
 
-    def opened(self, peer: Peer, room: Room) -> list[Action]:
-        """Decode has the request, too."""
+    def opened(self, peer: Peer, room: Room, images: int | None) -> list[Action]:
+        """Decode has the request, too, with images of that hash, or without those that its prompt stands for."""
         known = self._legs.get(room) or self._orphans.get(room)
+        if isinstance(known, _Leg) and known.peer is None:
+            known.peer = peer
+            return self._compare_images(known, images)
         if known is not None:
-            if known.peer is None:
-                known.peer = peer
             return [] if known.peer == peer else [_fail(peer, room, taken(room))]
         refused = self._refused.pop(room, None)
         if refused is not None:
             return [Send(peer, refused)]
         if self.num_rooms >= self._limits.max_rooms:
             return [_fail(peer, room, too_many(self._limits.max_rooms))]
-        self._orphans[room] = _Orphan(peer, self._clock())
+        self._orphans[room] = _Orphan(peer, self._clock(), images)
         return []
 
     def granted(self, peer: Peer, grant: Grant) -> list[Action]:
@@ -307,6 +312,17 @@ class PrefillRooms:
     def _leg_of(self, request_id: str) -> _Leg | None:
         room = self._rooms.get(request_id)
         return None if room is None else self._legs[room]
+
+    def _compare_images(self, leg: _Leg, images: int | None) -> list[Action]:
+        """Sends its images to a decode worker that lacks them; refuses the request if that worker has others."""
+        assert leg.peer is not None
+        if images is None:
+            return [*send_images(leg.peer, leg.room, leg.request.media)]
+        if images == images_hash(leg.request.media):
+            return []
+        refusal = Refusal(RefusalKind.INVALID, "the request has other images at prefill than at decode: send it again")
+        actions = self._give_up(leg, refusal.text, refusal.kind.value)
+        return [*actions, Refuse(leg.request.request_id, refusal)]
 
     def _grant(self, leg: _Leg, grant: Grant) -> list[Action]:
         if leg.state is not PrefillState.BOOTSTRAPPING:

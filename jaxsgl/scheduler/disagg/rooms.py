@@ -4,6 +4,8 @@ The two state machines, prefill.py and decode.py, take events and return actions
 the actions out. They know no sockets, no pages' ids and no threads, and read no clock but the one that they are given.
 
     decode                                            prefill
+    LACKING        --Open(no images)--------------->  BOOTSTRAPPING    only if the gateway sent decode no images
+        |          <-Media, Media, ..---------------
     BOOTSTRAPPING  --Open-------------------------->  BOOTSTRAPPING    until decode has memory for the pages
         | staging memory
     RECEIVING      --Grant(pages that it lacks)---->  WAITING          until there is staging memory here, too
