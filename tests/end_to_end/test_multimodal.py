@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from PIL import Image
 
 import jaxsgl
 from jaxsgl.config.vision import VisionConfig
-from tests.end_to_end.gateway import client_of, free_ports, running_gateway, wait_for
+from tests.end_to_end.gateway import Gateway, client_of, free_ports, running_gateway, wait_for
 from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer, check_log, running_server
 from tests.grids import NIGHTLY
 from tests.preprocess.pictures import animation, data_url, picture
@@ -110,6 +111,10 @@ def test_texts_are_answered_as_the_bundled_model_does(clients: Clients) -> None:
         assert answer.choices[0].message.content == "3 + 4 = 7."
 
 
+def sees_two(gateway: Gateway) -> bool:
+    return len(gateway.healthy()) == 2
+
+
 @pytest.mark.skipif(not NIGHTLY, reason="starts two servers more")
 def test_prefill_and_decode_servers_answer_about_pictures_as_one_server_does(folder: Path, tmp_path: Path) -> None:
     """To decode workers over gRPC the gateway sends no pictures: they come from prefill."""
@@ -128,7 +133,7 @@ def test_prefill_and_decode_servers_answer_about_pictures_as_one_server_does(fol
             )
             pair = ("--pd-disaggregation", "--prefill", prefill, str(port), "--decode", decode, "--disable-retries")
             gateway = stack.enter_context(running_gateway(tmp_path, (), (*pair, "--health-check-interval-secs", "1")))
-            wait_for(lambda gateway=gateway: len(gateway.healthy()) == 2, "healthy servers", START_TIMEOUT_S)
+            wait_for(partial(sees_two, gateway), "healthy servers", START_TIMEOUT_S)
             through = client_of(gateway.url, stack)
             for pictures in ((ROUND,), (ROUND, picture(64, 128, seed=2)), (ODD,)):
                 answer, expected = ask(through, *pictures), ask(direct, *pictures)

@@ -162,12 +162,14 @@ def test_a_prompt_that_stands_for_images_which_prefill_lacks_too_is_refused_by_b
     prefill.receive(at(msgspec.structs.replace(whole, media=()), 1))
     run(network, prefill, decode)
     assert set(prefill.ended.values()) == set(decode.ended.values()) == {RefusalKind.INVALID}
-    prefill.ended.clear(), decode.ended.clear()
+    prefill.ended.clear()
+    decode.ended.clear()
     decode.receive(at(whole, 2))
     prefill.receive(at(other, 2))
     run(network, prefill, decode)
     assert set(prefill.ended.values()) == set(decode.ended.values()) == {RefusalKind.INVALID}, "images differ"
-    prefill.ended.clear(), decode.ended.clear()
+    prefill.ended.clear()
+    decode.ended.clear()
     decode.receive(at(msgspec.structs.replace(whole, media=()), 3))
     decode.receive(Abort("a"))
     run(network, prefill, decode)
