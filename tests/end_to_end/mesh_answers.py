@@ -45,6 +45,15 @@ REQUESTS: list[tuple[list[int], SamplingParams]] = [
     (list(range(100, 120)), SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=1, ignore_eos=True)),
 ]
 
+ALLOWED = tuple(range(20, 60))
+MASKED: list[tuple[list[int], SamplingParams]] = [
+    ([5, 6], SamplingParams(max_tokens=9, temperature=0, allowed_token_ids=ALLOWED, ignore_eos=True)),
+    (
+        [7, 8, 9],
+        SamplingParams(max_tokens=7, temperature=1.5, seed=4, logprobs=1, allowed_token_ids=ALLOWED, ignore_eos=True),
+    ),
+]
+
 
 def main() -> None:
     """Answers the cases of standard input: each has a folder, flags and what `answers` takes."""
@@ -53,10 +62,15 @@ def main() -> None:
         print(json.dumps(answers(**case)), flush=True)
 
 
-def answers(folder: str, flags: dict[str, Any], other: str | None = None, only_greedy: bool = False) -> dict[str, Any]:
-    """Tokens and scores of `REQUESTS`, and what the programs exchange; then tokens with the weights of `other`."""
+def answers(
+    folder: str, flags: dict[str, Any], other: str | None = None, only_greedy: bool = False, masked: bool = False
+) -> dict[str, Any]:
+    """Tokens and scores of `REQUESTS`, and what the programs exchange; then tokens with the weights of `other`.
+
+    With `masked`, `MASKED` run among them; their answers come last.
+    """
     llm = LLM(folder, **FLAGS, scheduling=SchedulingConfig(enable_mixed_chunk=True), **flags)
-    requests = REQUESTS[:3] if only_greedy else REQUESTS
+    requests = REQUESTS[:3] if only_greedy else [*REQUESTS, *(MASKED if masked else [])]
     prompts, params = (list(each) for each in zip(*requests, strict=True))
     found: dict[str, Any] = {
         "completions": [_public(each) for each in llm.generate(prompts, params, progress=False)],

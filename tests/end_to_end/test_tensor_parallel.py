@@ -17,7 +17,7 @@ import pytest
 
 from jaxsgl.wiring import RETRACT_VARIABLE
 from tests.checkpoints import make_checkpoint
-from tests.end_to_end.mesh_answers import FLAGS, REQUESTS
+from tests.end_to_end.mesh_answers import ALLOWED, FLAGS, REQUESTS
 from tests.end_to_end.servers import check_log, running_server
 from tests.grids import NIGHTLY
 
@@ -48,6 +48,7 @@ class Case:
     ep: bool = False
     flags: tuple[tuple[str, str], ...] = ()
     updated: bool = False  # whether memory is released and weights are exchanged, too
+    masked: bool = False  # whether tokens of some requests are held to masks
 
     @property
     def sums(self) -> int:
@@ -55,10 +56,10 @@ class Case:
         return 1 + (3 if self.kind == "olmo2" else 2) * NUM_LAYERS
 
 
-DAILY = [Case("olmo2", 4, updated=True), Case("qwen3_moe", 2, ep=True)]
+DAILY = [Case("olmo2", 4, updated=True), Case("qwen3_moe", 2, ep=True, masked=True)]
 NIGHTLY_CASES = [
-    *(Case(kind, tp) for kind in KINDS for tp in (2, 4, 8)),
-    *(Case(kind, tp, ep=True) for kind in EXPERTS for tp in (2, 4, 8)),
+    *(Case(kind, tp, masked=True) for kind in KINDS for tp in (2, 4, 8)),
+    *(Case(kind, tp, ep=True, masked=True) for kind in EXPERTS for tp in (2, 4, 8)),
     Case("qwen3", 4, flags=(("quantization", "int8"),), updated=True),
     Case("qwen3_moe", 2, ep=True, flags=(("quantization", "int8"),)),
     Case("qwen3", 2, flags=(("quantization", "fp8"), ("kv_cache_dtype", "fp8_e4m3"))),
@@ -86,7 +87,8 @@ def test_devices_that_share_a_model_give_the_answers_of_one(tmp_path: Path) -> N
 
     def job(case: Case, flags: dict[str, Any]) -> dict[str, Any]:
         other = folder[case.kind, 1] if case.updated else None
-        return {"folder": folder[case.kind, 0], "flags": {**dict(case.flags), **flags}, "other": other}
+        given = {**dict(case.flags), **flags}
+        return {"folder": folder[case.kind, 0], "flags": given, "other": other, "masked": case.masked}
 
     of_one = {(case.kind, case.flags): job(case, {}) for case in sorted(cases, key=lambda case: case.updated)}
     found = answers_of([*of_one.values(), *(job(case, {"tp": case.tp, "ep": case.ep}) for case in cases)])
@@ -137,6 +139,8 @@ def tokens_served(model: Path, folder: Path, flags: list[str]) -> list[list[int]
 def check_equal(answer: dict[str, Any], expected: dict[str, Any], case: Case) -> None:
     # Rows are rounded for int8 products in blocks of inputs, and a float8 cache rounds what sums differ in.
     atol = 3e-3 if case.flags else 1e-4
+    held = [token for each in answer["completions"][len(REQUESTS) :] for token in each["token_ids"]]
+    assert set(held) <= set(ALLOWED) and len(held) == (16 if case.masked else 0), case
     for mine, other in zip(answer["completions"], expected["completions"], strict=True):
         assert mine["token_ids"] == other["token_ids"], case
         np.testing.assert_allclose(mine["logprobs"], other["logprobs"], atol=atol, err_msg=str(case))

@@ -27,6 +27,7 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.vision import VisionConfig
+from jaxsgl.engine.masking import trace_copy, trace_masked, trace_score
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import ProgramKey, ProgramSpec, keys_of
 from jaxsgl.engine.residents import read_arch
@@ -196,6 +197,15 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
                 argument_bytes=bytes_on_one_device((_of_decoder(leaves), state)),
             )
         yield program
+    yield from _mask_programs(spec, model, pages, facts)
+
+
+def _mask_programs(spec: ProgramSpec, model: Served, pages: Any, facts: dict[str, int]) -> Iterator[Program]:
+    """Yields what a step that grammars hold runs besides, for the most rows of the table."""
+    for kind, trace in (("masked", trace_masked), ("copied", trace_copy), ("scored", trace_score)):
+        name = program_name(model, ProgramKey(kind, DECODE_ROWS[-1]), "any")
+        traced = functools.partial(trace, spec, DECODE_ROWS[-1])
+        yield Program(name, "any", traced, pages, num_donated=0, on_matrix_units=False, facts=facts)
 
 
 def _of_decoder(params: Params) -> Params:
