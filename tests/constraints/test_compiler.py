@@ -21,6 +21,7 @@ from jaxsgl.scheduler.constraint import Constraint
 VOCAB = 1100  # the tokenizer has 1,024 tokens: the model's vocabulary is padded
 EOS = (1021, 1023)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TIGHT = {"x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}  # as disable_any_whitespace asks
 JSON = {"type": "json_schema", "json_schema": SCHEMA}
 TAGS: dict[str, Any] = {
     "structures": [
@@ -92,8 +93,8 @@ THINKING = {
         (Grammar.json_object(), "{" + " " * 33 + '"', "refused"),
         (Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_pattern": " ?"}}), '{ "a":  1}', "refused"),
         (Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_pattern": " ?"}}), '{ "a": 1 }', "whole"),
-        (Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False}}), '{"a":1}', "whole"),
-        (Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False}}), '{"a": 1}', "refused"),
+        (Grammar.json_schema(SCHEMA | TIGHT), '{"a":1}', "whole"),
+        (Grammar.json_schema(SCHEMA | TIGHT), '{"a": 1}', "refused"),
         (Grammar.regex("[0-9]{2}/x+"), "12/xx", "complete"),
         (Grammar.regex("a|b"), "b", "whole"),
         (Grammar.ebnf('root ::= "a" rest\nrest ::= [0-9]+'), "a12", "complete"),

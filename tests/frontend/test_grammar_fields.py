@@ -53,7 +53,7 @@ SPELLINGS: list[tuple[dict[str, Any], Grammar | None]] = [
     ),
     (
         {"structured_outputs": {"json": json.dumps(SCHEMA), "disable_any_whitespace": True}},
-        Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False}}),
+        Grammar.json_schema(SCHEMA | {"x-guidance": {"whitespace_flexible": False, "whitespace_pattern": None}}),
     ),
     (
         {"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}},

@@ -94,7 +94,7 @@ def grammar_of(body: BaseModel) -> Grammar | None:
     if pattern:
         guidance["whitespace_pattern"] = pattern
     if getattr(outputs, "disable_any_whitespace", None):
-        guidance["whitespace_flexible"] = False
+        guidance = {"whitespace_flexible": False, "whitespace_pattern": None}  # the default pattern would win
     return _guided(grammar, guidance) if grammar is not None and guidance else grammar
 
 
