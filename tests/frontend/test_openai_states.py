@@ -1,4 +1,4 @@
-"""Hidden states and experts in OpenAI's answers, from a fake engine whose states say which token stands where."""
+"""Hidden states and experts in answers, from a fake engine whose states say which token stands where."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import httpx
 import pytest
 from http_calls import chunks, connect, post, say
 from server_process import ServerProcess
+from sglang_calls import ask, completions, refusal, sglang_stub
+from smg_grpc_proto import sglang_scheduler_pb2_grpc as sglang_grpc
 
 BOTH = {"return_hidden_states": True, "return_routed_experts": True}
 
@@ -36,6 +38,18 @@ def test_a_completion_has_the_last_state_of_each_choice_and_the_experts_of_the_f
     *_, first, second, last = chunks(http, "/v1/completions", **body, **BOTH)
     assert [part["choices"][0]["hidden_states"] for part in (first, second)] == [[60, 4], [70, 4]]
     assert (last["choices"], last["sglext"]) == ([], answer["sglext"])
+
+
+def test_sglangs_service_returns_the_states_of_all_tokens_but_the_last(
+    scripted: ServerProcess, sglang: sglang_grpc.SglangSchedulerStub
+) -> None:
+    request = ask(50, 60, of_request={"return_hidden_states": True}, n=2, max_new_tokens=2)
+    with sglang_stub(scripted) as stub:
+        first, second = completions(stub, request)
+    assert [list(state.values) for state in first.all_hidden_states] == [[50, 0], [60, 1], [50, 2]]
+    assert [list(state.values) for state in second.all_hidden_states] == [[50, 0], [60, 1], [60, 2]]
+    assert [(state.position, state.layer) for state in first.all_hidden_states] == [(0, -1), (1, -1), (2, -1)]
+    assert "--enable-return-hidden-states" in refusal(sglang, request)
 
 
 def test_a_chat_has_them_whole_and_streamed(http: httpx.Client) -> None:

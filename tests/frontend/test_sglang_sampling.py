@@ -102,7 +102,6 @@ def test_a_refusal_of_a_sampling_field_names_it(sampling: dict[str, Any], word: 
         {"custom_logit_processor": "gASV"},
         {"input_embeds": [0.5]},
         {"token_ids_logprob": [0]},
-        {"return_hidden_states": True},
         {"return_logprob": True, "logprob_start_len": -2},
         {"return_logprob": True, "logprob_start_len": 2},
         {"return_logprob": True, "top_logprobs_num": -1},

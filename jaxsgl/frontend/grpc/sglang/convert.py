@@ -20,6 +20,7 @@ from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Rendezvous
 from jaxsgl.requests.sampling import SamplingParams, check_counts
+from jaxsgl.requests.token_states import StatesSpec, TokenStates, hidden_states
 from jaxsgl.text.sample import End, Piece
 
 # Field -> what to do instead. Ignoring one of them would give an answer that the client did not ask for.
@@ -27,7 +28,6 @@ _UNSUPPORTED_OF_REQUEST = {
     "custom_logit_processor": "it would run code of the client's; use logit_bias",
     "input_embeds": "send tokenized.input_ids",
     "token_ids_logprob": "use top_logprobs_num",
-    "return_hidden_states": "hidden states are not returned",
 }
 _MAX_ID_DIGITS = 10
 _GRAMMARS: dict[str, Callable[[str], Grammar]] = {  # by the field of the protocol
@@ -138,6 +138,7 @@ def _sampling(request: pb.GenerateRequest, prefill_only: bool, scores_prompt: bo
         prompt_logprobs=top if scores_prompt else None,
         n=params.n or 1,
         grammar=_grammar(params),
+        return_hidden_states=request.return_hidden_states,
     )
 
 
@@ -159,10 +160,14 @@ def _logit_bias(by_text: Any) -> dict[int, float]:
 class Responses:
     """Turns pieces into responses, for one call: chunks while tokens come, then a completion for each sample.
 
-    Owns what has come of each sample so far, since a completion repeats all of it.
+    Owns what has come of each sample so far, since a completion repeats all of it. `states`: what the server returns of
+    single tokens.
     """
 
-    def __init__(self, request_id: str, options: GenerateOptions, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, request_id: str, options: GenerateOptions, prompt_ids: Sequence[int], states: StatesSpec | None = None
+    ) -> None:
+        self._states = states
         self._request_id = request_id
         self._options = options
         self._prompt_ids = prompt_ids
@@ -177,7 +182,7 @@ class Responses:
         """Log-probabilities that `of(piece)` has to write."""
         sample = self._samples[piece.index]
         kept = len(sample.logprobs) * (1 + (self._options.sampling.logprobs or 0)) if piece.end is not None else 0
-        return piece.num_scores + kept
+        return piece.num_scores + kept + sum(len(part.hidden) for part in sample.states) // 4
 
     def of(self, piece: Piece) -> Iterator[pb.GenerateResponse]:
         """Yields what is to be sent now that `piece` has come: nothing yet, a chunk, a completion, or both."""
@@ -185,6 +190,7 @@ class Responses:
         if not self._options.prefill_only:
             sample.ids += piece.token_ids
             sample.logprobs += piece.logprobs
+        sample.states += piece.states
         if piece.prompt_logprobs is not None:
             sample.prompt_logprobs = piece.prompt_logprobs
         num_new = len(sample.ids) - sample.num_sent
@@ -232,6 +238,9 @@ class Responses:
             complete.output_logprobs.CopyFrom(self._output_logprobs(sample.ids, sample.logprobs))
         if sample.prompt_logprobs is not None:
             complete.input_logprobs.CopyFrom(self._input_logprobs(sample.prompt_logprobs))
+        if self._states is not None and sample.states:
+            for position, row in enumerate(hidden_states(sample.states, self._states)):
+                complete.all_hidden_states.add(values=row.tolist(), layer=-1, position=position)
         return pb.GenerateResponse(request_id=self._request_id, complete=complete)
 
     def _output_logprobs(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> pb.OutputLogProbs:
@@ -264,6 +273,7 @@ class _Sample:
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+        self.states: list[TokenStates] = []
         self.num_sent = 0
 
 

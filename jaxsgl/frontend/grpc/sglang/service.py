@@ -66,8 +66,8 @@ class SglangService(pb_grpc.SglangSchedulerServicer):
         )
         if options.room is not None:
             options = replace(options, sampling=prepared.sampling)
-        responses = Responses(request_id, options, prepared.prompt_ids)
-        scored = options.sampling.logprobs is not None
+        responses = Responses(request_id, options, prepared.prompt_ids, self._generator.model.info.limits.states)
+        scored = options.sampling.logprobs is not None or options.sampling.wants_states
         with self._generator.start(prepared, text=bool(options.sampling.stop), rank=options.rank) as generation:
             if options.room is not None:  # a gateway hears of the other leg's end only once it has heard of both
                 await (write(context, responses.begun()) if self._is_prefill else context.send_initial_metadata(()))
