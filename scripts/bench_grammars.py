@@ -1,8 +1,9 @@
 """What grammars cost: steps of 64 rows with a vocabulary of 151,936, free, held to JSON schemas, and half of each.
 
 The model has random weights (4 layers of 512) and so is small: masks are a larger part of its steps than of a real
-model's. Runs take turns, and report processor time per step of the whole process, which other programs disturb least.
-The free half of the mixed runs must yield the tokens that it yields alone.
+model's. Runs take turns, and report processor time per step of the whole process, which other programs disturb least,
+and the wall time between the tokens of a row: how much later those of free rows come because of constrained ones. The
+free half of the mixed runs must yield the tokens that it yields alone.
 """
 
 from __future__ import annotations
@@ -13,9 +14,15 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from bench.output import command_line, command_parser, write_json
+
+if TYPE_CHECKING:
+    from jaxsgl import LLM, SamplingParams
 
 VOCAB_SIZE, NUM_TEXTS, ROWS, TOKENS = 151_936, 150_000, 64, 16
 
@@ -29,11 +36,31 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         figures = measured(folder, args.rounds)
-    for name, value in figures.items():
-        print(f"{name}: {value:.1f} ms a step")
+    for kind in figures.cpu_ms:
+        print(f"{kind}: {figures.cpu_ms[kind]:.1f} ms of processor time a step, {figures.wall_ms[kind]:.1f} ms of wall")
+    print(f"the first grammar waits for programs that take {figures.prepare_cpu_s:.1f} s of processor time to compile")
+    low, middle, high = figures.later_ms
+    print(f"tokens of free rows come {middle:.2f} ms a step later beside constrained ones ({low:.2f} to {high:.2f})")
     if args.json:
-        write_json(args.json, {"command": command_line(), "cpu_ms_per_step": figures})
+        write_json(args.json, {"command": command_line(), **asdict(figures)})
     return 0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured.
+
+    Attributes:
+      cpu_ms: by kind of batch, median processor time of the process per step.
+      wall_ms: by kind of batch, median time between two tokens of a row.
+      prepare_cpu_s: processor time of compiling the programs for masks, which the first grammar waits for.
+      later_ms: quartiles, over pairs of runs one after the other, of what the latter grows by from free to half.
+    """
+
+    cpu_ms: dict[str, float]
+    wall_ms: dict[str, float]
+    prepare_cpu_s: float
+    later_ms: tuple[float, float, float]
 
 
 def make_model(folder: Path) -> None:
@@ -58,8 +85,8 @@ def make_model(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
-def measured(folder: str, rounds: int) -> dict[str, float]:
-    """Median milliseconds of processor time per step, by kind of batch."""
+def measured(folder: str, rounds: int) -> Figures:
+    """Runs all kinds of batches in turns."""
     from jaxsgl import LLM, Grammar, SamplingParams
 
     llm = LLM(
@@ -74,19 +101,65 @@ def measured(folder: str, rounds: int) -> dict[str, float]:
         for i in range(ROWS)
     ]
     kinds = {"free": free, "held": held, "half": [held[i] if i % 2 else free[i] for i in range(ROWS)]}
+    start_s = time.process_time()
+    llm.engine.mask_programs.prepare()
+    prepare_cpu_s = time.process_time() - start_s
     prompts = [[2 + i, 3, 4, 5] for i in range(ROWS)]
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu_s: dict[str, list[float]] = {kind: [] for kind in kinds}
+    wall_s: dict[str, list[float]] = {kind: [] for kind in kinds}
     alone: list[list[int]] = []
     for number in range(rounds + 1):
         for kind, params in kinds.items():
-            start_s, before = time.process_time(), llm._scheduler.num_steps
-            ids = [answer.token_ids for answer in llm.generate(prompts, params, progress=False)]
-            per_step_s = (time.process_time() - start_s) / (llm._scheduler.num_steps - before)
+            run = Run.of(llm, prompts, params)
             if number:  # the first round warms up
-                seconds[kind].append(per_step_s)
-            alone = ids if kind == "free" else alone
-            assert kind != "half" or ids[::2] == alone[::2], "free rows draw other tokens beside constrained ones"
+                cpu_s[kind].append(run.cpu_s)
+                wall_s[kind].append(run.wall_s)
+            alone = run.token_ids if kind == "free" else alone
+            assert kind != "half" or run.token_ids[::2] == alone[::2], "free rows draw other tokens beside others"
+    later = [1000 * (half - free) for free, half in zip(wall_s["free"], wall_s["half"], strict=True)]
+    quartiles = statistics.quantiles(later, n=4, method="inclusive") if len(later) > 1 else later * 3
+    return Figures(_medians(cpu_s), _medians(wall_s), prepare_cpu_s, (quartiles[0], quartiles[1], quartiles[2]))
+
+
+def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
     return {kind: 1000 * statistics.median(found) for kind, found in seconds.items()}
+
+
+class Run(NamedTuple):
+    """One batch: processor time per step, the median wall time between two decode steps' tokens, and all tokens."""
+
+    cpu_s: float
+    wall_s: float
+    token_ids: list[list[int]]
+
+    @classmethod
+    def of(cls, llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
+        """Serves the batch by the loop of every server, and notes when tokens come."""
+        from tqdm import tqdm
+
+        from jaxsgl.messages.replies import Replies
+        from jaxsgl.messages.wire import News
+        from jaxsgl.offline.run import OfflineMailbox
+        from jaxsgl.requests.request import Request
+        from jaxsgl.scheduler.loop import run_loop
+
+        came_s: list[float] = []
+
+        class Mailbox(OfflineMailbox):
+            def send(self, news: News) -> None:
+                if isinstance(news, Replies) and len(news.replies) == len(prompts):
+                    came_s.append(time.perf_counter())
+                super().send(news)
+
+        pairs = enumerate(zip(prompts, params, strict=True))
+        requests = [Request(str(i), ids, sampling) for i, (ids, sampling) in pairs]
+        mailbox = Mailbox(requests, llm.tokenizer, tqdm(disable=True))
+        start_s, before = time.process_time(), llm._scheduler.num_steps
+        run_loop(llm._scheduler, llm.engine, mailbox, overlap=True)
+        cpu_s = (time.process_time() - start_s) / (llm._scheduler.num_steps - before)
+        gaps_s = [later - sooner for sooner, later in pairwise(came_s)]
+        tokens = [[token for piece in pieces for token in piece.token_ids] for pieces in mailbox.pieces.values()]
+        return cls(cpu_s, statistics.median(gaps_s[1:]), tokens)
 
 
 if __name__ == "__main__":

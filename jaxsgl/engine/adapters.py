@@ -121,10 +121,7 @@ class EngineAdapters:
         self.plan = plan
         self._arch, self._dtype, self._mesh = arch, dtype, mesh
         self._num_columns = plan.size.num_columns
-        self.abstract = [
-            {name: self._abstract(array) for name, array in self._arrays(layer, self._num_columns).items()}
-            for layer in range(arch.num_layers)
-        ]
+        self.abstract = abstract_pool(arch, plan.modules, self._num_columns, dtype, mesh)
         self._axes = [
             array.column_axis
             for layer in range(arch.num_layers)
@@ -195,9 +192,7 @@ class EngineAdapters:
 
     def abstract_block(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and places of the leaves of a block."""
-        layers = range(self._arch.num_layers)
-        arrays = [self._arrays(layer, BLOCK) for layer in layers]
-        return jax.tree.leaves([{name: self._abstract(array) for name, array in each.items()} for each in arrays])
+        return jax.tree.leaves(abstract_pool(self._arch, self.plan.modules, BLOCK, self._dtype, self._mesh))
 
     def _compiled_write(self) -> jax.stages.Compiled:
         def write(pool: Leaves, block: Leaves, columns: jax.Array) -> Leaves:
@@ -214,9 +209,20 @@ class EngineAdapters:
     def _arrays(self, layer: int, num_columns: int) -> dict[str, PoolArray]:
         return pool_arrays(self._arch, layer, self.plan.modules, num_columns)
 
-    def _abstract(self, array: PoolArray) -> jax.ShapeDtypeStruct:
+
+def abstract_pool(
+    arch: ModelArch, modules: frozenset[str], num_columns: int, dtype: jnp.dtype, mesh: Mesh
+) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """Shapes and places of a pool of `num_columns`, by layer."""
+
+    def placed(array: PoolArray) -> jax.ShapeDtypeStruct:
         spec = PartitionSpec(*(None if axis is None else MESH_AXIS_OF[axis] for axis in array.axes))
-        return jax.ShapeDtypeStruct(array.shape, self._dtype, sharding=NamedSharding(self._mesh, spec))
+        return jax.ShapeDtypeStruct(array.shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    return [
+        {name: placed(array) for name, array in pool_arrays(arch, layer, modules, num_columns).items()}
+        for layer in range(arch.num_layers)
+    ]
 
 
 def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import jax
+import msgspec
 
 from jaxsgl.batch.inputs import Bucket
 from jaxsgl.config.lora import LoraConfig
@@ -18,6 +19,9 @@ from jaxsgl.requests.sampling import SamplingParams
 from tests.end_to_end.mesh_answers import COLLECTIVE, FLAGS
 
 SCORED = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+
+ALLOWED = tuple(range(20, 60))
+HELD = msgspec.structs.replace(SCORED, allowed_token_ids=ALLOWED)
 
 
 def main() -> None:
@@ -28,12 +32,21 @@ def main() -> None:
 
 
 def answers(folder: str, adapters: dict[str, str], prompts: list[list[int]], flags: dict[str, Any]) -> dict[str, Any]:
-    """Tokens and scores of each prompt with no adapter and with each, and the sums over devices in programs."""
+    """Tokens and scores of each prompt with no adapter and with each, and the sums over devices in programs.
+
+    Of each there are two: free, and held to the tokens `ALLOWED`.
+    """
     paths = tuple(f"{name}={path}" for name, path in adapters.items())
     llm = LLM(folder, **FLAGS, lora=LoraConfig(lora_paths=paths, max_loras_per_batch=2), **flags)
     names = ["", *adapters]
     of_each = [name for name in names for _ in prompts]
-    completions = llm.generate(prompts * len(names), SCORED, adapter=of_each, progress=False)
+    samplings = [SCORED, HELD] * len(of_each)
+    completions = llm.generate(
+        [prompt for prompt in prompts * len(names) for _ in range(2)],
+        samplings,
+        adapter=[name for name in of_each for _ in range(2)],
+        progress=False,
+    )
     sums: dict[bool, list[int]] = {False: [], True: []}
     for key, done in llm.engine.programs.compilations.items():
         if isinstance(key.shape, Bucket):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.end_to_end.lora_answers import ALLOWED
 from tests.end_to_end.servers import RunningServer, check_log, running_server
 from tests.grids import NIGHTLY
 from tests.weights.peft_adapters import ATTENTION, MLP, make_adapter
@@ -49,6 +50,7 @@ def test_devices_that_share_a_model_and_its_adapters_give_the_answers_of_one(tmp
     assert done.returncode == 0, done.stderr
     one, *others = [json.loads(line) for line in done.stdout.splitlines()]
     assert len({json.dumps(scores) for scores in one["scores"]}) == len(one["scores"]), "adapters change nothing"
+    assert all(set(tokens) <= set(ALLOWED) for tokens in one["tokens"][1::2])
     for answer, given in zip(others, flags[1:], strict=True):
         assert answer["sums"] == answer["sums_with_adapters"] and answer["recompiles"] == 0
         if "quantization" not in given:

@@ -27,6 +27,7 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.vision import VisionConfig
+from jaxsgl.engine.adapters import abstract_pool
 from jaxsgl.engine.masking import trace_copy, trace_masked, trace_score
 from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import ProgramKey, ProgramSpec, keys_of
@@ -35,6 +36,7 @@ from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capac
 from jaxsgl.engine.state import abstract_state
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.layer_spec import MoeMlp
+from jaxsgl.models.lora import adaptable_modules
 
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")  # of `bench.models`; a model more is a line more
 SHARED_MODELS = (
@@ -46,6 +48,7 @@ COMPILED_LAYERS = 4
 MEM_FRACTION = 0.85  # of the chip's memory for weights and pool, as the engine's own default
 DECODE_ROWS = (1, 32, 256)
 EXTEND_TOKENS, EXTEND_SEQS = 4096, 4
+ADAPTER_COLUMNS = 128  # eight LoRA adapters of rank 16
 # Fields of the bucket by the name of the sampling.
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -198,6 +201,12 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
             )
         yield program
     yield from _mask_programs(spec, model, pages, facts)
+    if model.name == MODELS[0]:
+        pool = abstract_pool(arch, adaptable_modules(arch), ADAPTER_COLUMNS, model.dtype, mesh)
+        bucket = dataclasses.replace(model.bucket("decode", DECODE_ROWS[-1], "greedy"), adapter_columns=ADAPTER_COLUMNS)
+        trace = functools.partial(dataclasses.replace(spec, adapters=pool).trace_forward, bucket)
+        name = f"{model.name} adapters {bucket.num_tokens} {backend}"
+        yield Program(name, backend, trace, pages, 2 * COMPILED_LAYERS, on_matrix_units=False, facts=facts)
 
 
 def _mask_programs(spec: ProgramSpec, model: Served, pages: Any, facts: dict[str, int]) -> Iterator[Program]:
