@@ -148,7 +148,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def _check_limits(self) -> None:
         """Checks which tokens are allowed, and bad words."""
-        for name, most in (("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS), ("bad_words", MAX_BAD_WORDS)):
+        most_of = {
+            "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+            "bad_words": MAX_BAD_WORDS,
+            "bad_word_ids": MAX_BAD_WORD_IDS,
+        }
+        for name, most in most_of.items():
             given = getattr(self, name)
             if not isinstance(given, tuple | list):
                 raise InvalidRequest(f"{name} is {given!r:.100}, but must be a list")

@@ -30,9 +30,11 @@ from jaxsgl.messages.orders import Shutdown
 from jaxsgl.messages.replies import EngineInfo, RefusalKind
 from jaxsgl.messages.wire import FromEngine, News, ToEngine
 from jaxsgl.requests.request import check_request
+from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
+from jaxsgl.testing.grammars import compile_fake
 from jaxsgl.text.tokenizer import Tokenizer
 from tests import edges
 from tests.grids import count
@@ -70,7 +72,8 @@ class ThreadMailbox:
 
 
 def new_scheduler() -> Scheduler:
-    return Scheduler(SIZES, BucketSet.derive(SIZES), (1,), max_queued_requests=5000)
+    grammars = GrammarQueue(lambda grammar: compile_fake(grammar, SIZES.vocab_size), 30.0)
+    return Scheduler(SIZES, BucketSet.derive(SIZES), (1,), max_queued_requests=5000, grammars=grammars)
 
 
 @asynccontextmanager
