@@ -143,7 +143,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if not isinstance(self.logit_bias, dict):
             raise InvalidRequest(f"logit_bias is {self.logit_bias!r:.100}, but must be a dict of numbers by token id")
         check_counts(self.stop_token_ids, self.stop, self.logit_bias)
-        if self.allowed_token_ids or self.bad_words or self.bad_word_ids:
+        if (self.allowed_token_ids, self.bad_words, self.bad_word_ids) != ((), (), ()):
             self._check_limits()
 
     def _check_limits(self) -> None:
