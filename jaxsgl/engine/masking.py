@@ -113,11 +113,13 @@ class MaskPrograms:
 def mask_bytes(spec: ProgramSpec, num_seqs: int) -> StageBytes:
     """What a masked step of `num_seqs` takes at most of each device, beside its other programs.
 
-    It keeps the masks, and a copy of the logits for log-probabilities. A byte for each logit and some for each row are
-    for temporaries: programs that fuse take less.
+    It keeps the masks, and a copy of the logits for log-probabilities. Temporaries are bounded by what compilers make
+    of these programs (`scripts/compile_targets.py`): hardly any on GPUs and CPUs, two arrays like the logits on TPUs.
     """
     num_logits = num_seqs * spec.num_logits // spec.mesh.size
-    return StageBytes(4 * num_logits + 4 * num_seqs * -(-spec.vocab_size // 32), num_logits + num_seqs * _ROW_BYTES)
+    per_logit = 8 if spec.mesh.devices.flat[0].platform == "tpu" else 1
+    temporary = per_logit * num_logits + num_seqs * _ROW_BYTES
+    return StageBytes(4 * num_logits + 4 * num_seqs * -(-spec.vocab_size // 32), temporary)
 
 
 def trace_masked(spec: ProgramSpec, num_seqs: int) -> jax.stages.Traced:
