@@ -1,13 +1,17 @@
-"""Send the same requests through jaxsgl and other engines in one run, and compare output tokens per second.
+r"""Send the same requests through jaxsgl and other engines in one run, and compare output tokens per second.
 
 Contenders: jaxsgl; transformers, in static batches and in continuous batching; llama.cpp, where llama-cpp-python and
 gguf are installed; any running OpenAI-compatible server (--url). Each one runs in a process of its own, gets the same
 token ids and output lengths, and must return exactly that many tokens. All are loaded and warmed up first; then they
 take turns, so that changes of the machine's speed affect them equally. Contenders that can't run here are listed with
-the reason. Reproduce the figures of docs/performance.md with:
+the reason. "tokens/CPU s" are output tokens by the processor time of the contender's own process (for --url that is
+the client). Quantized contenders of jaxsgl are not the "best jaxsgl" that others are compared with. Reproduce the
+figures of docs/performance.md with the first two; the third compares weights of a byte:
 
     python scripts/bench_peers.py
     python scripts/bench_peers.py --shared-prefix
+    python scripts/bench_peers.py --num 8 --input 16:32 --output 128:128 \
+        --contenders jaxsgl-bfloat16 jaxsgl-int8 llama.cpp-bfloat16 llama.cpp-q8_0    # and with --num 1
 """
 
 from __future__ import annotations
@@ -152,13 +156,24 @@ def machine() -> dict[str, Any]:
 def table(figures: dict[str, Any]) -> str:
     """The figures as text, fastest contender first."""
     best = figures["best_jaxsgl"]
-    heads = ("tokens/s", "least", "most", "best jaxsgl / it", "least", "most", "same first token", "same output")
+    heads = (
+        "tokens/s",
+        "least",
+        "most",
+        "tokens/CPU s",
+        "best jaxsgl / it",
+        "least",
+        "most",
+        "same first token",
+        "same output",
+    )
     lines = ["".join(f"{head:>18}" for head in heads)]
     speeds = {name: of["output_tokens_per_s"] for name, of in figures["contenders"].items()}
     for name in sorted(speeds, key=lambda name: -speeds[name]["median"]):
         of = figures["contenders"][name]
         same, ratio = of["same_tokens"], of["ratio_of_best_jaxsgl"]
         cells = [f"{speeds[name][key]:.1f}" for key in ("median", "min", "max")]
+        cells.append(f"{of['output_tokens_per_cpu_s']['median']:.1f}")
         cells += [f"{ratio[key]:.2f}" for key in ("median", "min", "max")] if ratio else [""] * 3
         cells += [f"{same[key]:.0%}" for key in ("first", "whole")] if same else [""] * 2
         lines.append("".join(f"{cell:>18}" for cell in cells) + f"  {name}")

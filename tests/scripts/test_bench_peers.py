@@ -84,7 +84,7 @@ def test_real_engines_return_the_same_tokens_and_are_compared(tmp_path: Path, ti
     assert not told["could_not_run"]
     for name in (ours, *engines, url):
         of = told["contenders"][name]
-        for figures in (of["output_tokens_per_s"], of["ratio_of_best_jaxsgl"]):
+        for figures in (of["output_tokens_per_s"], of["output_tokens_per_cpu_s"], of["ratio_of_best_jaxsgl"]):
             assert len(figures["rounds"]) == 2 and 0 < figures["min"] <= figures["median"] <= figures["max"]
         assert name in printed and of["versions"] and of["start_s"] > 0 and len(of["idle_cpu_share"]) == 2
         assert of["same_tokens"] == (None if name == url else {"first": 1.0, "whole": 1.0})

@@ -75,6 +75,7 @@ class Contender(Protocol):
 
 def _kinds() -> dict[str, Kind]:
     kinds = {f"jaxsgl-{dtype}": Kind("bench.peers.ours:Ours", {"flags": f"--dtype {dtype}"}) for dtype in WHOLE}
+    kinds["jaxsgl-int8"] = Kind("bench.peers.ours:Ours", {"flags": "--dtype bfloat16 --quantization int8"})
     for size in (8, 32):
         for dtype in WHOLE:
             options: dict[str, str | int | bool] = {"dtype": dtype, "batch_size": size}

@@ -11,10 +11,11 @@ from typing import Any
 
 from bench.peers.contender import UNTOLD, CannotRun, Kind, Setup
 from bench.peers.process import Process
-from bench.processes import cpu_s
+from bench.processes import TICK_S, cpu_s
 from bench.requests import Job
 
 OURS = "jaxsgl"  # names of our own contenders begin so
+QUANTIZED = "int8"  # in the names of those whose weights have a byte: others' are not compared with them
 EXACT = "float32"  # in the name of the jaxsgl whose tokens are the reference for all contenders
 WARM_UP_TOKENS = 8
 IDLE_SHARE = 0.03  # share of a core that idle processes may take
@@ -33,6 +34,7 @@ class Entry:
       versions: versions and settings that it reported.
       start_s: seconds to load and to warm up.
       seconds: seconds of each round.
+      cpu_seconds: processor time of its process in each round.
       idle_cpu_share: cores that all other contenders took while this one ran, for each round.
       outputs: outputs of the last round.
     """
@@ -41,6 +43,7 @@ class Entry:
     versions: dict[str, str]
     start_s: float
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     idle_cpu_share: list[float] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
 
@@ -85,7 +88,7 @@ class Match:
         """Runs each contender once, in turns. Raises `WrongOutput`."""
         for name, entry in list(self.entries.items()):
             others = [other.process.pid for other in self.entries.values() if other is not entry]
-            before_s = sum(map(cpu_s, others))
+            before_s, own_before_s = sum(map(cpu_s, others)), cpu_s(entry.process.pid)
             try:
                 seconds, outputs = entry.process.run(self._jobs)
             except CannotRun as reason:
@@ -95,6 +98,7 @@ class Match:
             check(name, self._jobs, outputs)
             entry.outputs = outputs
             entry.seconds.append(seconds)
+            entry.cpu_seconds.append(max(cpu_s(entry.process.pid) - own_before_s, TICK_S))
             entry.idle_cpu_share.append((sum(map(cpu_s, others)) - before_s) / seconds)
             busy = entry.idle_cpu_share[-1] > IDLE_SHARE
             disturbed = f"; others took {entry.idle_cpu_share[-1]:.0%} of a core" if busy else ""
@@ -108,7 +112,7 @@ class Match:
     def figures(self) -> dict[str, Any]:
         """Speeds of all contenders, and the ratio of our fastest one's speed to each of them, round by round."""
         speeds = {name: [self._num_tokens / s for s in entry.seconds] for name, entry in self.entries.items()}
-        ours = [name for name in speeds if name.startswith(OURS)]
+        ours = [name for name in speeds if name.startswith(OURS) and QUANTIZED not in name]
         best = max(ours, key=lambda name: statistics.median(speeds[name]), default=None)
         reference = next((self.entries[name] for name in ours if EXACT in name), None)
         told = {}
@@ -116,6 +120,7 @@ class Match:
             ratios = [a / b for a, b in zip(speeds[best], speeds[name], strict=True)] if best else []
             told[name] = {
                 "output_tokens_per_s": spread(speeds[name]),
+                "output_tokens_per_cpu_s": spread([self._num_tokens / s for s in entry.cpu_seconds]),
                 "ratio_of_best_jaxsgl": spread(ratios) if ratios else None,
                 "same_tokens": same_tokens(entry.outputs, reference.outputs) if reference else None,
                 "idle_cpu_share": entry.idle_cpu_share,
