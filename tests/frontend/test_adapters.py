@@ -22,12 +22,17 @@ TEXT = {"prompt": "abc", "max_tokens": 2}
 
 @pytest.fixture
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
-    """With the adapter "sql"; without any afterwards."""
+    """With the adapter "sql" alone, whatever other tests left; without any afterwards."""
+
+    def unload_all() -> None:
+        for model in http.get("/v1/models").json()["data"][1:]:
+            order(http, "unload", lora_name=model["id"])
+
     with connect(server) as http:
+        unload_all()
         order(http, "load", lora_name="sql", lora_path="/adapters/sql")
         yield http
-        for name in [model["id"] for model in http.get("/v1/models").json()["data"][1:]]:
-            order(http, "unload", lora_name=name)
+        unload_all()
 
 
 def order(http: httpx.Client, what: str, status: int = 200, under: str = "", **body: Any) -> Any:

@@ -219,4 +219,4 @@ def test_states_of_tokens_need_a_flag(http: httpx.Client) -> None:
         words = refusal(http, "/generate", input_ids=[50], **{f"return_{name}": True})["message"]
         assert f"--enable-return-{name.replace('_', '-')}" in words
         assert words == refusal(http, "/v1/completions", prompt=[50], **{f"return_{name}": True})["message"]
-        assert "isn't built" in refusal(http, "/v1/responses", input="x", **{f"return_{name}": True})["message"]
+        assert "isn't taken here" in refusal(http, "/v1/responses", input="x", **{f"return_{name}": True})["message"]
