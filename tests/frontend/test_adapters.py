@@ -23,16 +23,16 @@ TEXT = {"prompt": "abc", "max_tokens": 2}
 @pytest.fixture
 def http(server: ServerProcess) -> Iterator[httpx.Client]:
     """With the adapter "sql" alone, whatever other tests left; without any afterwards."""
-
-    def unload_all() -> None:
-        for model in http.get("/v1/models").json()["data"][1:]:
-            order(http, "unload", lora_name=model["id"])
-
     with connect(server) as http:
-        unload_all()
+        unload_all(http)
         order(http, "load", lora_name="sql", lora_path="/adapters/sql")
         yield http
-        unload_all()
+        unload_all(http)
+
+
+def unload_all(http: httpx.Client) -> None:
+    for model in http.get("/v1/models").json()["data"][1:]:
+        order(http, "unload", lora_name=model["id"])
 
 
 def order(http: httpx.Client, what: str, status: int = 200, under: str = "", **body: Any) -> Any:
