@@ -152,7 +152,13 @@ def test_an_endpoint_that_cannot_take_part_says_why_in_a_line(foreign: Foreign, 
 def test_the_table_names_endpoints_that_may_have_found_their_prompts_cached() -> None:
     speed = {"median": 1.0, "min": 1.0, "max": 1.0}
     contenders = {
-        name: {"output_tokens_per_s": speed, "ratio_of_best_jaxsgl": None, "same_tokens": None, "versions": versions}
+        name: {
+            "output_tokens_per_s": speed,
+            "output_tokens_per_cpu_s": speed,
+            "ratio_of_best_jaxsgl": None,
+            "same_tokens": None,
+            "versions": versions,
+        }
         for name, versions in {"a": {FLUSHED_BY: NOTHING}, "b": {FLUSHED_BY: "/flush_cache"}, "c": {}}.items()
     }
     told = bench_peers.table({"best_jaxsgl": None, "contenders": contenders, "could_not_run": {}})

@@ -56,7 +56,7 @@ class Lacking:
         self._parts[room] = bytearray()
 
     def discard(self, room: Room) -> None:
-        """The images of `room` are here, or nobody needs them any more."""
+        """The images of `room` are here, or needed no longer."""
         self._parts.pop(room, None)
 
     def taken(self, media: Media, payload: Bytes, prompt_ids: list[int]) -> tuple[MediaItem, ...] | None:
