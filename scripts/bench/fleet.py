@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.processes import children, cpu_s, python_path
+from bench.processes import children, cpu_s, free_ports, python_path
 
 START_S = 600.0
 POLL_S = 0.1
@@ -122,15 +121,6 @@ def start_fleet(stack: contextlib.ExitStack, folder: Path, name: str, servers: S
     gateway = _start(stack, command, log)
     _wait(lambda: _num_healthy(url) == len(servers), gateway, log)
     return Fleet(name, servers, gateway, url)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for taken in sockets:
-            taken.bind(("127.0.0.1", 0))
-        return [taken.getsockname()[1] for taken in sockets]
 
 
 @contextlib.contextmanager

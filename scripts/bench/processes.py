@@ -1,4 +1,4 @@
-"""Processes of a benchmark: where they find the project, what processor time they take, and talk in lines.
+"""Processes of a benchmark: where they find the project, their ports, what processor time they take, and talk in lines.
 
 Processor time comes from /proc (Linux). Imports nothing but the standard library, since reports run where only the
 kernels' own packages are installed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,15 @@ def cpu_s_of_threads(pid: int) -> tuple[float, float]:
 def children(pid: int) -> list[int]:
     """Processes that `pid` started."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for taken in sockets:
+            taken.bind(("127.0.0.1", 0))
+        return [taken.getsockname()[1] for taken in sockets]
 
 
 def _cpu_s(stat: Path) -> float:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
+from bench.processes import free_ports
 
 from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer
 
@@ -136,15 +136,6 @@ def client_of(url: str, stack: contextlib.ExitStack) -> openai.OpenAI:
     """A client with connections of its own, which end with `stack`."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
     return stack.enter_context(client)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for taken in sockets:
-            taken.bind(("127.0.0.1", 0))
-        return [taken.getsockname()[1] for taken in sockets]
 
 
 def _listens(gateway: Gateway) -> bool:

@@ -18,9 +18,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from bench.processes import free_ports
 
 from tests.end_to_end import serve_poisoned
-from tests.end_to_end.gateway import PATIENCE_S, Gateway, Worker, client_of, free_ports, running_gateway, wait_for
+from tests.end_to_end.gateway import PATIENCE_S, Gateway, Worker, client_of, running_gateway, wait_for
 from tests.end_to_end.servers import COMMON_FLAGS, START_TIMEOUT_S, running_server
 from tests.end_to_end.texts import filler
 

@@ -11,12 +11,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from bench.processes import free_ports
 from make_vision_demo import make
 from PIL import Image
 
 import jaxsgl
 from jaxsgl.config.vision import VisionConfig
-from tests.end_to_end.gateway import Gateway, client_of, free_ports, running_gateway, wait_for
+from tests.end_to_end.gateway import Gateway, client_of, running_gateway, wait_for
 from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer, check_log, running_server
 from tests.grids import NIGHTLY
 from tests.preprocess.pictures import animation, data_url, picture

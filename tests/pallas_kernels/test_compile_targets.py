@@ -64,9 +64,11 @@ def test_steps_of_served_models_are_one_command_buffer_with_few_kernels(tmp_path
         pytest.skip(results)
     assert not [result for result in results if result["problems"]]
     for result in results:
-        kinds = result["launches"]["layer_kinds"]
-        most = 22 if "experts" in kinds else 5 if "256" in result["program"] else 8
-        assert kinds.get("small", 0) + kinds.get("pallas", 0) <= most, result["program"]
+        kinds, program = result["launches"]["layer_kinds"], result["program"]
+        most = 20 if "experts" in kinds else 5 if "256" in program else 8
+        if program.startswith("qwen3-30b-a3b decode 1 triton"):
+            most += 2  # the splits of one row's attention are merged by XLA's kernels
+        assert kinds.get("small", 0) + kinds.get("pallas", 0) <= most, program
 
 
 def test_advisories_of_ptxas_are_read(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jaxsgl.errors import InvalidRequest
@@ -37,6 +39,6 @@ def test_many_prompts_with_many_allowed_tokens_are_refused(tokenizer: Tokenizer)
         ({"bad_word_ids": ((1,) * 8193,)}, "the number of tokens of bad words is 8193"),
     ],
 )
-def test_limits_have_types_and_bounds(fields: dict[str, object], words: str) -> None:
+def test_limits_have_types_and_bounds(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        SamplingParams(**fields)  # type: ignore[arg-type]
+        SamplingParams(**fields)
