@@ -62,6 +62,8 @@ def build_scheduler(
 
         make = make_leg_scheduler(config, engine)
     tier, loads = _host_tier(config, engine)
+    while engine.poll_rows(wait=True):
+        pass  # those of a scheduler before this one
     grammars = None if config.grammar_backend == "none" else _grammars(scheduling, engine, eagerly=limited)
     scheduler = make(
         engine.capacity,

@@ -143,6 +143,10 @@ class PageEngine(Protocol):
         """Submits an operation behind the steps before, and returns at once; never waits for the device."""
         ...
 
+    def poll_rows(self, wait: bool = False) -> list[tuple[int, npt.NDArray[np.uint8]]]:
+        """The gathers of images' rows that have ended since the last call: `op_id` and `[n, bytes]`; waits likewise."""
+        ...
+
     def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:
         """The gathers that have ended since the last call, in their order: `op_id` and the pages in their host form.
 

@@ -1,4 +1,4 @@
-"""Operations submitted to the engine between steps: pages to the host, pages from the host, adapters to the device.
+"""Operations submitted to the engine between steps: pages and rows to the host and back, adapters to the device.
 
 The host form of pages is one array `[num_pages, layers, 2, K, page_size, H]`, keys before values, the same whatever the
 mesh. Its numbers are those of the pool; formats that NumPy lacks (bfloat16, float8) are kept as unsigned integers of
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.cache.pages import tokens_in
+from jaxsgl.cache.pages import IntArray, tokens_in
 
 HostPages: TypeAlias = npt.NDArray[Any]
 
@@ -79,4 +79,20 @@ class PlaceAdapter:
     columns: tuple[int, ...]
 
 
-EngineOp: TypeAlias = Gather | Insert | PlaceAdapter
+@dataclass(frozen=True, eq=False)
+class GatherRows:
+    """Copies `rows [n]` of the pool of images' embeddings to the host; `PageEngine.poll_rows` yields them."""
+
+    op_id: int
+    rows: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class RestoreRows:
+    """Writes `data [n, bytes]`, as a gather has brought it, to `rows [n]` of the pool of images' embeddings."""
+
+    rows: IntArray
+    data: npt.NDArray[np.uint8]
+
+
+EngineOp: TypeAlias = Gather | Insert | PlaceAdapter | GatherRows | RestoreRows

@@ -54,12 +54,16 @@ class TowerCapacity:
       num_rows: tokens that the pool of embeddings holds, in the rows from 1 on; row 0 stands for text.
       max_patches: of a call, on each device that encodes other images; an image has no more.
       num_bins: devices that share the images of a call, each of which encodes whole ones.
+      host_bytes: of embeddings that are kept in host memory; 0: none are.
+      row_bytes: of a token's embedding.
     """
 
     shape: TowerShape
     num_rows: int
     max_patches: int
     num_bins: int = 1
+    host_bytes: int = 0
+    row_bytes: int = 4
 
     @property
     def buckets(self) -> tuple[EncodeBucket, ...]:

@@ -23,6 +23,11 @@ class VisionConfig:
         "tokens of images whose embeddings stay on the device, so that an image is encoded once "
         "(default: 4096 on a CPU, else 16384)",
     )
+    mm_host_mib: int | None = flag(
+        None,
+        "MiB of host memory for embeddings of images that the device has let go, so that they come back instead of "
+        "being encoded again; 0: none (default: 1024 on a CPU, else 4096)",
+    )
     mm_max_patches: int | None = flag(
         None, "patches of one image at most, 4 of which are a token (default: 4096 on a CPU, else 16384)"
     )
@@ -30,3 +35,4 @@ class VisionConfig:
     def __post_init__(self) -> None:
         for name, value in (("--mm-pool-tokens", self.mm_pool_tokens), ("--mm-max-patches", self.mm_max_patches)):
             require(value is None or value >= 16, name, value, "16 and more")
+        require(self.mm_host_mib is None or self.mm_host_mib >= 0, "--mm-host-mib", self.mm_host_mib, "0 and more")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jaxsgl.batch.bucket_file import buckets_of
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, PlaceAdapter
+from jaxsgl.batch.engine_ops import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.batch.patches import EncodeInputs
 from jaxsgl.cache.pages import tokens_in
@@ -35,6 +35,7 @@ from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, l
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
 from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, encode_keys, keys_of, step_bytes
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
+from jaxsgl.engine.row_io import HostRows, RowIo
 from jaxsgl.engine.sizing import NO_ADAPTERS, KvShape, PoolSize, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
@@ -127,6 +128,12 @@ class Engine:
             with step_failure("the programs for pages can't run", memory.account):
                 self._page_io = PageIo(self.programs.spec.state.kv, page_shape, mesh, progress=progress)
                 self._state = self._state._replace(kv=self._page_io.run_all(self._state.kv))
+        self._row_io: RowIo | None = None
+        spec, pool = self.programs.spec.state, self._state.images
+        if spec.images is not None and pool is not None and self.capacity.tower and self.capacity.tower.host_bytes:
+            with step_failure("the programs for rows of images can't run", memory.account):
+                self._row_io = RowIo(spec.images, mesh, progress=progress)
+                self._state = self._state._replace(images=self._row_io.run_all(pool))
         self._compiles = CompileCounter()
         self.mask_programs = MaskPrograms(self.programs, self._compiles)
         self.residents = EngineResidents(
@@ -218,6 +225,9 @@ class Engine:
             assert self.adapters is not None, "no flag asked for adapters"
             self.adapters.place(op)
             return
+        if isinstance(op, GatherRows | RestoreRows):
+            self._apply_to_rows(op)
+            return
         assert self._page_io is not None, "no programs for pages were compiled"
         if isinstance(op, Gather):
             self._page_io.gather(self._state.kv, op)
@@ -227,6 +237,18 @@ class Engine:
     def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:
         """The gathers that have ended since the last call; see `PageEngine`."""
         return [] if self._page_io is None else self._page_io.poll(wait)
+
+    def poll_rows(self, wait: bool = False) -> list[tuple[int, HostRows]]:
+        """The gathers of images' rows that have ended since the last call; see `PageEngine`."""
+        return [] if self._row_io is None else self._row_io.poll(wait)
+
+    def _apply_to_rows(self, op: GatherRows | RestoreRows) -> None:
+        images = self._state.images
+        assert self._row_io is not None and images is not None, "no programs for rows of images were compiled"
+        if isinstance(op, GatherRows):
+            self._row_io.gather(images, op)
+        else:
+            self._state = self._state._replace(images=self._row_io.restore(images, op))
 
     def _set_pool(self, present: bool) -> None:
         """Takes the memory of the KV pool, or gives it back; between steps."""

@@ -35,6 +35,8 @@ MAX_PATCHES = {"cpu": 4096}  # of an image, and of a call of the tower on a devi
 OTHER_MAX_PATCHES = 16384
 POOL_TOKENS = {"cpu": 4096}  # of images whose embeddings are kept
 OTHER_POOL_TOKENS = 16384
+HOST_MIB = {"cpu": 1024}  # for embeddings in host memory
+OTHER_HOST_MIB = 4096
 MIN_REQUEST_TOKENS = 2  # one of the prompt and one new
 CPU_FRACTION = 0.25  # of free host memory: other programs use it too
 
@@ -124,7 +126,7 @@ def plan_capacity(
         useful_tokens=num_rows * context_length,
         reserved_bytes=edits.table_bytes(num_rows, arch.vocab_size)
         + page_table.table_bytes(num_rows, pages_for(context_length, page.page_size))
-        + _embeddings_bytes(config, arch, memory.platform, tower),
+        + _embeddings_bytes(tower),
         step_bytes=step_bytes,
     )
     return Capacity(
@@ -160,7 +162,15 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
             f"--mm-pool-tokens is {num_rows}, but an image may have {shape.tokens_of(max_patches)} tokens: raise it to "
             f"that, or lower --mm-max-patches to {num_rows * vision.merge_size**2}"
         )
-    return TowerCapacity(shape, num_rows, max_patches, config.tp if flags.mm_enable_dp_encoder else 1)
+    host_mib = HOST_MIB.get(platform, OTHER_HOST_MIB) if flags.mm_host_mib is None else flags.mm_host_mib
+    return TowerCapacity(
+        shape,
+        num_rows,
+        max_patches,
+        num_bins=config.tp if flags.mm_enable_dp_encoder else 1,
+        host_bytes=host_mib << 20,
+        row_bytes=_row_bytes(config, arch, platform),
+    )
 
 
 def _media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | None) -> MediaLimits | None:
@@ -177,12 +187,19 @@ def _media_limits(config: EngineConfig, arch: ModelArch, tower: TowerCapacity | 
     )
 
 
-def _embeddings_bytes(config: EngineConfig, arch: ModelArch, platform: str, tower: TowerCapacity | None) -> int:
-    """Bytes of the pool of embeddings, which every device has whole."""
-    if arch.vision is None or tower is None:
+def _embeddings_bytes(tower: TowerCapacity | None) -> int:
+    """Bytes of the pool of embeddings, which every device has whole, and of an image on its way to the host."""
+    if tower is None:
         return 0
+    on_their_way = tower.shape.tokens_of(tower.max_patches) if tower.host_bytes else 0
+    return (1 + tower.num_rows + on_their_way) * tower.row_bytes
+
+
+def _row_bytes(config: EngineConfig, arch: ModelArch, platform: str) -> int:
+    """Bytes of the embedding of an image's token."""
+    assert arch.vision is not None
     dtype = "float32" if platform == "cpu" else arch.dtype if config.dtype == "auto" else config.dtype
-    return (1 + tower.num_rows) * arch.vision.row_len * jnp.dtype(dtype).itemsize
+    return arch.vision.row_len * jnp.dtype(dtype).itemsize
 
 
 def _max_extend_tokens(config: EngineConfig, platform: str, num_rows: int, context_length: int) -> int:

@@ -114,6 +114,11 @@ ROWS = (
         lambda front_end, engine: engine.load.totals.encoded_images,
     ),
     Row(
+        ("jaxsgl:restored_images_total",),
+        "Images and frame pairs whose embeddings came back from host memory, so that they were not encoded again.",
+        lambda front_end, engine: engine.load.totals.restored_images,
+    ),
+    Row(
         ("jaxsgl:failed_requests_total",),
         "Requests that were ended because the work for them raised an exception; more than 0 is a bug.",
         lambda front_end, engine: engine.load.totals.failed_requests,

@@ -23,6 +23,7 @@ from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.messages.load import Totals
 from jaxsgl.requests.media import MediaItem
+from jaxsgl.scheduler.kept_images import KeptImages
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import Chunk
 from jaxsgl.scheduler.req import Req
@@ -60,7 +61,7 @@ class ImageBudget:
     def _has_time(self, item: MediaItem) -> bool:
         """Whether the image is encoded, or its encoding ends in time; notes it as one to encode."""
         held = self._images.pool.find(item.digest)
-        if item.digest in self._to_encode or (held is not None and held.encoded):
+        if item.digest in self._to_encode or (held is not None and held.encoded) or self._images.is_kept(item):
             return True
         assert self._latency is not None
         seconds = self._latency.encode_s(item.num_patches)
@@ -97,6 +98,9 @@ class Images:
       capacity: of tower and pool.
       buckets: shapes of calls.
       totals: counts.
+
+    Attributes:
+      kept: rows in host memory; None: there are none.
     """
 
     def __init__(self, pool: EmbeddingRows, capacity: TowerCapacity, buckets: BucketSet, totals: Totals) -> None:
@@ -104,6 +108,8 @@ class Images:
         self._capacity, self._buckets, self._totals = capacity, buckets, totals
         self._locks: dict[Req, dict[int, HeldImage]] = {}  # by the image's place among the request's
         self._to_encode: dict[bytes, tuple[MediaItem, HeldImage]] = {}
+        self._to_restore: dict[bytes, HeldImage] = {}  # instead, in the step that is launched now
+        self.kept = KeptImages(capacity.host_bytes) if capacity.host_bytes else None
 
     def placed(self, work: Work, req: Req) -> Work:
         """`work` with the rows of its images, which are locked for `req`; those that are not encoded will be."""
@@ -119,6 +125,8 @@ class Images:
 
     def with_calls(self, inputs: StepInputs) -> StepInputs:
         """The batch with the calls of the tower that must come before it."""
+        if self._to_encode and self.kept is not None:
+            self._restore(self.kept)
         return replace(inputs, encodes=tuple(self._calls())) if self._to_encode else inputs
 
     def launched(self, chunks: Iterable[Chunk]) -> None:
@@ -127,7 +135,13 @@ class Images:
             image.encoded = True
             self._totals.encoded_images += 1
             self._totals.encoded_patches += item.num_patches
+            if self.kept is not None:
+                self.kept.encoded(image)
         self._to_encode.clear()
+        for image in self._to_restore.values():
+            image.encoded = True
+            self._totals.restored_images += 1
+        self._to_restore.clear()
         for chunk in chunks:
             locks = self._locks.get(chunk.req)
             if locks is None:
@@ -152,8 +166,26 @@ class Images:
         """Whether the request has locked rows of its image `index`."""
         return index in self._locks.get(req, ())
 
+    def is_kept(self, item: MediaItem) -> bool:
+        """Whether the rows of the image are in host memory."""
+        return self.kept is not None and self.kept.host.find(item.digest) is not None
+
+    def retire(self) -> None:
+        """Lets no later request find what is encoded now; see `EmbeddingRows.retire`."""
+        self.pool.retire()
+        if self.kept is not None:
+            self.kept.retire()
+
+    def flush(self) -> None:
+        """Drops every image that no request needs."""
+        self.pool.flush()
+        if self.kept is not None:
+            self.kept.host.flush()
+
     def check(self) -> None:
         """Raises AssertionError if a row or a lock is lost."""
+        if self.kept is not None:
+            self.kept.host.check()
         self.pool.check([image for locks in self._locks.values() for image in locks.values()])
 
     def _lock(self, req: Req, index: int, item: MediaItem) -> HeldImage:
@@ -164,6 +196,13 @@ class Images:
         if not image.encoded:
             self._to_encode[item.digest] = (item, image)
         return image
+
+    def _restore(self, kept: KeptImages) -> None:
+        """Copies back what is in host memory, in place of encoding it."""
+        for digest, (_, image) in list(self._to_encode.items()):
+            if kept.restore(image):
+                self._to_restore[digest] = image
+                del self._to_encode[digest]
 
     def _calls(self) -> list[EncodeInputs]:
         waiting = [(item, image.rows) for item, image in self._to_encode.values()]

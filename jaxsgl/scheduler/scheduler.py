@@ -98,6 +98,7 @@ class Scheduler:
     Attributes:
       queue_limits: what the queue takes.
       state: what plans are made from.
+      kept_images: what is copied to host memory of the pool of embeddings; None: nothing is.
       last_plan: of the last step that was decided.
       wake_fd: a file descriptor that is readable when there is news besides messages; None: there never is.
 
@@ -158,6 +159,7 @@ class Scheduler:
         if capacity.tower is not None:
             pool = EmbeddingRows(capacity.tower.num_rows)
             self.state.images = Images(pool, capacity.tower, buckets, self.state.totals)
+        self.kept_images = None if self.state.images is None else self.state.images.kept
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
         self._requests = self.state.requests
@@ -187,6 +189,7 @@ class Scheduler:
         has_work = (self._requests.waiting or self._requests.admitted) and not self._pauses
         if self._copies is not None:
             has_work = has_work or self._copies.has_work(bool(self._pauses))
+        has_work = has_work or (self.kept_images is not None and self.kept_images.has_work)
         return not (has_work or self.state.steps_in_flight or self._replies)
 
     @property
@@ -282,6 +285,8 @@ class Scheduler:
     def take_ops(self) -> list[EngineOp]:
         """Operations that go to the engine before the step that was launched last."""
         ops = [] if self._copies is None else self._copies.take_ops()
+        if self.kept_images is not None:
+            ops += self.kept_images.take_ops()
         return ops if self.state.adapters is None else [*self.state.adapters.take_ops(), *ops]
 
     def take_gathers(self, gathers: Iterable[tuple[int, HostPages]]) -> None:
@@ -348,14 +353,14 @@ class Scheduler:
             for req in list(self._requests.prefetching.values()):
                 self._copies.stop(req)
         if self.state.images is not None:
-            self.state.images.pool.retire()
+            self.state.images.retire()
         self.cache.retire(self._leases())
         self.state.failed_admission = None
 
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""
         if self.state.images is not None:
-            self.state.images.pool.flush()
+            self.state.images.flush()
         self.cache.flush()
         self.state.failed_admission = None
 

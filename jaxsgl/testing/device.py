@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import PooledRows, StatesRows
-from jaxsgl.batch.engine_ops import HostPages, PageLayout, PlaceAdapter
+from jaxsgl.batch.engine_ops import GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.patches import TowerCapacity
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, page_of, slots_of, tokens_in
@@ -119,8 +119,9 @@ class FakeAdapters:
 class FakeImages:
     """A pool of embeddings whose rows hold an id of the pixels, `image_ids`, that stand for a token."""
 
-    def __init__(self, capacity: TowerCapacity) -> None:
-        self._ids: IntArray = np.full(capacity.num_rows + 1, -1, dtype=np.int32)
+    def __init__(self, capacity: TowerCapacity | None) -> None:
+        self._ids: IntArray = np.full(1 if capacity is None else capacity.num_rows + 1, -1, dtype=np.int32)
+        self._gathered: list[tuple[int, npt.NDArray[np.uint8]]] = []
 
     def embedded(self, ids: IntArray, inputs: StepInputs) -> IntArray:
         """Ids `[T]` of a step's tokens, those of images from their rows, after the calls of the tower before it."""
@@ -134,6 +135,20 @@ class FakeImages:
         found = np.where(pool_rows > 0, self._ids[pool_rows], ids)
         assert (found >= 0).all(), "a step reads a row of the pool that no call has written"
         return found
+
+    def apply(self, op: GatherRows | RestoreRows) -> None:
+        """Copies rows to the host, or writes them."""
+        if isinstance(op, RestoreRows):
+            self._ids[op.rows] = op.data.view(np.int32)[:, 0]
+            return
+        assert (self._ids[op.rows] >= 0).all(), "rows are copied that no call has written"
+        self._gathered.append((op.op_id, self._ids[op.rows][:, None].view(np.uint8)))
+
+    def take_gathered(self, wait: bool) -> list[tuple[int, npt.NDArray[np.uint8]]]:
+        """Rows that were copied since the last call; there must be some if one would `wait` for them."""
+        gathered, self._gathered = self._gathered, []
+        assert gathered or not wait, "no rows are copied, or a step that must be collected comes first"
+        return gathered
 
 
 def image_ids(pixels: npt.NDArray[np.uint8]) -> IntArray:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepScores, TokenScores
-from jaxsgl.batch.engine_ops import EngineOp, Gather, HostPages, PageLayout, PlaceAdapter
+from jaxsgl.batch.engine_ops import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepInputs
 from jaxsgl.batch.sampling import EDITS_LEN, IDS, UNTIL, VALUES, neutral_edits
 from jaxsgl.cache.pages import IntArray
@@ -109,7 +109,7 @@ class FakeEngine:
         self._free_at = 0.0
         self._pool = FakePool(capacity)
         self._table = FakePageTable(capacity)
-        self._images = None if capacity.tower is None else FakeImages(capacity.tower)
+        self._images = FakeImages(capacity.tower)
         self._last_tokens: IntArray = np.zeros(capacity.num_rows + 1, dtype=np.int32)
         self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
         self._counts: IntArray = np.zeros((capacity.num_rows + 1, capacity.vocab_size), dtype=np.int32)
@@ -144,8 +144,14 @@ class FakeEngine:
 
     def apply(self, op: EngineOp) -> None:
         """Queues an operation on pages behind the steps before."""
-        assert MemoryTag.KV_CACHE not in self.released, "an operation needs the pool, which is released"
+        of_rows = isinstance(op, GatherRows | RestoreRows)
+        assert of_rows or MemoryTag.KV_CACHE not in self.released, "an operation needs the pool, which is released"
         self._pending.append(op)
+
+    def poll_rows(self, wait: bool = False) -> list[tuple[int, npt.NDArray[np.uint8]]]:
+        """As `poll_gathers`."""
+        self._run_ops()
+        return self._images.take_gathered(wait)
 
     def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:
         """Gathers before which no step is left to run."""
@@ -216,6 +222,8 @@ class FakeEngine:
                 self.adapters.place(op)
             elif isinstance(op, Gather):
                 self._gathered.append((op.op_id, self._pool.gather(op.pages)))
+            elif isinstance(op, GatherRows | RestoreRows):
+                self._images.apply(op)
             else:
                 self._pool.insert(op.pages, op.data)
 
@@ -227,8 +235,7 @@ class FakeEngine:
         if arrays.steps is not None:
             return self._several_steps(inputs, arrays.steps), StepScores()
         ids = np.where(arrays.token_ids < 0, self._last_tokens[~np.minimum(arrays.token_ids, -1)], arrays.token_ids)
-        if self._images is not None:
-            ids = self._images.embedded(ids, inputs)
+        ids = self._images.embedded(ids, inputs)
         self._pool.store(arrays.slots, ids, arrays.positions, self.adapters.weights(self._weights, arrays))
         stored = [self._rebuilt(inputs, arrays, s) for s in range(inputs.num_seqs)]
         sequences = [np.ascontiguousarray(of_seq[:, 0]) for of_seq in stored]

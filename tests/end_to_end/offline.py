@@ -75,7 +75,7 @@ def serve(
     """
     scheduler = new_scheduler(engine, radix, eos_token_ids, config, retract_every, decode_steps)
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, engine, mailbox, overlap)
+    run_loop(scheduler, engine, mailbox, overlap, pages=engine)
     assert scheduler.is_idle
     assert scheduler.cache.num_available == engine.capacity.num_pages - 1
     return mailbox

@@ -129,6 +129,19 @@ def test_an_image_is_encoded_once_and_a_second_turn_computes_new_tokens_only(ser
     assert is_greedy(model, second, mailbox.output_ids("turn"))
 
 
+def test_an_image_that_the_pool_has_let_go_comes_back_from_host_memory(served: tuple[Engine, Any]) -> None:
+    """The pool has 80 rows, and each of two images needs 64 of them."""
+    engine, model = served
+    before = engine.recompiles
+    scheduler = new_scheduler(engine, radix=False)
+    for number, seed in enumerate((41, 42, 41)):
+        asked = request(str(number), [(1, 16, 16)], seed, text_seed=number)
+        assert is_greedy(model, asked, run(engine, scheduler, [asked]).output_ids(str(number)))
+    totals = scheduler.state.totals
+    assert (totals.encoded_images, totals.restored_images) == (2, 1)
+    assert engine.recompiles == before
+
+
 def test_the_same_text_with_another_image_shares_nothing_behind_its_beginning(served: tuple[Engine, Any]) -> None:
     engine, model = served
     pair = [request("a", [(1, 4, 4)], 11, text_seed=1), request("b", [(1, 4, 4)], 12, text_seed=1)]
@@ -160,7 +173,7 @@ def run(engine: Engine, scheduler: Any, requests: list[Request]) -> Any:
     from jaxsgl.testing.engine import ScriptedMailbox
 
     mailbox = ScriptedMailbox([requests])
-    run_loop(scheduler, engine, mailbox, True)
+    run_loop(scheduler, engine, mailbox, True, pages=engine)
     return mailbox
 
 

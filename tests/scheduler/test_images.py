@@ -40,8 +40,10 @@ PLACEHOLDER = 999
 PATCH_LEN = 6
 
 
-def capacity(rows: int = 16, page_size: int = 4, num_pages: int = 100, chunk: int = 24, num_bins: int = 1) -> Capacity:
-    tower = TowerCapacity(TowerShape(2, 4, PATCH_LEN), rows, 64, num_bins)
+def capacity(
+    rows: int = 16, page_size: int = 4, num_pages: int = 100, chunk: int = 24, num_bins: int = 1, host_rows: int = 0
+) -> Capacity:
+    tower = TowerCapacity(TowerShape(2, 4, PATCH_LEN), rows, 64, num_bins, host_bytes=4 * host_rows)
     limits = MediaLimits(PLACEHOLDER, PLACEHOLDER - 1, patch_size=1)
     return Capacity(page_size, num_pages, 6, 160, chunk, VOCAB, media=limits, tower=tower, has_axes=True)
 
@@ -77,7 +79,8 @@ def serve(
 ) -> tuple[ScriptedMailbox, CheckedScheduler]:
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, **options)
     mailbox = ScriptedMailbox(script)
-    run_loop(scheduler, FakeEngine(sizes), mailbox, True)
+    engine = FakeEngine(sizes)
+    run_loop(scheduler, engine, mailbox, True, pages=engine)
     images = scheduler.state.images
     assert scheduler.is_idle and images is not None and images.pool.num_available == images.pool.num_rows
     return mailbox, scheduler
@@ -124,6 +127,44 @@ def test_later_weights_encode_images_again() -> None:
     run_loop(scheduler, FakeEngine(scheduler.state.capacity), mailbox, True)
     assert mailbox.output_ids("a") == expected(request)
     assert scheduler.state.totals.encoded_images == 2
+
+
+def after(*turns: Request) -> list[list[ToEngine]]:
+    """Each of `turns` once the one before has ended; nothing is left of it in the prefix cache."""
+    script: list[list[ToEngine]] = []
+    for turn in turns:
+        script += [[turn], *([] for _ in range(20))]
+    return script
+
+
+def test_an_image_that_the_device_has_let_go_comes_back_from_host_memory() -> None:
+    """The pool holds one of the images; prompts begin with other texts, so that no KV is shared."""
+    turns = [asked(str(i), [2 + i, (seed, 9), 3]) for i, seed in enumerate((1, 2, 1, 2, 1))]
+    mailbox, scheduler = serve(capacity(rows=10, host_rows=18), after(*turns), radix_cache=False)
+    assert [mailbox.output_ids(one.request_id) for one in turns] == [expected(one) for one in turns]
+    totals = scheduler.state.totals
+    assert (totals.encoded_images, totals.restored_images) == (2, 3)
+
+
+def test_host_memory_keeps_the_images_used_last() -> None:
+    turns = [asked(str(i), [2 + i, (seed, 9), 3]) for i, seed in enumerate((1, 2, 1, 3, 1, 2))]
+    mailbox, scheduler = serve(capacity(rows=10, host_rows=20), after(*turns), radix_cache=False)
+    assert [mailbox.output_ids(one.request_id) for one in turns] == [expected(one) for one in turns]
+    assert scheduler.state.totals.encoded_images == 4, "the second image was let go for the third"
+    assert scheduler.state.totals.restored_images == 2
+    assert scheduler.kept_images is not None and scheduler.kept_images.host.num_bytes <= 4 * 20
+
+
+@pytest.mark.parametrize("order", ["retire_cache", "flush_cache"])
+def test_orders_empty_host_memory_of_images(order: str) -> None:
+    sizes = capacity(rows=10, host_rows=100)
+    turns = [asked("a", [2, (1, 9), 3]), asked("b", [2, (2, 9), 3])]
+    _, scheduler = serve(sizes, after(*turns))
+    getattr(scheduler, order)()
+    assert scheduler.kept_images is not None and scheduler.kept_images.host.num_bytes == 0
+    engine, mailbox = FakeEngine(sizes), ScriptedMailbox([[turns[0]]])
+    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    assert scheduler.state.totals.encoded_images == 3
 
 
 @pytest.mark.parametrize(("comes_later", "first"), [(False, "prefill"), (True, "prefill"), (True, "decode")])
@@ -183,7 +224,8 @@ def test_random_histories_yield_the_tokens_of_each_request_alone(seed: int) -> N
     rows = rng.choice([16, 20, 60])
     page_size = rng.choice([1, 3, 4, 16])
     num_pages = 2 + rng.randint(110, 250) // page_size
-    sizes = capacity(rows, page_size, num_pages, rng.choice([5, 16, 40]), rng.choice([1, 2]))
+    host_rows = rng.choice([0, 17, 1000])
+    sizes = capacity(rows, page_size, num_pages, rng.choice([5, 16, 40]), rng.choice([1, 2]), host_rows)
     config = SchedulingConfig(
         enable_mixed_chunk=rng.random() < 0.5,
         decode_first=rng.random() < 0.3,
