@@ -57,6 +57,7 @@ MODEL = {
     "eos_token_id": 1023,
 }
 SHORT_TOKENS = 16
+PAGE_TOKENS = 16  # also the smallest extend bucket: a decode server computes less than a page of each prompt
 LONG_OUTPUT_TOKENS = 4
 FIRST_STREAM_SEED = 1 << 20  # no long prompt has it
 WORD_IDS = 10_000  # prompts are words or ids below this, as the gateway takes them
@@ -275,8 +276,9 @@ def main() -> None:
     args = parser.parse_args()
     load = Load(args.long_tokens, args.alone, args.streams, args.stream_tokens, args.bursts, args.burst_size, args.busy)
     flags = [
-        "--page-size", "16", "--max-total-tokens", "32768", "--max-running-requests", "8", "--decode-buckets", "8",
-        "--extend-buckets", str(args.chunk), "--chunked-prefill-size", str(args.chunk),
+        "--page-size", str(PAGE_TOKENS), "--max-total-tokens", "32768", "--max-running-requests", "8",
+        "--decode-buckets", "8", "--extend-buckets", f"{PAGE_TOKENS},{args.chunk}",
+        "--chunked-prefill-size", str(args.chunk),
     ]  # fmt: skip
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the servers, too
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
