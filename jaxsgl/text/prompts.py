@@ -18,6 +18,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.sources import Source
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.request import check_prompt_len
+from jaxsgl.text.infill import infill_ids
 from jaxsgl.text.tokenizer import TemplateOptions, Tokenizer, Truncation, Turn, num_bytes_of
 
 INLINE_CHARS = 1000  # about a millisecond on the event loop; longer prompts are tokenized in a thread
@@ -43,7 +44,8 @@ class TextPrompt:
     """Text, tokenized as it is. `add_special_tokens` puts the model's start token before it, if the model has one.
 
     `media` are its pictures and videos, each with a placeholder in the text; `rewrite` changes the text before it is
-    tokenized. Prompts with `truncation` have no media.
+    tokenized. Prompts with `truncation` have no media. With a `suffix`, which excludes media, the model is asked
+    for what stands between the text, which may be empty then, and the suffix.
     """
 
     text: str
@@ -51,6 +53,7 @@ class TextPrompt:
     media: tuple[Source, ...] = ()
     rewrite: Rewrite | None = None
     truncation: Truncation | None = None
+    suffix: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ async def tokenize(
     if isinstance(prompt, IdsPrompt):
         return _copy_ids(prompt, context_length, least_output)
     if isinstance(prompt, TextPrompt):
-        is_long = len(prompt.text) > INLINE_CHARS
+        is_long = len(prompt.text) + len(prompt.suffix) > INLINE_CHARS
         return await _run(threads if is_long else None, encode_text, prompt, tokenizer, context_length)
     if len(prompt.messages) > context_length:
         raise InvalidRequest(
@@ -152,7 +155,10 @@ def _turn(message: Message | Turn) -> Turn:
 
 def encode_text(prompt: TextPrompt, tokenizer: Tokenizer, context_length: int) -> list[int]:
     """Returns the ids of a text. Raises `InvalidRequest` at once if it can't fit."""
-    check_bytes("prompt's text", num_bytes_of(prompt.text), tokenizer, context_length)
+    num_bytes = num_bytes_of(prompt.text) + num_bytes_of(prompt.suffix)
+    check_bytes("prompt's text", num_bytes, tokenizer, context_length)
+    if prompt.suffix:
+        return infill_ids(tokenizer, prompt.text, prompt.suffix, prompt.add_special_tokens, prompt.truncation)
     text = prompt.text if prompt.rewrite is None else prompt.rewrite(prompt.text)
     return tokenizer.encode(text, prompt.add_special_tokens, prompt.truncation)
 

@@ -140,6 +140,10 @@ class Tokenizer:
             return ids
         return truncation.of(ids, *(self._num_added() if add_special_tokens else (0, 0)))
 
+    def ids_before_texts(self) -> list[int]:
+        """Returns the ids that `encode` puts before a text: the model's start token, if it has one."""
+        return self.encode(_ANY_TEXT)[: self._num_added()[0]]
+
     def _num_added(self) -> tuple[int, int]:
         """Returns how many tokens are put before a text and behind it."""
         bare, whole = self.encode(_ANY_TEXT, False), self.encode(_ANY_TEXT)
@@ -244,6 +248,13 @@ class Tokenizer:
         token_id = self._added_ids.get(text)
         is_unit = token_id in self.special_ids or (text.startswith("<") and text.endswith(">"))
         return token_id if is_unit else None
+
+    def id_of(self, name: str) -> int | None:
+        """Returns the id of the token of this name in the vocabulary, None: it has none."""
+        token_id = self._added_ids.get(name)
+        if token_id is None and self._tokenizer is not None and self._tokenizer.is_fast:
+            token_id = self._tokenizer.backend_tokenizer.token_to_id(name)
+        return token_id
 
     @property
     def has_grammars(self) -> bool:

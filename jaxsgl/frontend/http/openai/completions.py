@@ -19,6 +19,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import rooms_of, salt_of, truncation_of
 from jaxsgl.frontend.http.calls import check_num_choices, pieces, start_all, until_gone, whole
+from jaxsgl.frontend.http.openai.best_of import likeliest, num_samples_of
 from jaxsgl.frontend.http.openai.replies import (
     Head,
     Logprobs,
@@ -35,6 +36,7 @@ from jaxsgl.frontend.http.token_states import StatesCollector
 from jaxsgl.messages.replies import TokenLogprob
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.text.infill import end_ids
 from jaxsgl.text.prompts import IdsPrompt, Prompt, TextPrompt
 from jaxsgl.text.sample import Piece
 from jaxsgl.text.tokenizer import Tokenizer, Truncation
@@ -49,9 +51,10 @@ async def answer_completions(
 
     Raises `InvalidRequest`, `ClientGone`, and as `Generator.start`.
     """
-    sampling = _sampling(body)
+    tokenizer = front_end.generator.model.tokenizer
+    sampling = _sampling(body, tokenizer)
     truncation = truncation_of(body, front_end.generator.model.info.limits, sampling.max_tokens or 1)
-    prompts = prompts_of(body.prompt, body.add_special_tokens is not False, truncation)
+    prompts = prompts_of(body.prompt, body.add_special_tokens is not False, truncation, body.suffix or "")
     check_num_choices(len(prompts), sampling.n)
     salt = salt_of(body)
     head = new_head("cmpl", "text_completion", adapter or front_end.config.model_name)
@@ -62,42 +65,67 @@ async def answer_completions(
         prompts, samplings, ids, body.priority or 0, salt, rooms, adapters=[adapter] * len(prompts)
     )
     texts = await _echoed(front_end, body, prompts, requests)
-    usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], sampling.n)
-    tokenizer = front_end.generator.model.tokenizer
-    choices = Choices(tokenizer, requests, texts, keep_output=body.max_tokens != 0, usage=usage)
+    answered = _answered(body, requests)
+    n = answered[0].sampling.n
+    usage = UsageCounter(body.stream_options, [len(request.prompt_ids) for request in requests], n)
+    choices = Choices(tokenizer, answered, texts, keep_output=body.max_tokens != 0, usage=usage)
     if body.stream:
         return EventStream(_stream(front_end, requests, choices, head, usage))
-    return json_response(await until_gone(http, _whole(front_end, requests, choices, head, usage)))
+    return json_response(await until_gone(http, _whole(front_end, requests, answered, choices, head, usage)))
 
 
 def prompts_of(
-    given: str | list[str] | list[int] | list[list[int]], with_special: bool, truncation: Truncation | None = None
+    given: str | list[str] | list[int] | list[list[int]],
+    with_special: bool,
+    truncation: Truncation | None = None,
+    suffix: str = "",
 ) -> list[Prompt]:
-    """Returns the prompts of a body: one or several, texts or token ids. The tokenizer's start token is for texts."""
+    """Returns the prompts of a body: one or several, texts or token ids. The tokenizer's start token is for texts.
+
+    Raises `InvalidRequest` for a suffix of token ids.
+    """
     if isinstance(given, str):
         given = [given]
+    if suffix and not (given and isinstance(given[0], str)):
+        raise InvalidRequest(
+            "suffix is given with token ids: send texts, or the tokens to fill in the middle with the ids"
+        )
     if not given or isinstance(given[0], int):  # not copied: there may be millions
         return [IdsPrompt(cast(list[int], given), truncation=truncation)]
     several = cast(list[str | list[int]], given)
     return [
-        TextPrompt(one, with_special, truncation=truncation)
+        TextPrompt(one, with_special, truncation=truncation, suffix=suffix)
         if isinstance(one, str)
         else IdsPrompt(one, truncation=truncation)
         for one in several
     ]
 
 
-def _sampling(body: CompletionRequest) -> SamplingParams:
-    """Raises `InvalidRequest`, also for what isn't supported."""
-    if body.suffix:
-        raise InvalidRequest("suffix is not supported: leave it out")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise InvalidRequest(f"best_of is {body.best_of}, but only n={body.n or 1} is supported: leave it out")
+def _sampling(body: CompletionRequest, tokenizer: Tokenizer) -> SamplingParams:
+    """Returns how all samples are generated. Raises `InvalidRequest`."""
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise InvalidRequest("max_tokens is 0, which asks for nothing: set it to 1 and more, or echo to true")
+    num_samples = num_samples_of(body)
     # The engine samples at least one token; `Choices` drops it.
-    return sampling_of(body, max(1, max_tokens), body.logprobs, body.logprobs if body.echo else None)
+    sampling = sampling_of(body, max(1, max_tokens), body.logprobs, body.logprobs if body.echo else None)
+    if num_samples > sampling.n:
+        sampling = replace(sampling, n=num_samples, logprobs=body.logprobs or 0)
+    if not body.suffix:
+        return sampling
+    if body.echo:
+        raise InvalidRequest("suffix and echo are both given, but the prompt's tokens are no text then: leave echo out")
+    ends = () if sampling.ignore_eos else end_ids(tokenizer)
+    return replace(sampling, stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))))
+
+
+def _answered(body: CompletionRequest, requests: list[Request]) -> list[Request]:
+    """Returns the requests as if the samples that are returned were all."""
+    sampling, n = requests[0].sampling, body.n or 1
+    if sampling.n <= n:
+        return requests
+    sampling = replace(sampling, n=n, logprobs=body.logprobs)
+    return [replace(request, sampling=sampling) for request in requests]
 
 
 async def _echoed(
@@ -115,12 +143,19 @@ async def _echoed(
 
 
 async def _whole(
-    front_end: FrontEnd, requests: list[Request], choices: Choices, head: Head, usage: UsageCounter
+    front_end: FrontEnd,
+    requests: list[Request],
+    answered: list[Request],
+    choices: Choices,
+    head: Head,
+    usage: UsageCounter,
 ) -> bytes:
     async with start_all(front_end.generator, requests) as generations:
-        samples = await whole(generations)
+        all_samples = await whole(generations)
 
-    states = StatesCollector(requests, front_end.generator.model.info.limits.states)
+    samples, num_dropped = likeliest(all_samples, requests[0].sampling.n, answered[0].sampling.n)
+    usage.add_dropped(num_dropped)
+    states = StatesCollector(answered, front_end.generator.model.info.limits.states)
 
     def write() -> bytes:
         all_choices: list[TextChoice] = []

@@ -232,6 +232,11 @@ class UsageCounter:
         if piece.end is not None:
             self.total.add(piece.end, number % self._n)
 
+    def add_dropped(self, num_tokens: int) -> None:
+        """Counts tokens of samples that the answer doesn't have."""
+        self.total.completion_tokens += num_tokens
+        self.total.total_tokens += num_tokens
+
     def in_chunk(self, number: int) -> Usage | UnsetType | None:
         """Returns the usage in the next chunk of choice `number`: its tokens so far, as vLLM and SGLang count them."""
         if not self._in_chunks:

@@ -130,8 +130,14 @@ class CompletionRequest(Sampled, StatesAsked):
     max_tokens: Annotated[Count, Field(description="0 only with echo: nothing is generated")] | None = 16
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
-    best_of: Annotated[Count, Field(description="only the value of n is supported")] | None = None
-    suffix: Annotated[str, Field(description="not supported")] | None = None
+    best_of: (
+        Annotated[int, within(BOUNDS["n"], "so many samples are generated, of which the n likeliest are returned")]
+        | None
+    ) = None
+    suffix: (
+        Annotated[str, Field(description="text behind the completion; of models with tokens to fill in the middle")]
+        | None
+    ) = None
     add_special_tokens: bool | None = None
 
 
