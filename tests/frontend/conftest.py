@@ -47,7 +47,9 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
     head = '{"name": "weather", "arguments": '
     tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<tool_call>", "</tool_call>", head)])
     tokenizer.add_special_tokens([AddedToken("</think>", special=True)])
-    tokenizer.add_tokens([AddedToken(f"<|fim_{name}|>", special=False) for name in ("prefix", "suffix", "middle", "pad")])
+    tokenizer.add_tokens(
+        [AddedToken(f"<|fim_{name}|>", special=False) for name in ("prefix", "suffix", "middle", "pad")]
+    )
     template = "{{ messages[-1].content }}<|end|>{% if enable_thinking %}<think>{% endif %}"
     folder = save(tokenizer, tmp_path_factory.mktemp("scripted_model"), template)
     flags = (
