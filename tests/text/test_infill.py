@@ -34,6 +34,7 @@ def test_each_family_has_its_tokens_before_the_texts_and_at_the_end(spelling: Sp
         tokenizer.id_of(name) for name in ("<|start|>", spelling.prefix, spelling.suffix, spelling.middle)
     )
     ids = infill_ids(tokenizer, BEFORE, BEHIND, True, None)
+    assert suffix is not None
     gap = ids.index(suffix)
     assert ids[:2] == [start, prefix]
     assert ids[-1] == middle
