@@ -24,6 +24,11 @@ class MediaConfig:
         64 << 20, "bytes of all pictures and videos of a request at most, as files; see --max-request-bytes, too"
     )
     media_max_pixels: int = flag(1 << 25, "pixels of a picture at most, by its header, before it is decoded")
+    media_max_decode_bytes: int = flag(
+        192 << 20,
+        "memory for decoding pictures, in bytes, of each front-end process; a picture that takes more by its header is "
+        "refused, and one that finds too little left waits (JPEG and PNG take 4 to 6 bytes a pixel, WebP 16)",
+    )
     media_timeout_s: float = flag(10.0, "seconds that fetching a picture or video may take, redirects included")
     mm_hash_ids: str = flag(
         "digest",
@@ -39,4 +44,6 @@ class MediaConfig:
             require(fits, "--allowed-media-domains", domain, "names as example.org, *.example.org or example.org:8443")
         require(self.media_max_bytes >= 1024, "--media-max-bytes", self.media_max_bytes, "1024 and more")
         require(1024 <= self.media_max_pixels <= 1 << 28, "--media-max-pixels", self.media_max_pixels, "1024 to 2**28")
+        least = self.media_max_decode_bytes >= 1 << 20
+        require(least, "--media-max-decode-bytes", self.media_max_decode_bytes, "2**20 and more")
         require(0 < self.media_timeout_s <= 600, "--media-timeout-s", self.media_timeout_s, "above 0, up to 600")

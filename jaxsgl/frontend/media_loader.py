@@ -16,6 +16,7 @@ from typing import TypeAlias
 from jaxsgl.config.media import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.media_fetch import Fetcher
+from jaxsgl.preprocess.decode_memory import DecodeRoom
 from jaxsgl.preprocess.loading import Visual, bounds_of, load
 from jaxsgl.preprocess.placeholders import expand, expand_videos, tokens_of, write_videos
 from jaxsgl.preprocess.settings import ProcessorSettings
@@ -24,7 +25,7 @@ from jaxsgl.requests.media import MediaItem, MediaLimits
 from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.tokenizer import Tokenizer
 
-MAX_DECODING = 2  # requests whose pictures are decoded at a time: 400 MB each for the largest RGBA picture
+MAX_DECODING = 2  # requests whose pictures are decoded at a time; their memory is --media-max-decode-bytes
 MAX_CALL_REQUESTS = 4  # the prompts of a call may have so many requests' patches together
 
 Tokenize: TypeAlias = Callable[[Sequence[Prompt]], Awaitable[list[list[int]]]]
@@ -57,6 +58,7 @@ class MediaLoader:
         self._threads = threads
         self._fetcher = fetcher or Fetcher(config, threads)
         self._decoding = asyncio.Semaphore(MAX_DECODING)
+        self._room = DecodeRoom(config.media_max_decode_bytes)
 
     async def prepare_all(
         self, prompts: Sequence[Prompt], tokenize: Tokenize
@@ -103,7 +105,7 @@ class MediaLoader:
             )
         budget = Budget(self._config.media_max_bytes)
         fetched = await self._fetch(sources, budget)
-        bounds = bounds_of(self.limits, self._config.media_max_pixels)
+        bounds = bounds_of(self.limits, self._config.media_max_pixels, self._room)
 
         def decode() -> list[Visual]:
             return load(files_of(sources, fetched, budget), self.settings, bounds)

@@ -7,16 +7,18 @@ the files before (`sources.py` says what a file may be). Never knows prompts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from PIL import Image
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import pictures
+from jaxsgl.preprocess.decode_memory import DecodeRoom, animation_bytes, still_bytes
 from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
-from jaxsgl.preprocess.sources import File, ImageFile, VideoFile
+from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
+from jaxsgl.preprocess.strips import scaled, upright_size
 from jaxsgl.requests.media import Grid, MediaLimits, digest_of
 
 MAX_PIXELS = 1 << 25  # of a picture: 8K
@@ -62,16 +64,18 @@ class Bounds:
       max_patches: a picture or frame is scaled down to so many.
       max_request_patches: of all that is loaded for a request.
       max_pixels: of a picture, before it is scaled.
+      room: memory for decoding, which the caller's threads share.
     """
 
     max_patches: int
     max_request_patches: int
     max_pixels: int = MAX_PIXELS
+    room: DecodeRoom = field(default_factory=DecodeRoom)
 
 
-def bounds_of(limits: MediaLimits, max_pixels: int = MAX_PIXELS) -> Bounds:
+def bounds_of(limits: MediaLimits, max_pixels: int = MAX_PIXELS, room: DecodeRoom | None = None) -> Bounds:
     """Returns what the model's `limits` leave room for."""
-    return Bounds(limits.max_patches, limits.max_request_patches, max_pixels)
+    return Bounds(limits.max_patches, limits.max_request_patches, max_pixels, room or DecodeRoom())
 
 
 def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> list[Visual]:
@@ -115,20 +119,28 @@ class Left:
 
 
 def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Part:
+    def size_of(height: int, width: int) -> tuple[int, int]:
+        return image_size(height, width, settings, bounds.max_patches * settings.patch_size**2)
+
     picture = _opened(file.content, bounds.max_pixels, name)
-    image_size(picture.height, picture.width, settings, bounds.max_pixels)  # refuses what needn't be decoded
+    size = size_of(picture.height, picture.width)  # refuses what needn't be decoded
     left.take_pixels(picture.width * picture.height, name)
-    decoded = pictures.decode(picture, name)
-    size = image_size(decoded.height, decoded.width, settings, bounds.max_patches * settings.patch_size**2)
-    return _part([_scaled(decoded, size)], settings, settings.image)
+    num_bytes = _still_bytes(picture, file.content, size)
+    del picture
+    with bounds.room.taken(num_bytes, name):
+        return _part([_scaled(file.content, bounds, size_of, name)], settings, settings.image)
 
 
 def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
-    clip = (
-        _frames(file, settings, bounds, left, name)
-        if isinstance(file.content, tuple)
-        else _animation(file.content, settings, bounds, left, name)
-    )
+    if isinstance(file.content, tuple):
+        return _parts(_frames(file, settings, bounds, left, name), settings, bounds, left)
+    animation = _opened(file.content, bounds.max_pixels, name)
+    with bounds.room.taken(animation_bytes(animation), name):  # which is open until its last frame is scaled
+        return _parts(_animation(animation, settings, left, name), settings, bounds, left)
+
+
+def _parts(clip: Clip, settings: ProcessorSettings, bounds: Bounds, left: Left) -> tuple[Part, ...]:
+    """The temporal patches of a video."""
     height, width = frame_size(
         len(clip.times_s), clip.height, clip.width, settings, bounds.max_patches * settings.patch_size**2
     )
@@ -138,7 +150,7 @@ def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: L
     parts: list[Part] = []
     for first in firsts:
         stamps = clip.times_s[first : first + depth]
-        frames = [_scaled(clip.frame(first + i), (height, width)) for i in range(len(stamps))]
+        frames = [clip.pixels_of(first + i, (height, width)) for i in range(len(stamps))]
         stamps += stamps[-1:] * (depth - len(stamps))
         parts.append(_part(frames, settings, settings.video, (stamps[0] + stamps[-1]) / 2))
     return tuple(parts)
@@ -146,12 +158,12 @@ def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: L
 
 @dataclass(frozen=True)
 class Clip:
-    """The frames of a video that the model sees: their times, the first one's size, and how to decode each."""
+    """The frames of a video that the model sees: their times, the first one's size, and how to get each scaled."""
 
     times_s: list[float]
     height: int
     width: int
-    frame: Callable[[int], Image.Image]
+    pixels_of: Callable[[int, tuple[int, int]], Pixels]
 
 
 def _frames(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Clip:
@@ -166,27 +178,30 @@ def _frames(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: 
         left.take_pixels(picture.width * picture.height, name)
         sizes.append(picture.size)
 
-    def frame(number: int) -> Image.Image:
-        of_frame = f"frame {number} of {name}"
-        return pictures.decode(_opened(contents[number], bounds.max_pixels, of_frame), of_frame)
+    def pixels_of(number: int, size: tuple[int, int]) -> Pixels:
+        of_frame, content = f"frame {number} of {name}", contents[number]
+        num_bytes = _still_bytes(_opened(content, bounds.max_pixels, of_frame), content, size)
+        with bounds.room.taken(num_bytes, of_frame):
+            return _scaled(content, bounds, lambda height, width: size, of_frame)
 
     width, height = sizes[0]
-    return Clip([number / fps for number in range(len(contents))], height, width, frame)
+    return Clip([number / fps for number in range(len(contents))], height, width, pixels_of)
 
 
-def _animation(content: bytes, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> Clip:
+def _animation(animation: Image.Image, settings: ProcessorSettings, left: Left, name: str) -> Clip:
     """A video that came as an animated picture, of which some frames are taken."""
-    animation = _opened(content, bounds.max_pixels, name)
     num_frames = pictures.num_frames(animation, MAX_READ_FRAMES, name)
     left.take_pixels(2 * num_frames * animation.width * animation.height, name)  # once for the times
     durations_s = pictures.durations_s(animation, num_frames, name)
     fps = num_frames / (sum(durations_s) or num_frames / DEFAULT_FPS)
     taken = sampled_frames(num_frames, fps, settings)
 
-    def frame(number: int) -> Image.Image:
-        return pictures.decode_frame(animation, taken[number], name)
+    def pixels_of(number: int, size: tuple[int, int]) -> Pixels:
+        pictures.decode_frame(animation, taken[number], name)
+        height, width = size
+        return np.asarray(scaled(animation, None, width, height))
 
-    return Clip([number / fps for number in taken], animation.height, animation.width, frame)
+    return Clip([number / fps for number in taken], animation.height, animation.width, pixels_of)
 
 
 def sampled_frames(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:
@@ -200,9 +215,20 @@ def _opened(content: bytes | Image.Image, max_pixels: int, name: str) -> Image.I
     return pictures.open_picture(content, max_pixels, name) if isinstance(content, bytes) else content
 
 
-def _scaled(picture: Image.Image, size: tuple[int, int]) -> Pixels:
-    height, width = size
-    return np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
+def _still_bytes(picture: Image.Image, content: Content, size: tuple[int, int]) -> int:
+    """Memory for a file's picture; a picture that came decoded takes none."""
+    return still_bytes(picture, content, size) if isinstance(content, bytes) else 0
+
+
+def _scaled(content: Content, bounds: Bounds, size_of: Callable[[int, int], tuple[int, int]], name: str) -> Pixels:
+    """Decodes and scales; `size_of` tells height and width to scale to from those of the upright picture."""
+    picture = _opened(content, bounds.max_pixels, name)
+    turn = pictures.decode(picture, name)
+    width, height = upright_size(picture, turn)
+    height, width = size_of(height, width)
+    made = scaled(picture, turn, width, height)
+    del picture  # its memory
+    return np.asarray(made)
 
 
 def _part(

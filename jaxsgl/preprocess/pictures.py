@@ -1,4 +1,4 @@
-"""Files of pictures to RGB pixels: what the header says is checked before anything is decoded.
+"""Files of pictures to decoded ones: what the header says is checked before anything is decoded.
 
 Only formats that are safe to decode are opened. Never knows where a file comes from or what becomes of its pixels;
 `loading.py` calls it in threads.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 
-from PIL import Image, ImageOps
+from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile as BMP
 from PIL.GifImagePlugin import GifImageFile as GIF
 from PIL.JpegImagePlugin import JpegImageFile as JPEG
@@ -16,11 +16,11 @@ from PIL.PngImagePlugin import PngImageFile as PNG
 from PIL.WebPImagePlugin import WebPImageFile as WebP
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.strips import TURNS
 
 FORMATS = tuple(plugin.format for plugin in (JPEG, PNG, WebP, GIF, BMP))  # their import registers them
 FORMAT_NAMES = "JPEG, PNG, WebP, GIF or BMP"
 _ORIENTATION = 0x0112  # in EXIF
-_STRIP = 256  # lines of a picture with an alpha channel that are put on white at a time
 
 
 def open_picture(data: bytes, max_pixels: int, name: str) -> Image.Image:
@@ -42,29 +42,17 @@ def open_picture(data: bytes, max_pixels: int, name: str) -> Image.Image:
     return picture
 
 
-def decode(picture: Image.Image, name: str) -> Image.Image:
-    """Returns all pixels as RGB, upright as EXIF says, with what is transparent on white. Raises `InvalidRequest`."""
+def decode(picture: Image.Image, name: str) -> Image.Transpose | None:
+    """Decodes all pixels; returns how the picture must be turned, as EXIF says. Raises `InvalidRequest`."""
     try:
         picture.load()
-        turned = picture.getexif().get(_ORIENTATION, 1) != 1
-        return to_rgb(ImageOps.exif_transpose(picture) if turned else picture)  # it copies what needn't be turned
+        turn = TURNS.get(picture.getexif().get(_ORIENTATION, 1))
     except Exception as error:
         reason = str(error)[:200] or type(error).__name__
         raise InvalidRequest(f"{name} can't be decoded ({reason}): is the file complete?") from None
-
-
-def to_rgb(picture: Image.Image) -> Image.Image:
-    """Returns `picture` as RGB, with what is transparent on white."""
-    if "A" not in picture.getbands() and picture.info.get("transparency") is None:
-        return picture if picture.mode == "RGB" else picture.convert("RGB")
-    picture = picture.convert("RGBA")
-    width, height = picture.size
-    flat = Image.new("RGB", picture.size)
-    for top in range(0, height, _STRIP):
-        strip = picture.crop((0, top, width, min(top + _STRIP, height)))
-        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
-        flat.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
-    return flat
+    if isinstance(picture, WebP):
+        picture.fp = None  # a copy of all pixels
+    return turn
 
 
 def durations_s(picture: Image.Image, num_frames: int, name: str) -> list[float]:
@@ -74,16 +62,19 @@ def durations_s(picture: Image.Image, num_frames: int, name: str) -> list[float]
     """
     found: list[float] = []
     for number in range(num_frames):
-        _seek(picture, number, name)
+        decode_frame(picture, number, name)
         duration_ms = picture.info.get("duration", 0)
         found.append(duration_ms / 1000 if isinstance(duration_ms, int | float) else 0.0)
     return found
 
 
-def decode_frame(picture: Image.Image, number: int, name: str) -> Image.Image:
-    """Returns a frame of an animation as RGB. Raises `InvalidRequest`."""
-    _seek(picture, number, name)
-    return to_rgb(picture)
+def decode_frame(picture: Image.Image, number: int, name: str) -> None:
+    """Makes a frame the animation's present one. Raises `InvalidRequest`."""
+    try:
+        picture.seek(number)
+        picture.load()
+    except Exception as error:
+        raise InvalidRequest(f"frame {number} of {name} can't be decoded ({str(error)[:200]})") from None
 
 
 def num_frames(picture: Image.Image, max_frames: int, name: str) -> int:
@@ -95,14 +86,6 @@ def num_frames(picture: Image.Image, max_frames: int, name: str) -> int:
     if count > max_frames:
         raise InvalidRequest(f"{name} has {count} frames, but may have {max_frames}: send a shorter video")
     return count
-
-
-def _seek(picture: Image.Image, number: int, name: str) -> None:
-    try:
-        picture.seek(number)
-        picture.load()
-    except Exception as error:
-        raise InvalidRequest(f"frame {number} of {name} can't be decoded ({str(error)[:200]})") from None
 
 
 def _check_pixels(width: int, height: int, max_pixels: int, name: str) -> None:

@@ -1,0 +1,124 @@
+"""Memory that decoding a picture takes, known from its header, and how much of it is taken at a time.
+
+Pillow keeps pixels of one band in a byte or two, and all others in four. Some decoders hold more besides; the figures
+are measured with Pillow 13 (`tests/preprocess/test_decode_memory.py`). Never knows what pixels become; `loading.py`
+asks before it decodes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from PIL import Image
+from PIL.GifImagePlugin import GifImageFile as GIF
+from PIL.JpegImagePlugin import JpegImageFile as JPEG
+from PIL.WebPImagePlugin import WebPImageFile as WebP
+
+from jaxsgl.errors import InvalidRequest
+
+_ANIMATION_BYTES = 22  # for each pixel: the canvas, the frames before and behind a change, their copies, scaled lines
+_STRIP_BYTES = 6 << 20  # some copies of a strip
+_WEBP_BYTES = 16.25  # two canvases, a frame, and its pixels
+_COEFFICIENT_BYTES = 2
+_START_OF_SCAN, _END = 0xDA, 0xD9
+_ALONE = {0x01, *range(0xD0, 0xD8)}  # JPEG's markers without a length
+
+
+def kept_bytes(picture: Image.Image) -> int:
+    """Bytes of all pixels once they are decoded."""
+    one_band = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}
+    return picture.width * picture.height * one_band.get(picture.mode, 4)
+
+
+def still_bytes(picture: Image.Image, content: bytes, scaled: tuple[int, int]) -> int:
+    """Bytes at most while a picture is decoded and scaled to height and width `scaled`; only its header is read yet."""
+    height, width = scaled
+    num_pixels, kept = picture.width * picture.height, kept_bytes(picture)
+    decoding = kept
+    if isinstance(picture, JPEG):
+        decoding += _coefficient_bytes(picture) if has_several_scans(content) else 0
+    elif isinstance(picture, WebP):
+        decoding, kept = int(_WEBP_BYTES * num_pixels), kept + 8 * num_pixels
+    # Pillow scales lines, then columns; a picture on its side has the lines of the other side.
+    between = max(width * picture.height, height * picture.width)
+    at_once = 4 * (between + height * width)
+    by_bands = num_pixels + between + 3 * height * width + min(_STRIP_BYTES, 24 * num_pixels)
+    # Whether EXIF turns it is known once it is decoded.
+    return max(decoding, kept + (max(at_once, by_bands) if picture.mode == "RGB" else by_bands))
+
+
+def animation_bytes(picture: Image.Image) -> int:
+    """Bytes at most while frames of an animation are decoded and scaled; it may have one frame alone."""
+    has_canvas = isinstance(picture, GIF | WebP) or getattr(picture, "n_frames", 1) > 1
+    return picture.width * picture.height * (_ANIMATION_BYTES if has_canvas else 8)
+
+
+class DecodeRoom:
+    """Memory for decoding, of which each picture takes its part: the next one waits until there is room.
+
+    Args:
+      max_bytes: for all pictures that are decoded at a time. None: no limit, and no waiting.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._taken = 0
+        self._given_back = threading.Condition()
+
+    @contextmanager
+    def taken(self, num_bytes: int, name: str) -> Iterator[None]:
+        """Takes `num_bytes` while the block runs. Raises `InvalidRequest` if all memory for decoding is less."""
+        if self._max_bytes is None:
+            yield
+            return
+        if num_bytes > self._max_bytes:
+            raise InvalidRequest(
+                f"decoding {name} takes {num_bytes} bytes of memory, but may take {self._max_bytes} "
+                "(--media-max-decode-bytes): send a smaller one, or one as baseline JPEG, which takes the least"
+            )
+        with self._given_back:
+            self._given_back.wait_for(lambda: self._has(num_bytes))
+            self._taken += num_bytes
+        try:
+            yield
+        finally:
+            with self._given_back:
+                self._taken -= num_bytes
+                self._given_back.notify_all()
+
+    def _has(self, num_bytes: int) -> bool:
+        assert self._max_bytes is not None
+        return self._taken + num_bytes <= self._max_bytes
+
+
+def _coefficient_bytes(picture: JPEG) -> int:
+    """Bytes of all coefficients, which a JPEG of several scans keeps until the last one."""
+    layers = getattr(picture, "layer", ())  # (id, horizontal and vertical samples, ...) of each component
+    samples = [(layer[1], layer[2]) for layer in layers]
+    if not samples:
+        return _COEFFICIENT_BYTES * 4 * picture.width * picture.height
+    most = max(h for h, _ in samples) * max(v for _, v in samples)
+    of_one = picture.width * picture.height * sum(h * v for h, v in samples) / most
+    return int(_COEFFICIENT_BYTES * of_one)
+
+
+def has_several_scans(content: bytes) -> bool:
+    """Whether the first scan of a JPEG lacks components, or the file is progressive, by its markers."""
+    at, num_components = 2, 0
+    while at + 4 <= len(content) and content[at] == 0xFF:
+        marker = content[at + 1]
+        if marker == 0xFF or marker in _ALONE:
+            at += 1 if marker == 0xFF else 2
+            continue
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            num_components = content[at + 9] if at + 9 < len(content) else 0
+            if marker in (0xC2, 0xC6, 0xCA, 0xCE):
+                return True
+        if marker == _START_OF_SCAN:
+            return content[at + 4] < num_components if at + 4 < len(content) else False
+        if marker == _END:
+            return False
+        at += 2 + int.from_bytes(content[at + 2 : at + 4], "big")
+    return True  # markers that aren't understood: the safe answer
