@@ -4,6 +4,10 @@ The model has random weights (4 layers of 512) and so is small: masks are a larg
 model's. Runs take turns, and report processor time per step of the whole process, which other programs disturb least,
 and the wall time between the tokens of a row: how much later those of free rows come because of constrained ones. The
 free half of the mixed runs must yield the tokens that it yields alone.
+
+A fourth kind shows what free rows wait for: all rows are free, and the masks of the mixed runs are made and applied
+beside them for nothing. What that costs them is the masks' share of the processors; anything more would be a wait. When
+masks and logits of a step are there is timed, too.
 """
 
 from __future__ import annotations
@@ -17,14 +21,21 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
+from bench.mask_work import Moments, TimedEngine, WorkBeside, prepare_cpu_s
 from bench.output import command_line, command_parser, write_json
 
 if TYPE_CHECKING:
-    from jaxsgl import LLM, SamplingParams
+    from jaxsgl import LLM, Grammar, SamplingParams
+    from jaxsgl.batch.engine_api import StepEngine
+    from jaxsgl.scheduler.constraint import Constraint, Matcher
 
 VOCAB_SIZE, NUM_TEXTS, ROWS, TOKENS = 151_936, 150_000, 64, 16
+HELD = range(1, ROWS, 2)  # of the mixed runs
+LATER = ("half", "beside")
+
+Quartiles: TypeAlias = tuple[float, float, float]
 
 
 def main() -> int:
@@ -38,9 +49,16 @@ def main() -> int:
         figures = measured(folder, args.rounds)
     for kind in figures.cpu_ms:
         print(f"{kind}: {figures.cpu_ms[kind]:.1f} ms of processor time a step, {figures.wall_ms[kind]:.1f} ms of wall")
-    print(f"the first grammar waits for programs that take {figures.prepare_cpu_s:.1f} s of processor time to compile")
-    low, middle, high = figures.later_ms
-    print(f"tokens of free rows come {middle:.2f} ms a step later beside constrained ones ({low:.2f} to {high:.2f})")
+    print("processor time (s) until the first constrained request of a server may run:", figures.first_cpu_s)
+    for kind, words in (("half", "beside constrained ones"), ("beside", "if the same masks are made for nothing")):
+        low, middle, high = figures.later_ms[kind]
+        print(f"tokens of free rows come {middle:.2f} ms a step later {words} ({low:.2f} to {high:.2f})")
+    low, middle, high = figures.early_ms
+    print(
+        f"masks are there {middle:.1f} ms before the logits ({low:.1f} to {high:.1f}), in {100 * figures.in_time:.1f}% "
+        f"of {figures.num_masked} steps; logits wait {figures.waited_ms:.3f} ms a step for them"
+    )
+    print("processor time of a step with 32 constrained rows:", figures.share_ms)
     if args.json:
         write_json(args.json, {"command": command_line(), **asdict(figures)})
     return 0
@@ -53,14 +71,24 @@ class Figures:
     Attributes:
       cpu_ms: by kind of batch, median processor time of the process per step.
       wall_ms: by kind of batch, median time between two tokens of a row.
-      prepare_cpu_s: processor time of compiling the programs for masks, which the first grammar waits for.
-      later_ms: quartiles, over pairs of runs one after the other, of what the latter grows by from free to half.
+      first_cpu_s: processor time of what is done before the first constrained request runs.
+      later_ms: by kind, quartiles, over pairs of runs one after the other, of what the latter grows by from free to it.
+      early_ms: quartiles, over masked steps, of the time from a step's masks to its logits.
+      in_time: the share of these steps whose masks came first.
+      waited_ms: mean time of the steps from logits to masks, 0 where masks came first.
+      num_masked: steps.
+      share_ms: what of a half step's processor time is the matchers', the masks' and their program's.
     """
 
     cpu_ms: dict[str, float]
     wall_ms: dict[str, float]
-    prepare_cpu_s: float
-    later_ms: tuple[float, float, float]
+    first_cpu_s: dict[str, float]
+    later_ms: dict[str, Quartiles]
+    early_ms: Quartiles
+    in_time: float
+    waited_ms: float
+    num_masked: int
+    share_ms: dict[str, float]
 
 
 def make_model(folder: Path) -> None:
@@ -101,24 +129,87 @@ def measured(folder: str, rounds: int) -> Figures:
         for i in range(ROWS)
     ]
     kinds = {"free": free, "held": held, "half": [held[i] if i % 2 else free[i] for i in range(ROWS)]}
-    start_s = time.process_time()
+    first_cpu_s = {name: round(seconds, 2) for name, seconds in of_first_grammar(llm, grammars[0]).items()}
     llm.engine.mask_programs.prepare()
-    prepare_cpu_s = time.process_time() - start_s
     prompts = [[2 + i, 3, 4, 5] for i in range(ROWS)]
-    cpu_s: dict[str, list[float]] = {kind: [] for kind in kinds}
-    wall_s: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu_s: dict[str, list[float]] = {kind: [] for kind in (*kinds, "beside")}
+    wall_s: dict[str, list[float]] = {kind: [] for kind in (*kinds, "beside")}
     alone: list[list[int]] = []
+    mixed: list[list[int]] = []
+    moments: list[Moments] = []
+    works: list[WorkBeside] = []
     for number in range(rounds + 1):
-        for kind, params in kinds.items():
-            run = Run.of(llm, prompts, params)
+        for kind in wall_s:
+            work = None
+            if kind == "beside":
+                work = WorkBeside(llm.engine, {i: constraint_of(llm, grammars[i % 8]) for i in HELD}, mixed, ROWS)
+                works.append(work)
+            engine = TimedEngine(llm.engine, work)
+            run = Run.of(llm, engine, prompts, kinds.get(kind, free))
+            of_run = engine.moments()
             if number:  # the first round warms up
                 cpu_s[kind].append(run.cpu_s)
                 wall_s[kind].append(run.wall_s)
+                moments += of_run
             alone = run.token_ids if kind == "free" else alone
+            mixed = run.token_ids if kind == "half" else mixed
             assert kind != "half" or run.token_ids[::2] == alone[::2], "free rows draw other tokens beside others"
-    later = [1000 * (half - free) for free, half in zip(wall_s["free"], wall_s["half"], strict=True)]
-    quartiles = statistics.quantiles(later, n=4, method="inclusive") if len(later) > 1 else later * 3
-    return Figures(_medians(cpu_s), _medians(wall_s), prepare_cpu_s, (quartiles[0], quartiles[1], quartiles[2]))
+    later = {kind: _quartiles([b - a for a, b in zip(wall_s["free"], wall_s[kind], strict=True)]) for kind in LATER}
+    early_s = [step.logits_s - step.masks_s for step in moments]
+    num_worked = sum(work.num_steps for work in works[1:])
+    share_s = {
+        "matchers": sum(work.advance_s for work in works[1:]) / num_worked,
+        "masks": sum(work.masks_s for work in works[1:]) / num_worked,
+        "program": works[-1].program_cpu_s(),
+    }
+    return Figures(
+        _medians(cpu_s), _medians(wall_s), first_cpu_s, later, _quartiles(early_s),
+        in_time=sum(early > 0 for early in early_s) / len(early_s),
+        waited_ms=1000 * statistics.mean(max(-early, 0.0) for early in early_s),
+        num_masked=len(early_s),
+        share_ms={name: round(1000 * seconds, 2) for name, seconds in share_s.items()},
+    )  # fmt: skip
+
+
+def of_first_grammar(llm: LLM, grammar: Grammar) -> dict[str, float]:
+    """Processor seconds: of the vocabulary, which servers read before they are ready, and of what the request awaits.
+
+    That are programs for masks of up to 64 rows, three for each of seven numbers of rows, at first or from the
+    compilation cache; the grammar itself; and the first mask.
+    """
+    import numpy as np
+
+    from jaxsgl.constraints.compiler import Compiler
+
+    times_s = [time.process_time()]
+    compiler = Compiler(Path(llm.engine.info.model_path), VOCAB_SIZE, llm.engine.arch.eos_token_ids)
+    times_s.append(time.process_time())
+    matcher = compiler.compile(grammar)
+    times_s.append(time.process_time())
+    matcher.mask_into(np.zeros(-(-VOCAB_SIZE // 32), dtype=np.uint32))
+    times_s.append(time.process_time())
+    vocabulary, compiled, masked = (later - sooner for sooner, later in pairwise(times_s))
+    anew, kept = prepare_cpu_s(llm.engine, [1 << i for i in range(7)])
+    return {
+        "vocabulary": vocabulary, "21 programs": anew, "21 programs from the cache": kept, "grammar": compiled,
+        "first mask": masked,
+    }  # fmt: skip
+
+
+def constraint_of(llm: LLM, grammar: Grammar) -> Constraint:
+    """What holds a sample of its own to `grammar`, which the scheduler has compiled."""
+    from jaxsgl.scheduler.constraint import Constraint
+
+    assert llm._scheduler._grammars is not None
+    matcher = llm._scheduler._grammars.ask("beside", grammar)
+    eos_ids = llm.engine.arch.eos_token_ids
+    return Constraint(cast("Matcher", matcher), eos_ids, (), 0)
+
+
+def _quartiles(seconds: list[float]) -> Quartiles:
+    """In milliseconds."""
+    found = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    return 1000 * found[0], 1000 * found[1], 1000 * found[2]
 
 
 def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
@@ -133,7 +224,7 @@ class Run(NamedTuple):
     token_ids: list[list[int]]
 
     @classmethod
-    def of(cls, llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
+    def of(cls, llm: LLM, engine: TimedEngine, prompts: list[list[int]], params: list[SamplingParams]) -> Run:
         """Serves the batch by the loop of every server, and notes when tokens come."""
         from tqdm import tqdm
 
@@ -155,7 +246,7 @@ class Run(NamedTuple):
         requests = [Request(str(i), ids, sampling) for i, (ids, sampling) in pairs]
         mailbox = Mailbox(requests, llm.tokenizer, tqdm(disable=True))
         start_s, before = time.process_time(), llm._scheduler.num_steps
-        run_loop(llm._scheduler, llm.engine, mailbox, overlap=True)
+        run_loop(llm._scheduler, cast("StepEngine", engine), mailbox, overlap=True)
         cpu_s = (time.process_time() - start_s) / (llm._scheduler.num_steps - before)
         gaps_s = [later - sooner for sooner, later in pairwise(came_s)]
         tokens = [[token for piece in pieces for token in piece.token_ids] for pieces in mailbox.pieces.values()]

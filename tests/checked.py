@@ -94,9 +94,9 @@ def arrays_of(inputs: StepInputs) -> list[np.ndarray]:
 class WatchedScheduler(CheckedScheduler):
     """Checks that nothing changes while a plan is made. It is slower, since everything is compared."""
 
-    def _end_overdue(self) -> None:
-        super()._end_overdue()
+    def _launch(self) -> StepInputs | None:
         self.before_plan = fingerprint(self.state)
+        return super()._launch()
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
         assert fingerprint(self.state) == self.before_plan, "planning has changed the state"

@@ -33,12 +33,12 @@ class FakeMatcher:
     """
 
     def __init__(self, seed: int, length: int, vocab_size: int, fails: bool = False) -> None:
-        self._seed, self._length, self._vocab_size, self._fails = seed, length, vocab_size, fails
+        self._seed, self.length, self._vocab_size, self._fails = seed, length, vocab_size, fails
         self.output: list[int] = []
 
     def copy(self) -> FakeMatcher:
         """Another one for the same output."""
-        other = FakeMatcher(self._seed, self._length, self._vocab_size, self._fails)
+        other = FakeMatcher(self._seed, self.length, self._vocab_size, self._fails)
         other.output = self.output.copy()
         return other
 
@@ -64,11 +64,11 @@ class FakeMatcher:
     @property
     def ended(self) -> bool:
         """Whether the output has its full length."""
-        return len(self.output) >= self._length
+        return len(self.output) >= self.length
 
     def mask_into(self, words: npt.NDArray[np.uint32]) -> None:
         """Writes the bits of `allowed`."""
-        if self._fails and len(self.output) >= self._length // 2:
+        if self._fails and len(self.output) >= self.length // 2:
             raise InvalidRequest("the fake grammar fails here")
         words[:] = 0
         for token_id in self.allowed():

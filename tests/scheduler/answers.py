@@ -6,11 +6,16 @@ test_state_machine.py hand every reply to it and ask for a verdict at their end.
 
 from __future__ import annotations
 
+import numpy as np
+
 from jaxsgl.config.engine import Limits, SchedulingConfig
 from jaxsgl.messages.replies import RefusalKind, Reply, TokenLogprob
+from jaxsgl.requests.pooling import Pooled
 from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
 from jaxsgl.scheduler.req import Key
+from jaxsgl.testing.device import hidden_state, label_logit
 from jaxsgl.testing.engine import generate, logprob
+from tests.scheduler.grammars import constrained_output
 
 VOCAB = 40
 EOS = frozenset({0, 1})
@@ -26,6 +31,7 @@ class Answers:
         self.logprobs: dict[Key, list[TokenLogprob]] = {}
         self.prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self.ended: dict[Key, FinishReason | RefusalKind] = {}
+        self.pooled: dict[str, Pooled] = {}
         self._arrived_s: dict[str, float] = {}
 
     def expect(self, request: Request, now_s: float) -> None:
@@ -54,6 +60,9 @@ class Answers:
         if reply.prompt_logprobs is not None:
             assert reply.index == 0 and reply.request_id not in self.prompt_logprobs
             self.prompt_logprobs[reply.request_id] = list(reply.prompt_logprobs)
+        if reply.pooled is not None:
+            assert self.requests[reply.request_id].pooling is not None and reply.finish_reason is FinishReason.LENGTH
+            self.pooled[reply.request_id] = reply.pooled
         if reply.finish_reason is not None:
             self.ended[key] = reply.finish_reason
 
@@ -62,6 +71,10 @@ class Answers:
         assert not self.unended(), "a sample never ended"
         for key, reason in self.ended.items():
             request, output = self.requests[key[0]], self.outputs.get(key, [])
+            if request.pooling is not None:
+                _check_pooled(request, reason, self.pooled.get(key[0]), limits)
+                assert not output, "pooling yields no tokens"
+                continue
             _check_output(request, reason, output, limits)
             self._check_logprobs(request, key, output)
 
@@ -94,19 +107,47 @@ class Answers:
 
 
 def _check_output(request: Request, reason: FinishReason | RefusalKind, output: list[int], limits: Limits) -> None:
-    if reason is RefusalKind.INVALID:
-        needed = len(request.prompt_ids) + (request.sampling.max_tokens or 1)
+    if reason is RefusalKind.INVALID and _is_too_long(request, request.sampling.max_tokens or 1, limits):
         assert not output
-        assert not request.prompt_ids or needed > min(limits.pool_tokens, limits.context_length)
         return
-    stop_ids = frozenset() if request.sampling.ignore_eos else EOS
-    max_new, least = max_new_tokens(request, limits), request.sampling.min_tokens
-    expected = generate(request.prompt_ids, max_new, stop_ids, VOCAB, least)
+    expected, ends = _expected(request, max_new_tokens(request, limits))
+    if reason is RefusalKind.INVALID:  # of a sample that its grammar ended; others may be ahead, which end with it
+        assert ends is reason
     if reason is FinishReason.ABORT or isinstance(reason, RefusalKind):
         assert output == expected[: len(output)]
     else:
         assert output == expected
-        assert reason is (FinishReason.STOP if expected[-1] in stop_ids else FinishReason.LENGTH)
+        assert reason is ends
+
+
+def _is_too_long(request: Request, num_new: int, limits: Limits) -> bool:
+    needed = len(request.prompt_ids) + num_new
+    return not request.prompt_ids or needed > min(limits.pool_tokens, limits.context_length)
+
+
+def _expected(request: Request, max_new: int) -> tuple[list[int], FinishReason | RefusalKind]:
+    """What each sample yields alone, and why it ends."""
+    if request.sampling.masked:
+        return constrained_output(request, max_new, VOCAB, EOS)
+    stop_ids = frozenset() if request.sampling.ignore_eos else EOS
+    output = generate(request.prompt_ids, max_new, stop_ids, VOCAB, request.sampling.min_tokens)
+    return output, FinishReason.STOP if output[-1] in stop_ids else FinishReason.LENGTH
+
+
+def _check_pooled(request: Request, reason: FinishReason | RefusalKind, pooled: Pooled | None, limits: Limits) -> None:
+    assert request.pooling is not None and limits.pooling is not None
+    if reason is not FinishReason.LENGTH:
+        assert pooled is None
+        assert reason is not RefusalKind.INVALID or _is_too_long(request, 0, limits)
+        return
+    assert pooled is not None
+    prompt, label_ids = request.prompt_ids, request.pooling.label_ids
+    if label_ids:
+        assert pooled.logits == tuple(label_logit(prompt, label_id) for label_id in label_ids)
+        return
+    ends = range(len(prompt), len(prompt) + 1) if limits.pooling.kind == "last" else range(1, len(prompt) + 1)
+    states = [hidden_state(prompt[:end]) for end in ends]
+    assert np.frombuffer(pooled.hidden, np.float32).tolist() == [float(np.float32(sum(states) / len(states)))]
 
 
 def _token_logprob(sequence: list[int], place: int, num_top: int) -> TokenLogprob:

@@ -19,17 +19,18 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.orders import Abort
-from jaxsgl.messages.replies import Reply
+from jaxsgl.messages.replies import RefusalKind, Reply
 from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate, next_allowed
+from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate
 from jaxsgl.testing.grammars import FakeMatcher, compile_fake
 from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler
+from tests.scheduler.grammars import constrained_output
 from tests.scheduler.serving import VOCAB, capacity
 
 EOS = (7, 500)
@@ -46,48 +47,8 @@ def asking(
     return Request(request_id, list(prompt), sampling)
 
 
-def constrained(request: Request) -> tuple[list[int], FinishReason]:
-    """What a request with a grammar or limits yields, and why it ends: by the rules, token by token."""
-    params = request.sampling
-    if params.grammar is None:
-        return limited(request)
-    matcher = compile_fake(params.grammar, VOCAB)
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
-    output: list[int] = []
-    while len(output) < (params.max_tokens or 0):
-        may = set(matcher.allowed()) - set(EOS) - stops
-        if matcher.accepts and len(output) >= params.min_tokens:
-            may |= stops
-        may -= forbidden(params, output)
-        if not may:
-            assert matcher.accepts
-            return output, FinishReason.STOP
-        output.append(next_allowed([*request.prompt_ids, *output], set(range(VOCAB)) - may, VOCAB))
-        if output[-1] in stops:
-            return output, FinishReason.STOP
-        matcher.advance(output[-1])
-        if matcher.ended:
-            return output, FinishReason.STOP
-    return output, FinishReason.LENGTH
-
-
-def forbidden(params: SamplingParams, output: Sequence[int]) -> set[int]:
-    """Tokens that limits don't let follow `output`."""
-    others = set(range(VOCAB)) - set(params.allowed_token_ids) if params.allowed_token_ids else set()
-    words = params.bad_word_ids
-    return others | {last for *before, last in words if before == list(output[len(output) - len(before) :])}
-
-
-def limited(request: Request) -> tuple[list[int], FinishReason]:
-    """The same of a request without a grammar."""
-    params, output = request.sampling, list[int]()
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
-    while len(output) < (params.max_tokens or 0):
-        banned = forbidden(params, output) | (stops if len(output) < params.min_tokens else set())
-        output.append(next_allowed([*request.prompt_ids, *output], banned, VOCAB))
-        if output[-1] in stops:
-            return output, FinishReason.STOP
-    return output, FinishReason.LENGTH
+def constrained(request: Request) -> tuple[list[int], FinishReason | RefusalKind]:
+    return constrained_output(request, request.sampling.max_tokens or 0, VOCAB, frozenset(EOS))
 
 
 def served(
@@ -273,7 +234,7 @@ def test_nothing_advances_after_the_end() -> None:
 
     class Watched(FakeMatcher):
         def copy(self) -> FakeMatcher:
-            advanced.append(Watched(self._seed, self._length, self._vocab_size))
+            advanced.append(Watched(self._seed, self.length, self._vocab_size))
             return advanced[-1]
 
     request = asking("a", [1], fake(1, 4), max_tokens=9)

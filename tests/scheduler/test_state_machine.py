@@ -31,6 +31,8 @@ from jaxsgl.config.engine import POLICIES, PRIORITY_POLICIES, SchedulingConfig
 from jaxsgl.messages.orders import Abort, Answer, ContinueGeneration, DumpState, FlushCache, PauseGeneration, PauseMode
 from jaxsgl.messages.weights import MemoryTag, ReleaseMemory, ResumeMemory, UpdateMode, UpdateWeights, WeightOrder
 from jaxsgl.messages.wire import News
+from jaxsgl.requests.grammar import Grammar
+from jaxsgl.requests.pooling import POOLING_SAMPLING, Pooling, PoolingSpec
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.control import CacheJournal, Control
@@ -42,9 +44,12 @@ from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import WatchedScheduler
 from tests.grids import count
 from tests.scheduler.answers import EOS, VOCAB, Answers
+from tests.scheduler.grammars import GrammarsInTurn
 from tests.scheduler.tiered import check_names, tier_of
 
 NUM_BASES = 3
+GRAMMARS = ("0 5", "1 12", "2 40", "3 1", "0 9 fails", "none")  # seed and longest text; tests/scheduler/grammars.py
+LIMITS = ({"allowed_token_ids": tuple(range(0, VOCAB, 3))}, {"bad_word_ids": ((7,), (8, 9), (1,))})
 T = TypeVar("T")
 
 
@@ -95,6 +100,7 @@ class ServingMachine(RuleBasedStateMachine):
         decode_steps=st.sampled_from([1, 2, 4, 7]),
         host=st.sampled_from([None, None, (1, 1), (6, 2), (60, 3), (400, 64)]),
         write_policy=st.sampled_from([WRITE_THROUGH, WRITE_AFTER_REUSE]),
+        pooling=st.sampled_from([None, None, PoolingSpec("last", 1), PoolingSpec("mean", 1)]),
     )
     def start(
         self,
@@ -111,13 +117,15 @@ class ServingMachine(RuleBasedStateMachine):
         decode_steps: int,
         host: tuple[int, int] | None,
         write_policy: str,
+        pooling: PoolingSpec | None,
     ) -> None:
         if by_priority and config.schedule_policy in PRIORITY_POLICIES:
             config = replace(
                 config, enable_priority_scheduling=True, priority_scheduling_preemption_threshold=spare_pages
             )
         num_pages = pages_for(context, page_size) // 2 + spare_pages + 2  # often too small for the longest requests
-        self.capacity = Capacity(page_size, num_pages, rows, context, min(chunk, context), VOCAB)
+        sizes = Capacity(page_size, num_pages, rows, context, min(chunk, context), VOCAB)
+        self.capacity = replace(sizes, pooling=pooling)
         self.config = config
         self.now_s = 0.0
         self.tier = None if host is None or not radix else tier_of(self.capacity, host[0], write_policy, host[1])
@@ -132,6 +140,7 @@ class ServingMachine(RuleBasedStateMachine):
             clock=lambda: self.now_s,
             tier=self.tier,
             loads=None if self.tier is None else LoadRule(0.0, timeout_s=3.0, least_tokens=1),
+            grammars=GrammarsInTurn(VOCAB, lambda: self.now_s),
         )
         self.engine = FakeEngine(self.capacity)
         self.leak_check = LeakCheck(self.scheduler, clock=lambda: self.now_s)
@@ -167,6 +176,8 @@ class ServingMachine(RuleBasedStateMachine):
                 "n": st.integers(1, 3),
             },
         ),
+        masks=st.sampled_from([{}, {}, {}, {}, *({"grammar": Grammar.regex(text)} for text in GRAMMARS), *LIMITS]),
+        label_ids=st.sampled_from([None, None, None, (), (3, VOCAB - 1)]),
     )
     def arrive(
         self,
@@ -180,13 +191,19 @@ class ServingMachine(RuleBasedStateMachine):
         features: dict[str, Any],
         priority: int,
         cache_salt: str,
+        masks: dict[str, Any],
+        label_ids: tuple[int, ...] | None,
     ) -> None:
         prompt = [base_token(base, i) for i in range(min(shared, self.capacity.context_length - 1) // part)] + own
         if max_tokens is not None and "min_tokens" in features:
             features["min_tokens"] = min(features["min_tokens"], max_tokens)
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **features)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos, **features, **masks)
+        pooling = None if label_ids is None or self.capacity.pooling is None else Pooling(label_ids)
+        if pooling is not None:
+            params = POOLING_SAMPLING
         for _ in range(copies):
-            request = Request(f"r{len(self.answers.requests)}", prompt, params, priority, cache_salt)
+            name = f"r{len(self.answers.requests)}"
+            request = Request(name, prompt, params, priority, cache_salt, pooling=pooling)
             self.answers.expect(request, self.now_s)
             self.scheduler.receive([request])
         self.settle()
@@ -274,9 +291,13 @@ class ServingMachine(RuleBasedStateMachine):
             self.in_flight.append(self.engine.submit(inputs))
         self.scheduler.check()
         collects = bool(self.in_flight) and (inputs is None or len(self.in_flight) > self.unread_allowed)
-        if collects:
-            oldest = self.in_flight.popleft()
-            self.scheduler.collect(oldest.tokens(), oldest.scores())
+        newest_only = len(self.in_flight) == 1
+        if collects and not newest_only:
+            self.collect()
+        if inputs is not None and inputs.masked:
+            self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_seqs))
+        if collects and newest_only:
+            self.collect()
         if self.scheduler.awaits_gathers and not self.holds_gathers:
             self.scheduler.take_gathers(self.engine.poll_gathers())
         if self.control.is_active:
@@ -287,6 +308,10 @@ class ServingMachine(RuleBasedStateMachine):
         if self.scheduler.is_idle:
             self.leak_check.when_idle()
         self.take_answers()
+
+    def collect(self) -> None:
+        oldest = self.in_flight.popleft()
+        self.scheduler.collect(oldest.tokens(), oldest.scores())
 
     @precondition(lambda self: self.scheduler.is_paused)
     @rule()
