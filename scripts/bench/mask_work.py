@@ -13,15 +13,17 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from functools import partial
+
     from jaxsgl.batch.inputs import StepInputs
     from jaxsgl.engine.engine import Engine
-    from jaxsgl.engine.handle import DeviceHandle
+    from jaxsgl.engine.handle import Chosen, DeviceHandle
     from jaxsgl.scheduler.constraint import Constraint
 
 
@@ -104,7 +106,7 @@ def prepare_cpu_s(engine: Engine, sizes: Sequence[int]) -> tuple[float, float]:
     from jaxsgl.engine.masking import trace_copy, trace_masked, trace_score
     from jaxsgl.engine.warmup import use_compilation_cache
 
-    kept = jax.config.jax_compilation_cache_dir
+    kept: str | None = jax.config.values["jax_compilation_cache_dir"]
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         use_compilation_cache(folder)
@@ -132,14 +134,14 @@ class TimedEngine:
         return getattr(self._engine, name)
 
     def submit(self, inputs: StepInputs) -> DeviceHandle:
-        """See `Engine.submit`."""
-        handle = self._engine.submit(inputs)
+        """See `Engine.submit`; of one device."""
+        handle = cast("DeviceHandle", self._engine.submit(inputs))
         if inputs.masked:
             moments = Moments()
-            choose = handle._choose
-            self._launched.put((moments, choose.args[1].tokens))
+            choose = cast("partial[Chosen]", handle._choose)
+            self._launched.put((moments, choose.args[1].tokens))  # what the forward program has made
 
-            def timed(masks: npt.NDArray[np.uint32]) -> Any:
+            def timed(masks: npt.NDArray[np.uint32]) -> Chosen:
                 moments.masks_s = time.perf_counter()
                 return choose(masks)
 
