@@ -58,7 +58,7 @@ class WorkBeside:
         self._constraints, self._outputs = constraints, outputs
         vocab_size = engine.arch.vocab_size
         self._logits = jnp.zeros((num_rows, vocab_size), jnp.float32)
-        self._packed = np.zeros((SAMPLING_ROWS, num_rows), np.int32)
+        self._packed = jnp.zeros((SAMPLING_ROWS, num_rows), jnp.int32)
         self._shape = num_rows, -(-vocab_size // 32)
         self.advance_s = self.masks_s = 0.0
         self.num_steps = 0
