@@ -14,7 +14,9 @@ from jaxsgl.batch.engine_ops import PageLayout
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
-from jaxsgl.scheduler.disagg.legs import DecodeScheduler, LegScheduler, PrefillScheduler
+from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
+from jaxsgl.scheduler.disagg.legs import LegScheduler
+from jaxsgl.scheduler.disagg.prefill_scheduler import PrefillScheduler
 from jaxsgl.scheduler.disagg.rooms import RoomLimits
 from jaxsgl.transfer.frames import Geometry
 from jaxsgl.transfer.tcp import TcpWire
@@ -74,4 +76,5 @@ def geometry_of(layout: PageLayout, engine: Engine) -> Geometry:
         layout.shape(1)[1:],
         layout.page_bytes,
         f"{engine.arch.name} with norms {digest:08x}",
+        0 if engine.capacity.tower is None else engine.capacity.tower.row_bytes,
     )

@@ -44,7 +44,8 @@ class BucketSet:
       column_sizes: R of the programs for batches with adapters, ascending; of "score" programs the last one.
       states: whether there are programs that return what is computed for single tokens.
       rope_axes: of steps without images; see `Bucket`.
-      encode: shapes of calls of the vision tower, ascending; (): the model has none.
+      images: whether steps may have images.
+      encode: shapes of calls of the vision tower, ascending; (): there is none.
     """
 
     decode_sizes: tuple[int, ...]
@@ -58,6 +59,7 @@ class BucketSet:
     column_sizes: tuple[int, ...] = ()
     states: bool = False
     rope_axes: int = 0
+    images: bool = False
     encode: tuple[EncodeBucket, ...] = ()
 
     @classmethod
@@ -100,6 +102,7 @@ class BucketSet:
             column_sizes=_column_sizes(capacity.adapter_columns),
             states=capacity.states is not None,
             rope_axes=int(capacity.has_axes),
+            images=capacity.tower is not None,
             encode=() if capacity.tower is None else capacity.tower.buckets,
         )
 
@@ -152,7 +155,7 @@ class BucketSet:
 
     def largest(self) -> list[Bucket]:
         """Of each kind of step the buckets that take most memory; with images, if there may be any."""
-        largest = [with_images(bucket) if self.encode else bucket for bucket in self._largest_without_images()]
+        largest = [with_images(bucket) if self.images else bucket for bucket in self._largest_without_images()]
         return [replace(bucket, states=self.states and bucket.num_steps == 1) for bucket in largest]
 
     def _largest_without_images(self) -> list[Bucket]:
@@ -174,7 +177,7 @@ class BucketSet:
     def all(self) -> list[Bucket]:
         """Every bucket that warm-up compiles; larger ones first, so that the last programs to compile are short."""
         buckets = self._all_without_images()
-        if self.encode:
+        if self.images:
             buckets |= {with_images(bucket) for bucket in buckets}
         if self.states:
             buckets |= {replace(bucket, states=True) for bucket in buckets if bucket.num_steps == 1}

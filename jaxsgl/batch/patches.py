@@ -56,6 +56,7 @@ class TowerCapacity:
       num_bins: devices that share the images of a call, each of which encodes whole ones.
       host_bytes: of embeddings that are kept in host memory; 0: none are.
       row_bytes: of a token's embedding.
+      encodes: whether there is a tower; else embeddings come from the server of a request's other leg.
     """
 
     shape: TowerShape
@@ -64,10 +65,13 @@ class TowerCapacity:
     num_bins: int = 1
     host_bytes: int = 0
     row_bytes: int = 4
+    encodes: bool = True
 
     @property
     def buckets(self) -> tuple[EncodeBucket, ...]:
-        """Shapes of calls, ascending: sizes double."""
+        """Shapes of calls, ascending: sizes double. None without a tower."""
+        if not self.encodes:
+            return ()
         size, buckets = min(MIN_CALL_PATCHES, self.max_patches), []
         while size < self.max_patches:
             buckets.append(EncodeBucket(size, self.num_bins))

@@ -61,9 +61,9 @@ class HostImages:
     def hold(self, request_id: str, images: Mapping[bytes, int]) -> bool:
         """Holds images of so many bytes for a request, until `drop`; False, and nothing is held, if there is no room.
 
-        Rows that are not here take their place from now on.
+        They take the place of what it held before. Rows that are not here take their place from now on.
         """
-        assert request_id not in self._held, f"{request_id} holds images already"
+        self.drop(request_id)
         if not self._made_room(images):
             return False
         for digest, num_bytes in images.items():

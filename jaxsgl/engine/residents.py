@@ -55,6 +55,8 @@ def read_arch(config: EngineConfig, folder: Path) -> ModelArch:
     )
     if config.vision.language_only:
         arch = dataclasses.replace(arch, vision=None)
+    if arch.vision is not None and config.disaggregation.disaggregation_mode == "decode":
+        arch = dataclasses.replace(arch, vision=dataclasses.replace(arch.vision, has_tower=False))
     arch = arch.for_context(choose_context_length(config, arch))
     arch = model_on_devices(arch, config.tp, by_experts=config.ep)
     return dataclasses.replace(arch, weight_format=weight_format(config.quantization, arch.weight_format))

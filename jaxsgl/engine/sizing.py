@@ -162,6 +162,12 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
             f"--mm-pool-tokens is {num_rows}, but an image may have {shape.tokens_of(max_patches)} tokens: raise it to "
             f"that, or lower --mm-max-patches to {num_rows * vision.merge_size**2}"
         )
+    mode = config.disaggregation.disaggregation_mode
+    if config.disaggregation.is_on and flags.mm_host_mib == 0:
+        raise ConfigError(
+            f"--mm-host-mib is 0, but with --disaggregation-mode {mode} embeddings of images pass through host memory: "
+            "raise it, or serve text alone with --language-only"
+        )
     host_mib = HOST_MIB.get(platform, OTHER_HOST_MIB) if flags.mm_host_mib is None else flags.mm_host_mib
     return TowerCapacity(
         shape,
@@ -170,6 +176,7 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
         num_bins=config.tp if flags.mm_enable_dp_encoder else 1,
         host_bytes=host_mib << 20,
         row_bytes=_row_bytes(config, arch, platform),
+        encodes=vision.has_tower,
     )
 
 

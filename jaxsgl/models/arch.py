@@ -73,7 +73,7 @@ class ModelArch:
       folder_pooling: how the folder says that embeddings and scores are made.
       pooling: how they are made here; None: none are served.
       generates: whether tokens are served.
-      vision: the tower that makes tokens of images; None: there is none, or it is left out.
+      vision: the tower that makes tokens of images; None: there is none, or images are refused.
     """
 
     name: str

@@ -76,7 +76,8 @@ class Decoder(Matrices):
             self.declare("score", (len(arch.folder_pooling.labels), d), (None, None), dtype, None, fan_in=d)
         elif arch.head == "vocabulary" and not arch.tie_embeddings:
             self.declare("lm_head", (v, d), ("vocab", None), dtype, fmt, fan_in=d)
-        self.visual = None if arch.vision is None else Tower(arch.vision, dtype, activations)
+        has_tower = arch.vision is not None and arch.vision.has_tower
+        self.visual = Tower(arch.vision, dtype, activations) if arch.vision is not None and has_tower else None
 
     def __call__(
         self,

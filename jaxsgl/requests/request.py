@@ -96,6 +96,11 @@ def check_request(request: Request, limits: Limits) -> None:
             "--enable-embeddings for both, if the model can)"
         )
     check_token_ids("prompt", request.prompt_ids, limits.vocab_size)
+    if request.media and request.room is None and limits.media is not None and limits.media.may_come_later:
+        raise InvalidRequest(
+            "a decode server has no vision tower, so it serves requests with images only behind a prefill server: send "
+            "it through the gateway, or to a server without --disaggregation-mode decode"
+        )
     if request.media or not may_follow(request, limits.media):
         check_media(request.media, request.prompt_ids, limits.media)
     check_token_ids("stop_token_ids", request.sampling.stop_token_ids, limits.vocab_size)

@@ -23,7 +23,7 @@ from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
 from jaxsgl.cache.pages import IntArray, Lease
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.pooling import Pooled
 from jaxsgl.requests.request import FinishReason
@@ -199,7 +199,7 @@ class Applier:
         """Ends all samples of a request for which our work raised `error`; what they computed is not shared."""
         for req in self._requests.samples_of(request_id):
             self.end(req, share=False)
-        self._state.totals.failed_requests += not isinstance(error, InvalidRequest)
+        self._state.totals.failed_requests += not isinstance(error, InvalidRequest | EngineUnavailable)
         return failed_reply(request_id, error)
 
     def take_back(self, req: Req) -> None:

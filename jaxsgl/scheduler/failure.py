@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
 from jaxsgl.scheduler.req import Req
 
@@ -41,8 +41,11 @@ def blame(parts: Iterable[tuple[Req, Callable[[], object]]]) -> None:
 def failed_reply(request_id: str, error: BaseException | None) -> Reply:
     """Logs `error` with its traceback; returns the reply that ends the request. Its client learns the error's class.
 
-    `InvalidRequest` is the request's own fault, found late, as at the limits of a grammar: its client learns all of it.
+    `InvalidRequest` is the request's own fault, found late, as at the limits of a grammar, `EngineUnavailable` that of
+    its other leg: its client learns all of it.
     """
+    if isinstance(error, EngineUnavailable):
+        return Reply(request_id, refusal=Refusal(RefusalKind.PEER, str(error)))
     if isinstance(error, InvalidRequest):
         return Reply(request_id, refusal=Refusal(RefusalKind.INVALID, str(error)))
     logger.error("request %r failed by our own fault and is ended", request_id, exc_info=error)

@@ -21,6 +21,7 @@ from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import EncodeInputs, TowerCapacity, pack
 from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage
 from jaxsgl.cache.pages import IntArray
+from jaxsgl.errors import EngineUnavailable
 from jaxsgl.messages.load import Totals
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.scheduler.kept_images import KeptImages
@@ -116,6 +117,7 @@ class Images:
         start, stop = work.start, work.start + len(work.token_ids)
         rows: IntArray | None = None
         for index, item in items_of(req, start, stop):
+            self._check_present(item)
             image = self._lock(req, index, item)
             if rows is None:
                 rows = np.zeros(stop - start, np.int32)
@@ -188,6 +190,15 @@ class Images:
             self.kept.host.check()
         self.pool.check([image for locks in self._locks.values() for image in locks.values()])
 
+    def _check_present(self, item: MediaItem) -> None:
+        """Raises `EngineUnavailable` if rows came from another server, and weights were exchanged since."""
+        held = self.pool.find(item.digest)
+        if not (self._capacity.encodes or (held is not None and held.encoded) or self.is_kept(item)):
+            raise EngineUnavailable(
+                "the weights were exchanged while the request ran, and a decode server can't encode its images again: "
+                "send the request again"
+            )
+
     def _lock(self, req: Req, index: int, item: MediaItem) -> HeldImage:
         locks = self._locks.setdefault(req, {})
         image = locks.get(index)
@@ -202,6 +213,7 @@ class Images:
         for digest, (_, image) in list(self._to_encode.items()):
             if kept.restore(image):
                 self._to_restore[digest] = image
+            if digest in self._to_restore or not self._capacity.encodes:
                 del self._to_encode[digest]
 
     def _calls(self) -> list[EncodeInputs]:

@@ -24,12 +24,12 @@ class KeptImages:
 
     Attributes:
       host: the rows in host memory.
-      on_rows: is told of an image's rows that have come from the device, whatever becomes of them.
+      on_rows: is told of an image's rows that have come from the device; None: those are of weights of the past.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.host = HostImages(limit_bytes)
-        self.on_rows: Callable[[bytes, HostRows], None] | None = None
+        self.on_rows: Callable[[bytes, HostRows | None], None] | None = None
         self._op_ids = itertools.count()
         self._behind_step: list[EngineOp] = []  # of the step that was launched last: it is submitted first
         self._ops: list[EngineOp] = []
@@ -45,9 +45,9 @@ class KeptImages:
         """Whether rows are on their way to the host."""
         return bool(self._gathers)
 
-    def is_coming(self, digest: bytes) -> bool:
-        """Whether the image's rows are on their way to the host."""
-        return any(coming == digest for coming, _ in self._gathers.values())
+    def is_coming(self, digest: bytes, also_old: bool = False) -> bool:
+        """Whether the image's rows are on their way to the host; `also_old`: or those of weights of the past."""
+        return any(coming == digest and (is_new or also_old) for coming, is_new in self._gathers.values())
 
     def encoded(self, image: HeldImage) -> None:
         """A step is launched that encodes the image: its rows are copied to the host behind it."""
@@ -79,7 +79,7 @@ class KeptImages:
             if is_new:
                 self.host.put(digest, rows)
             if self.on_rows is not None:
-                self.on_rows(digest, rows)
+                self.on_rows(digest, rows if is_new else None)
 
     def retire(self) -> None:
         """Forgets all rows: weights are exchanged."""

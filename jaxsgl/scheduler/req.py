@@ -95,44 +95,15 @@ class Req:
       to_load: while PREFETCHING, the host pages that are still to load, in order; it pins them.
       load_until_s: then, when it gives them up.
       constraint: what its next token may be, once its grammar is compiled; None: any token.
+      match_limit: tokens whose KV may come from the prefix cache, at most; None: all.
     """
 
     __slots__ = (
-        "_prompt_hash_ids",
-        "_prompt_logprobs",
-        "_prompt_positions",
-        "adapter",
-        "cached_tokens",
-        "constraint",
-        "extend_to",
-        "index",
-        "is_featured",
-        "key",
-        "kv_len",
-        "leader",
-        "lease",
-        "lease_number",
-        "load_until_s",
-        "max_new_tokens",
-        "media",
-        "namespace",
-        "num_ahead",
-        "num_launched",
-        "output_ids",
-        "page_names",
-        "pooled",
-        "prefilled",
-        "priority",
-        "prompt_ids",
-        "request_id",
-        "rope_delta",
-        "sampling",
-        "seed",
-        "state",
-        "states",
-        "stop_ids",
-        "to_load",
-        "wants_scores",
+        "_prompt_hash_ids", "_prompt_logprobs", "_prompt_positions", "adapter", "cached_tokens", "constraint",
+        "extend_to", "index", "is_featured", "key", "kv_len", "leader", "lease", "lease_number", "load_until_s",
+        "match_limit", "max_new_tokens", "media", "namespace", "num_ahead", "num_launched", "output_ids",
+        "page_names", "pooled", "prefilled", "priority", "prompt_ids", "request_id", "rope_delta", "sampling", "seed",
+        "state", "states", "stop_ids", "to_load", "wants_scores",
     )  # fmt: skip
 
     def __init__(
@@ -185,6 +156,7 @@ class Req:
         self.states = KeptStates(request.sampling) if request.sampling.wants_states else None
         self.pooled = None if request.pooling is None else PooledPrompt(request.pooling, pooled_kind)
         self.constraint: Constraint | None = None
+        self.match_limit: int | None = None
         self._prompt_logprobs: list[TokenLogprob] = []
 
     @property
@@ -217,7 +189,7 @@ class Req:
     @property
     def matchable_ids(self) -> IntArray:
         """The `hash_ids` of tokens whose KV may come from the prefix cache; none if all of them must be computed."""
-        return self.prompt_ids[:0] if self.computes_prompt else self.hash_ids
+        return self.prompt_ids[:0] if self.computes_prompt else self.hash_ids[: self.match_limit]
 
     @property
     def computes_prompt(self) -> bool:

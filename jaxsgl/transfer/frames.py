@@ -1,9 +1,9 @@
 """What a prefill and a decode worker say to each other, and its bytes.
 
-    decode   Hello  Open         Grant                  Ack          Fail ends a room from either side
-    prefill  Hello        Media         Pages .. Done                Ping says that a worker lives
+    decode   Hello  Open         Grant                        Ack    Fail ends a room from either side
+    prefill  Hello        Media         Pages, Rows .. Done          Ping says that a worker lives
 
-A frame is a fixed head, a message as MessagePack, and for `Pages` and `Media` the bytes that they are about. Knows
+A frame is a fixed head, a message as MessagePack, and for `Pages`, `Media` and `Rows` the bytes they are about. Knows
 neither sockets nor requests: wires carry frames (tcp.py), scheduler/disagg/ decides what is said.
 """
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 1 << 16
 FRAME_BYTES = 16 << 20  # of pages in a frame, or one page if that is larger
 _MAGIC = 0x4C47534A
@@ -52,6 +52,7 @@ class Geometry(msgspec.Struct, frozen=True):
       page_shape: of one page on the host, `[layers, 2, K, page_size, H]`.
       page_bytes: its size.
       weights: a name or digest of the model.
+      image_row_bytes: of the embedding of an image's token; 0: it takes no images.
     """
 
     page_size: int
@@ -59,6 +60,7 @@ class Geometry(msgspec.Struct, frozen=True):
     page_shape: tuple[int, ...]
     page_bytes: int
     weights: str
+    image_row_bytes: int = 0
 
     def mismatch(self, other: Geometry) -> str | None:
         """Returns in words what differs between this worker and `other`, with both values; None if nothing does."""
@@ -72,6 +74,10 @@ class Geometry(msgspec.Struct, frozen=True):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{text} is {mine} here, but {theirs} there: {way_out}"
+        mine, theirs = self.image_row_bytes, other.image_row_bytes
+        if mine and theirs and mine != theirs:
+            text = "the bytes of the embedding of an image's token are"
+            return f"{text} {mine} here, but {theirs} there: give both the same --dtype"
         return None
 
     @property
@@ -121,13 +127,15 @@ class Media(msgspec.Struct, frozen=True, tag="media"):
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Decode has memory for pages first_page .. first_page + num_pages - 1 of the prompt; it has those before already.
 
-    `weight_version` is that of the weights which are to compute them, and of the request's adapter.
+    `weight_version` is that of the weights which are to compute them, and of the request's adapter. `images` are the
+    places, among the request's images, of those whose embeddings decode lacks.
     """
 
     room: Room
     first_page: int
     num_pages: int
     weight_version: str
+    images: tuple[int, ...] = ()
 
 
 class Pages(msgspec.Struct, frozen=True, tag="pages"):
@@ -138,8 +146,18 @@ class Pages(msgspec.Struct, frozen=True, tag="pages"):
     num_pages: int
 
 
+class Rows(msgspec.Struct, frozen=True, tag="rows"):
+    """Bytes of the embeddings of image `image` of the request, which follow. Those of an image come in order."""
+
+    room: Room
+    image: int
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The prompt is computed by weights of `weight_version`, and all pages up to `end_page` were sent."""
+    """The prompt is computed by weights of `weight_version`, and all pages up to `end_page` were sent.
+
+    So were the embeddings of all images that decode lacks, unless other weights have come meanwhile.
+    """
 
     room: Room
     end_page: int
@@ -167,7 +185,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """The sender lives."""
 
 
-Message: TypeAlias = Hello | Open | Media | Grant | Pages | Done | Ack | Fail | Ping
+Message: TypeAlias = Hello | Open | Media | Grant | Pages | Rows | Done | Ack | Fail | Ping
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -216,6 +234,10 @@ def decode(body: bytes | bytearray | memoryview, payload_bytes: int, page_bytes:
     if isinstance(message, Media):
         if not 0 < message.start + payload_bytes <= message.total or message.start < 0 or not payload_bytes:
             raise WireError(f"{payload_bytes} bytes follow {message}")
+        return message
+    if isinstance(message, Rows):
+        if not payload_bytes:
+            raise WireError(f"no bytes follow {message}")
         return message
     num_pages = message.num_pages if isinstance(message, Pages) else 0
     if num_pages < 0 or num_pages * page_bytes != payload_bytes:

@@ -3,9 +3,9 @@
 A decode worker connects to the address that a request names. Each connection has a thread that reads and one that
 writes; pages are received into their own memory and sent from where they lie. A worker that is silent says `Ping` every
 second, and one that isn't heard for `timeout_s` is dead: however long a request queues there, its worker is heard.
-Memory for pages is taken only for rooms whose `Grant` went out over the same connection, memory for images only for
-rooms whose `Open` asked for them; others are read and dropped. Meant for a private network: there is neither encryption
-nor a key.
+Memory for pages is taken only for rooms whose `Grant` went out over the same connection, memory for images and rows
+only for rooms whose `Open` or `Grant` asked for them; others are read and dropped. Meant for a private network: there
+is neither encryption nor a key.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from jaxsgl.transfer.frames import (
     Pages,
     Ping,
     Room,
+    Rows,
     WireError,
     decode,
     decode_head,
@@ -187,6 +188,7 @@ class _Link:
         self._out: queue.SimpleQueue[tuple[Message, np.ndarray | None] | None] = queue.SimpleQueue()
         self._granted: dict[Room, int] = {}  # pages that may still come
         self._asked: set[Room] = set()  # whose images may still come
+        self._lacking: set[Room] = set()  # whose images' embeddings may still come
         self._reason: str | None = None
         self._greeted = False
         self._scratch: Bytes | None = None
@@ -195,6 +197,8 @@ class _Link:
         """Queues a frame."""
         if isinstance(message, Grant):
             self._granted[message.room] = message.num_pages
+            if message.images:
+                self._lacking.add(message.room)
         elif isinstance(message, Open) and message.images is None:
             self._asked.add(message.room)
         elif isinstance(message, Fail):
@@ -260,7 +264,7 @@ class _Link:
         while True:
             head = decode_head(self._receive(sock, HEAD_BYTES), geometry.max_payload_bytes)
             message = decode(self._receive(sock, head.message_bytes), head.payload_bytes, geometry.page_bytes)
-            if isinstance(message, Pages | Media):
+            if isinstance(message, Pages | Media | Rows):
                 payload = self._take(sock, message, head.payload_bytes)
                 if payload is not None:
                     return News(self.peer, message, payload)
@@ -272,9 +276,12 @@ class _Link:
     def _end_room(self, room: Room) -> None:
         self._granted.pop(room, None)
         self._asked.discard(room)
+        self._lacking.discard(room)
 
-    def _is_awaited(self, message: Pages | Media) -> bool:
-        """Whether decode has granted these pages, or asked for these images; it gets them once."""
+    def _is_awaited(self, message: Pages | Media | Rows) -> bool:
+        """Whether decode has granted these pages, or asked for these images or rows; it gets pages once."""
+        if isinstance(message, Rows):
+            return message.room in self._lacking
         if isinstance(message, Media):
             return message.room in self._asked
         left = self._granted.get(message.room, 0) - message.num_pages
@@ -282,7 +289,7 @@ class _Link:
             self._granted[message.room] = left
         return left >= 0
 
-    def _take(self, sock: socket.socket, message: Pages | Media, num_bytes: int) -> Bytes | None:
+    def _take(self, sock: socket.socket, message: Pages | Media | Rows, num_bytes: int) -> Bytes | None:
         """Returns the bytes of what is awaited; reads others and returns None."""
         if self._is_awaited(message):
             payload = np.empty(num_bytes, dtype=np.uint8)
@@ -329,7 +336,7 @@ class _Link:
         data = np.ascontiguousarray(payload).view(np.uint8).reshape(-1).data
         sock.sendall(encode(message, len(data)))
         sock.sendall(data)
-        if isinstance(message, Pages):
+        if isinstance(message, Pages | Rows):
             self._wire.tell(Sent(self.peer, message.room, len(data), time.monotonic()))
 
 

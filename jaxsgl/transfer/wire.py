@@ -19,7 +19,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class News(NamedTuple):
-    """`peer` has sent `message`; `payload` is the bytes of its pages, `[num_pages * page_bytes]` uint8."""
+    """`peer` has sent `message`; `payload` is the bytes that follow it, uint8, of pages `[num_pages * page_bytes]`."""
 
     peer: Peer
     message: Message
@@ -27,7 +27,7 @@ class News(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """`num_bytes` of the pages of `room` left this process at `at_s` (monotonic), so the memory they took is free."""
+    """`num_bytes` of pages or rows of `room` left this process at `at_s` (monotonic); the memory they took is free."""
 
     peer: Peer
     room: Room

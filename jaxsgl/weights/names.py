@@ -335,7 +335,7 @@ def own_name(name: str, arch: ModelArch) -> str | None:
     """The inverse of `stored_name`; None for a tensor of a part of the model that is not served."""
     if arch.name in _BESIDE_TOWER:
         if name.startswith("model.visual."):
-            return name if arch.vision is not None else None
+            return name if arch.vision is not None and arch.vision.has_tower else None
         return "model." + name.removeprefix(_WITHIN) if name.startswith(_WITHIN) else name
     prefix, others = _PREFIXES.get(arch.name, ("", ()))
     return None if others and name.startswith(others) else name.removeprefix(prefix)

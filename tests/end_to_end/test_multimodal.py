@@ -17,6 +17,7 @@ from PIL import Image
 
 import jaxsgl
 from jaxsgl.config.vision import VisionConfig
+from jaxsgl.wiring import RETRACT_VARIABLE
 from tests.end_to_end.gateway import Gateway, client_of, running_gateway, wait_for
 from tests.end_to_end.servers import START_TIMEOUT_S, RunningServer, check_log, running_server
 from tests.grids import NIGHTLY
@@ -118,14 +119,21 @@ def sees_two(gateway: Gateway) -> bool:
 
 @pytest.mark.skipif(not NIGHTLY, reason="starts two servers more")
 def test_prefill_and_decode_servers_answer_about_pictures_as_one_server_does(folder: Path, tmp_path: Path) -> None:
-    """To decode workers over gRPC the gateway sends no pictures: they come from prefill."""
+    """To decode workers over gRPC the gateway sends no pictures: they come from prefill.
+
+    Decode has no tower. A page holds whole prompts, so decode computes them all, and again where it retracts a request,
+    with the embeddings that prefill sends.
+    """
     (port,) = free_ports(1)
     with contextlib.ExitStack() as stack:
         servers: list[RunningServer] = []
         for mode, *more in (("prefill", "--disaggregation-bootstrap-port", str(port)), ("decode",)):
             (tmp_path / mode).mkdir()
-            flags = (*flags_of(folder), "--disaggregation-mode", mode, *more)
-            servers.append(stack.enter_context(running_server(tmp_path / mode, flags)))
+            flags = (*flags_of(folder), "--page-size", "64", "--disaggregation-mode", mode, *more)
+            with pytest.MonkeyPatch.context() as patch:
+                if mode == "decode":
+                    patch.setenv(RETRACT_VARIABLE, "5")
+                servers.append(stack.enter_context(running_server(tmp_path / mode, flags)))
         direct = client_of(f"http://{servers[0].http_address}", stack)
         moved = 0
         for scheme in ("grpc", "http"):
@@ -143,7 +151,16 @@ def test_prefill_and_decode_servers_answer_about_pictures_as_one_server_does(fol
                 assert answer[1] == pytest.approx(expected[1], abs=1e-2 if scaled_by_gateway else 1e-4)
             state = httpx.get(f"http://{servers[1].http_address}/get_server_info", timeout=60).json()
             before, moved = moved, state["internal_states"][0]["transfer"]["moved_bytes"]
-            assert moved > before or scheme == "http", "the prefixes are cached by then"
+            assert moved > before or scheme == "http", "the embeddings are in host memory by then"
+        metrics = httpx.get(f"http://{servers[1].http_address}/metrics", timeout=60).text
+        counts = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+        for name, least, most in (
+            ("jaxsgl:encoded_images", 0, 0),
+            ("jaxsgl:restored_images", 1, 99),
+            ("sglang:num_retracted_requests", 1, 99),
+        ):
+            (count,) = [float(value) for row, value in counts.items() if row.startswith(f"{name}_total")]
+            assert least <= count <= most, name
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="compiles as long as the rest of this file")

@@ -11,8 +11,15 @@ import pytest
 import torch
 from flax import nnx
 
+from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.patches import EncodeBucket, TowerCapacity, TowerShape, layout_of, pack, token_positions
+from jaxsgl.config.disaggregation import DisaggregationConfig
+from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.encoding import patches_of_call
+from jaxsgl.engine.memory import Memory
+from jaxsgl.engine.programs import all_keys
+from jaxsgl.engine.residents import read_arch
+from jaxsgl.engine.sizing import kv_shape, plan_capacity
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.vision.tower import Patches
 from jaxsgl.requests.media import Grid, patches_of
@@ -50,6 +57,28 @@ def test_packed_images_have_the_rows_of_transformers_tower(moe: bool, tmp_path: 
         call = pack([[(item, np.zeros(item.length, np.int32)) for item in items]], EncodeBucket(size), capacity)
         found = tower(params, patches_of_call(jnp.asarray(call.pixels[0]), jnp.asarray(call.columns[0])))
         np.testing.assert_allclose(np.asarray(found)[: count // 4], rows, atol=5e-5)
+
+
+def test_a_decode_server_has_no_weights_of_the_tower_and_no_program_for_it(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    (whole, programs), (decode, of_decode) = parts_of(tmp_path, "null"), parts_of(tmp_path, "decode")
+    assert any(path.startswith("['visual']") for path in whole) and "encode" in programs
+    assert decode == {path for path in whole if not path.startswith("['visual']")}
+    assert of_decode == programs - {"encode"}, "it extends images, whose embeddings come from prefill"
+
+
+def parts_of(folder: Path, mode: str) -> tuple[set[str], set[str]]:
+    """Paths of the parameters of a server's model, and the kinds of its programs."""
+    apart = DisaggregationConfig(disaggregation_mode=mode)
+    config = EngineConfig(model=str(folder), context_length=128, max_total_tokens=600, disaggregation=apart)
+    arch = read_arch(config, folder)
+    capacity = plan_capacity(config, arch, kv_shape(arch, 16, FLOAT32), Memory("cpu", 1 << 40, 1 << 40))
+    assert capacity.tower is not None and capacity.media is not None and capacity.tower.host_bytes > 0
+    buckets = BucketSet.derive(capacity)
+    assert any(bucket.rope_axes == 3 for bucket in buckets.all())
+    params = load_params(folder, arch, FLOAT32, mesh_of())
+    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    return paths, {key.kind for key in all_keys(buckets)}
 
 
 def test_layouts_of_thin_and_least_images() -> None:

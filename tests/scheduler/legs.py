@@ -16,7 +16,9 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Rendezvous, Request
 from jaxsgl.scheduler.adapter_orders import load
-from jaxsgl.scheduler.disagg.legs import DecodeScheduler, LegScheduler, PrefillScheduler
+from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
+from jaxsgl.scheduler.disagg.legs import LegScheduler
+from jaxsgl.scheduler.disagg.prefill_scheduler import PrefillScheduler
 from jaxsgl.scheduler.disagg.rooms import RoomLimits
 from jaxsgl.scheduler.req import Key
 from jaxsgl.testing.engine import FakeEngine
@@ -104,6 +106,9 @@ class LegWorker:
             self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_seqs))
         if collects and newest_only:
             self._collect()
+        kept_images = self.scheduler.kept_images
+        if kept_images is not None and kept_images.awaits_rows:
+            kept_images.gathered(self.engine.poll_rows())
         self.settle()
 
     def load_adapter(self, name: str, folder: str) -> None:
@@ -154,6 +159,8 @@ class LegWorker:
         assert (scheduler.rooms.num_rooms, scheduler.rooms.staged_bytes) == (0, 0)
         assert scheduler.is_idle and scheduler.cache.num_available == self.sizes.num_pages - 1
         assert scheduler.load(0).used_tokens == 0
+        kept_images = scheduler.kept_images
+        assert kept_images is None or not kept_images.host.holders()
         scheduler.check()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxsgl.transfer.frames import Done, Fail, Grant, Media, Message, Open, Pages, Room
+from jaxsgl.transfer.frames import Done, Fail, Grant, Media, Message, Open, Pages, Room, Rows
 from jaxsgl.transfer.wire import Event, Left, News, Peer, Sent
 
 
@@ -38,7 +38,7 @@ class Network:
         """Hands over the oldest message that `end` has sent."""
         message, payload = self.on_way[end].popleft()
         wire, peer = end
-        if payload is not None and isinstance(message, Pages):
+        if payload is not None and isinstance(message, Pages | Rows):
             wire.events.append(Sent(peer, message.room, payload.nbytes, self.clock()))
         other, at_other = self.links[end]
         for _ in range(1 + twice):
@@ -68,6 +68,7 @@ class MemoryWire:
         self._peers: dict[tuple[str, int], Peer] = {}
         self._granted: dict[tuple[Peer, Room], int] = {}
         self._asked: set[tuple[Peer, Room]] = set()
+        self._lacking: set[tuple[Peer, Room]] = set()
         if address is not None:
             network.listening[address] = self
 
@@ -84,6 +85,8 @@ class MemoryWire:
     def send(self, peer: Peer, message: Message, payload: np.ndarray | None = None) -> None:
         if isinstance(message, Grant):
             self._granted[peer, message.room] = message.num_pages
+            if message.images:
+                self._lacking.add((peer, message.room))
         elif isinstance(message, Open) and message.images is None:
             self._asked.add((peer, message.room))
         elif isinstance(message, Fail):
@@ -94,6 +97,8 @@ class MemoryWire:
     def takes(self, message: Message, peer: Peer) -> bool:
         if isinstance(message, Media):
             return (peer, message.room) in self._asked
+        if isinstance(message, Rows):
+            return (peer, message.room) in self._lacking
         assert isinstance(message, Pages)
         left = self._granted.get((peer, message.room), 0)
         return left >= message.num_pages

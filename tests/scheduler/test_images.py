@@ -167,17 +167,37 @@ def test_orders_empty_host_memory_of_images(order: str) -> None:
     assert scheduler.state.totals.encoded_images == 3
 
 
+def without_tower(sizes: Capacity) -> Capacity:
+    assert sizes.media is not None and sizes.tower is not None
+    media = msgspec.structs.replace(sizes.media, may_come_later=True)
+    return replace(sizes, media=media, tower=replace(sizes.tower, encodes=False))
+
+
+def pair_of(network: Network, host_rows: int = 60, **options: Any) -> tuple[LegWorker, LegWorker]:
+    """A prefill worker, and a decode worker that has no tower and holds so many rows in host memory."""
+    prefill = LegWorker(network, PREFILL, capacity(page_size=16, host_rows=12), radix_cache=True)
+    decode_sizes = without_tower(capacity(page_size=16, host_rows=host_rows))
+    return prefill, LegWorker(network, None, decode_sizes, radix_cache=True, **options)
+
+
+def send(network: Network, prefill: LegWorker, decode: LegWorker, request: Request, number: int) -> None:
+    """Sends both legs of a request and serves until nothing happens any more."""
+    prefill.receive(
+        at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), number)
+    )
+    decode.receive(at(request, number))
+    run(network, prefill, decode)
+
+
 @pytest.mark.parametrize(("comes_later", "first"), [(False, "prefill"), (True, "prefill"), (True, "decode")])
 def test_prefill_and_decode_in_different_workers_yield_the_same_tokens(comes_later: bool, first: str) -> None:
     """Decode computes less than a page of the prompt, which may be an image's, and again what is retracted.
 
-    If the gateway gives it no images, it gets them from prefill.
+    It has no tower: embeddings come from prefill, whose host memory holds those of one image, and requests wait for
+    room to hold theirs. If the gateway gives it no images, it gets them from prefill.
     """
-    network, sizes = Network(), capacity(page_size=16)
-    assert sizes.media is not None
-    may_lack = replace(sizes, media=msgspec.structs.replace(sizes.media, may_come_later=True))
-    prefill = LegWorker(network, PREFILL, sizes, radix_cache=True)
-    decode = LegWorker(network, None, may_lack, radix_cache=True, retract_also=RetractEvery(7))
+    network = Network()
+    prefill, decode = pair_of(network, retract_also=RetractEvery(7))
     requests = [asked(str(i), [3, (i % 3, 9), i + 1, (5 + i, 11), 2 + i % 4], max_tokens=9) for i in range(8)]
     for number, request in enumerate(requests):
         leg = msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1))
@@ -188,7 +208,74 @@ def test_prefill_and_decode_in_different_workers_yield_the_same_tokens(comes_lat
             network.deliver_all()
     run(network, prefill, decode)
     assert [decode.outputs[request.request_id, 0] for request in requests] == [expected(one) for one in requests]
-    assert decode.scheduler.state.totals.cached_prompt_tokens > 0
+    totals = decode.scheduler.state.totals
+    assert totals.cached_prompt_tokens > 0 and totals.retractions > 0 and totals.restored_images > 0
+    assert totals.encoded_images == 0 and not decode.scheduler.state.buckets.encode
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_images_of_cached_prompts_are_encoded_again_if_their_embeddings_are_nowhere() -> None:
+    """Prefill still has the KV of the prompt, and decode has nothing of it."""
+    network = Network()
+    prefill, decode = pair_of(network)
+    request, others = asked("a", [3, (1, 12), 2], 9), [asked(str(i), [1 + i, (5 + i, 12), 1], 2) for i in range(2)]
+    for number, each in enumerate((request, *others)):
+        send(network, prefill, decode, each, number)
+    assert prefill.scheduler.state.totals.encoded_images == 3
+    decode.scheduler.flush_cache()
+    again = msgspec.structs.replace(request, request_id="again")
+    send(network, prefill, decode, again, 9)
+    assert decode.outputs["a", 0] == decode.outputs["again", 0] == expected(request)
+    assert prefill.scheduler.state.totals.encoded_images == 4
+    third = msgspec.structs.replace(request, request_id="third")
+    send(network, prefill, decode, third, 10)
+    assert decode.outputs["third", 0] == expected(request)
+    assert prefill.scheduler.state.totals.encoded_images == 4, "decode still has its embeddings"
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_decode_worker_refuses_images_that_it_can_not_have() -> None:
+    network = Network()
+    prefill, decode = pair_of(network, host_rows=20)
+    send(network, prefill, decode, asked("large", [3, (1, 12), 2, (2, 9), 1]), 1)
+    assert set(prefill.ended.values()) == set(decode.ended.values()) == {RefusalKind.INVALID}
+    assert decode.replies[-1].refusal is not None and "--mm-host-mib" in decode.replies[-1].refusal.text
+    decode.receive(asked("whole", [3, (1, 12), 2]))
+    assert decode.replies[-1].refusal is not None and "no vision tower" in decode.replies[-1].refusal.text
+    decode.receive(text := asked("text", [9]))
+    run(network, prefill, decode)
+    assert decode.outputs["text", 0] == expected(text)
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_request_whose_images_would_be_those_of_other_weights_must_be_sent_again() -> None:
+    network = Network()
+    prefill, decode = pair_of(network)
+    request, text = asked("images", [3, (1, 12), 2], 30), asked("text", [9], 30)
+    decode.receive(text)
+    prefill.receive(at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), 1))
+    decode.receive(at(request, 1))
+    for _ in range(12):
+        network.deliver_all()
+        prefill.turn()
+        decode.turn()
+    assert len(decode.outputs["images", 0]) > 0 and not decode.ended
+    scheduler = decode.scheduler
+    scheduler.pause()
+    while decode.in_flight:
+        decode.turn()
+    scheduler.retract_all()
+    scheduler.retire_cache()
+    scheduler.resume()
+    run(network, prefill, decode)
+    assert decode.ended["images", 0] is RefusalKind.PEER and decode.outputs["text", 0] == expected(text)
+    assert scheduler.state.totals.failed_requests == 0
+    again = msgspec.structs.replace(request, request_id="again")
+    send(network, prefill, decode, again, 2)
+    assert decode.outputs["again", 0] == expected(request)
     prefill.check_empty()
     decode.check_empty()
 

@@ -16,8 +16,9 @@ from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.disagg.decode import DecodeState
-from jaxsgl.scheduler.disagg.legs import DecodeScheduler, PrefillScheduler
-from jaxsgl.scheduler.disagg.prefill import PrefillState
+from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
+from jaxsgl.scheduler.disagg.prefill_leg import PrefillState
+from jaxsgl.scheduler.disagg.prefill_scheduler import PrefillScheduler
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.testing.engine import RetractEvery, generate
 from jaxsgl.testing.grammars import FakeMatcher, compile_fake

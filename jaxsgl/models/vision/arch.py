@@ -33,6 +33,7 @@ class VisionArch:
       rope_theta: base of the wavelengths.
       mean, std: of the channels' values from 0 to 1, by which pixels are normalized.
       image_token_id, video_token_id: the placeholder tokens of images, and of video frames.
+      has_tower: whether it is loaded; what it makes comes from another server otherwise.
     """
 
     num_layers: int
@@ -51,6 +52,7 @@ class VisionArch:
     rope_theta: float = ROPE_THETA
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    has_tower: bool = True
 
     @property
     def head_dim(self) -> int:

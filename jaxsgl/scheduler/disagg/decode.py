@@ -31,7 +31,8 @@ from jaxsgl.scheduler.disagg.rooms import (
     taken,
     too_many,
 )
-from jaxsgl.transfer.frames import Ack, Done, Fail, Grant, Media, Open, Pages, Room
+from jaxsgl.scheduler.disagg.rows import LackingRows
+from jaxsgl.transfer.frames import Ack, Done, Fail, Grant, Media, Open, Pages, Room, Rows
 from jaxsgl.transfer.wire import Bytes, Peer
 
 
@@ -58,6 +59,7 @@ class _Leg:
     parts: dict[int, Bytes] = field(default_factory=dict)  # by their first page
     num_received: int = 0
     weight_version: str = ""
+    row_bytes: int = 0  # of images' embeddings that are on their way
     done: Done | None = None
 
 
@@ -82,6 +84,7 @@ class DecodeRooms:
       num_cached: gives how many leading pages of a request's prompt are cached now.
       version_of: gives the version of weights and adapter that would compute a request here.
       media_limits: of the images that prefill may send; None: the model takes text alone.
+      rows: what is held and lacking of images' embeddings; None likewise.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class DecodeRooms:
         num_cached: Callable[[Request], int],
         version_of: Callable[[Request], str],
         media_limits: MediaLimits | None = None,
+        rows: LackingRows | None = None,
     ) -> None:
         self._limits = limits
         self._num_cached = num_cached
@@ -97,9 +101,11 @@ class DecodeRooms:
         self._legs: dict[Room, _Leg] = {}
         self._rooms: dict[str, Room] = {}
         self._lacking = Lacking(media_limits)
+        self._rows = rows
         self._queue: deque[Room] = deque()  # BOOTSTRAPPING, in order of arrival
         self._ready: OrderedDict[Room, None] = OrderedDict()  # in order of completion
         self._staged = 0  # pages that are granted and not handed over
+        self._staged_rows = 0  # bytes of embeddings that are granted and not kept yet
 
     @property
     def num_rooms(self) -> int:
@@ -124,7 +130,7 @@ class DecodeRooms:
     @property
     def staged_bytes(self) -> int:
         """Staging memory that is taken or promised."""
-        return self._staged * self._limits.page_bytes
+        return self._staged * self._limits.page_bytes + self._staged_rows
 
     def state_of(self, request_id: str) -> DecodeState | None:
         """Where the request stands; None: it has no room here."""
@@ -160,7 +166,7 @@ class DecodeRooms:
             self._lacking.add(room)
         else:
             self._queue.append(room)
-        return [Send(peer, Open(room, images)), *self._grant_waiting()]
+        return [Send(peer, Open(room, images)), *self._checked(leg)]
 
     def aborted(self, request_id: str) -> list[Action]:
         """The client has left."""
@@ -186,7 +192,7 @@ class DecodeRooms:
         leg.request = msgspec.structs.replace(leg.request, media=images)
         leg.state = DecodeState.BOOTSTRAPPING
         self._queue.append(leg.room)
-        return self._grant_waiting()
+        return self._checked(leg)
 
     # The pages.
 
@@ -203,6 +209,19 @@ class DecodeRooms:
         leg.parts[pages.first_page] = payload
         leg.num_received += pages.num_pages
         return self._completed(leg)
+
+    def rows(self, peer: Peer, rows: Rows, payload: Bytes) -> list[Action]:
+        """Embeddings of an image have come."""
+        leg = self._leg_at(peer, rows.room)
+        if leg is None or leg.state is not DecodeState.RECEIVING or self._rows is None:
+            return []
+        if not self._rows.came(leg.room, rows.image, payload):
+            return self._give_up(leg, lost(f"embeddings of image {rows.image} came that were not asked for"))
+        return []
+
+    def memory_freed(self) -> list[Action]:
+        """Requests have ended that held embeddings of images."""
+        return self._grant_waiting()
 
     def done(self, peer: Peer, done: Done) -> list[Action]:
         """Prefill has computed the prompt, and sent pages up to `done.end_page`."""
@@ -259,6 +278,13 @@ class DecodeRooms:
         leg = self._legs.get(room)
         return leg if leg is not None and leg.peer == peer else None
 
+    def _checked(self, leg: _Leg) -> list[Action]:
+        """Grants memory in order, unless the images of `leg` can't ever be held."""
+        too_large = None if self._rows is None else self._rows.too_large(leg.request)
+        if too_large is not None:
+            return self._give_up(leg, Refusal(RefusalKind.INVALID, too_large))
+        return self._grant_waiting()
+
     def _grant_waiting(self) -> list[Action]:
         """Grants memory in order of arrival, while there is some for all pages of a request."""
         actions: list[Action] = []
@@ -268,17 +294,24 @@ class DecodeRooms:
             num_pages = min(leg.num_pages - first, self._limits.staging_pages)
             if num_pages and self._staged + num_pages > self._limits.staging_pages:
                 break
+            lacking = () if self._rows is None else self._rows.hold(leg.request, leg.room)
+            if lacking is None:
+                break
             self._queue.popleft()
+            if self._rows is not None:
+                leg.row_bytes = self._rows.bytes_to_come(leg.room)
+                self._staged_rows += leg.row_bytes
             self._staged += num_pages
             leg.first, leg.end, leg.weight_version = first, first + num_pages, self._version_of(leg.request)
             leg.state = DecodeState.RECEIVING
-            actions.append(Send(leg.peer, Grant(leg.room, first, num_pages, leg.weight_version)))
+            actions.append(Send(leg.peer, Grant(leg.room, first, num_pages, leg.weight_version, lacking)))
         return actions
 
     def _completed(self, leg: _Leg) -> list[Action]:
         """Acknowledges, once all pages that prefill has sent are here."""
         if leg.done is None or leg.num_received < leg.done.end_page - leg.first:
             return []
+        self._end_rows(leg)
         leg.state = DecodeState.READY
         self._ready[leg.room] = None
         return [Send(leg.peer, Ack(leg.room))]
@@ -288,10 +321,21 @@ class DecodeRooms:
         told = Send(leg.peer, Fail(leg.room, refusal.text, refusal.kind.value))
         return [told, Refuse(leg.request.request_id, refusal), *self._grant_waiting()]
 
+    def _end_rows(self, leg: _Leg) -> None:
+        """Keeps the embeddings that have come, if weights have not been exchanged since they were asked for."""
+        if self._rows is None:
+            return
+        versions = {leg.weight_version, self._version_of(leg.request)}
+        self._rows.ended(leg.room, leg.done is not None and versions == {leg.done.weight_version})
+        self._staged_rows -= leg.row_bytes
+        leg.row_bytes = 0
+
     def _remove(self, leg: _Leg) -> None:
         del self._legs[leg.room], self._rooms[leg.request.request_id]
         self._ready.pop(leg.room, None)
         self._lacking.discard(leg.room)
+        if leg.state is DecodeState.RECEIVING:
+            self._end_rows(leg)
         if leg.state is DecodeState.BOOTSTRAPPING:
             self._queue.remove(leg.room)
         elif leg.state is not DecodeState.LACKING:

@@ -1,8 +1,8 @@
 """Images of requests that the gateway gave the prefill worker alone: how decode gets them, and how legs compare theirs.
 
 Gateways that speak gRPC send decode the expanded tokens of a prompt, but not its images. Decode then opens the room
-without a hash of them, and prefill sends them as they came, so that decode can compute what prefill's pages leave out:
-less than a page of a prompt, and all of one that was retracted. Called by the two state machines of this package.
+without a hash of them, and prefill sends them as they came: decode names its cached pages by their digests, and places
+tokens by their grids. Embeddings of them come later (rows.py). Called by the two state machines of this package.
 """
 
 from __future__ import annotations

@@ -7,17 +7,17 @@ computed can leave at once and no page is held for a decode worker that doesn't 
 
 from __future__ import annotations
 
-import enum
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
+from jaxsgl.cache.host_images import HostRows
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.media import images_hash
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.images import send_images
+from jaxsgl.scheduler.disagg.prefill_leg import Leg, Orphan, PrefillState
 from jaxsgl.scheduler.disagg.rooms import (
     Action,
     Answer,
@@ -32,47 +32,11 @@ from jaxsgl.scheduler.disagg.rooms import (
     taken,
     too_many,
 )
-from jaxsgl.transfer.frames import FRAME_BYTES, Done, Fail, Grant, Room, page_frames
+from jaxsgl.transfer.frames import FRAME_BYTES, Done, Fail, Grant, Room, Rows, page_frames
 from jaxsgl.transfer.wire import Peer, Sent
 
 CHANGED = ""  # the version of pages that were computed while weights or adapters were exchanged: that of none
 MAX_REFUSED = 1024  # rooms that ended before decode asked for them, and are remembered
-
-
-class PrefillState(enum.Enum):
-    """Where a prefill leg stands."""
-
-    BOOTSTRAPPING = "bootstrapping"  # waits for decode's grant
-    WAITING = "waiting"  # granted; waits for staging memory
-    EXTENDING = "extending"  # the scheduler has it
-    SENDING = "sending"  # computed; pages are on their way, or not acknowledged yet
-
-
-@dataclass(slots=True)
-class _Leg:
-    """A prefill leg. Pages up to `end` of its prompt go to `peer`; those before `next` are being copied or sent."""
-
-    request: Request
-    room: Room
-    since_s: float
-    state: PrefillState = PrefillState.BOOTSTRAPPING
-    peer: Peer | None = None
-    version: str = ""  # of weights and adapter, when it was started
-    next: int = 0
-    end: int = 0
-    num_gathering: int = 0
-    answered_s: float | None = None  # when the scheduler had computed it
-    acked: bool = False  # by decode
-
-
-@dataclass(slots=True)
-class _Orphan:
-    """What decode has said of a room whose request has not come from the gateway yet."""
-
-    peer: Peer
-    since_s: float
-    images: int | None  # the hash of those of decode's request; None: it lacks them
-    grant: Grant | None = None
 
 
 class PrefillRooms:
@@ -91,10 +55,10 @@ class PrefillRooms:
         self._limits = limits
         self._version_of = version_of
         self._clock = clock
-        self._legs: dict[Room, _Leg] = {}
+        self._legs: dict[Room, Leg] = {}
         self._rooms: dict[str, Room] = {}
         self._num_in: Counter[PrefillState] = Counter()
-        self._orphans: OrderedDict[Room, _Orphan] = OrderedDict()  # in order of time
+        self._orphans: OrderedDict[Room, Orphan] = OrderedDict()  # in order of time
         self._refused: OrderedDict[Room, Fail] = OrderedDict()  # before decode has asked for them
         self._queue: deque[Room] = deque()  # WAITING, in order of their grants
         self._promised = 0  # pages that started requests may still have copied
@@ -145,7 +109,7 @@ class PrefillRooms:
         if self.num_rooms >= self._limits.max_rooms and room not in self._orphans:
             return [Refuse(request.request_id, too_many(self._limits.max_rooms))]
         self._refused.pop(room, None)
-        leg = self._legs[room] = _Leg(request, room, self._clock())
+        leg = self._legs[room] = Leg(request, room, self._clock())
         self._rooms[request.request_id] = room
         self._num_in[leg.state] += 1
         orphan = self._orphans.pop(room, None)
@@ -219,6 +183,26 @@ class PrefillRooms:
         frames = page_frames(room, first, data, per_frame)
         return [*(Send(leg.peer, message, payload) for message, payload in frames), *self._done(leg)]
 
+    def wanted(self, request_id: str) -> frozenset[bytes]:
+        """Images of a request whose embeddings are still to be sent."""
+        leg = self._leg_of(request_id)
+        return frozenset() if leg is None else frozenset(leg.wanted)
+
+    def rows(self, digest: bytes, rows: HostRows | None) -> list[Action]:
+        """Embeddings of an image have come; None: they are those of weights of the past."""
+        actions: list[Action] = []
+        for leg in list(self._legs.values()):
+            is_begun = leg.state in (PrefillState.EXTENDING, PrefillState.SENDING)
+            if not is_begun or digest not in leg.wanted:
+                continue
+            if rows is not None:
+                leg.wanted.discard(digest)
+                actions += self._send_rows(leg, digest, rows)
+            elif leg.version != self._version_of(leg.request):
+                leg.wanted.discard(digest)  # decode is told so
+            actions += self._done(leg)
+        return actions
+
     def sent(self, sent: Sent) -> list[Action]:
         """Pages have left this process."""
         if sent.peer in self._unsent:
@@ -233,7 +217,7 @@ class PrefillRooms:
     def opened(self, peer: Peer, room: Room, images: int | None) -> list[Action]:
         """Decode has the request, too, with images of that hash, or without those that its prompt stands for."""
         known = self._legs.get(room) or self._orphans.get(room)
-        if isinstance(known, _Leg) and known.peer is None:
+        if isinstance(known, Leg) and known.peer is None:
             known.peer = peer
             return self._compare_images(known, images)
         if known is not None:
@@ -243,7 +227,7 @@ class PrefillRooms:
             return [Send(peer, refused)]
         if self.num_rooms >= self._limits.max_rooms:
             return [_fail(peer, room, too_many(self._limits.max_rooms))]
-        self._orphans[room] = _Orphan(peer, self._clock(), images)
+        self._orphans[room] = Orphan(peer, self._clock(), images)
         return []
 
     def granted(self, peer: Peer, grant: Grant) -> list[Action]:
@@ -309,11 +293,11 @@ class PrefillRooms:
 
     # Within.
 
-    def _leg_of(self, request_id: str) -> _Leg | None:
+    def _leg_of(self, request_id: str) -> Leg | None:
         room = self._rooms.get(request_id)
         return None if room is None else self._legs[room]
 
-    def _compare_images(self, leg: _Leg, images: int | None) -> list[Action]:
+    def _compare_images(self, leg: Leg, images: int | None) -> list[Action]:
         """Sends its images to a decode worker that lacks them; refuses the request if that worker has others."""
         assert leg.peer is not None
         if images is None:
@@ -324,7 +308,7 @@ class PrefillRooms:
         actions = self._give_up(leg, refusal.text, refusal.kind.value)
         return [*actions, Refuse(leg.request.request_id, refusal)]
 
-    def _grant(self, leg: _Leg, grant: Grant) -> list[Action]:
+    def _grant(self, leg: Leg, grant: Grant) -> list[Action]:
         if leg.state is not PrefillState.BOOTSTRAPPING:
             return []  # said twice
         version = self._version_of(leg.request)
@@ -333,6 +317,8 @@ class PrefillRooms:
             refusal = lost(text)
             actions = self._give_up(leg, refusal.text, refusal.kind.value)
             return [*actions, Refuse(leg.request.request_id, refusal)]
+        media = leg.request.media
+        leg.wanted = {media[place].digest for place in grant.images if 0 <= place < len(media)}
         leg.next = max(grant.first_page, 0)
         leg.end = leg.next + min(max(grant.num_pages, 0), self._limits.staging_pages)
         self._move(leg, PrefillState.WAITING)
@@ -354,15 +340,22 @@ class PrefillRooms:
             actions.append(Start(leg.request))
         return actions
 
-    def _done(self, leg: _Leg) -> list[Action]:
+    def _done(self, leg: Leg) -> list[Action]:
         """Says so, once the prompt is computed and its last pages are handed to the wire."""
-        if leg.state is not PrefillState.SENDING or leg.num_gathering:
+        if leg.state is not PrefillState.SENDING or leg.num_gathering or leg.wanted:
             return []
         assert leg.peer is not None
         version = leg.version if leg.version == self._version_of(leg.request) else CHANGED
         return [Send(leg.peer, Done(leg.room, leg.end, version))]
 
-    def _give_up(self, leg: _Leg, text: str, kind: str | None) -> list[Action]:
+    def _send_rows(self, leg: Leg, digest: bytes, rows: HostRows) -> list[Action]:
+        assert leg.peer is not None
+        self._unsent[leg.peer] += rows.nbytes
+        place = next(place for place, item in enumerate(leg.request.media) if item.digest == digest)
+        parts = (rows.reshape(-1)[start : start + FRAME_BYTES] for start in range(0, rows.nbytes, FRAME_BYTES))
+        return [Send(leg.peer, Rows(leg.room, place), part) for part in parts]
+
+    def _give_up(self, leg: Leg, text: str, kind: str | None) -> list[Action]:
         """Removes a leg and tells decode."""
         self._remove(leg)
         return [*self._tell(leg.peer, Fail(leg.room, text, kind)), *self._start_waiting()]
@@ -376,12 +369,12 @@ class PrefillRooms:
             self._refused.popitem(last=False)
         return []
 
-    def _move(self, leg: _Leg, state: PrefillState) -> None:
+    def _move(self, leg: Leg, state: PrefillState) -> None:
         self._num_in[leg.state] -= 1
         self._num_in[state] += 1
         leg.state = state
 
-    def _remove(self, leg: _Leg) -> None:
+    def _remove(self, leg: Leg) -> None:
         self._num_in[leg.state] -= 1
         del self._legs[leg.room], self._rooms[leg.request.request_id]
         if leg.state is PrefillState.WAITING:

@@ -7,10 +7,10 @@ the actions out. They know no sockets, no pages' ids and no threads, and read no
     LACKING        --Open(no images)--------------->  BOOTSTRAPPING    only if the gateway sent decode no images
         |          <-Media, Media, ..---------------
     BOOTSTRAPPING  --Open-------------------------->  BOOTSTRAPPING    until decode has memory for the pages
-        | staging memory
-    RECEIVING      --Grant(pages that it lacks)---->  WAITING          until there is staging memory here, too
+        | staging memory, and room for images' embeddings
+    RECEIVING      --Grant(what it lacks)---------->  WAITING          until there is staging memory here, too
         |                                             EXTENDING        in the scheduler; pages leave after each chunk
-        |          <-Pages, Pages, ..---------------
+        |          <-Pages, Rows, Pages, ..---------
         |          <-Done---------------------------  SENDING
     READY          --Ack--------------------------->  (answered)
         | pages into the prefix cache

@@ -1,0 +1,154 @@
+"""`DecodeScheduler`: takes the pages of prompts, and the embeddings of their images, and generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from jaxsgl.batch.engine_ops import Insert as InsertOp
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.cache.pages import full_pages
+from jaxsgl.config.disaggregation import TransferLoad
+from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
+from jaxsgl.messages.load import Load
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import Reply
+from jaxsgl.requests.request import Request
+from jaxsgl.scheduler.budget import pages_held_for
+from jaxsgl.scheduler.disagg.decode import DecodeRooms, Received
+from jaxsgl.scheduler.disagg.legs import LegScheduler, room_of_leg
+from jaxsgl.scheduler.disagg.rooms import Action, Start
+from jaxsgl.scheduler.disagg.rows import LackingRows
+from jaxsgl.transfer.frames import Done, Fail, Media, Pages, Rows
+from jaxsgl.transfer.wire import Event, Left, News
+
+
+class DecodeScheduler(LegScheduler):
+    """Gets the pages of prompts from prefill workers, and generates."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        media, tower = self.state.capacity.media, self.state.capacity.tower
+        rows = None
+        if tower is not None and self.kept_images is not None and not tower.encodes:
+            rows = LackingRows(self.kept_images.host, tower.row_bytes)
+        self.rooms = DecodeRooms(self._room_limits, self._num_cached, self._kv_names.version, media, rows)
+        self._aborts: dict[str, list[Abort]] = {}  # of single samples of requests that have a room
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing can happen before the next message, or the next news of the wire."""
+        return super().is_idle and (not self.rooms.has_ready or bool(self._pauses))
+
+    def launch(self) -> StepInputs | None:
+        """Takes pages that have come, and decides the next step."""
+        self._hear()
+        while not self._pauses and (received := self.rooms.ready()) is not None and self._has_room_for(received):
+            self._take(received)
+        return super().launch()
+
+    def abort_all(self) -> None:
+        """Ends every request."""
+        super().abort_all()
+        for request_id in self.rooms.request_ids():
+            self._carry_out(self.rooms.aborted(request_id))
+
+    def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
+        """The scheduler's, and that of the legs before it."""
+        waiting, receiving = self.rooms.num_bootstrapping, self.rooms.num_receiving
+        load = super().load(recompiles, leaks, weight_version)
+        transfer = TransferLoad("decode", waiting, receiving, self.rooms.staged_bytes, self._num_bytes)
+        return msgspec.structs.replace(load, num_waiting=load.num_waiting + waiting + receiving, transfer=transfer)
+
+    def take_replies(self) -> list[Reply]:
+        """All replies since the last call. Images that ended requests held may leave host memory then."""
+        replies = super().take_replies()
+        host = None if self.kept_images is None else self.kept_images.host
+        for request_id in () if host is None else host.holders():
+            if not self._requests.samples_of(request_id) and self.rooms.request(request_id) is None:
+                assert host is not None
+                host.drop(request_id)
+                self._carry_out(self.rooms.memory_freed())
+        return replies
+
+    def _has_room_for(self, received: Received) -> bool:
+        """Whether the request would soon be admitted, so that its pages are not evicted before.
+
+        An empty pool takes any request, as in planning. What is held for running requests counts as taken.
+        """
+        request, requests, cache = received.request, self._requests, self.cache
+        if not (requests.waiting or requests.admitted):
+            return True
+        if len(requests.waiting) + request.sampling.n > cache.table.num_free_rows:
+            return False
+        held = pages_held_for(list(requests.admitted.values()), self.state.ratio.value, cache)
+        held += sum(cache.pages_for(req.prompt_len + 1) for req in requests.waiting.values())
+        return held + cache.pages_for(len(request.prompt_ids) + 1) <= cache.num_available
+
+    def _take(self, received: Received) -> None:
+        """Copies the pages to the pool, as a prefix, and gives the request to the scheduler."""
+        request, layout = received.request, self._engine.page_layout
+        ids, namespace = self._kv_names.ids_and_namespace(request)
+        pages = self.cache.land(ids, received.first, received.num_pages, request.request_id, namespace).tolist()
+        missing_from = received.first + received.num_pages - len(pages)  # the cache has got those before meanwhile
+        place = received.first
+        for part in received.parts:
+            count = len(part) // layout.page_bytes
+            skipped = min(max(missing_from - place, 0), count)
+            if skipped < count:
+                data = part.view(layout.host_dtype).reshape(layout.shape(count))[skipped:]
+                start = place + skipped - missing_from
+                self._engine.apply(InsertOp(next(self._op_ids), tuple(pages[start : start + len(data)]), data))
+            place += count
+            self._num_bytes += part.nbytes
+        self.state.failed_admission = None
+        self._carry_out([Start(request), *self.rooms.taken(request.request_id)])
+        super(LegScheduler, self).receive(self._aborts.pop(request.request_id, ()))
+
+    def _num_cached(self, request: Request) -> int:
+        return self.cache.peek(*self._kv_names.ids_and_namespace(request)).num_pages
+
+    def _end_leg(self, request_id: str, replies: list[Reply]) -> None:
+        self._aborts.pop(request_id, None)
+        if self._grammars is not None:
+            self._grammars.forget(request_id)
+        super()._end_leg(request_id, replies)
+
+    def _aborted(self, abort: Abort) -> bool:
+        request = self.rooms.request(abort.request_id)
+        if request is None:
+            return False
+        if abort.index is None or request.sampling.n == 1:
+            self._carry_out(self.rooms.aborted(abort.request_id))
+        else:
+            self._aborts.setdefault(abort.request_id, []).append(abort)  # once there are samples
+        return True
+
+    def _arrived(self, request: Request) -> list[Action]:
+        assert request.room is not None
+        room = room_of_leg(request)
+        refused = self.rooms.check(request, room)
+        if refused:
+            return refused
+        if request.sampling.masked and self._grammars is not None:
+            self._grammars.ask(request.request_id, request.sampling.grammar)  # compiles while prefill computes
+        peer = self.wire.connect(request.room.host, request.room.port)
+        return self.rooms.arrived(request, room, peer, full_pages(len(request.prompt_ids) - 1, self.cache.page_size))
+
+    def _heard(self, event: Event) -> list[Action]:
+        match event:
+            case Left(peer, reason):
+                return self.rooms.left(peer, reason)
+            case News(peer, Pages() as pages, payload) if payload is not None:
+                return self.rooms.pages(peer, pages, payload)
+            case News(peer, Media() as media, payload) if payload is not None:
+                return self.rooms.media(peer, media, payload)
+            case News(peer, Rows() as rows, payload) if payload is not None:
+                self._num_bytes += payload.nbytes
+                return self.rooms.rows(peer, rows, payload)
+            case News(peer, Done() as done):
+                return self.rooms.done(peer, done)
+            case News(peer, Fail() as fail):
+                return self.rooms.failed(peer, fail)
+        return []
