@@ -15,6 +15,7 @@ import pytest
 from jaxsgl.errors import StartupError
 from jaxsgl.transfer.frames import (
     PROTOCOL,
+    Ack,
     Done,
     Fail,
     Geometry,
@@ -23,6 +24,7 @@ from jaxsgl.transfer.frames import (
     Media,
     Open,
     Pages,
+    Rows,
     encode,
     page_bytes_of,
     page_frames,
@@ -32,7 +34,7 @@ from jaxsgl.transfer.tcp import TcpWire
 from jaxsgl.transfer.wire import Event, Left, News, Sent
 
 SHAPE = (2, 2, 2, 16, 8)
-GEOMETRY = Geometry(16, "bfloat16", SHAPE, page_bytes_of(SHAPE, 2), "tiny")
+GEOMETRY = Geometry(16, "bfloat16", SHAPE, page_bytes_of(SHAPE, 2), "tiny", 64)
 ROOM = room_of(7, [1, 2, 3])
 PATIENCE_S = 30.0
 
@@ -136,6 +138,25 @@ def test_images_come_only_to_rooms_that_lack_them() -> None:
         assert "bytes follow" in reason(until(decode, left))
 
 
+def test_embeddings_of_images_are_taken_if_a_grant_named_some() -> None:
+    data = np.arange(100, dtype=np.uint8).reshape(5, 20)
+    with pair() as (prefill, decode):
+        peer = decode.connect("127.0.0.1", prefill.port)
+        decode.send(peer, Grant(room_of(8, [1]), 0, 0, "v"))
+        decode.send(peer, Grant(ROOM, 0, 0, "v", (2,)))
+        at_prefill = until(prefill, lambda events: len(messages(events)) == 2)[0].peer
+        for room in (room_of(8, [1]), ROOM):
+            prefill.send(at_prefill, Rows(room, 2), data)
+        prefill.send(at_prefill, Done(ROOM, 0, "v"))
+        prefill.send(at_prefill, Rows(ROOM, 2), data)
+        prefill.send(at_prefill, Ack(ROOM))
+        got = until(decode, lambda events: Ack(ROOM) in messages(events))
+        assert messages(got) == [Rows(ROOM, 2), Done(ROOM, 0, "v"), Ack(ROOM)]
+        assert isinstance(got[0], News) and got[0].payload is not None and got[0].payload.tobytes() == data.tobytes()
+        sent = until(prefill, lambda events: any(isinstance(event, Sent) for event in events))
+        assert sum(event.num_bytes for event in sent if isinstance(event, Sent)) % 100 == 0
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -143,6 +164,7 @@ def test_images_come_only_to_rooms_that_lack_them() -> None:
         ({"dtype": "fp8_e4m3"}, ("dtype", "bfloat16", "fp8_e4m3", "--kv-cache-dtype")),
         ({"page_shape": (2, 2, 4, 16, 8)}, ("shape", "(2, 2, 2, 16, 8)", "(2, 2, 4, 16, 8)")),
         ({"weights": "other"}, ("model", "tiny", "other")),
+        ({"image_row_bytes": 128}, ("image", "64", "128", "--dtype")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

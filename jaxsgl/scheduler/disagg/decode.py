@@ -294,13 +294,17 @@ class DecodeRooms:
             num_pages = min(leg.num_pages - first, self._limits.staging_pages)
             if num_pages and self._staged + num_pages > self._limits.staging_pages:
                 break
-            lacking = () if self._rows is None else self._rows.hold(leg.request, leg.room)
-            if lacking is None:
-                break
-            self._queue.popleft()
+            lacking: tuple[int, ...] | None = ()
             if self._rows is not None:
+                most = self._rows.host.limit_bytes  # if none are on their way; any one request may lack so many
+                if self._staged_rows:
+                    most = self._limits.staging_bytes - self.staged_bytes
+                lacking = self._rows.hold(leg.request, leg.room, most)
+                if lacking is None:
+                    break
                 leg.row_bytes = self._rows.bytes_to_come(leg.room)
                 self._staged_rows += leg.row_bytes
+            self._queue.popleft()
             self._staged += num_pages
             leg.first, leg.end, leg.weight_version = first, first + num_pages, self._version_of(leg.request)
             leg.state = DecodeState.RECEIVING

@@ -48,11 +48,17 @@ class LackingRows:
             f"{self.host.limit_bytes}: send fewer or smaller images, or raise --mm-host-mib"
         )
 
-    def hold(self, request: Request, room: Room) -> tuple[int, ...] | None:
-        """Holds the images of `request`; the places of those that are lacking. None if there is no room now."""
+    def hold(self, request: Request, room: Room, most_bytes: int) -> tuple[int, ...] | None:
+        """Holds the images of `request`; the places of those that are lacking. None if there is no room now.
+
+        Nor is there if more than `most_bytes` are lacking.
+        """
         if not request.media:
             return ()
-        if not self.host.hold(request.request_id, self._bytes_of(request)):
+        images = self._bytes_of(request)
+        if sum(size for digest, size in images.items() if self.host.find(digest) is None) > most_bytes:
+            return None
+        if not self.host.hold(request.request_id, images):
             return None
         missing: dict[bytes, int] = {}
         for place, item in enumerate(request.media):
