@@ -14,6 +14,7 @@ from jaxsgl.batch.engine_ops import PageLayout
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.errors import ConfigError
+from jaxsgl.models import Params
 from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
 from jaxsgl.scheduler.disagg.legs import LegScheduler
 from jaxsgl.scheduler.disagg.prefill_scheduler import PrefillScheduler
@@ -62,14 +63,8 @@ def make_leg_scheduler(config: EngineConfig, engine: Engine) -> Callable[..., Le
 
 
 def geometry_of(layout: PageLayout, engine: Engine) -> Geometry:
-    """What another server must have in common with this one: pages, architecture, and the norms of the weights.
-
-    Norms are whole on each device and are never quantized, so their digest is the same under any mesh.
-    """
-    digest = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(engine.residents.params):
-        if "norm" in jax.tree_util.keystr(path):
-            digest = zlib.crc32(np.asarray(leaf, dtype=np.float32).tobytes(), digest)
+    """What another server must have in common with this one: pages, architecture, and the norms of the weights."""
+    digest = norms_digest(engine.residents.params)
     return Geometry(
         layout.page_size,
         layout.dtype,
@@ -78,3 +73,17 @@ def geometry_of(layout: PageLayout, engine: Engine) -> Geometry:
         f"{engine.arch.name} with norms {digest:08x}",
         0 if engine.capacity.tower is None else engine.capacity.tower.row_bytes,
     )
+
+
+def norms_digest(params: Params) -> int:
+    """A digest of the decoder's norms.
+
+    They are whole on each device and are never quantized, so it is the same under any mesh. Those of a vision tower are
+    left out, which a decode server has not.
+    """
+    digest = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        if "norm" in name and not name.startswith("['visual']"):
+            digest = zlib.crc32(np.asarray(leaf, dtype=np.float32).tobytes(), digest)
+    return digest

@@ -20,6 +20,7 @@ from jaxsgl.engine.memory import Memory
 from jaxsgl.engine.programs import all_keys
 from jaxsgl.engine.residents import read_arch
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
+from jaxsgl.leg_wiring import norms_digest
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.vision.tower import Patches
 from jaxsgl.requests.media import Grid, patches_of
@@ -61,14 +62,16 @@ def test_packed_images_have_the_rows_of_transformers_tower(moe: bool, tmp_path: 
 
 def test_a_decode_server_has_no_weights_of_the_tower_and_no_program_for_it(tmp_path: Path) -> None:
     make_model(tmp_path)
-    (whole, programs), (decode, of_decode) = parts_of(tmp_path, "null"), parts_of(tmp_path, "decode")
+    whole, programs, norms = parts_of(tmp_path, "prefill")
+    decode, of_decode, same_norms = parts_of(tmp_path, "decode")
+    assert norms == same_norms, "the two would refuse each other"
     assert any(path.startswith("['visual']") for path in whole) and "encode" in programs
     assert decode == {path for path in whole if not path.startswith("['visual']")}
     assert of_decode == programs - {"encode"}, "it extends images, whose embeddings come from prefill"
 
 
-def parts_of(folder: Path, mode: str) -> tuple[set[str], set[str]]:
-    """Paths of the parameters of a server's model, and the kinds of its programs."""
+def parts_of(folder: Path, mode: str) -> tuple[set[str], set[str], int]:
+    """Paths of the parameters of a server's model, the kinds of its programs, and the digest that servers compare."""
     apart = DisaggregationConfig(disaggregation_mode=mode)
     config = EngineConfig(model=str(folder), context_length=128, max_total_tokens=600, disaggregation=apart)
     arch = read_arch(config, folder)
@@ -78,7 +81,7 @@ def parts_of(folder: Path, mode: str) -> tuple[set[str], set[str]]:
     assert any(bucket.rope_axes == 3 for bucket in buckets.all())
     params = load_params(folder, arch, FLOAT32, mesh_of())
     paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
-    return paths, {key.kind for key in all_keys(buckets)}
+    return paths, {key.kind for key in all_keys(buckets)}, norms_digest(params)
 
 
 def test_layouts_of_thin_and_least_images() -> None:
