@@ -215,6 +215,48 @@ def test_prefill_and_decode_in_different_workers_yield_the_same_tokens(comes_lat
     decode.check_empty()
 
 
+@pytest.mark.parametrize("seed", range(count(6, 300)))
+def test_random_histories_of_two_workers_yield_the_tokens_of_each_request_alone(seed: int) -> None:
+    """Little memory everywhere: prompts beyond staging memory, evicted pages and embeddings, retractions, aborts."""
+    rng = random.Random(seed)
+    network, page_size = Network(), rng.choice([3, 4, 16])
+    num_pages, chunk = 2 + rng.randint(110, 160) // page_size, rng.choice([5, 16, 40])
+    options: dict[str, Any] = {"staging_pages": rng.choice([2, 5, 100])}
+    sizes = capacity(rng.choice([16, 20, 60]), page_size, num_pages, chunk, host_rows=rng.choice([1, 17, 200]))
+    prefill = LegWorker(network, PREFILL, sizes, radix_cache=rng.random() < 0.8, **options)
+    sizes = without_tower(capacity(rng.choice([16, 20]), page_size, num_pages, chunk, host_rows=rng.choice([48, 200])))
+    retract = RetractEvery(rng.choice([2, 3, 7])) if rng.random() < 0.6 else None
+    decode = LegWorker(network, None, sizes, radix_cache=True, retract_also=retract, **options)
+    requests, aborted = [], set()
+    for number in range(rng.randint(3, 12)):
+        parts: list[int | tuple[int, int]] = [rng.randint(1, 9)]
+        for _ in range(rng.randint(0, 3)):
+            parts += [(image := rng.randint(0, 5), 3 * image + 1), rng.randint(1, 6)]
+        requests.append(asked(str(number), parts, rng.randint(1, 8)))
+        leg = msgspec.structs.replace(requests[-1], sampling=SamplingParams(temperature=0.0, max_tokens=1))
+        for worker, of_leg in rng.sample([(prefill, leg), (decode, requests[-1])], 2):
+            worker.receive(at(of_leg, number))
+            for _ in range(rng.randint(0, 4)):
+                network.deliver_all()
+                prefill.turn()
+                decode.turn()
+        if rng.random() < 0.15:
+            aborted.add(name := str(rng.randint(0, number)))
+            for worker in (prefill, decode):
+                worker.receive(Abort(name))
+        if rng.random() < 0.1:
+            rng.choice([prefill, decode]).scheduler.flush_cache()
+    run(network, prefill, decode)
+    for request in requests:
+        answer = decode.outputs.get((request.request_id, 0), [])
+        if request.request_id in aborted:
+            assert answer == expected(request)[: len(answer)]
+        else:
+            assert answer == expected(request), decode.ended[request.request_id, 0]
+    prefill.check_empty()
+    decode.check_empty()
+
+
 def test_images_of_cached_prompts_are_encoded_again_if_their_embeddings_are_nowhere() -> None:
     """Prefill still has the KV of the prompt, and decode has nothing of it."""
     network = Network()
