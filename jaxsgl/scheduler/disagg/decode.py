@@ -294,7 +294,7 @@ class DecodeRooms:
             num_pages = min(leg.num_pages - first, self._limits.staging_pages)
             if num_pages and self._staged + num_pages > self._limits.staging_pages:
                 break
-            lacking: tuple[int, ...] | None = ()
+            images: tuple[int, ...] = ()
             if self._rows is not None:
                 most = self._rows.host.limit_bytes  # if none are on their way; any one request may lack so many
                 if self._staged_rows:
@@ -302,13 +302,14 @@ class DecodeRooms:
                 lacking = self._rows.hold(leg.request, leg.room, most)
                 if lacking is None:
                     break
+                images = lacking
                 leg.row_bytes = self._rows.bytes_to_come(leg.room)
                 self._staged_rows += leg.row_bytes
             self._queue.popleft()
             self._staged += num_pages
             leg.first, leg.end, leg.weight_version = first, first + num_pages, self._version_of(leg.request)
             leg.state = DecodeState.RECEIVING
-            actions.append(Send(leg.peer, Grant(leg.room, first, num_pages, leg.weight_version, lacking)))
+            actions.append(Send(leg.peer, Grant(leg.room, first, num_pages, leg.weight_version, images)))
         return actions
 
     def _completed(self, leg: _Leg) -> list[Action]:
