@@ -1,0 +1,201 @@
+"""Images with prefill and decode apart: decode has no tower, and gets embeddings from prefill."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import RefusalKind
+from jaxsgl.requests.request import Request
+from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.testing.engine import RetractEvery
+from tests.grids import count
+from tests.scheduler.image_requests import asked, capacity, expected
+from tests.scheduler.legs import PREFILL, LegWorker, at, run
+from tests.scheduler.memory_wire import Network
+
+
+def without_tower(sizes: Capacity) -> Capacity:
+    assert sizes.media is not None and sizes.tower is not None
+    media = msgspec.structs.replace(sizes.media, may_come_later=True)
+    return replace(sizes, media=media, tower=replace(sizes.tower, encodes=False))
+
+
+def pair_of(network: Network, host_rows: int = 60, **options: Any) -> tuple[LegWorker, LegWorker]:
+    """A prefill worker, and a decode worker that has no tower and holds so many rows in host memory."""
+    prefill = LegWorker(network, PREFILL, capacity(page_size=16, host_rows=12), radix_cache=True)
+    decode_sizes = without_tower(capacity(page_size=16, host_rows=host_rows))
+    return prefill, LegWorker(network, None, decode_sizes, radix_cache=True, **options)
+
+
+def send(network: Network, prefill: LegWorker, decode: LegWorker, request: Request, number: int) -> None:
+    """Sends both legs of a request and serves until nothing happens any more."""
+    prefill.receive(
+        at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), number)
+    )
+    decode.receive(at(request, number))
+    run(network, prefill, decode)
+
+
+@pytest.mark.parametrize(("comes_later", "first"), [(False, "prefill"), (True, "prefill"), (True, "decode")])
+def test_prefill_and_decode_in_different_workers_yield_the_same_tokens(comes_later: bool, first: str) -> None:
+    """Decode computes less than a page of the prompt, which may be an image's, and again what is retracted.
+
+    It has no tower: embeddings come from prefill, whose host memory holds those of one image, and requests wait for
+    room to hold theirs. If the gateway gives it no images, it gets them from prefill.
+    """
+    network = Network()
+    prefill, decode = pair_of(network, retract_also=RetractEvery(7))
+    requests = [asked(str(i), [3, (i % 3, 9), i + 1, (5 + i, 11), 2 + i % 4], max_tokens=9) for i in range(8)]
+    for number, request in enumerate(requests):
+        leg = msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1))
+        bare = msgspec.structs.replace(request, media=()) if comes_later else request
+        legs = [(prefill, leg), (decode, bare)]
+        for worker, of_leg in legs if first == "prefill" else reversed(legs):
+            worker.receive(at(of_leg, number))
+            network.deliver_all()
+    run(network, prefill, decode)
+    assert [decode.outputs[request.request_id, 0] for request in requests] == [expected(one) for one in requests]
+    totals = decode.scheduler.state.totals
+    assert totals.cached_prompt_tokens > 0 and totals.retractions > 0 and totals.restored_images > 0
+    assert totals.encoded_images == 0 and not decode.scheduler.state.buckets.encode
+    prefill.check_empty()
+    decode.check_empty()
+
+
+@pytest.mark.parametrize("seed", range(count(6, 300)))
+def test_random_histories_of_two_workers_yield_the_tokens_of_each_request_alone(seed: int) -> None:
+    """Little memory everywhere: prompts beyond staging memory, evicted pages and embeddings, retractions, aborts."""
+    rng = random.Random(seed)
+    network, page_size = Network(), rng.choice([3, 4, 16])
+    num_pages, chunk = 2 + rng.randint(110, 160) // page_size, rng.choice([5, 16, 40])
+    options: dict[str, Any] = {"staging_pages": rng.choice([2, 5, 100])}
+    sizes = capacity(rng.choice([16, 20, 60]), page_size, num_pages, chunk, host_rows=rng.choice([1, 17, 200]))
+    prefill = LegWorker(network, PREFILL, sizes, radix_cache=rng.random() < 0.8, **options)
+    sizes = without_tower(capacity(rng.choice([16, 20]), page_size, num_pages, chunk, host_rows=rng.choice([48, 200])))
+    retract = RetractEvery(rng.choice([2, 3, 7])) if rng.random() < 0.6 else None
+    decode = LegWorker(network, None, sizes, radix_cache=True, retract_also=retract, **options)
+    requests, aborted = [], set()
+    for number in range(rng.randint(3, 12)):
+        parts: list[int | tuple[int, int]] = [rng.randint(1, 9)]
+        for _ in range(rng.randint(0, 3)):
+            parts += [(image := rng.randint(0, 5), 3 * image + 1), rng.randint(1, 6)]
+        requests.append(asked(str(number), parts, rng.randint(1, 8)))
+        leg = msgspec.structs.replace(requests[-1], sampling=SamplingParams(temperature=0.0, max_tokens=1))
+        for worker, of_leg in rng.sample([(prefill, leg), (decode, requests[-1])], 2):
+            worker.receive(at(of_leg, number))
+            for _ in range(rng.randint(0, 4)):
+                network.deliver_all()
+                prefill.turn()
+                decode.turn()
+        if rng.random() < 0.15:
+            aborted.add(name := str(rng.randint(0, number)))
+            for worker in (prefill, decode):
+                worker.receive(Abort(name))
+        if rng.random() < 0.1:
+            rng.choice([prefill, decode]).scheduler.flush_cache()
+    run(network, prefill, decode)
+    for request in requests:
+        answer = decode.outputs.get((request.request_id, 0), [])
+        if request.request_id in aborted:
+            assert answer == expected(request)[: len(answer)]
+        else:
+            assert answer == expected(request), decode.ended[request.request_id, 0]
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_images_of_cached_prompts_are_encoded_again_if_their_embeddings_are_nowhere() -> None:
+    """Prefill still has the KV of the prompt, and decode has nothing of it."""
+    network = Network()
+    prefill, decode = pair_of(network)
+    request, others = asked("a", [3, (1, 12), 2], 9), [asked(str(i), [1 + i, (5 + i, 12), 1], 2) for i in range(2)]
+    for number, each in enumerate((request, *others)):
+        send(network, prefill, decode, each, number)
+    assert prefill.scheduler.state.totals.encoded_images == 3
+    decode.scheduler.flush_cache()
+    again = msgspec.structs.replace(request, request_id="again")
+    send(network, prefill, decode, again, 9)
+    assert decode.outputs["a", 0] == decode.outputs["again", 0] == expected(request)
+    assert prefill.scheduler.state.totals.encoded_images == 4
+    third = msgspec.structs.replace(request, request_id="third")
+    send(network, prefill, decode, third, 10)
+    assert decode.outputs["third", 0] == expected(request)
+    assert prefill.scheduler.state.totals.encoded_images == 4, "decode still has its embeddings"
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_decode_worker_refuses_images_that_it_can_not_have() -> None:
+    network = Network()
+    prefill, decode = pair_of(network, host_rows=20)
+    send(network, prefill, decode, asked("large", [3, (1, 12), 2, (2, 9), 1]), 1)
+    assert set(prefill.ended.values()) == set(decode.ended.values()) == {RefusalKind.INVALID}
+    assert decode.replies[-1].refusal is not None and "--mm-host-mib" in decode.replies[-1].refusal.text
+    decode.receive(asked("whole", [3, (1, 12), 2]))
+    assert decode.replies[-1].refusal is not None and "no vision tower" in decode.replies[-1].refusal.text
+    decode.receive(text := asked("text", [9]))
+    run(network, prefill, decode)
+    assert decode.outputs["text", 0] == expected(text)
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_request_whose_images_would_be_those_of_other_weights_must_be_sent_again() -> None:
+    network = Network()
+    prefill, decode = pair_of(network)
+    request, text = asked("images", [3, (1, 12), 2], 30), asked("text", [9], 30)
+    decode.receive(text)
+    prefill.receive(at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), 1))
+    decode.receive(at(request, 1))
+    for _ in range(12):
+        network.deliver_all()
+        prefill.turn()
+        decode.turn()
+    assert len(decode.outputs["images", 0]) > 0 and not decode.ended
+    scheduler = decode.scheduler
+    scheduler.pause()
+    while decode.in_flight:
+        decode.turn()
+    scheduler.retract_all()
+    scheduler.retire_cache()
+    scheduler.resume()
+    run(network, prefill, decode)
+    assert decode.ended["images", 0] is RefusalKind.PEER and decode.outputs["text", 0] == expected(text)
+    assert scheduler.state.totals.failed_requests == 0
+    again = msgspec.structs.replace(request, request_id="again")
+    send(network, prefill, decode, again, 2)
+    assert decode.outputs["again", 0] == expected(request)
+    prefill.check_empty()
+    decode.check_empty()
+
+
+def test_a_prompt_that_stands_for_images_which_prefill_lacks_too_is_refused_by_both() -> None:
+    network, sizes = Network(), capacity(page_size=16)
+    assert sizes.media is not None
+    may_lack = replace(sizes, media=msgspec.structs.replace(sizes.media, may_come_later=True))
+    prefill, decode = LegWorker(network, PREFILL, sizes), LegWorker(network, None, may_lack)
+    whole, other = asked("a", [3, (1, 9), 4]), asked("a", [3, (2, 9), 4])
+    decode.receive(at(msgspec.structs.replace(whole, media=()), 1))
+    prefill.receive(at(msgspec.structs.replace(whole, media=()), 1))
+    run(network, prefill, decode)
+    assert set(prefill.ended.values()) == set(decode.ended.values()) == {RefusalKind.INVALID}
+    prefill.ended.clear()
+    decode.ended.clear()
+    decode.receive(at(whole, 2))
+    prefill.receive(at(other, 2))
+    run(network, prefill, decode)
+    assert set(prefill.ended.values()) == set(decode.ended.values()) == {RefusalKind.INVALID}, "images differ"
+    prefill.ended.clear()
+    decode.ended.clear()
+    decode.receive(at(msgspec.structs.replace(whole, media=()), 3))
+    decode.receive(Abort("a"))
+    run(network, prefill, decode)
+    prefill.check_empty()
+    decode.check_empty()
