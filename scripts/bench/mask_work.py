@@ -96,28 +96,23 @@ class WorkBeside:
         return (time.process_time() - start_s) / num_times
 
 
-def prepare_cpu_s(engine: Engine, sizes: Sequence[int]) -> tuple[float, float]:
-    """Processor time to compile the programs for masks for these numbers of rows: at first, and once they are kept.
-
-    No program for masks may have been compiled before.
-    """
+def prepare_cpu_s(engine: Engine, sizes: Sequence[int]) -> float:
+    """Processor time to compile the programs for masks for these numbers of rows, of which none is kept anywhere."""
     import jax
 
     from jaxsgl.engine.masking import trace_copy, trace_masked, trace_score
     from jaxsgl.engine.warmup import use_compilation_cache
 
     kept: str | None = jax.config.values["jax_compilation_cache_dir"]
-    seconds = []
     with tempfile.TemporaryDirectory() as folder:
         use_compilation_cache(folder)
-        for _ in range(2):
-            start_s = time.process_time()
-            for num_seqs in sizes:
-                for trace in (trace_copy, trace_score, trace_masked):
-                    trace(engine.programs.spec, num_seqs).lower().compile()
-            seconds.append(time.process_time() - start_s)
+        start_s = time.process_time()
+        for num_seqs in sizes:
+            for trace in (trace_copy, trace_score, trace_masked):
+                trace(engine.programs.spec, num_seqs).lower().compile()
+        seconds = time.process_time() - start_s
     use_compilation_cache(kept or "")
-    return seconds[0], seconds[1]
+    return seconds
 
 
 class TimedEngine:
