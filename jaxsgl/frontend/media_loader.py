@@ -105,7 +105,8 @@ class MediaLoader:
             )
         budget = Budget(self._config.media_max_bytes)
         fetched = await self._fetch(sources, budget)
-        bounds = bounds_of(self.limits, self._config.media_max_pixels, self._room)
+        config = self._config
+        bounds = bounds_of(self.limits, config.media_max_pixels, self._room, config.media_max_video_cpu_s)
 
         def decode() -> list[Visual]:
             return load(files_of(sources, fetched, budget), self.settings, bounds)

@@ -6,6 +6,7 @@ the files before (`sources.py` says what a file may be). Never knows prompts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from PIL import Image
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import pictures
 from jaxsgl.preprocess.decode_memory import DecodeRoom, animation_bytes, still_bytes
+from jaxsgl.preprocess.movies import Movie, is_movie
 from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
@@ -65,17 +67,24 @@ class Bounds:
       max_request_patches: of all that is loaded for a request.
       max_pixels: of a picture, before it is scaled.
       room: memory for decoding, which the caller's threads share.
+      max_video_cpu_s: processor time that a file of video may take.
     """
 
     max_patches: int
     max_request_patches: int
     max_pixels: int = MAX_PIXELS
     room: DecodeRoom = field(default_factory=DecodeRoom)
+    max_video_cpu_s: float = math.inf
 
 
-def bounds_of(limits: MediaLimits, max_pixels: int = MAX_PIXELS, room: DecodeRoom | None = None) -> Bounds:
+def bounds_of(
+    limits: MediaLimits,
+    max_pixels: int = MAX_PIXELS,
+    room: DecodeRoom | None = None,
+    max_video_cpu_s: float = math.inf,
+) -> Bounds:
     """Returns what the model's `limits` leave room for."""
-    return Bounds(limits.max_patches, limits.max_request_patches, max_pixels, room or DecodeRoom())
+    return Bounds(limits.max_patches, limits.max_request_patches, max_pixels, room or DecodeRoom(), max_video_cpu_s)
 
 
 def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> list[Visual]:
@@ -134,6 +143,10 @@ def _image(file: ImageFile, settings: ProcessorSettings, bounds: Bounds, left: L
 def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: Left, name: str) -> tuple[Part, ...]:
     if isinstance(file.content, tuple):
         return _parts(_frames(file, settings, bounds, left, name), settings, bounds, left)
+    if is_movie(file.content):
+        movie = Movie(file.content, bounds.max_pixels, bounds.max_video_cpu_s, name)
+        with bounds.room.taken(movie.num_bytes, name):
+            return _parts(_movie(movie, settings, left, name), settings, bounds, left)
     animation = _opened(file.content, bounds.max_pixels, name)
     with bounds.room.taken(animation_bytes(animation), name):  # which is open until its last frame is scaled
         return _parts(_animation(animation, settings, left, name), settings, bounds, left)
@@ -158,7 +171,7 @@ def _parts(clip: Clip, settings: ProcessorSettings, bounds: Bounds, left: Left) 
 
 @dataclass(frozen=True)
 class Clip:
-    """The frames of a video that the model sees: their times, the first one's size, and how to get each scaled."""
+    """The frames of a video that the model sees: their times, the first one's size, and each scaled, asked in order."""
 
     times_s: list[float]
     height: int
@@ -202,6 +215,19 @@ def _animation(animation: Image.Image, settings: ProcessorSettings, left: Left, 
         return np.asarray(scaled(animation, None, width, height))
 
     return Clip([number / fps for number in taken], animation.height, animation.width, pixels_of)
+
+
+def _movie(movie: Movie, settings: ProcessorSettings, left: Left, name: str) -> Clip:
+    """A file of video, of which some frames are taken, in their order."""
+    taken = sampled_frames(movie.num_frames, movie.fps, settings)
+    left.take_pixels(len(taken) * movie.width * movie.height, name)
+    frames = movie.frames(taken)
+
+    def pixels_of(number: int, size: tuple[int, int]) -> Pixels:
+        height, width = size
+        return np.asarray(scaled(next(frames), None, width, height))
+
+    return Clip([number / movie.fps for number in taken], movie.height, movie.width, pixels_of)
 
 
 def sampled_frames(num_frames: int, fps: float, settings: ProcessorSettings) -> list[int]:

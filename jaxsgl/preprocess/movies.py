@@ -1,0 +1,169 @@
+"""Files of video, as MP4 and WebM, to the frames that the model sees, by PyAV (the extra `video`).
+
+What a file may cost is bounded: by its kind and codec, by pixels and memory from its header, which FFmpeg holds every
+frame to, by packets, and by seconds of processor time. Frames are decoded in order, on one thread, and those that the
+model doesn't see are dropped at once. Nothing but the file's own bytes is read. Never knows prompts or processors;
+`loading.py` scales the frames.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from jaxsgl.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
+KIND_NAMES = "MP4, MOV, MKV or WebM"
+CODECS = ("av1", "h264", "hevc", "mpeg4", "vp8", "vp9")
+MAX_PACKETS = 100_000  # half an hour at 60 frames a second
+MAX_PROBED_BYTES = 1 << 20
+DEFAULT_FPS = 24.0  # of a file that doesn't say, as in transformers
+_HELD_FRAMES = 18  # that a decoder keeps at most: 16 that others refer to, and some on their way
+_ALIGNMENT = 256  # a decoder's frames have so many more lines and columns than are seen, at most
+_RGB_BYTES = 10  # of a pixel: a frame in RGB, and its copy
+_DECODERS = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # PyAV's names for codecs
+
+
+def is_movie(content: bytes) -> bool:
+    """Whether a file is an MP4 or Matroska file by its first bytes."""
+    return _demuxer(content) is not None
+
+
+class Movie:
+    """An open file of video.
+
+    Attributes:
+      num_frames: that the file has packets for.
+      fps: frames a second.
+      width, height: by the header.
+      num_bytes: memory that decoding takes at most.
+    """
+
+    def __init__(self, content: bytes, max_pixels: int, max_cpu_s: float, name: str) -> None:
+        """`max_pixels` are those of a frame, `max_cpu_s` those of a whole file. Raises `InvalidRequest`."""
+        self._content, self._name = content, name
+        self._max_cpu_s, self._used_cpu_s = max_cpu_s, 0.0
+        with self._opened(2 * max_pixels + (1 << 16)) as (container, stream):
+            context = stream.codec_context
+            self.width, self.height = context.width, context.height
+            _check(context.name, self.width, self.height, max_pixels, name)
+            self._bits = context.format.padded_bits_per_pixel if context.format is not None else 24
+            self.num_frames = self._count(container, stream)
+            self.fps = float(stream.average_rate or 0)
+        if not 0.01 <= self.fps <= 1000:
+            self.fps = DEFAULT_FPS
+        self.num_bytes = math.ceil(
+            (self.width + _ALIGNMENT) * (self.height + _ALIGNMENT) * (_HELD_FRAMES * self._bits / 8 + _RGB_BYTES)
+        )
+
+    def frames(self, wanted: Sequence[int]) -> Iterator[Image.Image]:
+        """Yields the frames with these ascending numbers as RGB; the last one again for those that the file lacks.
+
+        Raises `InvalidRequest` for a file that can't be decoded, or not in time.
+        """
+        done, last = 0, None
+        most_pixels = (self.width + _ALIGNMENT) * (self.height + _ALIGNMENT)
+        with self._opened(most_pixels) as (container, stream):
+            stream.thread_type = "NONE"
+            stream.codec_context.options = _options(most_pixels)
+            for number, frame in enumerate(self._timed(container.decode(stream))):
+                if frame.format.padded_bits_per_pixel > self._bits:
+                    raise InvalidRequest(f"frame {number} of {self._name} has other pixels than the header says")
+                while done < len(wanted) and wanted[done] == number:
+                    last = Image.fromarray(frame.to_ndarray(format="rgb24"))
+                    yield last
+                    done += 1
+                if done == len(wanted):
+                    return
+        if last is None:
+            raise InvalidRequest(f"{self._name} has no frame that can be decoded: is the file complete?")
+        yield from [last] * (len(wanted) - done)
+
+    @contextmanager
+    def _opened(self, most_pixels: int) -> Iterator[tuple[InputContainer, VideoStream]]:
+        """The container and its first video stream, with the decoder's errors as `InvalidRequest`."""
+        av = _library(self._name)
+        try:
+            with av.open(
+                io.BytesIO(self._content), format=_demuxer(self._content), options=_options(most_pixels),
+                container_options={"probesize": str(MAX_PROBED_BYTES), "analyzeduration": "0"},
+            ) as container:  # fmt: skip
+                if not container.streams.video:
+                    raise InvalidRequest(f"{self._name} has no video: send a file with pictures")
+                yield container, container.streams.video[0]
+        except InvalidRequest:
+            raise
+        except (av.FFmpegError, ValueError, MemoryError, UnicodeError) as error:
+            reason = str(error)[:200] or type(error).__name__
+            raise InvalidRequest(f"{self._name} can't be decoded ({reason}): is the file complete?") from None
+
+    def _count(self, container: InputContainer, stream: VideoStream) -> int:
+        count = 0
+        for packet in self._timed(container.demux(stream)):
+            count += bool(packet.size)
+            if count > MAX_PACKETS:
+                raise InvalidRequest(f"{self._name} has more than {MAX_PACKETS} frames: send a shorter video")
+        if count == 0:
+            raise InvalidRequest(f"{self._name} has no frames: is the file complete?")
+        return count
+
+    def _timed(self, steps: Iterator[Any]) -> Iterator[Any]:
+        """`steps`, whose processor time in this thread counts. Raises `InvalidRequest` when it is too much."""
+        while True:
+            start = time.thread_time()
+            try:
+                step = next(steps)
+            except StopIteration:
+                return
+            finally:
+                self._used_cpu_s += time.thread_time() - start
+            if self._used_cpu_s > self._max_cpu_s:
+                raise InvalidRequest(
+                    f"{self._name} takes more than {self._max_cpu_s:g} s of processor time to decode "
+                    "(--media-max-video-cpu-s): send a shorter or smaller one"
+                )
+            yield step
+
+
+def _options(most_pixels: int) -> dict[str, str]:
+    """No file or URL that this one names is opened; a frame with more pixels ends decoding before it has memory."""
+    return {"protocol_whitelist": "none", "max_pixels": str(most_pixels), "threads": "1"}
+
+
+def _demuxer(content: bytes) -> str | None:
+    """FFmpeg's name for the kind of file; others are never tried."""
+    if content[4:8] == b"ftyp":
+        return "mp4"
+    return "matroska" if content[:4] == b"\x1a\x45\xdf\xa3" else None
+
+
+def _library(name: str) -> Any:
+    try:
+        import av
+    except ImportError:
+        raise InvalidRequest(
+            f"{name} is a file of video, which the server can't decode without PyAV: install jaxsgl[video], or send "
+            "its frames as a list of pictures"
+        ) from None
+    av.logging.set_level(None)  # FFmpeg would write to standard error what clients send
+    return av
+
+
+def _check(codec: str, width: int, height: int, max_pixels: int, name: str) -> None:
+    if _DECODERS.get(codec, codec) not in CODECS:
+        raise InvalidRequest(f"{name} is coded as {codec}, but must be one of {', '.join(CODECS)}: convert it")
+    if not 1 <= width * height <= max_pixels:  # FFmpeg says 0 x 0 if it was told to refuse the size
+        raise InvalidRequest(
+            f"{name} has frames of {width} x {height} pixels by its header, but must have 1 to {max_pixels} "
+            "(--media-max-pixels): send a smaller one"
+        )
