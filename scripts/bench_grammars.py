@@ -98,10 +98,11 @@ def make_model(folder: Path) -> None:
     config = {
         "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": 512, "num_hidden_layers": 4,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1536,
-        "max_position_embeddings": 512, "tie_word_embeddings": True, "dtype": "float32", "eos_token_id": 1,
+        "max_position_embeddings": 512, "tie_word_embeddings": True, "dtype": "float32",
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((Path(BUNDLED_MODEL) / "tokenizer.json").read_text())
+    config["eos_token_id"] = tokenizer["added_tokens"][-1]["id"]
+    (folder / "config.json").write_text(json.dumps(config))
     vocabulary, dice = tokenizer["model"]["vocab"], random.Random(0)
     letters = [token for token in vocabulary if len(token) == 1 and token.isalnum()]
     next_id = len(vocabulary) + len(tokenizer["added_tokens"])
