@@ -146,7 +146,7 @@ def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: L
     if is_movie(file.content):
         movie = Movie(file.content, bounds.max_pixels, bounds.max_video_cpu_s, name)
         with bounds.room.taken(movie.num_bytes, name):
-            return _parts(_movie(movie, settings, left, name), settings, bounds, left)
+            return _parts(_movie(movie, settings), settings, bounds, left)
     animation = _opened(file.content, bounds.max_pixels, name)
     with bounds.room.taken(animation_bytes(animation), name):  # which is open until its last frame is scaled
         return _parts(_animation(animation, settings, left, name), settings, bounds, left)
@@ -217,10 +217,9 @@ def _animation(animation: Image.Image, settings: ProcessorSettings, left: Left, 
     return Clip([number / fps for number in taken], animation.height, animation.width, pixels_of)
 
 
-def _movie(movie: Movie, settings: ProcessorSettings, left: Left, name: str) -> Clip:
+def _movie(movie: Movie, settings: ProcessorSettings) -> Clip:
     """A file of video, of which some frames are taken, in their order."""
     taken = sampled_frames(movie.num_frames, movie.fps, settings)
-    left.take_pixels(len(taken) * movie.width * movie.height, name)
     frames = movie.frames(taken)
 
     def pixels_of(number: int, size: tuple[int, int]) -> Pixels:

@@ -40,7 +40,7 @@ def is_movie(content: bytes) -> bool:
 
 
 class Movie:
-    """An open file of video.
+    """A file of video, read by one thread from beginning to end.
 
     Attributes:
       num_frames: that the file has packets for.
@@ -50,9 +50,12 @@ class Movie:
     """
 
     def __init__(self, content: bytes, max_pixels: int, max_cpu_s: float, name: str) -> None:
-        """`max_pixels` are those of a frame, `max_cpu_s` those of a whole file. Raises `InvalidRequest`."""
+        """`max_pixels` are those of a frame; `max_cpu_s` is this thread's time from now to the last frame.
+
+        Raises `InvalidRequest`.
+        """
         self._content, self._name = content, name
-        self._max_cpu_s, self._used_cpu_s = max_cpu_s, 0.0
+        self._max_cpu_s, self._start_cpu_s = max_cpu_s, time.thread_time()
         with self._opened(2 * max_pixels + (1 << 16)) as (container, stream):
             context = stream.codec_context
             self.width, self.height = context.width, context.height
@@ -118,18 +121,11 @@ class Movie:
         return count
 
     def _timed(self, steps: Iterator[Any]) -> Iterator[Any]:
-        """`steps`, whose processor time in this thread counts. Raises `InvalidRequest` when it is too much."""
-        while True:
-            start = time.thread_time()
-            try:
-                step = next(steps)
-            except StopIteration:
-                return
-            finally:
-                self._used_cpu_s += time.thread_time() - start
-            if self._used_cpu_s > self._max_cpu_s:
+        """`steps`, as long as this thread has not worked on the file for too long. Raises `InvalidRequest`."""
+        for step in steps:
+            if time.thread_time() - self._start_cpu_s > self._max_cpu_s:
                 raise InvalidRequest(
-                    f"{self._name} takes more than {self._max_cpu_s:g} s of processor time to decode "
+                    f"{self._name} takes more than {self._max_cpu_s:g} s of processor time to decode and scale "
                     "(--media-max-video-cpu-s): send a shorter or smaller one"
                 )
             yield step

@@ -135,7 +135,7 @@ FILES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "too many images": ([image_part(GOOD)] * 9, "has 9 images and videos, but may have 8"),
     "too long": ([image_part(data_url(picture(1, 201)))], "at most 200 times"),
     "broken exif": ([image_part(data_url(b"\xff\xd8\xff\xe1\x00\x10Exif\x00\x00junkjunk", "image/jpeg"))], "."),
-    "mp4": ([video_part(data_url(b"\x00\x00\x00\x18ftypmp42" + bytes(64), "video/mp4"))], "no picture that can be"),
+    "mp4": ([video_part(data_url(b"\x00\x00\x00\x18ftypmp42" + bytes(64), "video/mp4"))], "can't be decoded|PyAV"),
     "too many frames": (
         [video_part(data_url(long_gif(4100), "image/gif"))],
         "has 4100 frames, but may have 4096",

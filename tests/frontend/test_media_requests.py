@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from jaxsgl.requests.media import hash_ids, patches_of, sglang_pad_id
 from jaxsgl.requests.request import Request
-from tests.preprocess.pictures import animation, data_url, file_of, picture
+from tests.preprocess.pictures import animation, data_url, file_of, movie, picture
 
 CAT, DOG = picture(40, 24), picture(16, 16, seed=1)
 CAT_TOKENS, DOG_TOKENS = 15, 4  # of 8 x 8 pixels
@@ -146,6 +147,19 @@ def test_a_video_is_its_temporal_patches_behind_their_times(folder: str) -> None
         assert {tuple(request.prompt_ids) for request in served.requests} == {tuple(served.requests[0].prompt_ids)}
         assert len({tuple(digests(request)) for request in served.requests}) == 1
         assert {served.requests[0].prompt_ids[item.offset] for item in served.requests[0].media} == {served.video}
+
+    run(folder, scenario)
+
+
+def test_a_file_of_video_is_taken_in_video_url(folder: str) -> None:
+    pytest.importorskip("av", reason="PyAV, the extra `video`, is not installed")
+
+    async def scenario(served: VisionFrontEnd) -> None:
+        answer = await served.chat("Watch:", video_part(data_url(movie(num_frames=4, fps=2), "video/mp4")))
+        assert answer.status_code == 200, answer.text
+        (request,) = served.requests
+        assert re.search(r"Watch:<0\.2 seconds>.*<1\.2 seconds>", served.text_of(request))
+        assert len(request.media) == 2
 
     run(folder, scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import io
 from typing import Any
 
@@ -39,6 +40,21 @@ def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 def animation(frames: list[Image.Image], duration_ms: int = 250, kind: str = "GIF") -> bytes:
     """Frames as an animated file."""
     return file_of(frames[0], kind, save_all=True, append_images=frames[1:], duration=duration_ms)
+
+
+def movie(
+    kind: str = "mp4", codec: str = "mpeg4", num_frames: int = 24, fps: int = 5, pixels: str = "yuv420p", scale: int = 1
+) -> bytes:
+    """A file of video whose frames differ."""
+    av: Any = importlib.import_module("av")  # the extra `video`
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width, stream.height, stream.pix_fmt = 64 * scale, 48 * scale, pixels
+        for number in range(num_frames):
+            container.mux(stream.encode(av.VideoFrame.from_image(picture(64 * scale, 48 * scale, seed=number))))
+        container.mux(stream.encode())
+    return file.getvalue()
 
 
 def data_url(file: bytes | Image.Image, media_type: str = "image/png") -> str:

@@ -15,26 +15,12 @@ from jaxsgl.preprocess import movies
 from jaxsgl.preprocess.decode_memory import DecodeRoom
 from jaxsgl.preprocess.loading import Bounds, Visual, load, sampled_frames
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
-from tests.preprocess.pictures import SMALL, file_of, picture
+from tests.preprocess.pictures import SMALL, file_of, movie, picture
 
 av = pytest.importorskip("av", reason="PyAV, the extra `video`, is not installed")
 pytestmark = pytest.mark.device
 
 BOUNDS = Bounds(max_patches=65536, max_request_patches=1 << 20)
-
-
-def movie(
-    kind: str = "mp4", codec: str = "mpeg4", num_frames: int = 24, fps: int = 5, pixels: str = "yuv420p", scale: int = 1
-) -> bytes:
-    """A file of frames that differ."""
-    file = io.BytesIO()
-    with av.open(file, "w", format=kind) as container:
-        stream = container.add_stream(codec, rate=fps)
-        stream.width, stream.height, stream.pix_fmt = 64 * scale, 48 * scale, pixels
-        for number in range(num_frames):
-            container.mux(stream.encode(av.VideoFrame.from_image(picture(64 * scale, 48 * scale, seed=number))))
-        container.mux(stream.encode())
-    return file.getvalue()
 
 
 def loaded(content: bytes, bounds: Bounds = BOUNDS) -> Visual:
