@@ -199,3 +199,24 @@ def test_a_prompt_that_stands_for_images_which_prefill_lacks_too_is_refused_by_b
     run(network, prefill, decode)
     prefill.check_empty()
     decode.check_empty()
+
+
+def test_embeddings_of_weights_that_were_exchanged_on_the_way_are_not_used() -> None:
+    network = Network()
+    prefill, decode = pair_of(network)
+    request = asked("a", [3, (1, 12), 40, (2, 12), 2], 9)
+    prefill.receive(at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), 1))
+    decode.receive(at(request, 1))
+    network.deliver_all()
+    prefill.turn()
+    network.deliver_all()
+    prefill.turn()  # with a first chunk
+    assert prefill.scheduler.state.totals.encoded_images == 1
+    prefill.engine.weight_version = "other"
+    prefill.scheduler.retire_cache()
+    run(network, prefill, decode)
+    assert decode.ended["a", 0] is RefusalKind.PEER and not decode.outputs.get(("a", 0))
+    host = decode.scheduler.kept_images
+    assert host is not None and host.host.num_bytes == 0
+    prefill.check_empty()
+    decode.check_empty()
