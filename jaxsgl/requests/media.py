@@ -77,7 +77,7 @@ class MediaLimits(msgspec.Struct, frozen=True):
       max_items: images and temporal patches of videos of a request.
       max_patches: of one item.
       max_request_patches: of all items of a request.
-      may_come_later: requests of two legs may lack them here; the prefill server sends them.
+      may_come_later: requests of two legs may lack them, or their pixels, here: the prefill server encodes them.
     """
 
     image_token_id: int
@@ -151,6 +151,11 @@ def images_hash(media: Sequence[MediaItem]) -> int:
     return zlib.crc32(b"".join(item.digest for item in media)) or 1 if media else 0
 
 
+def without_pixels(media: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
+    """Returns what a server needs of `media` that doesn't encode them."""
+    return tuple(msgspec.structs.replace(item, pixels=b"") for item in media)
+
+
 def pack_images(media: Sequence[MediaItem]) -> bytes:
     """Returns `media` as bytes for another server."""
     return _encoder.encode(media)
@@ -209,7 +214,7 @@ def _check_item(name: str, item: MediaItem, prompt_ids: Sequence[int], limits: M
             f"{limits.max_patches}: send a smaller one"
         )
     num_bytes = item.num_patches * limits.patch_bytes
-    if len(item.pixels) != num_bytes:
+    if len(item.pixels) != num_bytes and (item.pixels or not limits.may_come_later):
         raise InvalidRequest(
             f"{name} has {len(item.pixels)} bytes of pixels, but its grid {item.grid} needs {num_bytes}"
         )

@@ -14,6 +14,7 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind
 from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.scheduler.disagg.decode_scheduler import DecodeScheduler
 from jaxsgl.testing.engine import RetractEvery
 from tests.grids import count
 from tests.scheduler.image_requests import asked, capacity, expected
@@ -199,6 +200,24 @@ def test_a_prompt_that_stands_for_images_which_prefill_lacks_too_is_refused_by_b
     run(network, prefill, decode)
     prefill.check_empty()
     decode.check_empty()
+
+
+@pytest.mark.parametrize("comes_later", [False, True])
+def test_a_decode_worker_holds_no_pixels(comes_later: bool) -> None:
+    network = Network()
+    prefill, decode = pair_of(network)
+    request = asked("a", [3, (1, 12), 4])
+    decode.receive(at(msgspec.structs.replace(request, media=()) if comes_later else request, 1))
+    prefill.receive(at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), 1))
+    network.deliver_all()
+    prefill.turn()
+    network.deliver_all()
+    decode.turn()
+    assert isinstance(decode.scheduler, DecodeScheduler)
+    at_decode = decode.scheduler.rooms.request("a")
+    assert at_decode is not None and [len(item.pixels) for item in at_decode.media] == [0]
+    run(network, prefill, decode)
+    assert decode.outputs["a", 0] == expected(request)
 
 
 def test_embeddings_of_weights_that_were_exchanged_on_the_way_are_not_used() -> None:

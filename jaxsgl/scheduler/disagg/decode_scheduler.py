@@ -14,6 +14,7 @@ from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION
 from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Reply
+from jaxsgl.requests.media import without_pixels
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.budget import pages_held_for
 from jaxsgl.scheduler.disagg.decode import DecodeRooms, Received
@@ -133,6 +134,8 @@ class DecodeScheduler(LegScheduler):
             return refused
         if request.sampling.masked and self._grammars is not None:
             self._grammars.ask(request.request_id, request.sampling.grammar)  # compiles while prefill computes
+        if request.media:
+            request = msgspec.structs.replace(request, media=without_pixels(request.media))
         peer = self.wire.connect(request.room.host, request.room.port)
         return self.rooms.arrived(request, room, peer, full_pages(len(request.prompt_ids) - 1, self.cache.page_size))
 

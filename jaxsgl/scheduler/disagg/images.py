@@ -1,8 +1,8 @@
 """Images of requests that the gateway gave the prefill worker alone: how decode gets them, and how legs compare theirs.
 
 Gateways that speak gRPC send decode the expanded tokens of a prompt, but not its images. Decode then opens the room
-without a hash of them, and prefill sends them as they came: decode names its cached pages by their digests, and places
-tokens by their grids. Embeddings of them come later (rows.py). Called by the two state machines of this package.
+without a hash of them, and prefill sends them without their pixels: decode names its cached pages by their digests, and
+places tokens by their grids. Embeddings come later (rows.py). Called by the two state machines of this package.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxsgl.requests.media import (
     num_placeholders,
     pack_images,
     unpack_images,
+    without_pixels,
 )
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.rooms import Send
@@ -35,8 +36,8 @@ def hash_for_prefill(request: Request, limits: MediaLimits | None) -> int | None
 
 
 def send_images(peer: Peer, room: Room, media: Sequence[MediaItem]) -> list[Send]:
-    """Sends `media` in parts."""
-    data = np.frombuffer(pack_images(media), dtype=np.uint8)
+    """Sends `media` in parts, without their pixels."""
+    data = np.frombuffer(pack_images(without_pixels(media)), dtype=np.uint8)
     starts = range(0, len(data), FRAME_BYTES)
     return [Send(peer, Media(room, start, len(data)), data[start : start + FRAME_BYTES]) for start in starts]
 
