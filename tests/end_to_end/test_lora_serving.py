@@ -49,7 +49,8 @@ def test_devices_that_share_a_model_and_its_adapters_give_the_answers_of_one(tmp
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     one, *others = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len({json.dumps(scores) for scores in one["scores"]}) == len(one["scores"]), "adapters change nothing"
+    free = [json.dumps(scores) for scores in one["scores"][::2]]  # those of a held answer may be equal
+    assert len(set(free)) == len(free), "adapters change nothing"
     assert all(set(tokens) <= set(ALLOWED) for tokens in one["tokens"][1::2])
     for answer, given in zip(others, flags[1:], strict=True):
         assert answer["sums"] == answer["sums_with_adapters"] and answer["recompiles"] == 0
