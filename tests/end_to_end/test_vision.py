@@ -210,6 +210,7 @@ def test_devices_that_share_the_model_and_its_images_give_greedy_tokens(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["recompiles"] == 0
+    assert found["restored"] == 1 and found["turns"][0] == found["turns"][2] != found["turns"][1]
     for asked, answer in zip(vision_mesh.requests(), found["answers"], strict=True):
         assert len(answer) == 8 and is_greedy(model, asked, answer)
 

@@ -13,7 +13,9 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.vision import VisionConfig
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request
-from tests.end_to_end.offline import outputs, serve
+from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.testing.engine import ScriptedMailbox
+from tests.end_to_end.offline import new_scheduler, outputs, serve
 from tests.vision_models import request
 
 
@@ -39,7 +41,14 @@ def main() -> None:
     engine = Engine(config, progress=False)
     asked = requests()
     answers = outputs(serve(engine, [asked]), asked)
-    print(json.dumps({"answers": answers, "recompiles": engine.recompiles}))
+    scheduler = new_scheduler(engine, radix=False)
+    turns = []
+    for number, seed in enumerate((41, 42, 41)):  # the pool holds one of the two images
+        mailbox = ScriptedMailbox([[request(str(number), [(1, 14, 16)], seed)]])
+        run_loop(scheduler, engine, mailbox, True, pages=engine)
+        turns.append(mailbox.output_ids(str(number)))
+    restored = scheduler.state.totals.restored_images
+    print(json.dumps({"answers": answers, "turns": turns, "restored": restored, "recompiles": engine.recompiles}))
 
 
 if __name__ == "__main__":
