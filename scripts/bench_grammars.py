@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
+from bench.first_grammar import print_first_calls
 from bench.mask_work import Moments, TimedEngine, WorkBeside, prepare_cpu_s
 from bench.output import command_line, command_parser, write_json
 
@@ -43,9 +44,13 @@ def main() -> int:
     parser = command_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--server", action="store_true", help="measure the first requests of a server instead")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
+        if args.server:
+            print_first_calls(folder)
+            return 0
         figures = measured(folder, args.rounds)
     for kind in figures.cpu_ms:
         print(f"{kind}: {figures.cpu_ms[kind]:.1f} ms of processor time a step, {figures.wall_ms[kind]:.1f} ms of wall")

@@ -29,8 +29,8 @@ def check_num_choices(num_prompts: int, n: int) -> None:
     """Raises `InvalidRequest` if one call asks for too many choices."""
     if num_prompts * n > MAX_CHOICES:
         raise InvalidRequest(
-            f"{num_prompts} prompts times n={n} are {num_prompts * n} choices, but a request may have {MAX_CHOICES}: "
-            "send less at once"
+            f"{num_prompts} prompts times {n} samples are {num_prompts * n} choices, but a request may have "
+            f"{MAX_CHOICES}: send less at once"
         )
 
 
