@@ -62,7 +62,7 @@ class ImageBudget:
     def _has_time(self, item: MediaItem) -> bool:
         """Whether the image is encoded, or its encoding ends in time; notes it as one to encode."""
         held = self._images.pool.find(item.digest)
-        if item.digest in self._to_encode or (held is not None and held.encoded) or self._images.is_kept(item):
+        if item.digest in self._to_encode or (held is not None and held.encoded) or not self._images.may_encode(item):
             return True
         assert self._latency is not None
         seconds = self._latency.encode_s(item.num_patches)
@@ -171,6 +171,10 @@ class Images:
     def is_kept(self, item: MediaItem) -> bool:
         """Whether the rows of the image are in host memory."""
         return self.kept is not None and self.kept.host.find(item.digest) is not None
+
+    def may_encode(self, item: MediaItem) -> bool:
+        """Whether the tower would make its rows, which are not in host memory then."""
+        return self._capacity.encodes and not self.is_kept(item)
 
     def retire(self) -> None:
         """Lets no later request find what is encoded now; see `EmbeddingRows.retire`."""

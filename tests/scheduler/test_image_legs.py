@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from jaxsgl.batch.capacity import Capacity
+from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import RefusalKind
 from jaxsgl.requests.request import Request
@@ -148,9 +149,10 @@ def test_a_decode_worker_refuses_images_that_it_can_not_have() -> None:
     decode.check_empty()
 
 
-def test_a_request_whose_images_would_be_those_of_other_weights_must_be_sent_again() -> None:
+@pytest.mark.parametrize("max_itl_ms", [None, 1000.0])
+def test_a_request_whose_images_would_be_those_of_other_weights_must_be_sent_again(max_itl_ms: float | None) -> None:
     network = Network()
-    prefill, decode = pair_of(network)
+    prefill, decode = pair_of(network, config=SchedulingConfig(max_itl_ms=max_itl_ms))
     request, text = asked("images", [3, (1, 12), 2], 30), asked("text", [9], 30)
     decode.receive(text)
     prefill.receive(at(msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1)), 1))
