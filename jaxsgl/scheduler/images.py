@@ -117,7 +117,7 @@ class Images:
         start, stop = work.start, work.start + len(work.token_ids)
         rows: IntArray | None = None
         for index, item in items_of(req, start, stop):
-            self._check_present(item)
+            self._use(item)
             image = self._lock(req, index, item)
             if rows is None:
                 rows = np.zeros(stop - start, np.int32)
@@ -194,8 +194,13 @@ class Images:
             self.kept.host.check()
         self.pool.check([image for locks in self._locks.values() for image in locks.values()])
 
-    def _check_present(self, item: MediaItem) -> None:
-        """Raises `EngineUnavailable` if rows came from another server, and weights were exchanged since."""
+    def _use(self, item: MediaItem) -> None:
+        """Lets others leave host memory before the image.
+
+        Raises `EngineUnavailable` if its rows came from another server, and weights were exchanged since.
+        """
+        if self.kept is not None:
+            self.kept.host.used(item.digest)
         held = self.pool.find(item.digest)
         if not (self._capacity.encodes or (held is not None and held.encoded) or self.is_kept(item)):
             raise EngineUnavailable(

@@ -109,6 +109,14 @@ def test_host_memory_keeps_the_images_used_last() -> None:
     assert scheduler.kept_images is not None and scheduler.kept_images.host.num_bytes <= 4 * 20
 
 
+def test_an_image_that_is_used_on_the_device_stays_in_host_memory_too() -> None:
+    turns = [asked(str(i), [2 + i, (seed, 9), 3]) for i, seed in enumerate((1, 2, 1, 3))]
+    _, scheduler = serve(capacity(rows=40, host_rows=20), after(*turns), radix_cache=False)
+    assert scheduler.state.totals.restored_images == 0 and scheduler.kept_images is not None
+    one, other, last = (turns[i].media[0].digest for i in (0, 1, 3))
+    assert [scheduler.kept_images.host.find(digest) is None for digest in (one, other, last)] == [False, True, False]
+
+
 @pytest.mark.parametrize("order", ["retire_cache", "flush_cache"])
 def test_orders_empty_host_memory_of_images(order: str) -> None:
     sizes = capacity(rows=10, host_rows=100)
