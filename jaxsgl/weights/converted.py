@@ -44,7 +44,7 @@ MANIFEST = "jaxsgl_checkpoint.json"
 PARAMS = "params"
 KV_SCALES = "kv_scales.safetensors"  # for `load_kv_scales`, as for any other folder
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # configuration, tokenizer, chat template
-AT_A_TIME_BYTES = 256 << 20  # of parameters that Orbax restores side by side, unless one alone is larger
+AT_A_TIME_BYTES = 128 << 20  # of parameters that Orbax restores side by side, unless one alone is larger
 CHUNK_BYTES = 64 << 20  # stored in one piece; a device reads all of each piece that it needs a part of
 CONVERT_AGAIN = "convert the original checkpoint again with scripts/convert_checkpoint.py"
 

@@ -22,6 +22,16 @@ struct ProductOf {
 
 using Product = ProductOf<uint16_t>;  // weights are bits of bfloat16; `in` is a multiple of 32, `out` of 16
 
+constexpr int kStretch = 8;  // lines of the cache
+
+// The first of the lines that are prefetched beside line `line` of `rows` weight rows, which begin at `block`: kStretch
+// lines each of rows / kStretch rows behind them. Memory gives lines that follow each other faster than one of each row.
+template <int rows, typename Weight>
+[[gnu::always_inline]] inline const Weight* LinesBehind(const Weight* block, int64_t in, int64_t line) {
+  constexpr int64_t numbers = 64 / sizeof(Weight);
+  return block + (rows + line % kStretch * (rows / kStretch)) * in + line / kStretch * kStretch * numbers;
+}
+
 // Memory for `count` numbers at a multiple of 64 bytes, the calling thread's until its next call. It is kept, since
 // fresh memory costs system time at each call.
 template <typename Number>

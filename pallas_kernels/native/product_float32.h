@@ -25,11 +25,11 @@ void MultiplyFewFloats(const FloatProduct& p, int64_t begin, const float* packed
   Floats sum[T];
   for (int t = 0; t < T; ++t) sum[t] = Zero();
   for (int64_t i = 0; i < p.in; i += kLanes) {
+    const float* const behind = LinesBehind<kLanes>(p.weights + begin * p.in, p.in, i / 16);
     Bits block[kLanes];
     for (int j = 0; j < kLanes; ++j) {
-      const float* const weights = p.weights + (begin + j) * p.in + i;
-      block[j] = LoadBits(weights);
-      if (i % 16 == 0) Prefetch(reinterpret_cast<const uint16_t*>(weights + kLanes * p.in));
+      block[j] = LoadBits(p.weights + (begin + j) * p.in + i);
+      if (i % 16 == 0) Prefetch(reinterpret_cast<const uint16_t*>(behind + j / kStretch * p.in + j % kStretch * 16));
     }
     Transpose(block);
 #pragma GCC unroll 16

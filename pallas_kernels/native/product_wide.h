@@ -18,6 +18,7 @@ namespace {
 constexpr int kBlock = 16;      // weight rows of a block: a register of results for each token
 constexpr int kMaxColumns = 64; // tokens at a time, 4 registers
 constexpr int kFew = 8;         // tokens that are multiplied one by one
+constexpr int kFewPairs = 12;   // the same, paired
 
 // c [R, 16 * V] = weights [R, in] packed [in / 2, 16 * V, 2]. Prefetches the R rows that follow, line by line.
 template <int R, int V>
@@ -50,16 +51,16 @@ void MultiplyFewPairs(const Product& p, int64_t begin, const uint16_t* packed) {
   __m512 sum[T];
   for (int t = 0; t < T; ++t) sum[t] = _mm512_setzero_ps();
   for (int64_t i = 0; i < p.in; i += kLine) {
+    const uint16_t* const behind = LinesBehind<kBlock>(p.weights + begin * p.in, p.in, i / kLine);
     Bits block[kBlock];
     for (int r = 0; r < kBlock; ++r) {
-      const uint16_t* const weights = p.weights + (begin + r) * p.in + i;
-      block[r] = LoadBits(weights);
-      Prefetch(weights + kBlock * p.in);
+      block[r] = LoadBits(p.weights + (begin + r) * p.in + i);
+      Prefetch(behind + r / kStretch * p.in + r % kStretch * kLine);
     }
     Transpose(block);
 #pragma GCC unroll 16
     for (int j = 0; j < kLine / 2; ++j) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int t = 0; t < T; ++t) {
         int32_t pair;
         std::memcpy(&pair, packed + (i + 2 * j) * T + 2 * t, 4);
@@ -77,7 +78,9 @@ void WithFewPairs(const Product& p, const Work& work) {
   if (p.tokens <= 2) return work(std::integral_constant<int, 2>());
   if (p.tokens <= 4) return work(std::integral_constant<int, 4>());
   if (p.tokens <= 6) return work(std::integral_constant<int, 6>());
-  work(std::integral_constant<int, kFew>());
+  if (p.tokens <= 8) return work(std::integral_constant<int, 8>());
+  if (p.tokens <= 10) return work(std::integral_constant<int, 10>());
+  work(std::integral_constant<int, kFewPairs>());
 }
 
 // Widened (see blocks.h): packed [in, 16 * V]. A line of the weights, widened once, serves all columns.
@@ -275,10 +278,12 @@ void MultiplyColumns(xla::ffi::ThreadPool pool, const Product& p, int64_t first)
   });
 }
 
-// Calls `work` with the registers of columns that the rows from `first` on fill, kMaxColumns at most; 0 for kFew or less.
-template <typename Work>
+// Calls `work` with the registers of columns that the rows from `first` on fill, kMaxColumns at most; 0 for kFew or less,
+// or kFewPairs or less.
+template <typename Number, typename Work>
 void WithColumns(const Product& p, int64_t first, const Work& work) {
-  if (p.tokens <= kFew) return work(std::integral_constant<int, 0>());
+  constexpr int few = std::is_same_v<Number, float> ? kFew : kFewPairs;
+  if (p.tokens <= few) return work(std::integral_constant<int, 0>());
   switch ((std::min<int64_t>(p.tokens - first, kMaxColumns) + 15) / 16) {
     case 1: return work(std::integral_constant<int, 1>());
     case 2: return work(std::integral_constant<int, 2>());
@@ -290,7 +295,7 @@ void WithColumns(const Product& p, int64_t first, const Work& work) {
 template <typename Number>
 void MultiplyAll(xla::ffi::ThreadPool pool, const Product& p) {
   for (int64_t first = 0; first < p.tokens; first += kMaxColumns)
-    WithColumns(p, first, [&](auto v) { MultiplyColumns<Number, decltype(v)::value>(pool, p, first); });
+    WithColumns<Number>(p, first, [&](auto v) { MultiplyColumns<Number, decltype(v)::value>(pool, p, first); });
 }
 
 // The same as pieces of a grouped product (grouped_product.h).
@@ -301,16 +306,16 @@ struct Pieces {
 
   static int64_t PackedBytes(const Product& p, int64_t first) {
     int64_t columns = 0;
-    WithColumns(p, first, [&](auto v) { columns = 16 * std::max(decltype(v)::value, 1); });
+    WithColumns<Number>(p, first, [&](auto v) { columns = 16 * std::max(decltype(v)::value, 1); });
     return p.in * columns * int64_t(sizeof(Number));
   }
 
   static void PackRows(const Product& p, int64_t first, void* packed) {
-    WithColumns(p, first, [&](auto v) { Pack<Number, decltype(v)::value>(p, first, static_cast<Number*>(packed)); });
+    WithColumns<Number>(p, first, [&](auto v) { Pack<Number, decltype(v)::value>(p, first, static_cast<Number*>(packed)); });
   }
 
   static void Multiply(const Product& p, int64_t first, int64_t begin, int64_t rows, const void* packed) {
-    WithColumns(p, first, [&](auto v) {
+    WithColumns<Number>(p, first, [&](auto v) {
       for (int64_t b = begin; b < begin + rows; b += kBlock)
         AddBlock<Number, decltype(v)::value, false>(p, first, b, static_cast<const Number*>(packed));
     });
