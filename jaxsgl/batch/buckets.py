@@ -46,6 +46,7 @@ class BucketSet:
       rope_axes: of steps without images; see `Bucket`.
       images: whether steps may have images.
       encode: shapes of calls of the vision tower, ascending; (): there is none.
+      encode_in_parts: those that may be run in parts, too.
     """
 
     decode_sizes: tuple[int, ...]
@@ -61,6 +62,7 @@ class BucketSet:
     rope_axes: int = 0
     images: bool = False
     encode: tuple[EncodeBucket, ...] = ()
+    encode_in_parts: tuple[EncodeBucket, ...] = ()
 
     @classmethod
     def derive(
@@ -104,6 +106,7 @@ class BucketSet:
             rope_axes=int(capacity.has_axes),
             images=capacity.tower is not None,
             encode=() if capacity.tower is None else capacity.tower.buckets,
+            encode_in_parts=() if capacity.tower is None else capacity.tower.buckets_in_parts,
         )
 
     def decode(self, num_seqs: int, variant: Variant = GREEDY, num_steps: int = 1, columns: int = 0) -> Bucket:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.patches import EncodeInputs
+from jaxsgl.batch.patches import EncodeInputs, EncodePart
 from jaxsgl.batch.sampling import COLUMNS, Bitcast, SamplingArrays
 from jaxsgl.requests.pooling import MAX_LABELS
 
@@ -218,7 +218,7 @@ class StepInputs:
         pages of the tokens that it computes: what is left are pages shared with other requests.
       masked: whether tokens are chosen only when `MaskedHandle.choose` brings the masks of grammars. Those follow from
         the tokens of the step before.
-      encodes: calls of the vision tower that come before the batch.
+      encodes: calls of the vision tower, or parts of one, that come before the batch.
     """
 
     bucket: Bucket
@@ -228,7 +228,7 @@ class StepInputs:
     features: StepFeatures | None = None
     table_changes: tuple[npt.NDArray[np.int32], ...] = ()
     masked: bool = False
-    encodes: tuple[EncodeInputs, ...] = ()
+    encodes: tuple[EncodeInputs | EncodePart, ...] = ()
 
     @property
     def arrays(self) -> StepArrays[npt.NDArray[Any]]:

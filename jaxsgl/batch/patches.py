@@ -34,11 +34,13 @@ class TowerShape:
       merge_size: patches along the sides of the square that becomes one token.
       table_side: learned positions along the sides of an image.
       patch_len: C, numbers of a patch.
+      num_layers: layers of the tower.
     """
 
     merge_size: int
     table_side: int
     patch_len: int
+    num_layers: int = 1
 
     def tokens_of(self, num_patches: int) -> int:
         """The tokens that so many patches become."""
@@ -56,6 +58,7 @@ class TowerCapacity:
       num_bins: devices that share the images of a call, each of which encodes whole ones.
       host_bytes: of embeddings that are kept in host memory; 0: none are.
       row_bytes: of a token's embedding.
+      sliced_from: an image alone in a call of this size or more may be encoded in parts; None: no image is.
       encodes: whether there is a tower; else embeddings come from the server of a request's other leg.
     """
 
@@ -66,6 +69,16 @@ class TowerCapacity:
     host_bytes: int = 0
     row_bytes: int = 4
     encodes: bool = True
+    sliced_from: int | None = None
+
+    def is_sliced(self, bucket: EncodeBucket) -> bool:
+        """Whether calls of this shape may be run in parts."""
+        return self.sliced_from is not None and self.num_bins == 1 and bucket.num_patches >= self.sliced_from
+
+    @property
+    def buckets_in_parts(self) -> tuple[EncodeBucket, ...]:
+        """Those of `buckets` that may be run in parts."""
+        return tuple(bucket for bucket in self.buckets if self.is_sliced(bucket))
 
     @property
     def buckets(self) -> tuple[EncodeBucket, ...]:
@@ -105,6 +118,42 @@ class EncodeInputs:
     rows: IntArray
     num_images: int
     num_patches: int
+
+    @property
+    def cost_patches(self) -> int:
+        """Patches that it takes the time of, padding included."""
+        return self.bucket.num_patches
+
+
+@dataclass(frozen=True)
+class EncodePart:
+    """Some layers of a call of the tower, whose others come with earlier and later steps; read-only.
+
+    Attributes:
+      call: all of it. The part with layer 0 makes embeddings of pixels first.
+      first, stop: layers first .. stop - 1.
+      num_layers: of the tower. The last part writes what the call makes.
+    """
+
+    call: EncodeInputs
+    first: int
+    stop: int
+    num_layers: int
+
+    @property
+    def bucket(self) -> EncodeBucket:
+        """The shape of the call."""
+        return self.call.bucket
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the image is encoded once it is run."""
+        return self.stop == self.num_layers
+
+    @property
+    def cost_patches(self) -> int:
+        """Patches of a whole call that takes as long, padding included."""
+        return -(-self.bucket.num_patches * (self.stop - self.first) // self.num_layers)
 
 
 @lru_cache(maxsize=KEPT_GRIDS)

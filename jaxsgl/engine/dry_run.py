@@ -11,11 +11,12 @@ from contextlib import contextmanager
 
 import jax
 
+from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import empty_step
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
-from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, empty_call
+from jaxsgl.batch.patches import EncodeInputs, EncodePart, empty_call
 from jaxsgl.engine.memory import OUT_OF_MEMORY
 from jaxsgl.engine.programs import ProgramKey, keys_of
 from jaxsgl.errors import StartupError
@@ -41,13 +42,19 @@ def run_all(
 
 
 def run_tower(
-    encode: Callable[[EncodeInputs], jax.Array], buckets: Iterable[EncodeBucket], capacity: Capacity, account: str
+    encode: Callable[[EncodeInputs | EncodePart], jax.Array], buckets: BucketSet, capacity: Capacity, account: str
 ) -> None:
-    """Runs a call of the vision tower on padding in each of `buckets`, and waits for each; errors as of `run_all`."""
-    for bucket in buckets:
+    """Runs a call of the vision tower on padding in each shape, and one in parts; waits for each.
+
+    Errors as of `run_all`.
+    """
+    for bucket in buckets.encode:
         assert capacity.tower is not None
         with step_failure(f"the vision tower can't encode {bucket.num_patches} patches", account):
-            jax.block_until_ready(encode(empty_call(bucket, capacity.tower)))
+            call, num_layers = empty_call(bucket, capacity.tower), capacity.tower.shape.num_layers
+            jax.block_until_ready(encode(call))
+            if bucket in buckets.encode_in_parts:
+                jax.block_until_ready(encode(EncodePart(call, 0, num_layers, num_layers)))
 
 
 def covering(buckets: Iterable[Bucket]) -> list[Bucket]:

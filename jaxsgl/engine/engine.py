@@ -21,7 +21,7 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_ops import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
-from jaxsgl.batch.patches import EncodeInputs
+from jaxsgl.batch.patches import EncodeInputs, EncodePart
 from jaxsgl.cache.pages import tokens_in
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler
@@ -39,6 +39,7 @@ from jaxsgl.engine.row_io import HostRows, RowIo
 from jaxsgl.engine.sizing import NO_ADAPTERS, KvShape, PoolSize, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
+from jaxsgl.engine.tower_parts import TowerParts
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
 from jaxsgl.messages.replies import EngineInfo
@@ -134,6 +135,8 @@ class Engine:
             with step_failure("the programs for rows of images can't run", memory.account):
                 self._row_io = RowIo(spec.images, mesh, progress=progress)
                 self._state = self._state._replace(images=self._row_io.run_all(pool))
+        taps = () if self.arch.vision is None else self.arch.vision.deepstack_layers
+        self._tower_parts = TowerParts(self.programs.encode_part, taps)
         self._compiles = CompileCounter()
         self.mask_programs = MaskPrograms(self.programs, self._compiles)
         self.residents = EngineResidents(
@@ -145,7 +148,7 @@ class Engine:
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         if mesh.size > 1:
             self._launcher = Launcher()
-        run_tower(self._encode, self.buckets.encode, self.capacity, memory.account)
+        run_tower(self._encode, self.buckets, self.capacity, memory.account)
         self.info = EngineInfo(
             model_path=str(folder),
             architecture=self.arch.name,
@@ -286,8 +289,13 @@ class Engine:
         self._state = state._replace(last_tokens=out.last_tokens, edit_tables=out.edit_tables)
         return Chosen(out.tokens, out.scores if features.logprobs else None)
 
-    def _encode(self, call: EncodeInputs) -> jax.Array:
-        """Launches a call of the vision tower; returns the pool of embeddings."""
+    def _encode(self, call: EncodeInputs | EncodePart) -> jax.Array:
+        """Launches a call of the vision tower, or a part of one; returns the pool of embeddings."""
+        if isinstance(call, EncodePart):
+            assert self._state.images is not None
+            images = self._tower_parts.run(self._params, self._state.images, call)
+            self._state = self._state._replace(images=images)
+            return images
         program = self.programs.encode(call.bucket)
         images = program(self._params, self._state.images, call.pixels, call.columns, call.rows)
         self._state = self._state._replace(images=images)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
-from jaxsgl.batch.patches import EncodeBucket, TowerCapacity
+from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, TowerCapacity
 from jaxsgl.batch.sampling import EDITS_LEN
 from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.encoding import ENCODE_DONATES, call_shapes, make_encode
@@ -40,6 +40,7 @@ from jaxsgl.engine.step import (
     make_forward,
     sample_step,
 )
+from jaxsgl.engine.tower_parts import PART_DONATES, PART_KINDS, Between, make_part
 from jaxsgl.engine.warmup import Compilation, compile_all
 from jaxsgl.errors import JaxsglError
 from jaxsgl.models import Decoder, Params
@@ -86,7 +87,7 @@ class ProgramSpec:
         if isinstance(key.shape, Bucket):
             return self.trace_forward(key.shape)
         if isinstance(key.shape, EncodeBucket):
-            return self.trace_encode(key.shape)
+            return self.trace_encode(key.shape) if key.kind == "encode" else self.trace_part(key.kind, key.shape)
         if key == SET_ROW:
             return self.trace_set_row()
         if key == SET_PAGES:
@@ -126,6 +127,25 @@ class ProgramSpec:
         arguments = (leaves, self.state.images, *call_shapes(bucket, self.tower, self.mesh))
         return self.traced(program, ENCODE_DONATES, arguments, replicated(self.mesh))
 
+    def trace_part(self, kind: str, bucket: EncodeBucket) -> jax.stages.Traced:
+        """One of the programs that run the vision tower on `bucket` in parts, traced."""
+        assert self.tower is not None and self.state.images is not None
+        leaves, treedef = jax.tree.flatten(self.params)
+        pixels, columns, rows = call_shapes(bucket, self.tower, self.mesh)
+        begin = make_part(PART_KINDS[0], self.graphdef, treedef)
+        hidden = jax.eval_shape(begin, leaves, pixels, columns).hidden
+        between: Any = Between(cast(Any, self._placed(hidden.shape, hidden.dtype)), cast(Any, columns))
+        number = self._int32()
+        arguments = {
+            "encode begin": (leaves, pixels, columns),
+            "encode layer": (leaves, between, number),
+            "encode tap": (leaves, self.state.images, between.hidden, rows, number),
+            "encode end": (leaves, self.state.images, between.hidden, rows),
+        }[kind]
+        everywhere: Any = replicated(self.mesh)
+        shardings = Between(everywhere, everywhere) if kind in PART_KINDS[:2] else everywhere
+        return self.traced(make_part(kind, self.graphdef, treedef), PART_DONATES[kind], arguments, shardings)
+
     def trace_sampling(self, num_seqs: int, filtered: bool) -> jax.stages.Traced:
         """The sampling program for `num_seqs` padded sequences, which may filter or not, traced."""
         program = self.told_of_padding(filtered_step if filtered else sample_step)
@@ -163,7 +183,10 @@ class ProgramSpec:
         return logits, self._int32(SAMPLING_ROWS, num_seqs), self.state.last_tokens
 
     def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(self.mesh))
+        return self._placed(shape, jnp.int32)
+
+    def _placed(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh))
 
 
 class ProgramKey(NamedTuple):
@@ -194,8 +217,9 @@ def all_keys(buckets: BucketSet) -> list[ProgramKey]:
 
 
 def encode_keys(buckets: BucketSet) -> list[ProgramKey]:
-    """The programs that run the vision tower, the largest first."""
-    return [ProgramKey("encode", bucket) for bucket in reversed(buckets.encode)]
+    """The programs that run the vision tower, the largest first, and those that run it in parts."""
+    parts = [ProgramKey(kind, bucket) for bucket in buckets.encode_in_parts for kind in PART_KINDS]
+    return [*(ProgramKey("encode", bucket) for bucket in reversed(buckets.encode)), *parts]
 
 
 Compilations: TypeAlias = Mapping[ProgramKey, Compilation]
@@ -229,7 +253,13 @@ def step_bytes(compilations: Compilations, buckets: Iterable[Bucket], mask_bytes
 
     of_steps = (_most_bytes(stages(bucket)) for bucket in buckets)
     of_tower = (_most_bytes([_stage(one.compiled)]) for key, one in compilations.items() if key.kind == "encode")
-    return max((*of_steps, *of_tower))
+    return max((*of_steps, *of_tower)) + _bytes_between(compilations)
+
+
+def _bytes_between(compilations: Compilations) -> int:
+    """What is kept between layers of an image that is encoded in parts."""
+    begins = [_stage(one.compiled).kept for key, one in compilations.items() if key.kind == PART_KINDS[0]]
+    return max(begins, default=0)
 
 
 def _stage(program: jax.stages.Compiled) -> StageBytes:
@@ -277,10 +307,7 @@ class Programs:
             bucket: tuple(self.compilations[key].compiled for key in keys_of(bucket)) for bucket in buckets.all()
         }
 
-        self._encode = {
-            bucket: self.compilations[key].compiled
-            for bucket, key in zip(reversed(buckets.encode), encode_keys(buckets), strict=True)
-        }
+        self._encode = {key: self.compilations[key].compiled for key in encode_keys(buckets)}
 
     def __len__(self) -> int:
         return len(self.compilations)
@@ -302,7 +329,11 @@ class Programs:
 
     def encode(self, bucket: EncodeBucket) -> jax.stages.Compiled:
         """The program that runs the vision tower on `bucket`."""
-        return self._encode[bucket]
+        return self._encode[ProgramKey("encode", bucket)]
+
+    def encode_part(self, kind: str, call: EncodeInputs) -> jax.stages.Compiled:
+        """A program of `PART_KINDS` for the shape of `call`."""
+        return self._encode[ProgramKey(kind, call.bucket)]
 
 
 def _lowering(spec: ProgramSpec, key: ProgramKey) -> Callable[[], jax.stages.Lowered]:

@@ -33,6 +33,7 @@ OTHER_CHUNK_TOKENS = 2048
 UNLIMITED = -1
 MAX_PATCHES = {"cpu": 4096}  # of an image, and of a call of the tower on a device
 OTHER_MAX_PATCHES = 16384
+SLICED_PATCHES = 4096  # an image in calls of this size or more may be encoded in parts
 POOL_TOKENS = {"cpu": 4096}  # of images whose embeddings are kept
 OTHER_POOL_TOKENS = 16384
 HOST_MIB = {"cpu": 1024}  # for embeddings in host memory
@@ -153,7 +154,7 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
     if arch.vision is None:
         return None
     flags, vision = config.vision, arch.vision
-    shape = TowerShape(vision.merge_size, vision.table_side, vision.patch_len)
+    shape = TowerShape(vision.merge_size, vision.table_side, vision.patch_len, vision.num_layers)
     max_patches = flags.mm_max_patches or MAX_PATCHES.get(platform, OTHER_MAX_PATCHES)
     max_patches -= max_patches % vision.merge_size**2
     num_rows = flags.mm_pool_tokens or POOL_TOKENS.get(platform, OTHER_POOL_TOKENS)
@@ -177,6 +178,7 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
         host_bytes=host_mib << 20,
         row_bytes=_row_bytes(config, arch, platform),
         encodes=vision.has_tower,
+        sliced_from=None if config.scheduling.max_itl_ms is None else SLICED_PATCHES,
     )
 
 

@@ -286,7 +286,7 @@ class Applier:
             blame((req, partial(self._builder.extend, [work])) for req, work in zip(reqs, works, strict=True))
             raise
         if self._images is not None:
-            inputs = self._images.with_calls(inputs)
+            inputs = self._images.with_calls(inputs, plan.ahead)
         for chunk in plan.chunks:
             if chunk.req.launch_chunk(chunk.num_tokens):
                 self._requests.moved(chunk.req)
@@ -304,7 +304,7 @@ class Applier:
         if self._state.latency is not None:
             kv_tokens = sum(work.start + len(work.token_ids) for work in works)
             pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
-            num_patches = sum(call.bucket.num_patches for call in inputs.encodes)
+            num_patches = sum(call.cost_patches for call in inputs.encodes)
             self._state.latency.launched(inputs.bucket, kv_tokens, pairs, num_patches)
         self._state.extended_last = True
         return inputs
@@ -334,13 +334,15 @@ class Applier:
                 for i, req in enumerate(reqs)
             )
             raise
+        if plan.ahead is not None and self._images is not None:
+            inputs = self._images.with_calls(inputs, plan.ahead)
         states: Sequence[StatesPart] = ()
         if inputs.bucket.states:
             states = [StatesPart(i, i, 1, positions[i]) for i, req in enumerate(reqs) if req.states is not None]
         self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs], states=states), rows)
         if self._state.latency is not None:
             kv_tokens = int((steps_S * (2 * positions_S + steps_S + 1)).sum()) // 2
-            self._state.latency.launched(inputs.bucket, kv_tokens, 0.0)
+            self._state.latency.launched(inputs.bucket, kv_tokens, 0.0, sum(c.cost_patches for c in inputs.encodes))
         self._state.extended_last = False
         return inputs
 

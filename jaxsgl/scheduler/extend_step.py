@@ -25,7 +25,7 @@ from jaxsgl.scheduler.budget import (
     without_much_padding,
 )
 from jaxsgl.scheduler.failed_admission import ratio_steps_short
-from jaxsgl.scheduler.plan import NoRoom, SchedulerState
+from jaxsgl.scheduler.plan import Ahead, NoRoom, SchedulerState
 from jaxsgl.scheduler.policy import MAX_REORDERED, PrefixesInProgress
 from jaxsgl.scheduler.req import Req
 
@@ -139,10 +139,17 @@ class ExtendStep:
         self._whole_prompts = view.capacity.whole_prompts
         bound = view.latency if draft.decoding else None
         self._images = None if view.images is None else view.images.budget(bound)
+        if self._images is not None and mixed:
+            self._budget.spend(self._images.take_seconds())  # of layers that are encoded ahead
         self._pages_taken = sum(req.needs_page for req in mixed)
         self._chunks: dict[Claim, int] = {}
         self._loading = [Claim.held(req) for req in draft.loading]
         self._loading += [draft.admissions[req] for req in draft.loads]
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """What is encoded of an image that a later step reads, if this one decodes."""
+        return None if self._images is None else self._images.ahead
 
     def add_continuing(self, claims: Sequence[Claim], prompts_wait: bool) -> None:
         """Adds the next chunks of admitted requests, in equal shares; of half the step, if `prompts_wait` too."""

@@ -18,7 +18,7 @@ import numpy as np
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import Work
 from jaxsgl.batch.inputs import StepInputs
-from jaxsgl.batch.patches import EncodeInputs, TowerCapacity, pack
+from jaxsgl.batch.patches import EncodeInputs, EncodePart, TowerCapacity, pack
 from jaxsgl.cache.embeddings import EmbeddingRows, HeldImage
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import EngineUnavailable
@@ -26,8 +26,9 @@ from jaxsgl.messages.load import Totals
 from jaxsgl.requests.media import MediaItem
 from jaxsgl.scheduler.kept_images import KeptImages
 from jaxsgl.scheduler.latency import Latency
-from jaxsgl.scheduler.plan import Chunk
+from jaxsgl.scheduler.plan import Ahead, Chunk
 from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.sliced_image import SlicedImage
 
 SHARED_CALL_PATCHES = 4096  # images share a call of the tower up to so many on a device; a larger one has its own
 
@@ -41,6 +42,24 @@ class ImageBudget:
         self._encode_s = self._taken_s = 0.0
         self._left = images.pool.num_available
         self._taken: set[bytes] = set()
+        self._ahead: tuple[Req, int] | None = None
+        if images.sliced is not None and latency is not None:
+            self._go_on(images.sliced.req, images.sliced.index, latency)
+        elif images.sliced is not None:
+            self._left += images.sliced.item.length  # it is dropped if others need its rows
+
+    @property
+    def ahead(self) -> Ahead | None:
+        """What is encoded ahead, before a step that decodes."""
+        if self._ahead is None or self._latency is None:
+            return None
+        req, index = self._ahead
+        return Ahead(req, index, self._images.layers_in_time(req.media[index], self._latency))
+
+    def _go_on(self, req: Req, index: int, latency: Latency) -> None:
+        """Takes the time of some layers."""
+        self._ahead = req, index
+        self._encode_s += latency.for_encoding_s
 
     def longest_chunk(self, req: Req, start: int, count: int) -> int:
         """At most `count`: tokens from `start` on whose images find rows, besides those that are taken.
@@ -49,8 +68,11 @@ class ImageBudget:
         """
         left = self._left
         seen: set[bytes] = set()
-        for index, item in items_of(req, start, start + count):
+        for place, (index, item) in enumerate(items_of(req, start, start + count)):
             if self._latency is not None and not self._has_time(item):
+                fits = self._has_rows(req, index, item) or item.length <= left
+                if self._ahead is None and not place and fits and self._is_slow(item, self._latency):
+                    self._go_on(req, index, self._latency)
                 return max(item.offset - start, 0)
             if not self._has_rows(req, index, item) and item.digest not in seen:
                 seen.add(item.digest)
@@ -65,12 +87,21 @@ class ImageBudget:
         if item.digest in self._to_encode or (held is not None and held.encoded) or not self._images.may_encode(item):
             return True
         assert self._latency is not None
+        if self._is_slow(item, self._latency):
+            return False
         seconds = self._latency.encode_s(item.num_patches)
         if self._to_encode and (seconds is None or self._encode_s + seconds > self._latency.for_encoding_s):
             return False
         self._to_encode.add(item.digest)
         self._encode_s += seconds or 0.0
         return True
+
+    def _is_slow(self, item: MediaItem, latency: Latency) -> bool:
+        """Whether the image is encoded in parts, ahead of the step that reads it."""
+        if not self._images.is_sliced(item):
+            return False
+        seconds = latency.encode_s(item.num_patches)
+        return seconds is None or seconds > latency.for_encoding_s or self._images.is_under_way(item)
 
     def take_seconds(self) -> float:
         """Seconds that encoding takes beyond those that were taken before."""
@@ -86,6 +117,8 @@ class ImageBudget:
 
     def _has_rows(self, req: Req, index: int, item: MediaItem) -> bool:
         """Whether the image has rows that no other image can take."""
+        if self._latency is None and self._images.is_under_way(item):
+            return item.digest in self._taken
         held = self._images.pool.find(item.digest)
         is_locked = (held is not None and held.num_locks > 0) or self._images.holds(req, index)
         return is_locked or item.digest in self._taken
@@ -102,15 +135,33 @@ class Images:
 
     Attributes:
       kept: rows in host memory; None: there are none.
+      sliced: an image of which some layers are computed; None: there is none.
     """
 
     def __init__(self, pool: EmbeddingRows, capacity: TowerCapacity, buckets: BucketSet, totals: Totals) -> None:
         self.pool = pool
         self._capacity, self._buckets, self._totals = capacity, buckets, totals
+        self._num_layers = capacity.shape.num_layers
         self._locks: dict[Req, dict[int, HeldImage]] = {}  # by the image's place among the request's
         self._to_encode: dict[bytes, tuple[MediaItem, HeldImage]] = {}
         self._to_restore: dict[bytes, HeldImage] = {}  # instead, in the step that is launched now
         self.kept = KeptImages(capacity.host_bytes) if capacity.host_bytes else None
+        self.sliced: SlicedImage | None = None
+
+    def is_sliced(self, item: MediaItem) -> bool:
+        """Whether the image may be encoded in parts."""
+        return self._capacity.sliced_from is not None and self._capacity.is_sliced(
+            self._buckets.encode_of(item.num_patches)
+        )
+
+    def is_under_way(self, item: MediaItem) -> bool:
+        """Whether some layers of the image are computed."""
+        return self.sliced is not None and self.sliced.item.digest == item.digest
+
+    def layers_in_time(self, item: MediaItem, latency: Latency) -> int:
+        """Layers of an image that may come before a step: one at least."""
+        seconds, num_layers = latency.encode_s(self._buckets.encode_of(item.num_patches).num_patches), self._num_layers
+        return 1 if not seconds else min(max(int(latency.for_encoding_s * num_layers / seconds), 1), num_layers)
 
     def placed(self, work: Work, req: Req) -> Work:
         """`work` with the rows of its images, which are locked for `req`; those that are not encoded will be."""
@@ -125,20 +176,22 @@ class Images:
             rows[first - start : end - start] = image.rows[first - item.offset : end - item.offset]
         return replace(work, pool_rows=rows)
 
-    def with_calls(self, inputs: StepInputs) -> StepInputs:
-        """The batch with the calls of the tower that must come before it."""
+    def with_calls(self, inputs: StepInputs, ahead: Ahead | None) -> StepInputs:
+        """The batch with the calls of the tower that must come before it, and with the part of one that is `ahead`."""
         if self._to_encode and self.kept is not None:
             self._restore(self.kept)
-        return replace(inputs, encodes=tuple(self._calls())) if self._to_encode else inputs
+        parts = [] if ahead is None else [self._part(ahead)]
+        if self.sliced is not None and self.sliced.item.digest in self._to_encode:
+            parts.append(self.sliced.next_part())  # the step needs it
+            self._is_encoded(*self._to_encode.pop(self.sliced.item.digest))
+            self.sliced = None
+        calls = self._calls() if self._to_encode else []
+        return replace(inputs, encodes=(*parts, *calls)) if parts or calls else inputs
 
     def launched(self, chunks: Iterable[Chunk]) -> None:
         """Counts the step's calls as launched, and unlocks the images whose last chunk is."""
         for item, image in self._to_encode.values():
-            image.encoded = True
-            self._totals.encoded_images += 1
-            self._totals.encoded_patches += item.num_patches
-            if self.kept is not None:
-                self.kept.encoded(image)
+            self._is_encoded(item, image)
         self._to_encode.clear()
         for image in self._to_restore.values():
             image.encoded = True
@@ -156,6 +209,8 @@ class Images:
     def left(self, req: Req) -> None:
         """Unlocks what a request holds that ends, or goes back to the queue."""
         for image in self._locks.pop(req, {}).values():
+            if self.sliced is not None and self.sliced.rows is image:
+                self.sliced = None
             self.pool.unlock(image)
             if image.num_locks == 0:
                 self._to_encode.pop(image.digest, None)
@@ -178,6 +233,7 @@ class Images:
 
     def retire(self) -> None:
         """Lets no later request find what is encoded now; see `EmbeddingRows.retire`."""
+        self._drop_sliced()
         self.pool.retire()
         if self.kept is not None:
             self.kept.retire()
@@ -212,6 +268,8 @@ class Images:
         locks = self._locks.setdefault(req, {})
         image = locks.get(index)
         if image is None:
+            if self.sliced is not None and self.pool.find(item.digest) is None:
+                self._make_room(item.length)
             image = locks[index] = self.pool.lock(item.digest, item.length)
         if not image.encoded:
             self._to_encode[item.digest] = (item, image)
@@ -224,6 +282,45 @@ class Images:
                 self._to_restore[digest] = image
             if digest in self._to_restore or not self._capacity.encodes:
                 del self._to_encode[digest]
+
+    def _part(self, ahead: Ahead) -> EncodePart:
+        """The next layers of the image, whose rows are locked for the request."""
+        item = ahead.req.media[ahead.place]
+        if self.sliced is None:
+            locks = self._locks.setdefault(ahead.req, {})
+            if ahead.place not in locks:
+                locks[ahead.place] = self.pool.lock(item.digest, item.length)
+            rows = locks[ahead.place]
+            call = pack([[(item, rows.rows)]], self._buckets.encode_of(item.num_patches), self._capacity)
+            self.sliced = SlicedImage(ahead.req, ahead.place, item, rows, call, self._num_layers)
+        assert self.sliced.item.digest == item.digest, "two images are encoded in parts"
+        part = self.sliced.next_part(ahead.num_layers)
+        if part.is_last:
+            self._is_encoded(item, self.sliced.rows)
+            self._drop_sliced()  # a request that waits must not keep rows from those before it in the order
+        return part
+
+    def _is_encoded(self, item: MediaItem, image: HeldImage) -> None:
+        """Counts an image whose rows are written before the step that is launched now."""
+        image.encoded = True
+        self._totals.encoded_images += 1
+        self._totals.encoded_patches += item.num_patches
+        if self.kept is not None:
+            self.kept.encoded(image)
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Drops the image that is encoded in parts if others need its rows and no request decodes."""
+        if self.pool.num_available < num_tokens:
+            self._drop_sliced()
+
+    def _drop_sliced(self) -> None:
+        """Forgets the image that is encoded in parts, and unlocks its rows."""
+        if self.sliced is not None:
+            locks = self._locks[self.sliced.req]
+            self.pool.unlock(locks.pop(self.sliced.index))
+            if not locks:
+                del self._locks[self.sliced.req]
+            self.sliced = None
 
     def _calls(self) -> list[EncodeInputs]:
         waiting = [(item, image.rows) for item, image in self._to_encode.values()]

@@ -109,6 +109,14 @@ class Write(NamedTuple):
     pages: tuple[int, ...]
 
 
+class Ahead(NamedTuple):
+    """Encode the next `num_layers` layers of the image `place` of `req`, ahead of the step that reads it."""
+
+    req: Req
+    place: int
+    num_layers: int
+
+
 class LoadPages(NamedTuple):
     """Load the next `num_pages` pages of the prefix of `req` from the host tier."""
 
@@ -132,6 +140,7 @@ class StepPlan:
       num_steps: decode steps of the program.
       out_of_pages: whether the next tokens of the running requests lacked pages, so that some are retracted.
       admission_closed, blocked, failed_admission: see `SchedulerState`; their values after the step.
+      ahead: part of an image that is encoded before the step; None: none is.
       pages: what is free and evictable once the plan is carried out, before computed pages are shared.
     """
 
@@ -149,6 +158,7 @@ class StepPlan:
     blocked: NoRoom | None
     failed_admission: FailedAdmission | None
     pages: PageCount
+    ahead: Ahead | None = None
 
     def __str__(self) -> str:
         """One line: `extend a/0+128 b/0+17 | decode 14 | admit b/0 (64 cached) | 210 free 30 evictable pages`."""
@@ -159,6 +169,7 @@ class StepPlan:
             ("admit", " ".join(f"{_name(entry.req)} ({entry.cached_tokens} cached)" for entry in self.admit)),
             ("write", " ".join(str(len(copy.pages)) for copy in self.copies if isinstance(copy, Write))),
             ("load", " ".join(f"{_name(c.req)}+{c.num_pages}" for c in self.copies if isinstance(c, LoadPages))),
+            ("encode", f"{self.ahead.num_layers} layers of {_name(self.ahead.req)}" if self.ahead else ""),
             ("retract", " ".join(map(_name, self.retract))),
             ("preempt", " ".join(map(_name, self.preempt))),
             ("place", " ".join(placement.adapter.name for placement in self.placements)),

@@ -22,7 +22,7 @@ from jaxsgl.scheduler.budget import HORIZON_STEPS, Claim
 from jaxsgl.scheduler.extend_step import Draft, ExtendStep, new_pages
 from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.failure import blame
-from jaxsgl.scheduler.plan import Admission, Chunk, LoadPages, NoRoom, SchedulerState, StepPlan, Write
+from jaxsgl.scheduler.plan import Admission, Ahead, Chunk, LoadPages, NoRoom, SchedulerState, StepPlan, Write
 from jaxsgl.scheduler.prefetch import plan_loads
 from jaxsgl.scheduler.req import Req
 
@@ -60,6 +60,7 @@ class _Planner(Draft):
         self._admission_closed = view.admission_closed
         self._blocked: NoRoom | None = None
         self._failed_admission: FailedAdmission | None = None
+        self._ahead: Ahead | None = None
         self._preempting: dict[Req, None] = {}  # waiting requests for which others were taken back
 
     def plan(self) -> StepPlan:
@@ -74,12 +75,13 @@ class _Planner(Draft):
             decodes = [req for req in decodes if req not in self.taken_back]
         elif self.decoding and view.extended_last and (config.decode_first or view.latency is not None):
             self._blocked = view.blocked
+            self._ahead = None if view.images is None else view.images.budget(view.latency).ahead
             return self._decode_plan(prompts_wait=True)
         else:
             decodes, chunks = [], self._chunks([]) if has_prompts else []
         if not chunks:
             extending = any(req not in self.taken_back for req in view.requests.extending.values())
-            return self._decode_plan(prompts_wait=extending or self._is_loading)
+            return self._decode_plan(prompts_wait=extending or self._is_loading or self._ahead is not None)
         if any(claim.req.scores_prompt for claim, _ in chunks):
             decodes = []  # the program that scores prompts takes no decodes
         pages = sum(new_pages(claim, count, view.cache) for claim, count in chunks)
@@ -118,6 +120,7 @@ class _Planner(Draft):
             blocked=self._blocked,
             failed_admission=failed,
             pages=self.ledger.count,
+            ahead=self._ahead if decodes else None,
         )
 
     @property
@@ -225,8 +228,8 @@ class _Planner(Draft):
                 continue
             self._blocked = self._blocked or step.no_room or (NoRoom.ADAPTERS if step.off_device else None)
             step.add_leftovers(continuing)
-            chunks = step.finished()
-            if not (chunks or continuing or self._is_loading):
+            chunks, self._ahead = step.finished(), step.ahead
+            if not (chunks or continuing or self._is_loading or self._ahead):
                 if first is not None:
                     self._note_failure(first, 0 if view.failed_admission is None else step.steps_short)
                 elif step.off_device:  # until a request ends

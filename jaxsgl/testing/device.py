@@ -19,7 +19,7 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import PooledRows, StatesRows
 from jaxsgl.batch.engine_ops import GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepArrays, StepInputs
-from jaxsgl.batch.patches import TowerCapacity
+from jaxsgl.batch.patches import EncodePart, TowerCapacity
 from jaxsgl.cache.pages import DUMMY_PAGE, IntArray, page_of, slots_of, tokens_in
 from jaxsgl.errors import CheckpointError
 
@@ -122,10 +122,17 @@ class FakeImages:
     def __init__(self, capacity: TowerCapacity | None) -> None:
         self._ids: IntArray = np.full(1 if capacity is None else capacity.num_rows + 1, -1, dtype=np.int32)
         self._gathered: list[tuple[int, npt.NDArray[np.uint8]]] = []
+        self._next_layer = 0  # of the image that is encoded in parts
 
     def embedded(self, ids: IntArray, inputs: StepInputs) -> IntArray:
         """Ids `[T]` of a step's tokens, those of images from their rows, after the calls of the tower before it."""
         for call in inputs.encodes:
+            if isinstance(call, EncodePart):
+                assert call.first in (0, self._next_layer), "a layer of an image is left out"
+                self._next_layer = 0 if call.is_last else call.stop
+                if not call.is_last:
+                    continue
+                call = call.call
             for pixels, rows in zip(call.pixels, call.rows, strict=True):
                 real = rows < len(self._ids)
                 self._ids[rows[real]] = image_ids(pixels.reshape(len(rows), -1))[real]

@@ -15,8 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxsgl.batch.patches import EncodePart, pack
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.config.vision import VisionConfig
+from jaxsgl.engine import sizing
 from jaxsgl.engine.engine import Engine
 from jaxsgl.requests.request import Request
 from tests.end_to_end import vision_mesh
@@ -49,7 +51,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     moe, page_size = request.param
     folder = tmp_path_factory.mktemp("model")
     model = make_model(folder, moe=moe)
-    engine = engine_of(folder, page_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizing, "SLICED_PATCHES", 256)
+        engine = engine_of(folder, page_size, scheduling=SchedulingConfig(max_itl_ms=1000.0))
     yield engine, model
     engine.close()
 
@@ -190,6 +194,42 @@ def test_other_weights_of_the_tower_encode_an_image_again(served: tuple[Engine, 
         mailbox = run(engine, scheduler, [asked])
         assert is_greedy(judge, asked, mailbox.output_ids("a"))
         assert scheduler.state.totals.encoded_images == 2 * turn
+    assert engine.recompiles == before
+
+
+def test_a_tower_run_layer_by_layer_makes_the_embeddings_of_one_call(served: tuple[Engine, Any]) -> None:
+    engine, _ = served
+    tower, item = engine.capacity.tower, image(0, (1, 8, 10), 55)
+    assert tower is not None and tower.shape.num_layers == 4
+    made = []
+    for first in (1, 31):
+        rows = np.arange(first, first + item.length, dtype=np.int32)
+        call = pack([[(item, rows)]], engine.buckets.encode_of(item.num_patches), tower)
+        parts = [EncodePart(call, *layers, 4) for layers in ((0, 1), (1, 3), (3, 4))]
+        for each in [call] if first == 1 else parts:
+            images = engine._encode(each)
+        made.append(np.asarray(images)[rows])
+    assert np.abs(made[0]).max() > 0.1
+    np.testing.assert_allclose(made[1], made[0], atol=1e-6, rtol=1e-6)
+
+
+def test_tokens_come_between_the_layers_of_an_image(
+    served: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, model = served
+    text, asked = request("text", [], 61, max_tokens=40), request("a", [(1, 8, 10)], 62)
+    parts: list[EncodePart] = []
+    run_part = engine._tower_parts.run
+
+    def noted(params: Any, images: Any, part: EncodePart) -> Any:
+        parts.append(part)
+        return run_part(params, images, part)
+
+    monkeypatch.setattr(engine._tower_parts, "run", noted)
+    before = engine.recompiles
+    mailbox = serve(engine, [[text], [], [], [], [asked]], config=SchedulingConfig(max_itl_ms=1e-3))
+    assert is_greedy(model, text, mailbox.output_ids("text")) and is_greedy(model, asked, mailbox.output_ids("a"))
+    assert [(part.first, part.stop) for part in parts] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert engine.recompiles == before
 
 

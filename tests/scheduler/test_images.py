@@ -15,6 +15,7 @@ import pytest
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.patches import EncodeInputs
 from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.wire import ToEngine
@@ -188,7 +189,7 @@ class WatchedEngine(FakeEngine):
         self.num_images: list[int] = []
 
     def submit(self, inputs: StepInputs) -> FakeHandle:
-        self.num_images.append(sum(call.num_images for call in inputs.encodes))
+        self.num_images.append(sum(call.num_images for call in inputs.encodes if isinstance(call, EncodeInputs)))
         return super().submit(inputs)
 
 

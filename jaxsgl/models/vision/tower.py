@@ -61,7 +61,7 @@ class Merger(Matrices):
         _linear(self, "fc1", (*stack, wide, wide), dtype)
         _linear(self, "fc2", (*stack, out, wide), dtype)
 
-    def __call__(self, x_PM: jax.Array, index: int | None = None) -> jax.Array:
+    def __call__(self, x_PM: jax.Array, index: int | jax.Array | None = None) -> jax.Array:
         """`[P, M]` to `[P / 4, D]`, by the merger `index` of the stack."""
 
         def of(array: jax.Array) -> jax.Array:
@@ -95,7 +95,7 @@ class Tower(Matrices):
     def __call__(self, patches: Patches) -> jax.Array:
         """Rows `[P / 4, (1 + J) D]`: each token's embedding, then what deepstack adds behind the first J layers."""
         arch = self.arch
-        x_PM = self._embed(patches)
+        x_PM = self.embed(patches)
         cos, sin = rope_tables(patches.places, arch)
         rows: list[jax.Array] = []
         first = 0
@@ -107,7 +107,7 @@ class Tower(Matrices):
                 rows.append(self.deepstack(x_PM, index))
         return jnp.concatenate([self.merger(x_PM), *rows], axis=-1)
 
-    def _embed(self, patches: Patches) -> jax.Array:
+    def embed(self, patches: Patches) -> jax.Array:
         """`[P, M]` of pixels and learned positions."""
         arch, per_channel = self.arch, self.arch.patch_len // self.arch.channels
         std = np.asarray(arch.std, np.float64)
@@ -122,24 +122,31 @@ class Tower(Matrices):
         self, x_PM: jax.Array, first: int, stop: int, cos: jax.Array, sin: jax.Array, segments: jax.Array
     ) -> jax.Array:
         """`x` behind the layers first .. stop - 1."""
-        arch = self.arch
 
         def one(layer: jax.Array, x_PM: jax.Array) -> jax.Array:
-            def of(name: str) -> jax.Array:
-                return jax.lax.dynamic_index_in_dim(_array(self, name), layer, keepdims=False)
-
-            def linear(x: jax.Array, name: str) -> jax.Array:
-                return product(x, of(name)) + of(f"{name}_bias")
-
-            read = layer_norm(x_PM, of("norm1"), of("norm1_bias"))
-            q, k, v = jnp.moveaxis(linear(read, "qkv").reshape(len(x_PM), 3, arch.num_heads, arch.head_dim), 1, 0)
-            out = segment_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, segments)
-            x_PM = x_PM + linear(out.reshape(len(x_PM), -1), "o")
-            read = layer_norm(x_PM, of("norm2"), of("norm2_bias"))
-            return x_PM + linear(jax.nn.gelu(linear(read, "fc1"), approximate=True), "fc2")
+            return self.layer(layer, x_PM, cos, sin, segments)
 
         x_PM = jax.lax.fori_loop(first, stop, one, x_PM)
         return x_PM
+
+    def layer(
+        self, layer: jax.Array, x_PM: jax.Array, cos: jax.Array, sin: jax.Array, segments: jax.Array
+    ) -> jax.Array:
+        """`x` behind the layer of that number."""
+        arch = self.arch
+
+        def of(name: str) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(_array(self, name), layer, keepdims=False)
+
+        def linear(x: jax.Array, name: str) -> jax.Array:
+            return product(x, of(name)) + of(f"{name}_bias")
+
+        read = layer_norm(x_PM, of("norm1"), of("norm1_bias"))
+        q, k, v = jnp.moveaxis(linear(read, "qkv").reshape(len(x_PM), 3, arch.num_heads, arch.head_dim), 1, 0)
+        out = segment_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, segments)
+        x_PM = x_PM + linear(out.reshape(len(x_PM), -1), "o")
+        read = layer_norm(x_PM, of("norm2"), of("norm2_bias"))
+        return x_PM + linear(jax.nn.gelu(linear(read, "fc1"), approximate=True), "fc2")
 
 
 def rope_tables(places: jax.Array, arch: VisionArch) -> tuple[jax.Array, jax.Array]:
