@@ -355,6 +355,6 @@ int main(int argc, char** argv) {
       }
     }
   }
-  if (num_changed) Fail("a thread was left with another floating-point environment");  // a task that ran late
+  if (num_changed) Fail("a task that ran late left another floating-point environment");
   std::printf("%d cases of each, tiles %s\n", count, imitated_palette ? "imitated" : HasTiles() ? "seen" : "not there");
 }
