@@ -178,7 +178,7 @@ def tower_capacity(config: EngineConfig, arch: ModelArch, platform: str) -> Towe
         host_bytes=host_mib << 20,
         row_bytes=_row_bytes(config, arch, platform),
         encodes=vision.has_tower,
-        sliced_from=None if config.scheduling.max_itl_ms is None else SLICED_PATCHES,
+        sliced_from=SLICED_PATCHES if vision.has_tower and config.scheduling.max_itl_ms is not None else None,
     )
 
 

@@ -70,9 +70,12 @@ class ImageBudget:
         seen: set[bytes] = set()
         for place, (index, item) in enumerate(items_of(req, start, start + count)):
             if self._latency is not None and not self._has_time(item):
-                fits = self._has_rows(req, index, item) or item.length <= left
+                has_rows = self._has_rows(req, index, item)
+                fits = has_rows or item.length <= left
                 if self._ahead is None and not place and fits and self._is_slow(item, self._latency):
                     self._go_on(req, index, self._latency)
+                    self._left -= 0 if has_rows else item.length
+                    self._taken.add(item.digest)
                 return max(item.offset - start, 0)
             if not self._has_rows(req, index, item) and item.digest not in seen:
                 seen.add(item.digest)

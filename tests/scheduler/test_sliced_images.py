@@ -143,7 +143,7 @@ def test_later_weights_begin_the_image_anew() -> None:
     assert parts_of(engine) == [(0, 1), (1, 2), (2, 3), *((layer, layer + 1) for layer in range(LAYERS))]
 
 
-@pytest.mark.parametrize("seed", range(count(4, 200)))
+@pytest.mark.parametrize("seed", sorted({57, *range(count(3, 200))}))
 def test_random_histories_yield_the_tokens_of_each_request_alone(seed: int) -> None:
     rng = random.Random(seed)
     requests: list[Request] = [asked("text", [5], 50)]
