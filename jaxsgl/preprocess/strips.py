@@ -33,8 +33,9 @@ def scaled(picture: Image.Image, turn: Image.Transpose | None, width: int, heigh
     lines = max(1, STRIP_PIXELS // size[0])
     if lines >= size[1]:
         return to_rgb(_upright_strip(picture, turn, 0, size[1])).resize((width, height), Image.Resampling.BICUBIC)
-    bands = (_band(picture, turn, band, lines) for band in range(3))  # one at a time
-    return Image.merge("RGB", [band.resize((width, height), Image.Resampling.BICUBIC) for band in bands])
+    # No name keeps a band while the next one is made.
+    bands = [_band(picture, turn, band, lines).resize((width, height), Image.Resampling.BICUBIC) for band in range(3)]
+    return Image.merge("RGB", bands)
 
 
 def _is_scaled_as_it_is(picture: Image.Image, turn: Image.Transpose | None) -> bool:
