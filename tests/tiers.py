@@ -25,6 +25,7 @@ TIER_OF_FOLDER = {
     "models": "device",
     "pallas_kernels": "device",
     "weights": "device",
+    "attacks": "server",
     "end_to_end": "server",
     "frontend": "server",
     "scripts": "server",
