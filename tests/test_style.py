@@ -18,17 +18,6 @@ def test_ci_runs_the_commands_of_the_readme_and_pytest_last() -> None:
     assert "pytest" in readme[2] and readme[2] == ci[-1]
 
 
-def test_no_file_is_longer_than_400_lines() -> None:
-    code = {".py", ".cc", ".h"}
-    files = [path for folder in ("jaxsgl", "pallas_kernels", "scripts", "tests") for path in (ROOT / folder).rglob("*")]
-    long = {
-        str(path.relative_to(ROOT)): count
-        for path in files
-        if path.suffix in code and "_pb2" not in path.name and (count := len(path.read_text().splitlines())) > 400
-    }
-    assert not long
-
-
 @pytest.mark.parametrize("package", ["jaxsgl", "pallas_kernels"])
 def test_a_wheel_holds_all_that_is_not_python(package: str) -> None:
     patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][package]
