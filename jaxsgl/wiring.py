@@ -121,7 +121,7 @@ def _grammars(scheduling: SchedulingConfig, engine: Engine, eagerly: bool) -> Gr
 
     if eagerly:
         compiler()
-    return GrammarQueue(compile, scheduling.grammar_timeout, engine.mask_programs.prepare)
+    return GrammarQueue(compile, scheduling.grammar_timeout)
 
 
 def _host_tier(config: EngineConfig, engine: Engine) -> tuple[HostTier | None, LoadRule | None]:

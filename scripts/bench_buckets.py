@@ -45,7 +45,7 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import add_flags, flag, from_flags
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.programs import all_keys
+from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.errors import JaxsglError
 from jaxsgl.models import ModelArch
 
@@ -121,7 +121,7 @@ def measured(config: BenchConfig) -> dict[str, Any]:
     jobs = jobs_of(config, capacity)
     step_rows = list(bucket_times.steps(engine, jobs, config.repeats, config.engine.random_seed))
     engine.close()
-    program_rows = bucket_times.programs(cold.programs, engine.programs)
+    program_rows = bucket_times.programs(engine.buckets, cold.compiled, engine.compiled)
     costs = Costs(step_rows, program_rows, buckets, threads=num_cores())
     if config.steps:
         wanted = present = read_steps(Path(config.steps))

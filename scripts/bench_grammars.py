@@ -54,7 +54,7 @@ def main() -> int:
         figures = measured(folder, args.rounds)
     for kind in figures.cpu_ms:
         print(f"{kind}: {figures.cpu_ms[kind]:.1f} ms of processor time a step, {figures.wall_ms[kind]:.1f} ms of wall")
-    print("processor time (s) until the first constrained request of a server may run:", figures.first_cpu_s)
+    print("processor time (s) of a start for grammars, and of the first one:", figures.first_cpu_s)
     for kind, words in (("half", "beside constrained ones"), ("beside", "if the same masks are made for nothing")):
         low, middle, high = figures.later_ms[kind]
         print(f"tokens of free rows come {middle:.2f} ms a step later {words} ({low:.2f} to {high:.2f})")
@@ -136,7 +136,6 @@ def measured(folder: str, rounds: int) -> Figures:
     ]
     kinds = {"free": free, "held": held, "half": [held[i] if i % 2 else free[i] for i in range(ROWS)]}
     first_cpu_s = {name: round(seconds, 2) for name, seconds in of_first_grammar(llm, grammars[0]).items()}
-    llm.engine.mask_programs.prepare()
     prompts = [[2 + i, 3, 4, 5] for i in range(ROWS)]
     cpu_s: dict[str, list[float]] = {kind: [] for kind in (*kinds, "beside")}
     wall_s: dict[str, list[float]] = {kind: [] for kind in (*kinds, "beside")}
@@ -178,10 +177,10 @@ def measured(folder: str, rounds: int) -> Figures:
 
 
 def of_first_grammar(llm: LLM, grammar: Grammar) -> dict[str, float]:
-    """Processor seconds: of the vocabulary, which servers read before they are ready, and of what the request awaits.
+    """Processor seconds: of what servers do before they are ready, and of what the first request waits for.
 
-    That are programs for masks of up to 64 rows, three for each of seven numbers of rows, if no earlier start has kept
-    them; the grammar itself; and the first mask.
+    The former are the vocabulary, and programs for masks of up to 64 rows, three for each of seven numbers of rows, if
+    no earlier start has kept them; the latter the grammar itself and the first mask.
     """
     import numpy as np
 

@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsgl.batch.engine_ops import PlaceAdapter
 from jaxsgl.config.lora import LoraConfig
+from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet
 from jaxsgl.engine.sizing import PoolSize
 from jaxsgl.errors import ConfigError
 from jaxsgl.models import ModelArch
@@ -32,6 +33,7 @@ from jaxsgl.weights import resolve_model_folder
 from jaxsgl.weights.adapters import AdapterFolder
 from jaxsgl.weights.sharding import MESH_AXIS_OF, replicated
 
+PLACE = ProgramKey("place_adapter")
 BLOCK = 16  # columns that one launch writes
 DEFAULT_RANK = 16  # if neither a flag nor an adapter at the start says more
 
@@ -110,6 +112,7 @@ class EngineAdapters:
     Args:
       plan: sizes of the pool.
       arch, dtype, mesh: of the model; `dtype` is that of activations.
+      programs: where the program that writes columns is compiled.
 
     Attributes:
       plan: see above.
@@ -117,7 +120,7 @@ class EngineAdapters:
       abstract: the pool's tree, with shapes and places instead of arrays.
     """
 
-    def __init__(self, plan: AdapterPlan, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh) -> None:
+    def __init__(self, plan: AdapterPlan, arch: ModelArch, dtype: jnp.dtype, mesh: Mesh, programs: ProgramSet) -> None:
         self.plan = plan
         self._arch, self._dtype, self._mesh = arch, dtype, mesh
         self._num_columns = plan.size.num_columns
@@ -129,7 +132,8 @@ class EngineAdapters:
         ]
         self.leaves: Leaves = [_zeros(leaf) for leaf in jax.tree.leaves(self.abstract)]
         self._kept: dict[int, StagedAdapter] = {}
-        self._write = self._compiled_write()
+        programs.add([self._writing()])
+        self._write = programs[PLACE]
         self._write_block(self._empty_block(), ())  # what can't run fails now
         jax.block_until_ready(self.leaves)
 
@@ -194,7 +198,9 @@ class EngineAdapters:
         """Shapes and places of the leaves of a block."""
         return jax.tree.leaves(abstract_pool(self._arch, self.plan.modules, BLOCK, self._dtype, self._mesh))
 
-    def _compiled_write(self) -> jax.stages.Compiled:
+    def _writing(self) -> Program:
+        """The program that writes a block of columns into the pool."""
+
         def write(pool: Leaves, block: Leaves, columns: jax.Array) -> Leaves:
             return [
                 leaf.at[_at(axis, columns)].set(part, mode="drop")
@@ -203,8 +209,7 @@ class EngineAdapters:
 
         pool = jax.tree.leaves(self.abstract)
         columns = jax.ShapeDtypeStruct((BLOCK,), jnp.int32, sharding=replicated(self._mesh))
-        jitted = jax.jit(write, donate_argnums=0, out_shardings=[leaf.sharding for leaf in pool])
-        return jitted.lower(pool, self.abstract_block(), columns).compile()
+        return Program(PLACE, write, (pool, self.abstract_block(), columns), [leaf.sharding for leaf in pool], (0,))
 
     def _arrays(self, layer: int, num_columns: int) -> dict[str, PoolArray]:
         return pool_arrays(self._arch, layer, self.plan.modules, num_columns)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import jax
+import numpy as np
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import empty_step
@@ -18,7 +19,8 @@ from jaxsgl.batch.engine_api import StepHandle
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.batch.patches import EncodeInputs, EncodePart, empty_call
 from jaxsgl.engine.memory import OUT_OF_MEMORY
-from jaxsgl.engine.programs import ProgramKey, keys_of
+from jaxsgl.engine.programs import ProgramKey
+from jaxsgl.engine.step_programs import StepPrograms, keys_of, mask_sizes
 from jaxsgl.errors import StartupError
 
 MAX_REASON = 400  # characters of XLA's message
@@ -39,6 +41,19 @@ def run_all(
             step = submit(empty_step(bucket, capacity.num_rows, capacity.vocab_size))
             step.tokens()
             step.scores()
+
+
+def run_masks(programs: StepPrograms, account: str) -> None:
+    """Runs the programs for masks on zeros, if there are any, and waits for them. Errors as of `run_all`."""
+    for num_seqs in mask_sizes(programs.buckets) if programs.spec.masks else ():
+        with step_failure(f"the programs for masks of {num_seqs} sequences can't run", account):
+            wanted = programs.spec.masking(num_seqs)
+            for program, compiled in zip(wanted, programs.masking(num_seqs), strict=True):
+                jax.block_until_ready(compiled(*(_zeros(array) for array in program.arguments)))
+
+
+def _zeros(array: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
 
 
 def run_tower(

@@ -27,18 +27,18 @@ from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine import profiler
 from jaxsgl.engine.adapters import EngineAdapters, plan_adapters
 from jaxsgl.engine.devices import mesh_of, reveal_devices
-from jaxsgl.engine.dry_run import run_all, run_tower, step_failure
+from jaxsgl.engine.dry_run import run_all, run_masks, run_tower, step_failure
 from jaxsgl.engine.handle import Chosen, DeviceHandle
 from jaxsgl.engine.launcher import LaunchedHandle, Launcher
-from jaxsgl.engine.masking import MaskPrograms, mask_bytes
 from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, loading_weights, start_jax
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
-from jaxsgl.engine.programs import Programs, ProgramSpec, compile_keys, encode_keys, keys_of, step_bytes
+from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
 from jaxsgl.engine.row_io import HostRows, RowIo
 from jaxsgl.engine.sizing import NO_ADAPTERS, KvShape, PoolSize, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
+from jaxsgl.engine.step_programs import ProgramSpec, StepPrograms, all_programs, largest_programs, step_bytes
 from jaxsgl.engine.tower_parts import TowerParts
 from jaxsgl.engine.warmup import CompileCounter, use_compilation_cache
 from jaxsgl.errors import ConfigError
@@ -59,11 +59,11 @@ class Engine:
       arch: the model's shape.
       capacity: the sizes that the scheduler works with.
       buckets: the shapes that are compiled.
-      programs: the compiled programs.
+      compiled: all programs of the engine.
+      programs: those of steps and of the vision tower among them.
       info: what the front end gets to know.
       residents: parameters and KV pool, to be exchanged or released between steps.
       adapters: LoRA adapters; None: no flag asks for any.
-      mask_programs: for `masked` steps; they must be prepared before the first one.
     """
 
     def __init__(self, config: EngineConfig, *, progress: bool = True, moves_pages: bool = False) -> None:
@@ -96,13 +96,16 @@ class Engine:
         check_weights_fit(device, jax_share, bytes_on_each_device(shapes, mesh), mesh.size)
         kv_scales = None
         adapter_plan = plan_adapters(config.lora, arch)
+        self.compiled = ProgramSet(progress=progress)
         pool_size = NO_ADAPTERS if adapter_plan is None else adapter_plan.size
         with loading_weights(device, jax_share):
             params = read_params(config, folder, self.arch, dtype, mesh)
             if config.load_format != "dummy" and kv_cache_flag(kv_dtype) == FP8_E4M3:
                 kv_scales = load_kv_scales(folder, self.arch)
             jax.block_until_ready(params)  # so that memory in use is what will stay in use
-            self.adapters = None if adapter_plan is None else EngineAdapters(adapter_plan, self.arch, activations, mesh)
+            self.adapters: EngineAdapters | None = None
+            if adapter_plan is not None:
+                self.adapters = EngineAdapters(adapter_plan, self.arch, activations, mesh, self.compiled)
 
         page_shape = kv_shape(self.arch, choose_page_size(config, self.arch.head_dim, platform), kv_dtype, mesh.size)
         abstract = abstract_params(params)
@@ -112,13 +115,14 @@ class Engine:
             state = abstract_state(page_shape, capacity, mesh, images)
             pool = None if self.adapters is None else self.adapters.abstract
             backend = config.attention_backend
-            return ProgramSpec(graphdef, abstract, state, backend, mesh, kv_scales, pool, capacity.tower)
+            masks = config.grammar_backend != "none"
+            return ProgramSpec(graphdef, abstract, state, backend, mesh, kv_scales, pool, capacity.tower, masks)
 
         memory = least_free_memory(list(mesh.devices.flat), config.mem_fraction_static, jax_share)
         with step_failure("the programs can't be compiled", memory.account):
             beside_bytes = reserved_bytes(page_shape.page_bytes) if moves_pages else 0
             self.capacity, self.programs = _compile(
-                config, self.arch, page_shape, memory, spec_of, progress, beside_bytes, pool_size
+                config, self.arch, page_shape, memory, self.compiled, spec_of, beside_bytes, pool_size
             )
         self.buckets = self.programs.buckets
         with step_failure("the KV pool can't be allocated", memory.account):
@@ -127,18 +131,17 @@ class Engine:
         self._page_io: PageIo | None = None
         if moves_pages:
             with step_failure("the programs for pages can't run", memory.account):
-                self._page_io = PageIo(self.programs.spec.state.kv, page_shape, mesh, progress=progress)
+                self._page_io = PageIo(self.compiled, self.programs.spec.state.kv, page_shape, mesh)
                 self._state = self._state._replace(kv=self._page_io.run_all(self._state.kv))
         self._row_io: RowIo | None = None
         spec, pool = self.programs.spec.state, self._state.images
         if spec.images is not None and pool is not None and self.capacity.tower and self.capacity.tower.host_bytes:
             with step_failure("the programs for rows of images can't run", memory.account):
-                self._row_io = RowIo(spec.images, mesh, progress=progress)
+                self._row_io = RowIo(self.compiled, spec.images, mesh)
                 self._state = self._state._replace(images=self._row_io.run_all(pool))
         taps = () if self.arch.vision is None else self.arch.vision.deepstack_layers
         self._tower_parts = TowerParts(self.programs.encode_part, taps)
         self._compiles = CompileCounter()
-        self.mask_programs = MaskPrograms(self.programs, self._compiles)
         self.residents = EngineResidents(
             config, self.arch, dtype, mesh, kv_scales, params, folder, self._compiles, self._set_pool
         )
@@ -148,6 +151,7 @@ class Engine:
         run_all(self.submit, self.buckets.all(), self.capacity, memory.account)
         if mesh.size > 1:
             self._launcher = Launcher()
+        run_masks(self.programs, memory.account)
         run_tower(self._encode, self.buckets, self.capacity, memory.account)
         self.info = EngineInfo(
             model_path=str(folder),
@@ -165,9 +169,9 @@ class Engine:
             kv_cache_dtype=kv_cache_flag(kv_dtype),
         )
         logger.info(
-            "%d programs compiled and run, %.1f s of loading and compiling; a step takes up to %.0f MiB beside the "
-            "weights and the KV pool",
-            len(self.programs), self.info.warmup_s, self.programs.step_bytes / 2**20,
+            "%d programs compiled and run, %.1f s of loading and compiling; a step takes up to %.0f MiB next to "
+            "the weights and the KV pool",
+            len(self.compiled), self.info.warmup_s, self.programs.step_bytes / 2**20,
         )  # fmt: skip
 
     @property
@@ -272,13 +276,14 @@ class Engine:
     ) -> Chosen:
         features = inputs.features
         scored = features is not None and features.logprobs
-        own = self.mask_programs.copy(forwarded.logits) if scored else None
-        logits, sampling = self.mask_programs.mask(forwarded.logits, forwarded.sampling, masks)
+        copy, mask, score = self.programs.masking(inputs.bucket.num_seqs)
+        own = copy(forwarded.logits) if scored else None
+        logits, sampling = mask(forwarded.logits, forwarded.sampling, masks)
         masked = forwarded._replace(logits=logits, sampling=sampling)
         if features is None:
             return self._choose(program, masked)
         chosen = self._choose_featured(program, masked, features)
-        return chosen if own is None else chosen._replace(scores=self.mask_programs.score(own, chosen.tokens))
+        return chosen if own is None else chosen._replace(scores=score(own, chosen.tokens))
 
     def _choose_featured(self, program: jax.stages.Compiled, forwarded: Forwarded, features: StepFeatures) -> Chosen:
         state = self._state
@@ -326,12 +331,12 @@ def _compile(
     arch: ModelArch,
     page: KvShape,
     memory: Memory,
+    compiled: ProgramSet,
     spec_of: Callable[[Capacity], ProgramSpec],
-    progress: bool,
     beside_bytes: int = 0,
     adapters: PoolSize = NO_ADAPTERS,
-) -> tuple[Capacity, Programs]:
-    """Plans the capacity and compiles all programs for it, the largest first: they tell what a step takes.
+) -> tuple[Capacity, StepPrograms]:
+    """Plans the capacity and compiles the programs of steps for it, the largest first: they show what a step takes.
 
     Where steps and pool don't fit together, the pool gives way. Programs are compiled for one number of pages, so the
     largest are then compiled again. `beside_bytes` of memory must be left besides. `adapters` is their pool's size.
@@ -340,15 +345,15 @@ def _compile(
     while True:
         buckets, spec = buckets_of(config, capacity), spec_of(capacity)
         _check_backend(spec, buckets)
-        largest = buckets.largest()
-        keys = [*encode_keys(buckets)[:1], *(key for bucket in largest for key in keys_of(bucket))]
-        done = compile_keys(spec, keys, progress=progress)
-        of_masks = None if config.grammar_backend == "none" else partial(mask_bytes, spec)
-        taken = step_bytes(done, largest, of_masks) + beside_bytes
+        largest = list(largest_programs(spec, buckets))
+        compiled.add(largest)
+        taken = step_bytes(compiled, spec, buckets.largest()) + beside_bytes
         fitting = plan_capacity(config, arch, page, memory, taken, adapters)
         if fitting.num_pages >= capacity.num_pages:
-            return capacity, Programs(spec, buckets, done=done, progress=progress, mask_bytes=of_masks)
-        logger.info("%d pages do not fit beside a step: %d do", capacity.num_pages, fitting.num_pages)
+            compiled.add(all_programs(spec, buckets))
+            return capacity, StepPrograms(compiled, spec, buckets)
+        logger.info("%d pages do not fit next to a step: %d do", capacity.num_pages, fitting.num_pages)
+        compiled.forget({program.key for program in largest})
         capacity = fitting
 
 
@@ -357,6 +362,6 @@ def _check_backend(spec: ProgramSpec, buckets: BucketSet) -> None:
     if spec.attention_backend == "auto":
         return
     try:
-        spec.trace_forward(buckets.all()[-1])
+        spec.forward(buckets.all()[-1]).trace()
     except ValueError as error:
         raise ConfigError(f"--attention-backend {spec.attention_backend}: {error}") from error

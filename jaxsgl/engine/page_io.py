@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,13 @@ from jax.sharding import Mesh
 
 from jaxsgl.batch.engine_ops import Gather, HostPages, Insert, PageLayout
 from jaxsgl.cache.pages import DUMMY_PAGE
+from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet
 from jaxsgl.engine.sizing import KvShape
 from jaxsgl.engine.state import KvBuffers
-from jaxsgl.engine.warmup import Compilation, compile_all
 from jaxsgl.models import kv_cache_flag
 from jaxsgl.weights.sharding import host_pages_sharding, kv_sharding, replicated
 
+GATHER, INSERT = "gather", "insert"
 MOST_PAGES = 64  # of one program
 MOST_BYTES = 64 << 20  # of one program's pages; more is several launches
 IN_FLIGHT = 4  # gathers and inserts whose pages may lie beside the pool at once
@@ -71,38 +72,41 @@ def insert_pages(kv: KvBuffers, pages: jax.Array, data: jax.Array, copies: int =
     return KvBuffers(k, v)
 
 
-class PageProgramKey(NamedTuple):
-    """Names a program: "gather" or "insert", of so many pages."""
-
-    kind: str
-    num_pages: int
+def page_programs(kv: KvBuffers, shape: KvShape, mesh: Mesh) -> Iterator[Program]:
+    """Yields the programs that gather and insert pages of the pool `kv`, of each number of `page_counts`."""
+    layout, copies = layout_of(shape), shape.kv_copies
+    on_host = host_pages_sharding(mesh) if copies == 1 else replicated(mesh)
+    in_place = jax.tree.map(lambda _: kv_sharding(mesh), kv)
+    for count in page_counts(shape.page_bytes):
+        pages: Any = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=replicated(mesh))
+        data = jax.ShapeDtypeStruct(layout.shape(count), shape.dtype, sharding=on_host)
+        gather, insert = partial(gather_pages, copies=copies), partial(insert_pages, copies=copies)
+        yield Program(ProgramKey(GATHER, count), gather, (kv, pages), on_host)
+        yield Program(ProgramKey(INSERT, count), insert, (kv, pages, data), in_place, (0,))
 
 
 class PageIo:
     """The programs for pages, and the gathers that the host has not read yet.
 
     Args:
+      programs: where its programs are compiled.
       kv: shapes and places of the pool.
       shape: of a page.
       mesh: where the pool lies.
-      progress: whether to draw a progress bar while compiling.
 
     Attributes:
       layout: the host form of a page.
-      compilations: by key.
       load_page_s: seconds that a page takes from host memory to the pool, once `run_all` has measured it.
     """
 
-    def __init__(self, kv: KvBuffers, shape: KvShape, mesh: Mesh, *, progress: bool = False) -> None:
+    def __init__(self, programs: ProgramSet, kv: KvBuffers, shape: KvShape, mesh: Mesh) -> None:
         self.layout = layout_of(shape)
         self.load_page_s = 0.0
-        self._dtype, self._copies = shape.dtype, shape.kv_copies
+        self._dtype = shape.dtype
         self._counts = page_counts(shape.page_bytes)
-        keys = [PageProgramKey(kind, count) for count in self._counts for kind in ("gather", "insert")]
-        lowerings = {key: lambda key=key: self._traced(key, kv, mesh).lower() for key in keys}
-        self.compilations: dict[PageProgramKey, Compilation] = compile_all(lowerings, progress=progress)
-        self._gather = {count: self.compilations[PageProgramKey("gather", count)].compiled for count in self._counts}
-        self._insert = {count: self.compilations[PageProgramKey("insert", count)].compiled for count in self._counts}
+        programs.add(page_programs(kv, shape, mesh))
+        self._gather = {count: programs[ProgramKey(GATHER, count)] for count in self._counts}
+        self._insert = {count: programs[ProgramKey(INSERT, count)] for count in self._counts}
         self._gathers: deque[tuple[Gather, list[jax.Array]]] = deque()
 
     def gather(self, kv: KvBuffers, op: Gather) -> None:
@@ -161,17 +165,6 @@ class PageIo:
         arrays = [np.asarray(array) for array in parts]
         whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         return whole[:num_pages].view(self.layout.host_dtype)
-
-    def _traced(self, key: PageProgramKey, kv: KvBuffers, mesh: Mesh) -> jax.stages.Traced:
-        pages: Any = jax.ShapeDtypeStruct((key.num_pages,), jnp.int32, sharding=replicated(mesh))
-        on_host = host_pages_sharding(mesh) if self._copies == 1 else replicated(mesh)
-        if key.kind == "gather":
-            gather = partial(gather_pages, copies=self._copies)
-            return jax.jit(gather, out_shardings=on_host).trace(kv, pages)
-        data = jax.ShapeDtypeStruct(self.layout.shape(key.num_pages), self._dtype, sharding=on_host)
-        in_place = jax.tree.map(lambda _: kv_sharding(mesh), kv)
-        insert = partial(insert_pages, copies=self._copies)
-        return jax.jit(insert, donate_argnums=0, out_shardings=in_place).trace(kv, pages, data)
 
 
 def _all_ready(arrays: Sequence[Any]) -> bool:  # JAX's types lack `is_ready`

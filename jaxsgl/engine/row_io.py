@@ -17,43 +17,47 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from jaxsgl.batch.engine_ops import GatherRows, RestoreRows
-from jaxsgl.engine.warmup import Compilation, compile_all
+from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet
 from jaxsgl.weights.sharding import replicated
 
+GATHER_ROWS, RESTORE_ROWS = ProgramKey("gather_rows"), ProgramKey("restore_rows")
 ROWS = 256  # of a launch; fewer if the pool has fewer
 
 HostRows: TypeAlias = npt.NDArray[np.uint8]  # [n, bytes of a row]
+
+
+def rows_of_launch(images: jax.Array) -> int:
+    """How many rows of the pool each of the programs takes."""
+    return min(ROWS, images.shape[0] - 1)
+
+
+def row_programs(images: jax.Array, mesh: Mesh) -> list[Program]:
+    """The programs that gather and restore rows of the pool `images`."""
+    whole: Any = replicated(mesh)
+    count = rows_of_launch(images)
+    rows = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=whole)
+    data = jax.ShapeDtypeStruct((count, images.shape[1]), images.dtype, sharding=whole)
+    return [
+        Program(GATHER_ROWS, gather_rows, (images, rows), whole),
+        Program(RESTORE_ROWS, restore_rows, (images, rows, data), whole, (0,)),
+    ]
 
 
 class RowIo:
     """The programs, and the gathers that the host has not read yet.
 
     Args:
+      programs: where they are compiled.
       images: shape and place of the pool, `[rows + 1, length]`.
       mesh: where it lies.
-      progress: whether to draw a progress bar while compiling.
-
-    Attributes:
-      compilations: by name.
     """
 
-    def __init__(self, images: jax.Array, mesh: Mesh, *, progress: bool = False) -> None:
+    def __init__(self, programs: ProgramSet, images: jax.Array, mesh: Mesh) -> None:
         self._dtype, self._length = images.dtype, images.shape[1]
         self._end = images.shape[0]
-        self._count = min(ROWS, self._end - 1)
-        whole: Any = replicated(mesh)
-        rows = jax.ShapeDtypeStruct((self._count,), jnp.int32, sharding=whole)
-        data = jax.ShapeDtypeStruct((self._count, self._length), images.dtype, sharding=whole)
-        gather = jax.jit(gather_rows, out_shardings=whole)
-        restore = jax.jit(restore_rows, donate_argnums=0, out_shardings=whole)
-        self.compilations: dict[str, Compilation] = compile_all(
-            {
-                "gather": lambda: gather.trace(images, rows).lower(),
-                "restore": lambda: restore.trace(images, rows, data).lower(),
-            },
-            progress=progress,
-        )
-        self._gather, self._restore = (self.compilations[name].compiled for name in ("gather", "restore"))
+        self._count = rows_of_launch(images)
+        programs.add(row_programs(images, mesh))
+        self._gather, self._restore = programs[GATHER_ROWS], programs[RESTORE_ROWS]
         self._gathers: deque[tuple[GatherRows, list[jax.Array]]] = deque()
 
     def gather(self, images: jax.Array, op: GatherRows) -> None:

@@ -1,9 +1,9 @@
 """What a program that is traced knows of the devices it shares the model with: which part it computes, and their sums.
 
 On a mesh of several devices each one runs the whole step on its own parts of the parameters and of the KV pages
-(`engine/on_mesh.py`); the arrays that a layer sees there are one device's. So layers, kernels and products are the same
-on one device and on many, and only where parts must be brought together they call the functions below. On one device
-these change nothing, and leave nothing in the program. Models and the engine's step call them.
+(`engine/programs.py`); the arrays that a layer sees there are one device's. So layers, kernels and products are the
+same on one device and on many, and only where parts must be brought together they call the functions below. On one
+device these change nothing, and leave nothing in the program. Models and the engine's step call them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DATA_AXIS, TENSOR_AXIS = "data", "tensor"
 
 
 def num_parts() -> int:
-    """How many devices share the model in the program that is being traced; 1 outside of `on_mesh.each_device`."""
+    """How many devices share the model in the program that is being traced; 1 outside of `programs.each_device`."""
     mesh = get_abstract_mesh()
     return mesh.shape[TENSOR_AXIS] if TENSOR_AXIS in mesh.manual_axes else 1
 

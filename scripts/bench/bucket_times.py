@@ -14,10 +14,12 @@ import numpy as np
 
 from bench.requests import Job
 from bench.steps import GREEDY, Seq, build_step, first_run
+from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.cache.pages import IntArray, tokens_in
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.programs import ProgramKey, Programs, keys_of
+from jaxsgl.engine.programs import ProgramKey, ProgramSet
+from jaxsgl.engine.step_programs import all_keys, keys_of
 from jaxsgl.requests.sampling import SamplingParams
 
 SAMPLING = {
@@ -29,14 +31,15 @@ SAMPLING = {
 MEMORY = ("argument", "output", "temp", "alias", "generated_code")
 
 
-def programs(cold: Programs, cached: Programs) -> list[dict[str, Any]]:
+def programs(buckets: BucketSet, cold: ProgramSet, cached: ProgramSet) -> list[dict[str, Any]]:
     """A row for each program: its sizes in bytes, and seconds to lower, to compile and to take it from the cache.
 
     Lowering and compiling are those of the first start, with an empty compilation cache; taking the program from the
     cache is that of the second start. Other threads compile meanwhile.
     """
     rows = []
-    for key, made in cold.compilations.items():
+    for key in all_keys(buckets):
+        made = cold.compilations[key]
         seconds = {"lower_s": made.lower_s, "compile_s": made.compile_s, "cached_s": cached.compilations[key].compile_s}
         memory = made.compiled.memory_analysis()
         sizes = {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes", None) for name in MEMORY}

@@ -25,7 +25,7 @@ from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import Bucket, StepInputs
 from jaxsgl.config.engine import EngineConfig
-from jaxsgl.engine.programs import all_keys
+from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import ScriptedMailbox

@@ -1,7 +1,6 @@
 """How long the first constrained requests of a server take, and how the tokens of a free stream come meanwhile.
 
-bench_grammars.py calls it. The server is started twice with one compilation cache: without the programs for masks in it
-and with them.
+bench_grammars.py calls it.
 """
 
 from __future__ import annotations
@@ -31,17 +30,13 @@ START_S, STREAM_TOKENS, ALONE_TOKENS, CALLS = 900.0, 400, 60, 3
 
 
 def print_first_calls(folder: str) -> None:
-    """Measures both starts and prints what was found."""
-    with tempfile.TemporaryDirectory() as cache:
-        for what in ("programs for masks are compiled", "programs for masks are in the compilation cache"):
-            with server(folder, cache) as port:
-                calls_s, alone_s, beside_s = first_calls(port)
-            calls = ", ".join(f"{seconds:.2f}" for seconds in calls_s)
-            gaps = [
-                f"{1000 * statistics.median(gaps_s):.0f} ({1000 * max(gaps_s):.0f})" for gaps_s in (alone_s, beside_s)
-            ]
-            print(f"{what}: the first constrained requests take {calls} s; the tokens of a free stream come every")
-            print(f"  {gaps[0]} ms before, {gaps[1]} ms during the first of them (median, longest)", flush=True)
+    """Starts a server, measures and prints what was found."""
+    with tempfile.TemporaryDirectory() as cache, server(folder, cache) as port:
+        calls_s, alone_s, beside_s = first_calls(port)
+    calls = ", ".join(f"{seconds:.2f}" for seconds in calls_s)
+    gaps = [f"{1000 * statistics.median(gaps_s):.0f} ({1000 * max(gaps_s):.0f})" for gaps_s in (alone_s, beside_s)]
+    print(f"the first constrained requests take {calls} s; the tokens of a free stream come every {gaps[0]} ms before,")
+    print(f"{gaps[1]} ms during the first of them (median, longest)", flush=True)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class WorkBeside:
 
         from jaxsgl.engine.step import SAMPLING_ROWS
 
-        self._programs = engine.mask_programs
+        _, self._mask, _ = engine.programs.masking(num_rows)
         self._constraints, self._outputs = constraints, outputs
         vocab_size = engine.arch.vocab_size
         self._logits = jnp.zeros((num_rows, vocab_size), jnp.float32)
@@ -83,7 +83,7 @@ class WorkBeside:
 
     def apply(self, words: npt.NDArray[np.uint32]) -> None:
         """Launches the program that applies masks `[num_rows, V / 32]`."""
-        self._logits, _ = self._programs.mask(self._logits, self._packed, words)
+        self._logits, _ = self._mask(self._logits, self._packed, words)
 
     def program_cpu_s(self, num_times: int = 10) -> float:
         """Processor time of the process for one mask program and its transfers, with nothing beside it."""
@@ -100,7 +100,6 @@ def prepare_cpu_s(engine: Engine, sizes: Sequence[int]) -> float:
     """Processor time to compile the programs for masks for these numbers of rows, of which none is kept anywhere."""
     import jax
 
-    from jaxsgl.engine.masking import trace_copy, trace_masked, trace_score
     from jaxsgl.engine.warmup import use_compilation_cache
 
     kept: str | None = jax.config.values["jax_compilation_cache_dir"]
@@ -108,8 +107,8 @@ def prepare_cpu_s(engine: Engine, sizes: Sequence[int]) -> float:
         use_compilation_cache(folder)
         start_s = time.process_time()
         for num_seqs in sizes:
-            for trace in (trace_copy, trace_score, trace_masked):
-                trace(engine.programs.spec, num_seqs).lower().compile()
+            for program in engine.programs.spec.masking(num_seqs):
+                program.trace().lower().compile()
         seconds = time.process_time() - start_s
     use_compilation_cache(kept or "")
     return seconds

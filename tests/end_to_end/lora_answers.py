@@ -48,7 +48,7 @@ def answers(folder: str, adapters: dict[str, str], prompts: list[list[int]], fla
         progress=False,
     )
     sums: dict[bool, list[int]] = {False: [], True: []}
-    for key, done in llm.engine.programs.compilations.items():
+    for key, done in llm.engine.compiled.compilations.items():
         if isinstance(key.shape, Bucket):
             found = COLLECTIVE.findall(done.compiled.as_text() or "")
             sums[key.shape.adapter_columns > 0].append(found.count("all-reduce"))

@@ -78,7 +78,7 @@ def answers(
             key.kind + (f" {key.shape.kind}" if isinstance(key.shape, Bucket) else ""): Counter(
                 COLLECTIVE.findall(done.compiled.as_text() or "")
             )
-            for key, done in llm.engine.programs.compilations.items()
+            for key, done in llm.engine.compiled.compilations.items()
         },
     }
     if other is not None:

@@ -120,7 +120,8 @@ def test_programs_of_batches_without_adapters_are_those_of_an_engine_that_has_no
     base = [bucket for bucket in buckets if not bucket.adapter_columns]
     assert {replace(bucket, adapter_columns=0) for bucket in buckets} == set(base)
     for bucket in base[-1:]:
-        assert spec.trace_forward(bucket).lower().as_text() == without.trace_forward(bucket).lower().as_text()
+        texts = {each.forward(bucket).trace().lower().as_text() for each in (spec, without)}
+        assert len(texts) == 1
 
 
 def test_the_digest_tells_adapters_apart_and_not_their_folders(folders: dict[str, Path], tmp_path: Path) -> None:

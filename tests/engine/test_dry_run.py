@@ -13,9 +13,9 @@ from jaxsgl.engine import edits, page_table
 from jaxsgl.engine.dry_run import covering
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import Memory
-from jaxsgl.engine.programs import SET_PAGES, SET_ROW, Programs, all_keys, keys_of
 from jaxsgl.engine.sizing import kv_shape
 from jaxsgl.engine.state import abstract_state, allocate
+from jaxsgl.engine.step_programs import SET_PAGES, SET_ROW, StepPrograms, all_keys, keys_of
 from jaxsgl.errors import ConfigError, StartupError
 from tests.engine.conftest import ConfigMaker
 from tests.plain_model import mesh_of
@@ -31,15 +31,15 @@ from tests.plain_model import mesh_of
 def test_a_program_that_fails_at_launch_fails_the_start_with_the_flag_to_change(
     tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch, message: str, way_out: str
 ) -> None:
-    of = Programs.of
+    of = StepPrograms.of
 
     def fail(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError(message)
 
-    def broken(self: Programs, bucket: Bucket) -> tuple[Any, ...]:
+    def broken(self: StepPrograms, bucket: Bucket) -> tuple[Any, ...]:
         return (fail,) if bucket.kind == "score" else of(self, bucket)
 
-    monkeypatch.setattr(Programs, "of", broken)
+    monkeypatch.setattr(StepPrograms, "of", broken)
     with pytest.raises(StartupError, match=rf"\[score T=16 .*\] can't run: {message}: .*{way_out}"):
         Engine(tiny_config(), progress=False)
 
@@ -47,13 +47,13 @@ def test_a_program_that_fails_at_launch_fails_the_start_with_the_flag_to_change(
 def test_every_program_has_run_when_the_engine_is_ready_and_the_state_is_as_good_as_new(
     tiny_config: ConfigMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of, ran = Programs.of, set()
+    of, ran = StepPrograms.of, set()
 
-    def recorded(self: Programs, bucket: Bucket) -> tuple[Any, ...]:
+    def recorded(self: StepPrograms, bucket: Bucket) -> tuple[Any, ...]:
         ran.update(keys_of(bucket))
         return of(self, bucket)
 
-    monkeypatch.setattr(Programs, "of", recorded)
+    monkeypatch.setattr(StepPrograms, "of", recorded)
     config = tiny_config(decode_steps=2, decode_buckets=(2, 4))
     engine = Engine(config, progress=False)
     assert ran == {*all_keys(engine.buckets)} - {SET_ROW, SET_PAGES}

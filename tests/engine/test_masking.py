@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar, cast
 
 import jax
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from jaxsgl.batch.inputs import Bucket
 from jaxsgl.engine.engine import Engine
-from jaxsgl.engine.masking import mask_bytes, masked_step, trace_copy, trace_masked, trace_score
+from jaxsgl.engine.masking import masked_step
+from jaxsgl.engine.programs import ProgramKey, ProgramSet, StageBytes
 from jaxsgl.engine.step import SAMPLING_ROWS
+from jaxsgl.engine.step_programs import step_bytes
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.sampling import SamplingParams
+from tests.engine.conftest import ConfigMaker
 from tests.engine.driving import Driver, Plain
 
 VOCAB = 101  # no multiple of 32
@@ -32,24 +37,37 @@ def masks(*of_rows: set[int] | None) -> npt.NDArray[np.uint32]:
     return np.stack([words_of(allowed) for allowed in of_rows])
 
 
-@pytest.fixture(scope="module")
-def prepared(engine: Engine) -> Engine:
-    assert len(engine.mask_programs) == 0, "a server without grammars compiles none of them"
+def test_the_programs_for_masks_are_compiled_at_the_start_unless_no_request_may_have_a_grammar(
+    engine: Engine, tiny_config: ConfigMaker
+) -> None:
+    kinds = {"copied", "masked", "scored"}
+    assert kinds <= {key.kind for key in engine.compiled.compilations}
+    without = Engine(tiny_config(grammar_backend="none"), progress=False)
+    assert not kinds & {key.kind for key in without.compiled.compilations}
+    without.close()
+
+
+def test_a_step_with_masks_compiles_nothing(engine: Engine) -> None:
     recompiles = engine.recompiles
-    engine.mask_programs.prepare()
-    assert len(engine.mask_programs) > 0 and engine.recompiles == recompiles
-    return engine
+    first_tokens(engine, {0: (SamplingParams(temperature=0.0, grammar=HELD, logprobs=3), {33})})
+    assert engine.recompiles == recompiles
 
 
-def test_the_pool_leaves_room_for_what_the_mask_programs_take(prepared: Engine) -> None:
-    spec, most = prepared.programs.spec, prepared.capacity.num_rows
-    counted = mask_bytes(spec, most)
-    found = [trace(spec, most).lower().compile().memory_analysis() for trace in (trace_copy, trace_masked, trace_score)]
-    sizes = [(memory.output_size_in_bytes - memory.alias_size_in_bytes, memory.temp_size_in_bytes) for memory in found]
-    masks_bytes = most * len(words_of(None)) * 4
-    assert sizes[0][0] + sizes[1][0] + masks_bytes <= counted.kept + counted.temporary
-    assert all(temporary <= counted.temporary for _, temporary in sizes)
-    assert prepared.programs.step_bytes >= counted.kept, "they are part of the largest step"
+class Sizes:
+    """Stands for programs of these sizes: bytes kept until the step's end, and temporary ones."""
+
+    compilations: ClassVar[dict[ProgramKey, Any]] = {}
+
+    def bytes_of(self, key: ProgramKey) -> StageBytes:
+        sizes = {"forward": (100, 700), "copied": (400, 0), "masked": (8, 300), "sampled": (4, 0), "scored": (6, 0)}
+        return StageBytes(*sizes[key.kind])
+
+
+def test_the_largest_step_counts_masks_the_copy_of_logits_and_what_applies_them(engine: Engine) -> None:
+    spec, sizes, bucket = engine.programs.spec, cast(ProgramSet, Sizes()), Bucket("decode", 4, 4, True)
+    words = 4 * len(words_of(None)) * bucket.num_seqs
+    assert step_bytes(sizes, replace(spec, masks=False), [bucket]) == 100 + 700
+    assert step_bytes(sizes, spec, [bucket]) == 100 + words + 400 + 8 + 300
 
 
 def first_tokens(engine: Engine, of_rows: dict[int, tuple[SamplingParams, set[int] | None]]) -> list[int]:
@@ -66,47 +84,45 @@ def first_tokens(engine: Engine, of_rows: dict[int, tuple[SamplingParams, set[in
     return tokens
 
 
-def test_a_constrained_row_gets_the_best_of_its_tokens_and_free_rows_keep_theirs(
-    prepared: Engine, plain: Plain
-) -> None:
+def test_a_constrained_row_gets_the_best_of_its_tokens_and_free_rows_keep_theirs(engine: Engine, plain: Plain) -> None:
     order = plain.logits(PROMPT)[-1].argsort()[::-1].tolist()
     greedy, held = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, grammar=HELD)
     some = {order[70], order[40], order[90]}
-    found = first_tokens(prepared, {0: (greedy, None), 1: (held, some), 2: (held, {100}), 3: (held, None)})
+    found = first_tokens(engine, {0: (greedy, None), 1: (held, some), 2: (held, {100}), 3: (held, None)})
     assert found == [order[0], order[40], 100, order[0]]
 
 
 @pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"logit_bias": {5: 50.0}}])
 def test_sampled_rows_draw_inside_their_masks_and_neighbours_draw_what_they_draw_alone(
-    prepared: Engine, more: dict[str, Any]
+    engine: Engine, more: dict[str, Any]
 ) -> None:
     """A bias pulls to token 5, which the mask forbids; top-p reaches over few tokens."""
     allowed = {7, 8, 64, 99, 100}
     held = [SamplingParams(temperature=2.0, seed=seed, grammar=HELD, **more) for seed in range(3)]
     free = SamplingParams(temperature=2.0, seed=9, **more)
-    driver = Driver(prepared)
+    driver = Driver(engine)
     driver.sampling.set(3, free, 9)
     alone = driver.run(driver.extend((3, PROMPT, 0)))
-    found = first_tokens(prepared, {0: (held[0], allowed), 1: (held[1], allowed), 2: (held[2], {64}), 3: (free, None)})
+    found = first_tokens(engine, {0: (held[0], allowed), 1: (held[1], allowed), 2: (held[2], {64}), 3: (free, None)})
     assert set(found[:2]) <= allowed and found[2:] == [64, *alone]
 
 
-def test_the_next_step_embeds_the_token_that_the_mask_left(prepared: Engine, plain: Plain) -> None:
-    driver = Driver(prepared)
+def test_the_next_step_embeds_the_token_that_the_mask_left(engine: Engine, plain: Plain) -> None:
+    driver = Driver(engine)
     driver.sampling.set(0, SamplingParams(temperature=0.0, grammar=HELD), 0)
-    handle = prepared.submit(driver.extend((0, PROMPT, 0)))
+    handle = engine.submit(driver.extend((0, PROMPT, 0)))
     handle.choose(masks({33}, None, None, None))
-    following = prepared.submit(driver.decode({0: len(PROMPT)}))
+    following = engine.submit(driver.decode({0: len(PROMPT)}))
     following.choose(masks(None, None, None, None))
     assert [*handle.tokens().tolist(), *following.tokens().tolist()] == [33, *plain.generate([*PROMPT, 33], 1)]
 
 
-def test_log_probabilities_are_the_models_own_before_the_mask(prepared: Engine, plain: Plain) -> None:
+def test_log_probabilities_are_the_models_own_before_the_mask(engine: Engine, plain: Plain) -> None:
     logits = plain.logits(PROMPT)[-1]
     logprobs = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-    driver = Driver(prepared)
+    driver = Driver(engine)
     driver.sampling.set(0, SamplingParams(temperature=0.0, grammar=HELD, logprobs=3), 0)
-    handle = prepared.submit(driver.extend((0, PROMPT, 0)))
+    handle = engine.submit(driver.extend((0, PROMPT, 0)))
     handle.choose(masks({3, 50}, None, None, None))
     token = max((3, 50), key=lambda token: logits[token])
     scores = handle.scores().sampled

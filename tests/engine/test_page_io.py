@@ -18,6 +18,7 @@ from jaxsgl.batch.engine_ops import Gather, HostPages, Insert
 from jaxsgl.engine import page_io
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.page_io import PageIo, page_counts
+from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.sizing import KvShape
 from jaxsgl.engine.state import KvBuffers, allocate_kv
 from tests.engine.conftest import ConfigMaker
@@ -90,8 +91,9 @@ def test_more_pages_than_a_program_holds_take_several(monkeypatch: pytest.Monkey
     monkeypatch.setattr(page_io, "MOST_PAGES", 4)
     mesh, pages = mesh_of(), tuple(range(10, 21))
     kv = allocate_kv(SHAPE, 30, mesh)
-    io = PageIo(kv, SHAPE, mesh)
-    assert len(io.compilations) == 4
+    programs = ProgramSet()
+    io = PageIo(programs, kv, SHAPE, mesh)
+    assert len(programs) == 4
     data = random_pages(io, 11)
     assert_pages(io, io.insert(kv, Insert(1, pages, data)), pages, data)
 
@@ -102,7 +104,8 @@ def test_pages_cross_devices() -> None:
 from tests.engine.test_page_io import *
 page_io.MOST_PAGES = 4
 pools = [(mesh_of(n), allocate_kv(SHAPE, 30, mesh_of(n))) for n in (1, 2)]
-one, two = (PageIo(kv, SHAPE, mesh) for mesh, kv in pools)
+compiled = [ProgramSet(), ProgramSet()]
+one, two = (PageIo(each, kv, SHAPE, mesh) for each, (mesh, kv) in zip(compiled, pools))
 data, pages = random_pages(one, 7), (3, 1, 20, 29, 5, 6, 7)
 split = two.insert(pools[1][1], Insert(1, pages, data))
 assert all(len(array.sharding.device_set) == 2 for array in jax.tree.leaves(split))
@@ -110,7 +113,7 @@ assert_pages(two, split, pages, data)
 assert_pages(one, one.insert(pools[0][1], Insert(1, pages, data)), pages, data)
 second = np.asarray(split.k[1].addressable_shards[1].data[20]).view(np.uint32)
 np.testing.assert_array_equal(second, data[2, 1, 0, 1:].view(np.uint32))
-assert not any("all-" in done.compiled.as_text() for done in two.compilations.values())
+assert not any("all-" in done.compiled.as_text() for done in compiled[1].compilations.values())
 """
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=ROOT)
@@ -130,9 +133,10 @@ def test_neither_program_copies_the_pool_and_every_format_keeps_its_bits(
     monkeypatch.setattr(page_io, "MOST_PAGES", 4)
     shape, mesh = replace(SHAPE, dtype=jnp.dtype(dtype)), mesh_of()
     kv = allocate_kv(shape, NUM_PAGES, mesh)
-    io = PageIo(kv, shape, mesh)
+    programs = ProgramSet()
+    io = PageIo(programs, kv, shape, mesh)
     pool_bytes = sum(array.nbytes for array in jax.tree.leaves(kv))
-    for key, compilation in io.compilations.items():
+    for key, compilation in programs.compilations.items():
         assert not copies(compilation.compiled, NUM_PAGES), key
         memory = compilation.compiled.memory_analysis()
         assert memory is not None
@@ -148,7 +152,7 @@ def test_formats_that_numpy_lacks_cross_as_integers(monkeypatch: pytest.MonkeyPa
     for dtype, on_host in (("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")):
         shape, mesh = replace(SHAPE, dtype=jnp.dtype(dtype)), mesh_of()
         kv = allocate_kv(shape, 9, mesh)
-        io = PageIo(kv, shape, mesh)
+        io = PageIo(ProgramSet(), kv, shape, mesh)
         data = random_pages(io, 3) & np.array(0x3F, on_host)  # a CPU may change NaNs of these formats, which it lacks
         assert data.dtype == on_host
         assert_pages(io, io.insert(kv, Insert(1, (1, 2, 8), data)), (1, 2, 8), data)
@@ -164,8 +168,8 @@ def test_sizes_of_programs_are_bounded_in_bytes() -> None:
 def test_copies_of_kv_heads_leave_once_and_come_back_to_all() -> None:
     shape = replace(SHAPE, num_kv_heads=2 * SHAPE.num_kv_heads, kv_copies=2)
     kv = allocate_kv(shape, 30, mesh_of())
-    io, pages = PageIo(kv, shape, mesh_of()), (3, 7)
-    assert io.layout == PageIo(allocate_kv(SHAPE, 2, mesh_of()), SHAPE, mesh_of()).layout
+    io, pages = PageIo(ProgramSet(), kv, shape, mesh_of()), (3, 7)
+    assert io.layout == page_io.layout_of(SHAPE)
     data = random_pages(io, 2)
     kv = io.insert(kv, Insert(1, pages, data))
     np.testing.assert_array_equal(np.asarray(kv.k[0])[:, ::2], np.asarray(kv.k[0])[:, 1::2])

@@ -14,9 +14,9 @@ import pytest
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.inputs import Bucket, StepArrays, host_views, packed_len, unpack
 from jaxsgl.engine import edits
-from jaxsgl.engine.programs import ProgramSpec, keys_of
 from jaxsgl.engine.sizing import kv_shape
 from jaxsgl.engine.state import allocate
+from jaxsgl.engine.step_programs import ProgramSpec, keys_of
 from jaxsgl.models import abstract_model
 from jaxsgl.weights import random_params
 from tests.engine.driving import Plain
@@ -60,7 +60,7 @@ def copies(compiled: jax.stages.Compiled, size: int) -> list[str]:
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
 def test_a_step_updates_the_state_in_place(spec: ProgramSpec, bucket: Bucket) -> None:
     """All of it is aliased, tables that the step only hands on included, and nothing of it is copied."""
-    compiled = spec.trace_forward(bucket).lower().compile()
+    compiled = spec.forward(bucket).trace().lower().compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(array.nbytes for array in jax.tree.leaves(spec.state))
     assert memory.temp_size_in_bytes < min(spec.state.kv.k[0].nbytes, spec.state.edit_tables.counts.nbytes)
@@ -73,7 +73,7 @@ def test_several_steps_copy_no_weights_where_formats_differ(plain: Plain) -> Non
     weights, activations = "bfloat16", "float32"
     spec = spec_of(plain, weights, activations)
     one, three = (
-        spec.trace_forward(replace(BUCKETS[0], num_steps=n)).lower().compile().memory_analysis() for n in (1, 3)
+        spec.forward(replace(BUCKETS[0], num_steps=n)).trace().lower().compile().memory_analysis() for n in (1, 3)
     )
     embedding_bytes = jnp.dtype(activations).itemsize * plain.arch.vocab_size * plain.arch.hidden_size
     assert three.temp_size_in_bytes - one.temp_size_in_bytes < embedding_bytes / 2
@@ -82,11 +82,11 @@ def test_several_steps_copy_no_weights_where_formats_differ(plain: Plain) -> Non
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("bucket", BUCKETS, ids=str)
 def test_a_step_lowers_for_accelerators(spec: ProgramSpec, bucket: Bucket, platform: str) -> None:
-    text = spec.trace_forward(bucket).lower(lowering_platforms=(platform,)).as_text()
+    text = spec.forward(bucket).trace().lower(lowering_platforms=(platform,)).as_text()
     assert f"{NUM_PAGES}x2x4x16" in text
-    sampling = (spec.trace_sampling(4, filtered) for filtered in (False, True))
-    for small in (*sampling, spec.trace_featured(4), spec.trace_set_row(), spec.trace_set_pages()):
-        assert "stablehlo" in small.lower(lowering_platforms=(platform,)).as_text()
+    sampling = (spec.sampling(kind, 4) for kind in ("sampled", "filtered", "featured"))
+    for small in (*sampling, *spec.masking(4), *spec.host_writes()):
+        assert "stablehlo" in small.trace().lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("bucket", GREEDY[:2], ids=str)
@@ -98,21 +98,16 @@ def test_features_leave_the_programs_and_inputs_of_plain_batches_alone(spec: Pro
     assert [[key.kind for key in keys_of(form)[1:]] for form in forms] == [[], ["sampled"], ["filtered"], ["featured"]]
     s, t = bucket.num_seqs, bucket.num_tokens
     assert {packed_len(form) for form in forms} == {(3 if bucket.kind == "decode" else 4) * t + 9 * s + 1}
-    outputs = jax.tree.leaves(spec.trace_forward(bucket).out_info)
+    outputs = jax.tree.leaves(spec.forward(bucket).trace().out_info)
     assert len(outputs) == len(jax.tree.leaves(spec.state)) + 3
-    texts = [traced.lower().as_text() for traced in (spec.trace_sampling(4, filtered=False), spec.trace_featured(4))]
+    texts = [spec.sampling(kind, 4).trace().lower().as_text() for kind in ("sampled", "featured")]
     assert ["top_k" in text for text in texts] == [False, True]
 
 
 def test_small_programs_change_last_tokens_and_tables_in_place(spec: ProgramSpec) -> None:
     last_tokens, tables = spec.state.last_tokens.nbytes, spec.state.edit_tables
-    traces = (
-        spec.trace_sampling(4, filtered=True),
-        spec.trace_featured(4),
-        spec.trace_set_row(),
-        spec.trace_set_pages(),
-    )
-    sampled, featured, set_row, set_pages = (traced.lower().compile() for traced in traces)
+    programs = (spec.sampling("filtered", 4), spec.sampling("featured", 4), *spec.host_writes())
+    sampled, featured, set_row, set_pages = (program.trace().lower().compile() for program in programs)
     assert edits.table_bytes(NUM_ROWS, spec.vocab_size) == tables.edits.nbytes + tables.counts.nbytes
     assert sampled.memory_analysis().alias_size_in_bytes >= last_tokens
     assert featured.memory_analysis().alias_size_in_bytes >= last_tokens + tables.edits.nbytes + tables.counts.nbytes

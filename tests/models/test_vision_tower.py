@@ -17,9 +17,9 @@ from jaxsgl.config.disaggregation import DisaggregationConfig
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.encoding import patches_of_call
 from jaxsgl.engine.memory import Memory
-from jaxsgl.engine.programs import all_keys
 from jaxsgl.engine.residents import read_arch
 from jaxsgl.engine.sizing import kv_shape, plan_capacity
+from jaxsgl.engine.step_programs import all_keys
 from jaxsgl.leg_wiring import norms_digest
 from jaxsgl.models import ModelArch, Params, abstract_model
 from jaxsgl.models.vision.tower import Patches

@@ -19,9 +19,9 @@ from jaxsgl.batch.inputs import Bucket
 from jaxsgl.cache.pages import pages_for
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.edits import neutral_tables
-from jaxsgl.engine.programs import ProgramSpec
 from jaxsgl.engine.sizing import choose_page_size
 from jaxsgl.engine.state import DeviceState, KvBuffers
+from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.layer_spec import DenseMlp
 from jaxsgl.weights.sharding import kv_sharding, param_sharding, replicated
@@ -134,7 +134,7 @@ def step_programs(platform: str, backend: str, mesh: Mesh) -> Iterator[Program]:
     for bucket in (decode, several, Bucket("extend", 1024, 8, False)):
 
         def trace(bucket: Bucket = bucket) -> jax.stages.Traced:
-            return spec.trace_forward(bucket)
+            return spec.forward(bucket).trace()
 
         is_one = bucket.num_steps == 1  # several steps are a loop, which no command buffer holds by default
         name = f"step{'' if is_one else 's'}_{bucket.kind}_{backend}"

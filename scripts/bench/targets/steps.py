@@ -7,7 +7,6 @@ all layers are alike, so `report` reads one layer and multiplies. Called by `com
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,13 @@ from jaxsgl.batch.patches import EncodeBucket
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.vision import VisionConfig
 from jaxsgl.engine.adapters import abstract_pool
-from jaxsgl.engine.masking import trace_copy, trace_masked, trace_score
 from jaxsgl.engine.memory import Memory
-from jaxsgl.engine.programs import ProgramKey, ProgramSpec, keys_of
+from jaxsgl.engine.programs import Program as EngineProgram
+from jaxsgl.engine.programs import ProgramKey
 from jaxsgl.engine.residents import read_arch
 from jaxsgl.engine.sizing import KvShape, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state
+from jaxsgl.engine.step_programs import ProgramSpec
 from jaxsgl.models import ModelArch, Params, abstract_model, resolve_precision
 from jaxsgl.models.layer_spec import MoeMlp
 from jaxsgl.models.lora import adaptable_modules
@@ -80,15 +80,15 @@ class Served:
         greedy = buckets.decode(size) if kind == "decode" else buckets.extend(size, EXTEND_SEQS)
         return dataclasses.replace(greedy, **SAMPLINGS[sampling])
 
-    def table(self) -> Iterator[tuple[str, list[ProgramKey]]]:
-        """Yields the steps of the table, such as "decode 256 greedy", each with the programs that it runs."""
+    def table(self) -> Iterator[tuple[str, Bucket | EncodeBucket]]:
+        """Yields the steps of the table, such as "decode 256 greedy", each with its shape."""
         for kind, size in (*(("decode", rows) for rows in DECODE_ROWS), ("extend", EXTEND_TOKENS)):
             for sampling in SAMPLINGS:
-                yield f"{kind} {size} {sampling}", keys_of(self.bucket(kind, size, sampling))
+                yield f"{kind} {size} {sampling}", self.bucket(kind, size, sampling)
         if self.buckets.encode:
-            yield f"images {EXTEND_TOKENS}", keys_of(with_images(self.bucket("extend", EXTEND_TOKENS, "greedy")))
+            yield f"images {EXTEND_TOKENS}", with_images(self.bucket("extend", EXTEND_TOKENS, "greedy"))
             for bucket in self.buckets.encode[:: len(self.buckets.encode) - 1]:
-                yield f"encode {bucket.num_patches}", [ProgramKey("encode", bucket)]
+                yield f"encode {bucket.num_patches}", bucket
 
     def facts(self) -> dict[str, int]:
         """What a prediction needs to know of a device's part of the model."""
@@ -173,15 +173,17 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     spec = ProgramSpec(graphdef, leaves, state, backend, mesh, tower=model.capacity.tower)
     facts = model.facts()
     pages: Any = on_one_device(state.kv.k[0])  # a description in the place of an array
+    found: dict[ProgramKey, EngineProgram] = {}
     steps: dict[ProgramKey, list[str]] = {}
-    for step, keys in model.table():
-        for key in keys:
-            steps.setdefault(key, []).append(f"{model.name} {backend} {step}")
+    for step, shape in model.table():
+        for each in [spec.encode(shape)] if isinstance(shape, EncodeBucket) else spec.step(shape):
+            found.setdefault(each.key, each)
+            steps.setdefault(each.key, []).append(f"{model.name} {backend} {step}")
     for key, names in steps.items():
         program = Program(
             program_name(model, key, backend),
             "any",
-            functools.partial(spec.trace, key),
+            found[key].trace,
             pages,
             num_donated=0,
             on_matrix_units=False,
@@ -204,17 +206,16 @@ def engine_programs(model: Served, backend: str) -> Iterator[Program]:
     if model.name == MODELS[0]:
         pool = abstract_pool(arch, adaptable_modules(arch), ADAPTER_COLUMNS, model.dtype, mesh)
         bucket = dataclasses.replace(model.bucket("decode", DECODE_ROWS[-1], "greedy"), adapter_columns=ADAPTER_COLUMNS)
-        trace = functools.partial(dataclasses.replace(spec, adapters=pool).trace_forward, bucket)
+        trace = dataclasses.replace(spec, adapters=pool).forward(bucket).trace
         name = f"{model.name} adapters {bucket.num_tokens} {backend}"
         yield Program(name, backend, trace, pages, 2 * COMPILED_LAYERS, on_matrix_units=False, facts=facts)
 
 
 def _mask_programs(spec: ProgramSpec, model: Served, pages: Any, facts: dict[str, int]) -> Iterator[Program]:
     """Yields what a step that grammars hold runs besides, for the most rows of the table."""
-    for kind, trace in (("masked", trace_masked), ("copied", trace_copy), ("scored", trace_score)):
-        name = program_name(model, ProgramKey(kind, DECODE_ROWS[-1]), "any")
-        traced = functools.partial(trace, spec, DECODE_ROWS[-1])
-        yield Program(name, "any", traced, pages, num_donated=0, on_matrix_units=False, facts=facts)
+    for each in spec.masking(DECODE_ROWS[-1]):
+        name = program_name(model, each.key, "any")
+        yield Program(name, "any", each.trace, pages, num_donated=0, on_matrix_units=False, facts=facts)
 
 
 def _of_decoder(params: Params) -> Params:

@@ -1,0 +1,341 @@
+"""The programs of steps and of the vision tower: which a bucket runs, their arguments' shapes, and what a step takes.
+
+    forward -> [masks] -> sampled, filtered or featured -> [scores before masks]      a step of a bucket, in order
+    encode, or begin .. layer .. tap .. end                                           a call of the vision tower
+    set_row, set_pages                                                                what the host writes between steps
+
+Called by `engine`. Knows the shapes of the programs' arguments and where they lie, not what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxsgl.batch.buckets import BucketSet
+from jaxsgl.batch.inputs import TABLE_CHANGES, Bucket, packed_len
+from jaxsgl.batch.patches import EncodeBucket, EncodeInputs, TowerCapacity
+from jaxsgl.batch.sampling import EDITS_LEN
+from jaxsgl.engine import edits, page_table
+from jaxsgl.engine.encoding import ENCODE_DONATES, call_shapes, make_encode
+from jaxsgl.engine.masking import MASKED_DONATES, copy_step, masked_step, score_step
+from jaxsgl.engine.programs import Program, ProgramKey, ProgramSet, StageBytes
+from jaxsgl.engine.state import DeviceState
+from jaxsgl.engine.step import (
+    FEATURED_DONATES,
+    FORWARD_DONATES,
+    SAMPLING_DONATES,
+    SAMPLING_ROWS,
+    SET_PAGES_DONATES,
+    SET_ROW_DONATES,
+    Decoded,
+    DecodeSteps,
+    Forward,
+    Forwarded,
+    featured_step,
+    filtered_step,
+    make_decode_steps,
+    make_forward,
+    sample_step,
+)
+from jaxsgl.engine.tower_parts import PART_DONATES, PART_KINDS, Between, make_part
+from jaxsgl.errors import JaxsglError
+from jaxsgl.models import Decoder, Params
+from jaxsgl.weights import KvScales
+from jaxsgl.weights.sharding import logits_sharding, replicated
+
+SET_ROW, SET_PAGES = ProgramKey("set_row"), ProgramKey("set_pages")
+
+
+@dataclass(frozen=True)
+class ProgramSpec:
+    """What all programs of one engine's steps share. Its methods make the programs.
+
+    Attributes:
+      graphdef: structure of the model.
+      params: its parameters, as arrays or as `jax.ShapeDtypeStruct`s with shardings.
+      state: what stays on the device, likewise.
+      attention_backend: for the kernels.
+      mesh: where everything lies.
+      kv_scales: of a float8 KV cache; None for any other, and where all are 1.
+      adapters: shapes and places of the adapters' pool, or None if the engine has none.
+      tower: what the vision tower encodes, if there is one.
+      masks: whether steps may be held to grammars.
+    """
+
+    graphdef: nnx.GraphDef[Decoder]
+    params: Params
+    state: DeviceState
+    attention_backend: str
+    mesh: Mesh
+    kv_scales: KvScales | None = None
+    adapters: list[dict[str, jax.ShapeDtypeStruct]] | None = None
+    tower: TowerCapacity | None = None
+    masks: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.state.edit_tables.counts.shape[1]
+
+    @property
+    def num_logits(self) -> int:
+        """V, and the padding that makes the devices' parts equal."""
+        return -(-self.vocab_size // self.mesh.size) * self.mesh.size
+
+    @property
+    def mask_words(self) -> int:
+        """Words of a row's mask."""
+        return -(-self.vocab_size // 32)
+
+    def step(self, bucket: Bucket) -> list[Program]:
+        """The programs that a step of `bucket` runs, in order, without those for masks."""
+        forward, *after = keys_of(bucket)
+        assert isinstance(forward.shape, Bucket)
+        programs = [self.forward(forward.shape)]
+        if after:
+            programs.append(self.sampling(bucket.sampling, bucket.num_seqs))
+        return programs
+
+    def forward(self, bucket: Bucket) -> Program:
+        """The forward program of `bucket`."""
+        leaves, treedef = jax.tree.flatten(self.params)
+        pool, pool_treedef = jax.tree.flatten(self.adapters)
+        everywhere: Any = replicated(self.mesh)  # takes the place of an array in the trees of shardings
+        state_shardings = jax.tree.map(lambda array: array.sharding, self.state)
+        if bucket.num_steps > 1:
+            program: Forward | DecodeSteps = make_decode_steps(
+                self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales, pool_treedef
+            )
+            shardings: Forwarded | Decoded = Decoded(state_shardings, everywhere)
+        else:
+            program = make_forward(self.graphdef, treedef, bucket, self.attention_backend, self.kv_scales, pool_treedef)
+            scores = everywhere if bucket.kind == "score" else None
+            logits: Any = logits_sharding(self.mesh)
+            pooled = everywhere if bucket.pools else None
+            states = everywhere if bucket.states else None
+            shardings = Forwarded(state_shardings, everywhere, logits, everywhere, scores, pooled, states)
+        arguments: tuple[Any, ...] = (leaves, self.state, self._int32(packed_len(bucket)))
+        if bucket.adapter_columns:
+            arguments += (pool,)
+        return Program(ProgramKey("forward", bucket), program, arguments, shardings, FORWARD_DONATES, self.mesh)
+
+    def sampling(self, kind: str, num_seqs: int) -> Program:
+        """The program of `kind`, "sampled", "filtered" or "featured", for `num_seqs` padded sequences."""
+        key, everywhere = ProgramKey(kind, num_seqs), replicated(self.mesh)
+        arguments: tuple[Any, ...] = (
+            self._logits(num_seqs), self._int32(SAMPLING_ROWS, num_seqs), self.state.last_tokens
+        )  # fmt: skip
+        if kind == "featured":
+            arguments += (self.state.edit_tables, self._int32(num_seqs))
+            return Program(key, featured_step, arguments, everywhere, FEATURED_DONATES, self.mesh)
+        program = self._bound({"sampled": sample_step, "filtered": filtered_step}[kind])
+        return Program(key, program, arguments, everywhere, SAMPLING_DONATES, self.mesh)
+
+    def masking(self, num_seqs: int) -> list[Program]:
+        """The programs that a step of `num_seqs` padded sequences runs besides if grammars hold it; see masking.py."""
+        copied, masked, scored = mask_keys(num_seqs)
+        logits, whole = self._logits(num_seqs), replicated(self.mesh)
+        in_parts = logits_sharding(self.mesh)
+        packed, masks = (
+            self._int32(SAMPLING_ROWS, num_seqs), self._placed((num_seqs, self.mask_words), jnp.uint32)
+        )  # fmt: skip
+        tokens = self._int32(num_seqs)
+        return [
+            Program(copied, copy_step, (logits,), in_parts, (), self.mesh),
+            Program(masked, masked_step, (logits, packed, masks), (in_parts, whole), MASKED_DONATES, self.mesh),
+            Program(scored, self._bound(score_step), (logits, tokens), whole, (), self.mesh),
+        ]
+
+    def encode(self, bucket: EncodeBucket) -> Program:
+        """The program that runs the vision tower on `bucket`."""
+        assert self.tower is not None and self.state.images is not None
+        leaves, treedef = jax.tree.flatten(self.params)
+        program = make_encode(self.graphdef, treedef, bucket.num_bins)
+        arguments = (leaves, self.state.images, *call_shapes(bucket, self.tower, self.mesh))
+        key = ProgramKey("encode", bucket)
+        return Program(key, program, arguments, replicated(self.mesh), ENCODE_DONATES, self.mesh)
+
+    def encode_parts(self, bucket: EncodeBucket) -> list[Program]:
+        """The programs that run the vision tower on `bucket` in parts, those of `PART_KINDS`."""
+        assert self.tower is not None and self.state.images is not None
+        leaves, treedef = jax.tree.flatten(self.params)
+        pixels, columns, rows = call_shapes(bucket, self.tower, self.mesh)
+        begin = make_part(PART_KINDS[0], self.graphdef, treedef)
+        hidden = jax.eval_shape(begin, leaves, pixels, columns).hidden
+        between: Any = Between(cast(Any, self._placed(hidden.shape, hidden.dtype)), cast(Any, columns))
+        number, images, everywhere = self._int32(), self.state.images, cast(Any, replicated(self.mesh))
+        arguments: dict[str, tuple[Any, ...]] = {
+            "encode begin": (leaves, pixels, columns),
+            "encode layer": (leaves, between, number),
+            "encode tap": (leaves, images, between.hidden, rows, number),
+            "encode end": (leaves, images, between.hidden, rows),
+        }
+        return [
+            Program(
+                ProgramKey(kind, bucket),
+                make_part(kind, self.graphdef, treedef),
+                arguments[kind],
+                Between(everywhere, everywhere) if kind in PART_KINDS[:2] else everywhere,
+                PART_DONATES[kind],
+                self.mesh,
+            )
+            for kind in PART_KINDS
+        ]
+
+    def host_writes(self) -> list[Program]:
+        """The programs that write a row of the edit tables, and entries of the page table."""
+        everywhere, tables, table = replicated(self.mesh), self.state.edit_tables, self.state.page_table
+        row = (tables, self._int32(1 + EDITS_LEN + self.vocab_size))
+        pages = (table, self._int32(3, TABLE_CHANGES))
+        return [
+            Program(SET_ROW, edits.set_row, row, everywhere, SET_ROW_DONATES, self.mesh),
+            Program(SET_PAGES, page_table.set_pages, pages, everywhere, SET_PAGES_DONATES, self.mesh),
+        ]
+
+    def _bound(self, program: Any) -> Any:
+        """`program`, given `vocab_size` if logits have padding after the vocabulary."""
+        return program if self.num_logits == self.vocab_size else partial(program, vocab_size=self.vocab_size)
+
+    def _logits(self, num_seqs: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_seqs, self.num_logits), jnp.float32, sharding=logits_sharding(self.mesh))
+
+    def _int32(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._placed(shape, jnp.int32)
+
+    def _placed(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh))
+
+
+def keys_of(bucket: Bucket) -> list[ProgramKey]:
+    """The programs that a step of `bucket` runs, in order, without those for masks."""
+    if bucket.num_steps > 1:  # each step needs the tokens of the one before, so the program samples itself
+        return [ProgramKey("forward", bucket)]
+    keys = [ProgramKey("forward", replace(bucket, sampled=False, featured=False, filtered=False))]
+    if bucket.sampled:
+        keys.append(ProgramKey(bucket.sampling, bucket.num_seqs))
+    return keys
+
+
+def mask_keys(num_seqs: int) -> tuple[ProgramKey, ProgramKey, ProgramKey]:
+    """The programs that copy logits, apply masks to them and score tokens by the copy."""
+    return ProgramKey("copied", num_seqs), ProgramKey("masked", num_seqs), ProgramKey("scored", num_seqs)
+
+
+def all_programs(spec: ProgramSpec, buckets: BucketSet) -> Iterator[Program]:
+    """Yields every program of steps and of the tower, in the order of warm-up; some of them more than once."""
+    for encode in reversed(buckets.encode):  # the largest first
+        yield spec.encode(encode)
+    for encode in buckets.encode_in_parts:
+        yield from spec.encode_parts(encode)
+    for bucket in buckets.all():
+        yield from spec.step(bucket)
+    yield from spec.host_writes()
+    if spec.masks:
+        for num_seqs in mask_sizes(buckets):
+            yield from spec.masking(num_seqs)
+
+
+def largest_programs(spec: ProgramSpec, buckets: BucketSet) -> Iterator[Program]:
+    """Yields the programs that take most memory: of the largest steps, and the largest call of the tower."""
+    if buckets.encode:
+        yield spec.encode(buckets.encode[-1])
+    for bucket in buckets.largest():
+        yield from spec.step(bucket)
+        if spec.masks and len(keys_of(bucket)) > 1:
+            yield from spec.masking(bucket.num_seqs)
+
+
+def mask_sizes(buckets: BucketSet) -> list[int]:
+    """The numbers of sequences that steps with masks may have: those of steps that sample in a program of their own."""
+    return sorted({bucket.num_seqs for bucket in buckets.all() if len(keys_of(bucket)) > 1})
+
+
+def all_keys(buckets: BucketSet) -> list[ProgramKey]:
+    """The programs that warm-up compiles for any flags: all but those for masks."""
+    of_tower = [ProgramKey("encode", bucket) for bucket in reversed(buckets.encode)]
+    of_tower += [ProgramKey(kind, bucket) for bucket in buckets.encode_in_parts for kind in PART_KINDS]
+    of_steps = (key for bucket in buckets.all() for key in keys_of(bucket))
+    return list(dict.fromkeys([*of_tower, *of_steps, SET_ROW, SET_PAGES]))
+
+
+def step_bytes(programs: ProgramSet, spec: ProgramSpec, buckets: Iterable[Bucket]) -> int:
+    """Device memory that the largest step of `buckets`, or call of the tower, takes next to parameters and state.
+
+    That is a program's temporaries and outputs, together with the outputs of the programs of the step before it. What
+    a program donates and returns is part of the state.
+    """
+
+    def stages(bucket: Bucket) -> list[StageBytes]:
+        forward, *after = (programs.bytes_of(key) for key in keys_of(bucket))
+        if not spec.masks or not after:
+            return [forward, *after]
+        copied, masked, scored = (programs.bytes_of(key) for key in mask_keys(bucket.num_seqs))
+        words = StageBytes(4 * spec.mask_words * bucket.num_seqs, 0)
+        return [forward, words, copied, masked, *after, scored]
+
+    kinds = {kind: [key for key in programs.compilations if key.kind == kind] for kind in ("encode", PART_KINDS[0])}
+    of_steps = (_most_bytes(stages(bucket)) for bucket in buckets)
+    of_tower = (_most_bytes([programs.bytes_of(key)]) for key in kinds["encode"])
+    between = max((programs.bytes_of(key).kept for key in kinds[PART_KINDS[0]]), default=0)
+    return max((*of_steps, *of_tower)) + between
+
+
+def _most_bytes(stages: Iterable[StageBytes]) -> int:
+    held = most = 0
+    for stage in stages:
+        held += stage.kept
+        most = max(most, held + stage.temporary)
+    return most
+
+
+class StepPrograms:
+    """Finds the programs of a step by its bucket, those of the tower and those that the host's writes need.
+
+    Args:
+      programs: the engine's, with all of `all_programs`.
+      spec, buckets: what they were made from.
+    """
+
+    def __init__(self, programs: ProgramSet, spec: ProgramSpec, buckets: BucketSet) -> None:
+        self.spec = spec
+        self.buckets = buckets
+        self._programs = programs
+        self.set_row, self.set_pages = programs[SET_ROW], programs[SET_PAGES]
+        # One look-up per step instead of building keys.
+        self._of_bucket = {bucket: tuple(programs[key] for key in keys_of(bucket)) for bucket in buckets.all()}
+
+    @property
+    def step_bytes(self) -> int:
+        """Device memory that the largest step takes next to parameters and state."""
+        return step_bytes(self._programs, self.spec, self._of_bucket)
+
+    def of(self, bucket: Bucket) -> tuple[jax.stages.Compiled, ...]:
+        """The forward program of `bucket`, and its sampling or featured program if it is sampled."""
+        try:
+            return self._of_bucket[bucket]
+        except KeyError:
+            raise JaxsglError(
+                f"no program was compiled for bucket [{bucket}]; the {len(self._of_bucket)} buckets of warm-up are "
+                "the only shapes that may run"
+            ) from None
+
+    def masking(self, num_seqs: int) -> tuple[jax.stages.Compiled, jax.stages.Compiled, jax.stages.Compiled]:
+        """The programs that copy logits, apply masks to them and score tokens by the copy."""
+        copied, masked, scored = mask_keys(num_seqs)
+        return self._programs[copied], self._programs[masked], self._programs[scored]
+
+    def encode(self, bucket: EncodeBucket) -> jax.stages.Compiled:
+        """The program that runs the vision tower on `bucket`."""
+        return self._programs[ProgramKey("encode", bucket)]
+
+    def encode_part(self, kind: str, call: EncodeInputs) -> jax.stages.Compiled:
+        """A program of `PART_KINDS` for the shape of `call`."""
+        return self._programs[ProgramKey(kind, call.bucket)]
