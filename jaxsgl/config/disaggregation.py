@@ -37,6 +37,11 @@ class DisaggregationConfig:
     disaggregation_host: str | None = flag(
         None, "address at which a prefill server listens for decode servers; keep it private (default: --host)"
     )
+    disaggregation_prefill_hosts: tuple[str, ...] = flag(
+        (),
+        "addresses, networks and names of the prefill servers to which requests may send a decode server, as "
+        "10.0.0.0/24,prefill-0; *: any (default: this machine's loopback addresses)",
+    )
     disaggregation_staging_mib: int = flag(
         4096,
         "MiB of host memory for KV pages on their way; requests wait for it, and of a prompt that is larger decode "

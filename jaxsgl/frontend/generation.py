@@ -24,7 +24,7 @@ from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, Overloaded, RequestFailed, TimedOut
 from jaxsgl.frontend.access import Access, cache_namespace
 from jaxsgl.frontend.counts import Counts
-from jaxsgl.frontend.legs import leg_sampling
+from jaxsgl.frontend.legs import PrefillHosts, leg_sampling
 from jaxsgl.frontend.metrics import Metrics, Timing
 from jaxsgl.frontend.profiles import Profiles
 from jaxsgl.frontend.replicas import Replicas
@@ -173,14 +173,21 @@ class Generator:
     """Serves prompts with one model.
 
     Long prompts are tokenized in `threads`; `metrics` counts each request; a request that takes longer than `timeout_s`
-    seconds is ended; `mode` says which leg of requests this server computes.
+    seconds is ended; `mode` says which leg of requests this server computes, `prefill_hosts` where prefill may be.
     """
 
     def __init__(
-        self, engine: Replicas, threads: Executor, metrics: Metrics, timeout_s: float, mode: str = ALL_IN_ONE
+        self,
+        engine: Replicas,
+        threads: Executor,
+        metrics: Metrics,
+        timeout_s: float,
+        mode: str = ALL_IN_ONE,
+        prefill_hosts: Sequence[str] = (),
     ) -> None:
         self._engine = engine
         self._mode = mode
+        self._prefill_hosts = PrefillHosts(prefill_hosts)
         self._threads = threads
         self._metrics = metrics
         self._timeout_s = timeout_s
@@ -255,6 +262,8 @@ class Generator:
             for (ids, media), sampling, request_id, room, adapter in zip(
                 read, samplings, request_ids, rooms, adapters, strict=True
             ):
+                if room is not None and self._mode == "decode":
+                    self._prefill_hosts.check(room.host)
                 of_leg = sampling if room is None else leg_sampling(sampling, self._mode)
                 requests.append(
                     Request(request_id, ids, of_leg, priority, namespace, room, media, pooling=pooling, adapter=adapter)

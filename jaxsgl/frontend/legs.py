@@ -6,6 +6,9 @@ applies it to requests of all protocols.
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Sequence
+
 import msgspec
 
 from jaxsgl.config.disaggregation import ALL_IN_ONE
@@ -26,6 +29,38 @@ def rendezvous(host: str, port: int, number: int) -> Rendezvous:
     if not 0 <= number <= MAX_ROOM:
         raise InvalidRequest(f"bootstrap_room is {number}, but must be 0 to {MAX_ROOM}")
     return Rendezvous(host, port, number)
+
+
+class PrefillHosts:
+    """Where a decode server may connect to, since requests name the address.
+
+    Args:
+      given: addresses, networks and names; "*": any. (): loopback addresses.
+    """
+
+    def __init__(self, given: Sequence[str]) -> None:
+        self._names, self._networks = set[str](), list[ipaddress.IPv4Network | ipaddress.IPv6Network]()
+        for host in given or ("localhost", "127.0.0.0/8", "::1"):
+            try:
+                self._networks.append(ipaddress.ip_network(host, strict=False))
+            except ValueError:
+                self._names.add(host.lower())
+
+    def check(self, host: str) -> None:
+        """Raises `InvalidRequest` if a request may not name `host`. Names are compared as texts, never looked up."""
+        if "*" in self._names or host.lower() in self._names:
+            return
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            address = None
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        if address is None or not any(address in network for network in self._networks):
+            raise InvalidRequest(
+                f"bootstrap_host {host} is none of this decode server's prefill servers: name one of them, or start "
+                "it with --disaggregation-prefill-hosts"
+            )
 
 
 def leg_sampling(sampling: SamplingParams, mode: str) -> SamplingParams:

@@ -141,8 +141,15 @@ class Server:
         self.metrics = Metrics(
             lambda: self.engine.load, log_lines=logs.line_counts(), replicas=lambda: self.engine.each
         )
-        mode = config.engine.disaggregation.disaggregation_mode
-        self._generator = Generator(self.engine, self._threads, self.metrics, config.request_timeout_s, mode)
+        legs = config.engine.disaggregation
+        self._generator = Generator(
+            self.engine,
+            self._threads,
+            self.metrics,
+            config.request_timeout_s,
+            legs.disaggregation_mode,
+            legs.disaggregation_prefill_hosts,
+        )
         self._status = StatusLine(self.metrics)
         peers = None if share is None else share.peers
         profiles = Profiles(config, self.engine)

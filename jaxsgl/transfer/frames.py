@@ -229,7 +229,7 @@ def decode(body: bytes | bytearray | memoryview, payload_bytes: int, page_bytes:
     """
     try:
         message: Message = _decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError(f"a message is malformed: {error}") from None
     if isinstance(message, Media):
         if not 0 < message.start + payload_bytes <= message.total or message.start < 0 or not payload_bytes:

@@ -4,8 +4,9 @@ A decode worker connects to the address that a request names. Each connection ha
 writes; pages are received into their own memory and sent from where they lie. A worker that is silent says `Ping` every
 second, and one that isn't heard for `timeout_s` is dead: however long a request queues there, its worker is heard.
 Memory for pages is taken only for rooms whose `Grant` went out over the same connection, memory for images and rows
-only for rooms whose `Open` or `Grant` asked for them; others are read and dropped. Meant for a private network: there
-is neither encryption nor a key.
+only for rooms whose `Open` or `Grant` asked for them; others are read and dropped. Connections are bounded, in all and
+for each address that connects, and one for which there is no thread is closed: the port goes on listening. Meant for a
+private network: there is neither encryption nor a key.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ from jaxsgl.transfer.wire import Bytes, Event, Left, News, Peer, Sent
 
 PING_S = 1.0
 CONNECT_S = 3.0
+MAX_LINKS = 512  # connections at once; each takes two threads
+MAX_LINKS_OF_HOST = 64  # of these, from one address
+MAX_REASON_CHARS = 200  # of the end of a connection, since peers' texts may be in it
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +98,15 @@ class TcpWire:
     def connect(self, host: str, port: int) -> Peer:
         """See `Wire`."""
         with self._lock:
-            peer = self._by_address.get((host, port))
-            if peer is None:
-                link = self._new_link(f"the prefill worker at {host}:{port}", None)
-                peer = self._by_address[host, port] = link.peer
-                threading.Thread(target=link.run, args=((host, port),), name="kv-read", daemon=True).start()
-            return peer
+            known = self._by_address.get((host, port))
+            if known is not None:
+                return known
+            link = self._new_link(f"the prefill worker at {host}:{port}", None)
+            peer = self._by_address[host, port] = link.peer
+            refused = self._start(link, (host, port))
+        if refused is not None:
+            self.forget(peer, f"{link.name} is not reachable: {refused}", logging.WARNING)
+        return peer
 
     def send(self, peer: Peer, message: Message, payload: np.ndarray | None = None) -> None:
         """See `Wire`. `payload` must not change any more."""
@@ -146,14 +153,27 @@ class TcpWire:
             self._links.pop(peer, None)
             for address in [address for address, other in self._by_address.items() if other == peer]:
                 del self._by_address[address]
+        reason = reason[:MAX_REASON_CHARS]
         if not self._closed.is_set():
             logger.log(level, "%s", reason)
         self.tell(Left(peer, reason))
 
-    def _new_link(self, name: str, sock: socket.socket | None) -> _Link:
-        link = _Link(self, next(self._numbers), name, sock)
+    def _new_link(self, name: str, sock: socket.socket | None, host: str = "") -> _Link:
+        link = _Link(self, next(self._numbers), name, sock, host)
         self._links[link.peer] = link
         return link
+
+    def _start(self, link: _Link, address: tuple[str, int] | None) -> str | None:
+        """Starts the thread of a new link; returns why that can't be, and leaves the rest to the caller."""
+        if len(self._links) > MAX_LINKS:
+            return f"there are {MAX_LINKS} connections, the most"
+        if link.host and sum(other.host == link.host for other in self._links.values()) > MAX_LINKS_OF_HOST:
+            return f"there are {MAX_LINKS_OF_HOST} connections from {link.host}, the most"
+        try:
+            threading.Thread(target=link.run, args=(address,), name="kv-read", daemon=True).start()
+        except RuntimeError as error:  # the system gives no more threads
+            return str(error)
+        return None
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed.is_set():
@@ -164,8 +184,11 @@ class TcpWire:
                     return
                 continue
             with self._lock:
-                link = self._new_link(f"the decode worker at {host}:{port}", sock)
-            threading.Thread(target=link.run, name="kv-read", daemon=True).start()
+                link = self._new_link(f"the decode worker at {host}:{port}", sock, host)
+                refused = self._start(link, None)
+            if refused is not None:
+                sock.close()
+                self.forget(link.peer, f"{link.name} is refused: {refused}", logging.INFO)
 
     def _tick(self) -> None:
         """Wakes the loop, so that it finds what has expired."""
@@ -180,10 +203,11 @@ class TcpWire:
 class _Link:
     """One connection: the reader is the thread of `run`, the writer a thread that it starts."""
 
-    def __init__(self, wire: TcpWire, peer: Peer, name: str, sock: socket.socket | None) -> None:
+    def __init__(self, wire: TcpWire, peer: Peer, name: str, sock: socket.socket | None, host: str) -> None:
         self.peer = peer
+        self.name = name
+        self.host = host  # from which it came; "": it was made here
         self._wire = wire
-        self._name = name
         self._sock = sock
         self._out: queue.SimpleQueue[tuple[Message, np.ndarray | None] | None] = queue.SimpleQueue()
         self._granted: dict[Room, int] = {}  # pages that may still come
@@ -229,13 +253,13 @@ class _Link:
             while True:
                 self._wire.tell(self._read(self._sock))
         except WireError as error:
-            self.end(f"{self._name} is refused: {error}")
+            self.end(f"{self.name} is refused: {error}")
         except OSError as error:
-            self.end(f"{self._name} is not reachable: {error}")
+            self.end(f"{self.name} is not reachable: {error}")
         except Exception as error:
-            logger.exception("the connection to %s failed", self._name)
-            self.end(f"the connection to {self._name} failed: {type(error).__name__}")
-        if writer is not None:
+            logger.exception("the connection to %s failed", self.name)
+            self.end(f"the connection to {self.name} failed: {type(error).__name__}")
+        if writer is not None and writer.ident is not None:  # it was started
             writer.join()
         if self._sock is not None:
             self._sock.close()
@@ -327,7 +351,7 @@ class _Link:
                     return
                 self._send_frame(sock, *item)
         except OSError as error:
-            self.end(f"{self._name} is not reachable: {error}")
+            self.end(f"{self.name} is not reachable: {error}")
 
     def _send_frame(self, sock: socket.socket, message: Message, payload: np.ndarray | None) -> None:
         if payload is None:

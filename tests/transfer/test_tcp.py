@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +31,7 @@ from jaxsgl.transfer.frames import (
     page_frames,
     room_of,
 )
-from jaxsgl.transfer.tcp import TcpWire
+from jaxsgl.transfer.tcp import MAX_LINKS_OF_HOST, MAX_REASON_CHARS, TcpWire
 from jaxsgl.transfer.wire import Event, Left, News, Sent
 
 SHAPE = (2, 2, 2, 16, 8)
@@ -232,3 +233,46 @@ def test_a_worker_that_is_not_there_is_told_at_once() -> None:
 def test_a_port_that_is_taken_fails_the_start() -> None:
     with pair() as (prefill, _), pytest.raises(StartupError, match="--disaggregation-bootstrap-port"):
         TcpWire("prefill", GEOMETRY, ("127.0.0.1", prefill.port))
+
+
+def test_the_port_listens_on_if_there_was_no_thread_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair() as (prefill, decode):
+        start = threading.Thread.start
+
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        with socket.create_connection(("127.0.0.1", prefill.port), timeout=PATIENCE_S) as stranger:
+            assert "can't start new thread" in reason(until(prefill, left))
+            assert stranger.recv(1) == b""
+        decode.connect("127.0.0.1", prefill.port)
+        assert "can't start new thread" in reason(until(decode, left))
+        monkeypatch.setattr(threading.Thread, "start", start)
+        peer = decode.connect("127.0.0.1", prefill.port)
+        decode.send(peer, Open(ROOM))
+        assert messages(until(prefill, lambda events: bool(messages(events)))) == [Open(ROOM)]
+
+
+def test_strangers_of_one_address_take_no_connection_from_a_worker_at_another() -> None:
+    with pair() as (prefill, decode), contextlib.ExitStack() as stack:
+        for _ in range(MAX_LINKS_OF_HOST + 20):
+            stranger = socket.create_connection(("127.0.0.1", prefill.port), source_address=("127.0.0.2", 0))
+            stack.enter_context(stranger)
+        ended = until(prefill, lambda events: sum(isinstance(event, Left) for event in events) >= 20)
+        refused = [event for event in ended if isinstance(event, Left) and "the most" in event.reason]
+        assert len(refused) == 20
+        decode.send(decode.connect("127.0.0.1", prefill.port), Open(ROOM))
+        assert Open(ROOM) in messages(until(prefill, lambda events: bool(messages(events))))
+
+
+def test_texts_that_are_no_text_and_long_ones_end_the_connection_in_few_words(caplog: pytest.LogCaptureFixture) -> None:
+    with pair() as (prefill, _):
+        long = encode(Fail(ROOM, "x" * 60_000))
+        broken = encode(Fail(ROOM, "???")).replace(b"???", b"\xff\xfe\xfd")
+        for junk in (long, encode(Hello(PROTOCOL, "decode", GEOMETRY)) + broken):
+            with socket.create_connection(("127.0.0.1", prefill.port)) as stranger:
+                stranger.sendall(junk)
+                text = reason(until(prefill, left))
+                assert "refused" in text and len(text) <= MAX_REASON_CHARS
+    assert not any(record.exc_info for record in caplog.records)

@@ -261,12 +261,16 @@ class DecodeRooms:
         refusal = refusal_of(fail.kind, f"prefill: {fail.text}")
         return [Refuse(leg.request.request_id, refusal), *self._grant_waiting()]
 
-    def left(self, peer: Peer, reason: str) -> list[Action]:
-        """There is no connection to `peer` any more. Requests whose pages are all here go on."""
+    def left(self, peer: Peer) -> list[Action]:
+        """There is no connection to `peer` any more. Requests whose pages are all here go on.
+
+        Clients get one text for all reasons, which could tell them what listens at an address; the wire logs them.
+        """
         legs = [leg for leg in self._legs.values() if leg.peer == peer and leg.state is not DecodeState.READY]
         for leg in legs:
             self._remove(leg)
-        return [*(Refuse(leg.request.request_id, lost(reason)) for leg in legs), *self._grant_waiting()]
+        refusal = lost("the connection to the prefill server failed")
+        return [*(Refuse(leg.request.request_id, refusal) for leg in legs), *self._grant_waiting()]
 
     # Within.
 

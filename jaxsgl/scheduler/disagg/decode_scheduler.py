@@ -141,8 +141,8 @@ class DecodeScheduler(LegScheduler):
 
     def _heard(self, event: Event) -> list[Action]:
         match event:
-            case Left(peer, reason):
-                return self.rooms.left(peer, reason)
+            case Left(peer):
+                return self.rooms.left(peer)
             case News(peer, Pages() as pages, payload) if payload is not None:
                 return self.rooms.pages(peer, pages, payload)
             case News(peer, Media() as media, payload) if payload is not None:

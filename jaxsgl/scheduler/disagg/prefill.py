@@ -68,7 +68,7 @@ class PrefillRooms:
 
     @property
     def num_rooms(self) -> int:
-        """Requests here, and rooms whose request has not come."""
+        """Requests here, and rooms whose request has not come. Each kind has `max_rooms` of its own."""
         return len(self._legs) + len(self._orphans)
 
     @property
@@ -106,7 +106,7 @@ class PrefillRooms:
         """The gateway has sent the prefill leg of a request."""
         if room in self._legs:
             return [Refuse(request.request_id, taken(room))]
-        if self.num_rooms >= self._limits.max_rooms and room not in self._orphans:
+        if len(self._legs) >= self._limits.max_rooms:
             return [Refuse(request.request_id, too_many(self._limits.max_rooms))]
         self._refused.pop(room, None)
         leg = self._legs[room] = Leg(request, room, self._clock())
@@ -215,7 +215,10 @@ class PrefillRooms:
     # The other leg.
 
     def opened(self, peer: Peer, room: Room, images: int | None) -> list[Action]:
-        """Decode has the request, too, with images of that hash, or without those that its prompt stands for."""
+        """Decode has the request, too, with images of that hash, or without those that its prompt stands for.
+
+        Rooms whose request has not come are bounded; beyond that, the peer that holds most of them loses one.
+        """
         known = self._legs.get(room) or self._orphans.get(room)
         if isinstance(known, Leg) and known.peer is None:
             known.peer = peer
@@ -225,10 +228,17 @@ class PrefillRooms:
         refused = self._refused.pop(room, None)
         if refused is not None:
             return [Send(peer, refused)]
-        if self.num_rooms >= self._limits.max_rooms:
-            return [_fail(peer, room, too_many(self._limits.max_rooms))]
+        actions: list[Action] = []
+        if len(self._orphans) >= self._limits.max_rooms:
+            held = Counter(orphan.peer for orphan in self._orphans.values())
+            greediest = max(held, key=lambda other: held[other])
+            if held[peer] >= held[greediest]:
+                return [_fail(peer, room, too_many(self._limits.max_rooms))]
+            oldest = next(other for other, orphan in self._orphans.items() if orphan.peer == greediest)
+            del self._orphans[oldest]
+            actions.append(_fail(greediest, oldest, too_many(self._limits.max_rooms)))
         self._orphans[room] = Orphan(peer, self._clock(), images)
-        return []
+        return actions
 
     def granted(self, peer: Peer, grant: Grant) -> list[Action]:
         """Decode has memory for pages of the prompt. It may say so before the request is here."""
@@ -261,7 +271,7 @@ class PrefillRooms:
         self._remove(leg)
         return [Refuse(leg.request.request_id, refusal_of(fail.kind, f"decode: {fail.text}")), *self._start_waiting()]
 
-    def left(self, peer: Peer, reason: str) -> list[Action]:
+    def left(self, peer: Peer) -> list[Action]:
         """There is no connection to `peer` any more."""
         self._unsent.pop(peer, None)
         for room in [room for room, orphan in self._orphans.items() if orphan.peer == peer]:
@@ -269,7 +279,8 @@ class PrefillRooms:
         legs = [leg for leg in self._legs.values() if leg.peer == peer]
         for leg in legs:
             self._remove(leg)
-        return [*(Refuse(leg.request.request_id, lost(reason)) for leg in legs), *self._start_waiting()]
+        refusal = lost("the connection to the decode server failed")
+        return [*(Refuse(leg.request.request_id, refusal) for leg in legs), *self._start_waiting()]
 
     def expire(self) -> list[Action]:
         """Ends legs that decode has not opened, and rooms that no request came for, within `partner_s`.

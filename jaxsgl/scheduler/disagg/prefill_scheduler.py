@@ -164,8 +164,8 @@ class PrefillScheduler(LegScheduler):
         match event:
             case Sent() as sent:
                 return self.rooms.sent(sent)
-            case Left(peer, reason):
-                return self.rooms.left(peer, reason)
+            case Left(peer):
+                return self.rooms.left(peer)
             case News(peer, Open(room, images)):
                 return self.rooms.opened(peer, room, images)
             case News(peer, Grant() as grant):
