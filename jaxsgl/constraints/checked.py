@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
+from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypeGuard
+from urllib.parse import unquote
 
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -17,10 +20,19 @@ from jaxsgl.errors import InvalidRequest
 MAX_EBNF_CHARS = 1 << 16  # it is parsed in Python
 MAX_MULTIPLE_OF = 10_000  # a number's digits are followed by so many states
 MAX_DEPTH = 200
+MAX_PLACE = 4  # names of properties down to which patterns are told apart
+MAX_PATTERNS = 8  # that one text must match at once: compiling takes 2 to the power of their number
+_EMPTY_HEAD = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
+# Texts, comments and regular expressions of Lark, inside of which no operator stands.
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/')
 
 
-def check_schema(schema: Any, depth: int = 0) -> None:
+def check_schema(schema: Any) -> None:
     """Raises `InvalidRequest` for a schema whose compilation would take minutes, whatever llguidance's limits are."""
+    _check_part(schema, _Intersections(schema), 0)
+
+
+def _check_part(schema: Any, intersections: _Intersections, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"the json_schema is nested more than {MAX_DEPTH} deep: flatten it")
     if isinstance(schema, dict):
@@ -33,11 +45,89 @@ def check_schema(schema: Any, depth: int = 0) -> None:
         steps = [part for part in parts if "multipleOf" in part] if isinstance(parts, list) else []
         if len(steps) + (step is not None) > 1:
             raise InvalidRequest("allOf holds several multipleOf: write their least common multiple in one")
+        if "allOf" in schema or "$ref" in schema:
+            intersections.check(schema)
         _check_narrow(schema)
         schema = list(schema.values())
     if isinstance(schema, list):
         for part in schema:
-            check_schema(part, depth + 1)
+            _check_part(part, intersections, depth + 1)
+
+
+class _Intersections:
+    """Counts the patterns that one text must match at once: those of all parts of `allOf`, through `$ref`s.
+
+    Parts of an `allOf` may each describe a property, whose patterns then meet. So patterns are counted by the place of
+    their text: the names of properties that lead to it, "*" for any other.
+
+    Args:
+      root: the schema that `$ref`s point into.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._known: dict[int, Counter[tuple[str, ...]]] = {}  # by the identity of a part of the schema
+
+    def check(self, schema: dict[str, Any]) -> None:
+        """Raises `InvalidRequest` if more than `MAX_PATTERNS` meet in what `schema` describes."""
+        for place, count in self._counts(schema).items():
+            if count > MAX_PATTERNS:
+                where = " of " + ".".join(place) if place else ""
+                raise InvalidRequest(
+                    f"{count} patterns{where} meet in one allOf, but {MAX_PATTERNS} are the most: join them in one"
+                )
+
+    def _counts(self, schema: Any, depth: int = 0) -> Counter[tuple[str, ...]]:
+        if not isinstance(schema, dict):
+            return Counter()
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(f"the json_schema is nested more than {MAX_DEPTH} deep: flatten it")
+        found = self._known.get(id(schema))
+        if found is not None:
+            return found
+        self._known[id(schema)] = Counter()  # of a part inside of itself
+        found = Counter({(): sum(keyword in schema for keyword in ("pattern", "format"))})
+        target = self._target(schema.get("$ref"))
+        for part in [target, *_list(schema.get("allOf"))]:
+            found.update(self._counts(part, depth + 1))
+        for keyword in ("anyOf", "oneOf"):
+            for part in _list(schema.get(keyword)):
+                found |= found + self._counts(part, depth + 1)
+        for name, part in self._inner(schema):
+            for place, count in self._counts(part, depth + 1).items():
+                if len(place) < MAX_PLACE:
+                    found[(name, *place)] += count
+        self._known[id(schema)] = found
+        return found
+
+    def _inner(self, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        properties = schema.get("properties")
+        if isinstance(properties, dict):
+            yield from properties.items()
+        patterns = schema.get("patternProperties")
+        for part in [*(patterns.values() if isinstance(patterns, dict) else ()), *_list(schema.get("prefixItems"))]:
+            yield "*", part
+        for keyword in ("additionalProperties", "items", "not"):
+            yield "*", schema.get(keyword)
+
+    def _target(self, ref: Any) -> Any:
+        """The part that `ref` points to, if it is one of this schema."""
+        if not isinstance(ref, str) or not ref.startswith("#"):
+            return None
+        part = self._root
+        for name in filter(None, ref[1:].split("/")):
+            name = unquote(name).replace("~1", "/").replace("~0", "~")
+            if isinstance(part, dict):
+                part = part.get(name)
+            elif isinstance(part, list) and name.isdecimal() and int(name) < len(part):
+                part = part[int(name)]
+            else:
+                return None
+        return part
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _check_narrow(schema: dict[str, Any]) -> None:
@@ -62,14 +152,30 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def check_lark(text: str) -> None:
-    """Raises `InvalidRequest` as `check_schema` does, for the schemas that a grammar in Lark's form embeds."""
+def checked_lark(text: str) -> str:
+    """A client's grammar in Lark's form, without an empty directive at its head.
+
+    Raises `InvalidRequest` for other directives to llguidance, for the operators `&` (both) and `~` (not), whose
+    compilation takes 2 to the power of their number, and as `check_schema` does for schemas that the grammar embeds.
+    """
+    text = _EMPTY_HEAD.sub("", text)
+    bare = _LITERAL.sub(" ", text)
+    if "%llguidance" in bare:
+        raise InvalidRequest("the grammar holds %llguidance, which is the server's to set: leave it out")
+    for operator, meaning in (("&", "both"), ("~", "not")):
+        place = re.search(r"&" if operator == "&" else r"~(?!\s*\d)", bare)
+        if place is not None:
+            raise InvalidRequest(
+                f"the grammar holds the operator {operator} ({meaning}), which may take minutes to compile: write "
+                "alternatives instead"
+            )
     for place in re.finditer(r"%json\s*", text):
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, place.end())
         except (ValueError, RecursionError):
             continue  # llguidance says so, or it stands in a string
         check_schema(schema)
+    return text
 
 
 def _coefficient(number: float) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from jaxsgl.constraints.checked import check_schema, lark_of_ebnf
+from jaxsgl.constraints.checked import check_schema, checked_lark, lark_of_ebnf
 from jaxsgl.errors import InvalidRequest
 
 MAX_TAGS = 1024
@@ -36,7 +36,7 @@ def lark_of(tag: Any, special: Mapping[str, int]) -> str:
         start = writer.triggered(_triggered_of_structures(tag))
     else:
         raise InvalidRequest("the structural_tag has neither structures nor a format: send one of them")
-    return "\n".join(["%llguidance {}", f"start: {start}", f"TEXT: {_TEXT}", *writer.rules])
+    return "\n".join([f"start: {start}", f"TEXT: {_TEXT}", *writer.rules])
 
 
 def _triggered_of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class _Writer:
         return self._rule(f"%json {json.dumps(schema)}")
 
     def _grammar(self, text: str) -> str:
-        return self._rule(f"%lark {{\n{lark_of_ebnf(text)}\n}}")
+        return self._rule(f"%lark {{\n{checked_lark(lark_of_ebnf(text))}\n}}")
 
     def _rule(self, body: str, terminal: bool = False, lazy: bool = False) -> str:
         if len(self.rules) >= 16 * MAX_TAGS:

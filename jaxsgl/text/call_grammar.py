@@ -98,7 +98,7 @@ class Lark:
     def text(self, start: str) -> str:
         """Returns the grammar's text, which begins with `start`."""
         terminals = [f"{name}: {regex}" for name, regex in self._terminals.items()]
-        return "\n".join(["%llguidance {}", f"start: {start}", *terminals, *self._rules])
+        return "\n".join([f"start: {start}", *terminals, *self._rules])
 
     def rule(self, expression: str, lazy: bool = False) -> str:
         """Adds a rule and returns its name."""
