@@ -107,7 +107,10 @@ class Answers:
 
 
 def _check_output(request: Request, reason: FinishReason | RefusalKind, output: list[int], limits: Limits) -> None:
-    if reason is RefusalKind.INVALID and _is_too_long(request, request.sampling.max_tokens or 1, limits):
+    room = limits.context_length - len(request.prompt_ids)  # by which max_tokens is capped
+    if reason is RefusalKind.INVALID and _is_too_long(
+        request, max(min(request.sampling.max_tokens or 1, room), 1), limits
+    ):
         assert not output
         return
     expected, ends = _expected(request, max_new_tokens(request, limits))
