@@ -7,18 +7,17 @@ an `EngineLaunch` as one line of JSON, then stays open for as long as the parent
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
-import threading
 from typing import BinaryIO
 
 import msgspec
 
 from jaxsgl import logs, stacks
 from jaxsgl.errors import StartupError
-from jaxsgl.ipc import Endpoints, EngineLaunch, EngineMailbox, open_mailbox
+from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
 from jaxsgl.messages.replies import Replies
+from jaxsgl.parent import be_killed_with_parent, follow_parent
 from jaxsgl.shared_mailbox import SharedMailbox
 
 logger = logging.getLogger(__name__)
@@ -27,8 +26,9 @@ logger = logging.getLogger(__name__)
 def main() -> int:
     """Runs the engine process; returns its exit status."""
     set_signals()
+    be_killed_with_parent()
     launch = read_launch(sys.stdin.buffer)
-    follow_parent(sys.stdin.buffer, launch.endpoints)
+    follow_parent(sys.stdin.fileno(), launch.endpoints.remove)
     logs.configure(launch.log_style, launch.name)
     with open_mailbox(launch.endpoints) as mailbox:
         return _serve(launch, mailbox)
@@ -79,19 +79,6 @@ def set_signals() -> None:
 def read_launch(stdin: BinaryIO) -> EngineLaunch:
     """Reads the parent's `EngineLaunch` from the first line of `stdin`."""
     return msgspec.json.decode(stdin.readline(), type=EngineLaunch)
-
-
-def follow_parent(stdin: BinaryIO, endpoints: Endpoints) -> None:
-    """Ends this process as soon as the parent has died for any reason, which closes the parent's end of the pipe."""
-
-    def wait_for_end() -> None:
-        # Not stdin.read: it would hold its lock forever, a fatal error when the interpreter shuts down.
-        while os.read(stdin.fileno(), 4096):
-            pass
-        endpoints.remove()
-        os._exit(1)
-
-    threading.Thread(target=wait_for_end, name="follow-parent", daemon=True).start()
 
 
 def _in_one_line(error: Exception) -> str:

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import itertools
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -25,6 +29,7 @@ from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady
 from jaxsgl.messages.wire import FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.shared_mailbox import SharedMailbox
 
+PREFIX, LOCK = "jaxsgl-", "lock"
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
 FINAL_MESSAGE_MS = 1000  # a closing engine waits so long for its final message to leave
 
@@ -33,6 +38,9 @@ _encoder = msgspec.msgpack.Encoder()
 
 class Endpoints(msgspec.Struct, frozen=True):
     """The private folder (mode 0700) of the sockets; the process that ends last removes it.
+
+    The process that makes it holds a lock on it (`hold`) as long as it lives. If a server is killed with all its
+    processes, the folder stays without a holder, and the next server that makes one removes it.
 
     Attributes:
       folder: its path.
@@ -49,10 +57,11 @@ class Endpoints(msgspec.Struct, frozen=True):
         Raises `StartupError` if it can't be made.
         """
         try:
-            folder = tempfile.mkdtemp(prefix="jaxsgl-")
+            folder = tempfile.mkdtemp(prefix=PREFIX)
             if len(folder) > MAX_SOCKET_PATH - len("/from_engine.12345"):
                 shutil.rmtree(folder)
-                folder = tempfile.mkdtemp(prefix="jaxsgl-", dir="/tmp")
+                folder = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
+            _remove_left({Path(tempfile.gettempdir()), Path(folder).parent})
         except OSError as error:
             raise StartupError(f"no folder for sockets: {error}; set TMPDIR to a folder that can be written") from None
         return cls(folder, line)
@@ -71,9 +80,26 @@ class Endpoints(msgspec.Struct, frozen=True):
         """Returns those of the front-end process number `line`, of several."""
         return Endpoints(self.folder, line)
 
+    def hold(self) -> int:
+        """Locks the folder for as long as the returned file descriptor is open; child processes don't inherit it."""
+        lock = os.open(Path(self.folder, LOCK), os.O_WRONLY | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return lock
+
     def remove(self) -> None:
         """Removes the folder and the sockets in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _remove_left(parents: Iterable[Path]) -> None:
+    """Removes folders of this user in `parents` that had a holder once and have none now."""
+    for folder in itertools.chain.from_iterable(parent.glob(f"{PREFIX}*") for parent in parents):
+        with contextlib.suppress(OSError):  # another server removes it, or it is another user's
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with (folder / LOCK).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class EngineLaunch(msgspec.Struct, frozen=True):

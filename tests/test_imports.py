@@ -11,7 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ("engine", "disaggregation", "host_kv", "lora", "media", "vision", "flags")
-COMMON = {"requests", "errors", "json_file", "logs", "sandbox", "stacks", *(f"config.{name}" for name in CONFIG)}
+COMMON = {
+    "requests",
+    "errors",
+    "json_file",
+    "logs",
+    "parent",
+    "sandbox",
+    "stacks",
+    *(f"config.{name}" for name in CONFIG),
+}
 ALLOWED = {
     "text": {"messages", "preprocess.sources"},
     "frontend": {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -60,6 +61,7 @@ class OwnedEngine(EngineLink):
         self._command = command
         self._name = name
         self._endpoints: Endpoints | None = None
+        self._hold: int | None = None  # on the folder of the sockets
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -72,6 +74,7 @@ class OwnedEngine(EngineLink):
     async def start(self) -> None:
         """Starts the process; returns before it is ready. Raises `StartupError` if there is no place for sockets."""
         self._endpoints = Endpoints.create(self._line_number)
+        self._hold = self._endpoints.hold()
         self._connect(self._endpoints)
         launch = EngineLaunch(self._config, self._endpoints, self._log_style, self._name)
         self._process = await start_child(self._name, self._command, asyncio.subprocess.PIPE)
@@ -88,8 +91,10 @@ class OwnedEngine(EngineLink):
         if self._process is not None and self._watcher is not None:
             await self._end(self._process, self._watcher)
         await super().stop()
-        if self._endpoints is not None:
+        if self._endpoints is not None and self._hold is not None:
             self._endpoints.remove()
+            os.close(self._hold)
+            self._hold = None
 
     def kill(self) -> None:
         """Ends the process at once, when there is no time for `stop` or the engine would not hear it."""

@@ -38,6 +38,7 @@ from jaxsgl.frontend.worker_channel import (
 )
 from jaxsgl.ipc import Endpoints
 from jaxsgl.logs import LogStyle
+from jaxsgl.parent import be_killed_with_parent
 
 TOTAL_S = 5.0  # for the parent to answer
 
@@ -134,6 +135,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # service managers signal all processes; the parent says when to end
     stacks.dump_at_signals()
+    be_killed_with_parent()
     ends = [socket.socket(fileno=int(fd)) for fd in sys.argv[1:]]
     status = asyncio.run(work(*ends))
     logging.shutdown()

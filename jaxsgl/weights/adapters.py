@@ -27,6 +27,7 @@ from jaxsgl.models.lora import MODULES, QKV, adaptable_modules, pool_arrays
 from jaxsgl.weights.names import fuse_heads
 from jaxsgl.weights.tensor_files import FLOAT_DTYPES, MappedFile
 
+_NAME = re.compile(r"\^?[\w.-]+")
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 Matrix = npt.NDArray[np.float32]
 
@@ -66,6 +67,8 @@ class AdapterFolder:
         self.folder = folder
         self._arch = arch
         self._config = _read_config(folder)
+        self._alpha = _number(folder, "lora_alpha", self._config.get("lora_alpha", 8))
+        self._alphas = _alpha_pattern(folder, self._config.get("alpha_pattern") or {})
         if not (folder / WEIGHTS_FILE).is_file():
             raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}: save the adapter as safetensors")
         self._file = MappedFile(folder / WEIGHTS_FILE)
@@ -148,11 +151,10 @@ class AdapterFolder:
         return whole[:, first:last]
 
     def _scale(self, name: str, rank: int) -> float:
-        """alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (arXiv 2312.03732); patterns match as in PEFT."""
+        """alpha / r, or alpha / sqrt(r) for rank-stabilized LoRA (arXiv 2312.03732); names match as in PEFT."""
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        patterns: dict[str, float] = self._config.get("alpha_pattern") or {}
-        found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-        alpha = float(next(found, self._config.get("lora_alpha", 8)))
+        found = (alpha for name, alpha in self._alphas.items() if _names(name, module))
+        alpha = next(found, self._alpha)
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _find_pairs(self) -> dict[tuple[int, str], dict[str, str]]:
@@ -195,6 +197,31 @@ class AdapterFolder:
     def _rank_of(self, names: Mapping[str, str]) -> int:
         shape = self._file.tensors[names["A"]].shape if "A" in names else ()
         return shape[0] if shape else 0
+
+
+def _alpha_pattern(folder: Path, given: Any) -> dict[str, float]:
+    """alpha by name of modules. PEFT takes the names for regular expressions, which may take for ever: those that are
+    more than a name are refused."""
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{folder}: alpha_pattern holds a {type(given).__name__}, but must hold an object")
+    for name in given:
+        if not _NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{folder}: alpha_pattern names {name[:100]!r}, which is a regular expression: write the names of "
+                "modules that it stands for, such as q_proj, mlp.up_proj or ^model.layers.0.mlp.up_proj"
+            )
+    return {name: _number(folder, f"alpha_pattern of {name}", alpha) for name, alpha in given.items()}
+
+
+def _names(name: str, module: str) -> bool:
+    """Whether a name of `alpha_pattern` stands for a module: its whole name after ^, otherwise the end of it."""
+    return name[1:] == module if name.startswith("^") else f".{module}".endswith(f".{name}")
+
+
+def _number(folder: Path, what: str, given: Any) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise CheckpointError(f"{folder}: {what} is {given!r:.100}, but must be a finite number")
+    return float(given)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

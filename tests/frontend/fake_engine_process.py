@@ -20,7 +20,7 @@ import msgspec
 
 from jaxsgl import logs
 from jaxsgl.config.engine import Limits
-from jaxsgl.engine_process import follow_parent, read_launch, set_signals
+from jaxsgl.engine_process import read_launch, set_signals
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
 from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
 from jaxsgl.messages.cache_events import CacheCleared, CacheEvents, PagesStored
@@ -50,6 +50,7 @@ from jaxsgl.messages.weights import (
     UpdateWeights,
 )
 from jaxsgl.messages.wire import ToEngine
+from jaxsgl.parent import be_killed_with_parent, follow_parent
 from jaxsgl.requests.pooling import Pooled, PoolingSpec
 from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
 from jaxsgl.requests.token_states import StatesSpec, TokenStates
@@ -325,13 +326,14 @@ def logprob(token: int, num_top: int) -> TokenLogprob:
 
 def main() -> int:
     set_signals()
+    be_killed_with_parent()
     launch = read_launch(sys.stdin.buffer)
     if launch.config.random_seed == Script.START_SLOW_WORDS:
         if os.fork():  # while there is one thread: Python 3.12 warns of forking later
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.03)
     else:
-        follow_parent(sys.stdin.buffer, launch.endpoints)
+        follow_parent(sys.stdin.fileno(), launch.endpoints.remove)
     logs.configure(launch.log_style, launch.name)
     logging.getLogger(__name__).debug("the fake engine starts")
     with open_mailbox(launch.endpoints) as mailbox:

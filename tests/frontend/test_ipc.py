@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -134,6 +136,25 @@ def test_sockets_are_private_and_removable(endpoints: Endpoints) -> None:
     endpoints.remove()
     assert not Path(endpoints.folder).exists()
     endpoints.remove()
+
+
+def test_folders_that_lost_their_holder_are_cleared_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    tmp_path = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own path is too long for sockets
+    request.addfinalizer(lambda: shutil.rmtree(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, held, new, elsewhere = (tmp_path / name for name in ("jaxsgl-left", "jaxsgl-held", "jaxsgl-new", "elsewhere"))
+    for folder in (left, held, elsewhere):
+        folder.mkdir()
+        os.close(Endpoints(str(folder)).hold())
+    new.mkdir()  # its server has not locked it yet
+    (tmp_path / "jaxsgl-link").symlink_to(elsewhere)
+    lock = Endpoints(str(held)).hold()
+    endpoints = Endpoints.create()
+    os.close(lock)
+    found = {folder.name for folder in tmp_path.iterdir()}
+    assert found == {"jaxsgl-held", "jaxsgl-new", "jaxsgl-link", "elsewhere", Path(endpoints.folder).name}
 
 
 def test_a_long_temporary_path_does_not_make_sockets_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from server_process import PATIENCE_S, ROOT, ServerProcess, ids_request, is_alive, wait_for
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
+from jaxsgl.ipc import Endpoints
 
 Start = Callable[..., ServerProcess]
 
@@ -223,7 +225,7 @@ def test_the_engine_ends_when_its_server_is_killed(start_server: Start) -> None:
     engine_pid = server.engine_pid
     server.process.kill()
     server.wait_for_exit()
-    assert_nothing_is_left(server, engine_pid)
+    wait_for(lambda: not is_alive(engine_pid), "end of the engine process")
 
 
 def test_until_the_engine_is_ready_calls_are_unavailable(start_server: Start) -> None:
@@ -330,3 +332,26 @@ def test_the_front_end_never_imports_jax(model_folder: str) -> None:
     ).replace(".encode_chat([])", ".encode('a')") + "assert 'jax' not in sys.modules, 'after loading'\n"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code, model_folder], env=environment, check=True, timeout=PATIENCE_S)
+
+
+def test_a_stopped_engine_ends_with_its_killed_front_end_and_the_next_server_clears_their_sockets(
+    start_server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that hangs in C code runs no thread that could see the end, and neither does one that is stopped."""
+    server = start_server()
+    server.wait_until_ready()
+    engine_pid = server.engine_pid
+    os.kill(engine_pid, signal.SIGSTOP)
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not is_alive(engine_pid), "end of the engine process")
+    assert len(list(server.temporary.glob("jaxsgl-*"))) == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(server.temporary))
+    endpoints = Endpoints.create()
+    assert [str(folder) for folder in server.temporary.iterdir()] == [endpoints.folder]
+    lock = endpoints.hold()
+    other = Endpoints.create()
+    assert sorted(map(str, server.temporary.iterdir())) == sorted([endpoints.folder, other.folder])
+    os.close(lock)
+    endpoints.remove()
+    other.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxsgl.errors import CheckpointError
 from jaxsgl.models import ModelArch, abstract_model
 from jaxsgl.models.lora import ActiveAdapters, adaptable_modules, pool_arrays
 from jaxsgl.weights import load_params
@@ -29,6 +31,7 @@ KINDS: dict[
         (ATTENTION + MLP, {"r": 4}),
         (["q_proj", "v_proj"], {"r": 8, "use_rslora": True}),
         (["k_proj", "up_proj", "down_proj"], {"r": 2, "alpha_pattern": {"layers.1.mlp.up_proj": 32}}),
+        (["k_proj", "up_proj"], {"r": 2, "alpha_pattern": {"^model.layers.0.mlp.up_proj": 32, "proj": 3, "k_proj": 5}}),
         (["o_proj", "gate_proj"], {"r": 3, "rank_pattern": {"o_proj": 6}, "layers_to_transform": [1]}),
     ],
     "phi3": [(["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], {"r": 4})],
@@ -83,3 +86,24 @@ def test_logits_with_an_adapter_are_those_of_peft(kind: str, tmp_path: Path) -> 
     for folder, logits in zip(adapters, adapted, strict=True):
         assert np.abs(logits - base).max() > 0.05, "an adapter that changes nothing proves nothing"
         np.testing.assert_allclose(logits, adapted_logits(model, folder, prompt), atol=1e-3, err_msg=folder.name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"alpha_pattern": {"((.*)*)*x": 4}}, "which is a regular expression"),
+        ({"alpha_pattern": {r"layers\\.1": 4}}, "which is a regular expression"),
+        ({"alpha_pattern": {"q_proj": "4"}}, "alpha_pattern of q_proj is '4', but must be a finite number"),
+        ({"alpha_pattern": ["q_proj"]}, "must hold an object"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+    ],
+)
+def test_alphas_by_regular_expression_and_those_that_are_no_numbers_are_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    model = make_checkpoint("qwen3", tmp_path / "model")
+    folder = make_adapter(model, tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=words):
+        AdapterFolder(folder, ModelArch.from_folder(model))

@@ -12,12 +12,13 @@ from collections import Counter
 
 from bench.frontend.plan import Plan, write_whole
 from jaxsgl.config.engine import BUNDLED_MODEL, Limits
-from jaxsgl.engine_process import follow_parent, read_launch, set_signals
+from jaxsgl.engine_process import read_launch, set_signals
 from jaxsgl.ipc import EngineMailbox, open_mailbox
 from jaxsgl.messages.cache_events import CacheEvents
 from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import Abort, Answer, Shutdown, WatchCache, line_of
 from jaxsgl.messages.replies import EngineInfo, Replies, Reply
+from jaxsgl.parent import follow_parent
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.shared_mailbox import SharedMailbox
 
@@ -107,7 +108,7 @@ def main() -> None:
     """Runs the engine process; the server starts it with the path of the plan."""
     set_signals()
     launch = read_launch(sys.stdin.buffer)
-    follow_parent(sys.stdin.buffer, launch.endpoints)
+    follow_parent(sys.stdin.fileno(), launch.endpoints.remove)
     plan = Plan.load(sys.argv[1])
     with open_mailbox(launch.endpoints) as mailbox:
         mailbox.announce(engine_info(plan))
