@@ -100,11 +100,12 @@ ROWS = (
     ),
     Row(
         ("jaxsgl:admission_stopped_total",),
-        "Steps at which a request had to wait on, by what there was no room for: pool, batch or step.",
+        "Steps at which a request had to wait on, by what had no room: pool, batch, step or its adapter.",
         lambda front_end, engine: {
             "tokens": engine.load.totals.short_of_tokens,
             "rows": engine.load.totals.short_of_rows,
             "chunk": engine.load.totals.short_of_chunk,
+            "adapters": engine.load.totals.short_of_adapters,
         },
         labels=("reason",),
     ),

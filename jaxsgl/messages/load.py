@@ -22,7 +22,8 @@ class Totals(msgspec.Struct, array_like=True):
       decode_rows, decode_rows_padded: sequences of decode steps, and rows of their programs, of each of several steps.
       extend_tokens, extend_tokens_padded: likewise tokens of extend steps.
       retractions: running samples that were taken back to the queue.
-      short_of_tokens, short_of_rows, short_of_chunk: steps at which requests waited for room in pool, batch, step.
+      short_of_tokens, short_of_rows, short_of_chunk, short_of_adapters: steps at which requests waited for room in
+        pool, batch, step, or on the device for their adapters.
       recompiles: programs compiled while serving; more than 0 is a bug.
       leaks: pages, rows and locks that the leak check found lost or in two places; more than 0 is a bug.
       failed_requests: requests that were ended because the work for them raised an exception; more than 0 is a bug.
@@ -42,6 +43,7 @@ class Totals(msgspec.Struct, array_like=True):
     short_of_tokens: int = 0
     short_of_rows: int = 0
     short_of_chunk: int = 0
+    short_of_adapters: int = 0
     recompiles: int = 0
     leaks: int = 0
     failed_requests: int = 0

@@ -386,6 +386,7 @@ class Applier:
         totals.short_of_tokens += blocked is NoRoom.TOKENS
         totals.short_of_rows += blocked is NoRoom.ROWS
         totals.short_of_chunk += blocked is NoRoom.CHUNK
+        totals.short_of_adapters += blocked is NoRoom.ADAPTERS
         if inputs.bucket.kind == "decode":
             totals.decode_rows += inputs.num_tokens
             totals.decode_rows_padded += inputs.bucket.padded_tokens

@@ -164,7 +164,7 @@ def test_the_engines_numbers_come_from_its_latest_load() -> None:
     assert samples["jaxsgl:step_seconds_bucket.512x8.extend.10.0"] == 0
     assert samples["jaxsgl:step_seconds_sum.512x8.extend"] == 30.0
     assert samples["sglang:forward_execution_seconds_total.decode"] == 2.5
-    for reason in ("tokens", "rows", "chunk"):
+    for reason in ("tokens", "rows", "chunk", "adapters"):
         assert samples[f"jaxsgl:admission_stopped_total.{reason}"] == getattr(load.totals, f"short_of_{reason}")
     for name in ("decode_rows", "decode_rows_padded", "extend_tokens", "extend_tokens_padded"):
         assert samples[f"jaxsgl:{name}_total"] == getattr(load.totals, name)

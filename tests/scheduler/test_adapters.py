@@ -141,6 +141,9 @@ def test_requests_without_an_adapter_pass_one_that_waits_for_a_place() -> None:
     mailbox, _, _ = serve(script, places=1)
     assert mailbox.ends == ["c", "a", "b"]
     assert mailbox.output_ids("b") == tokens_of(2)
+    totals = mailbox.loads[-1].totals
+    assert totals.short_of_adapters > 0
+    assert (totals.short_of_tokens, totals.short_of_rows, totals.short_of_chunk) == (0, 0, 0)
 
 
 def test_unload_is_answered_when_all_samples_have_ended_and_refuses_requests_from_then_on() -> None:
