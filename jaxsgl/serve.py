@@ -14,6 +14,7 @@ from jaxsgl import logs, stacks
 from jaxsgl.config.flags import add_flags, from_flags
 from jaxsgl.config.server import ADMIN_API_KEY_VARIABLE, API_KEY_VARIABLE, ServerConfig
 from jaxsgl.errors import StartupError
+from jaxsgl.frontend.access import keys_in_file
 from jaxsgl.frontend.owned_engine import ENGINE_COMMAND
 
 logger = logging.getLogger(__name__)
@@ -30,9 +31,8 @@ def main(argv: list[str] | None = None, engine_command: Sequence[str] = ENGINE_C
         args.api_key = os.environ.get(API_KEY_VARIABLE)
     if args.admin_api_key is None:
         args.admin_api_key = os.environ.get(ADMIN_API_KEY_VARIABLE)
-    output = logs.configure(
-        logs.LogStyle(args.log_level, args.log_format), "server", logs.secrets_of(ServerConfig, args)
-    )
+    secrets = [*logs.secrets_of(ServerConfig, args), *keys_in_file(args.api_key_file)]
+    output = logs.configure(logs.LogStyle(args.log_level, args.log_format), "server", secrets)
     output.replace_stderr()
     stacks.dump_at_signals(crashes_fd=output.stderr.real_fd)
     try:

@@ -11,6 +11,7 @@ The caller of a task is known to all that runs in it, so that generation.py can 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import hashlib
 import re
@@ -92,6 +93,13 @@ def cache_namespace(cache_salt: str) -> str:
     # Unambiguous, since all tenants' names are equally long.
     text = f"t{tenant}{cache_salt}" if tenant else f"s{cache_salt}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def keys_in_file(path: str | None) -> list[str]:
+    """The keys of `--api-key-file`, which logs must not show; none if it can't be used, which `Access` then says."""
+    with contextlib.suppress(StartupError):
+        return [] if path is None else list(_read_keys(path))
+    return []
 
 
 def _digest_of(key: str) -> bytes:

@@ -18,6 +18,7 @@ from collections import deque
 from jaxsgl import logs, stacks
 from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
+from jaxsgl.frontend.access import keys_in_file
 from jaxsgl.frontend.counts import Counts, counts_of
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.replicas import Replicas
@@ -126,7 +127,8 @@ async def work(channel_end: socket.socket, http: socket.socket) -> int:
         return 1
     assert isinstance(launch, WorkerLaunch)
     style = LogStyle(launch.config.log_level, launch.config.log_format)
-    logs.configure(style, f"worker {launch.number}", logs.secrets_of(ServerConfig, launch.config))
+    secrets = [*logs.secrets_of(ServerConfig, launch.config), *keys_in_file(launch.config.api_key_file)]
+    logs.configure(style, f"worker {launch.number}", secrets)
     return await Worker(launch, channel, http).live()
 
 

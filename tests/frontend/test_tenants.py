@@ -161,6 +161,14 @@ def test_a_file_of_keys_that_cannot_be_used_is_refused(tmp_path: Path, content: 
     assert "good" not in str(caught.value)
 
 
+def test_logs_show_no_key_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"{BERT}\n{ANNA}\n")
+    server = ServerProcess(tmp_path, f"/nowhere/{ANNA}", "--api-key-file", str(tmp_path / "keys"))
+    assert server.wait_for_exit() == 1
+    assert "/nowhere/***" in server.log and ANNA not in server.log
+    server.end()
+
+
 def test_a_salt_keeps_a_requests_prefixes_apart_and_a_key_a_tenants(
     tenanted: ServerProcess, http: httpx.Client
 ) -> None:
