@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.flags import check_choices, flag, flag_name, require
@@ -21,6 +22,7 @@ MAX_REPLICAS = 64
 API_KEY_VARIABLE = "JAXSGL_API_KEY"  # in the environment of servers and clients
 ADMIN_API_KEY_VARIABLE = "JAXSGL_ADMIN_API_KEY"  # in the environment of servers
 KEY_PATTERN = r"[!-~]+"
+ANY_FOLDER = "*"  # for --lora-root and --weights-root
 ANY_MODEL = "default"  # for clients that must name a model and don't care which
 
 
@@ -74,6 +76,14 @@ class ServerConfig:
         "the only key for orders (flush, pause, abort, profile) and for the server's state; better set in "
         f"{ADMIN_API_KEY_VARIABLE}",
         secret=True,
+    )
+    lora_root: str | None = flag(
+        None,
+        "folder below which adapters may be loaded while serving; *: any folder or hub id (default: any with the key "
+        "of --admin-api-key or --api-key, none without a key)",
+    )
+    weights_root: str | None = flag(
+        None, "folder below which /update_weights_from_disk may load weights; *, and the default, as of --lora-root"
     )
     allowed_hosts: tuple[str, ...] = flag(
         (), "more names under which clients may address the HTTP port, as llm.example.org,other.org; *: any name"
@@ -140,6 +150,11 @@ class ServerConfig:
             raise ConfigError("only one of --ssl-certfile and --ssl-keyfile is given, but TLS needs both")
         for name in (ANY_MODEL, self.model_name):
             require(name not in self.engine.lora.adapters, "--lora-paths", name, "names other than the model's")
+        for name in ("lora_root", "weights_root"):
+            root = getattr(self, name)
+            require(
+                root in (None, ANY_FOLDER) or Path(root).expanduser().is_dir(), flag_name(name), root, "a folder or *"
+            )
         self._check_sites()
         self._check_profiles()
         check_choices(self)

@@ -13,6 +13,7 @@ from jaxsgl.errors import EngineUnavailable, InvalidRequest, NotFound
 from jaxsgl.frontend.engine_link import ANSWER_LIMIT_S, UPDATE_LIMIT_S
 from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.frontend.roots import adapter_folder
 from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
 from jaxsgl.messages.orders import Answer
 
@@ -27,7 +28,11 @@ async def load(
     replace: bool = False,
     alias: str = "",
 ) -> Answer:
-    """Has all replicas load an adapter; see `LoadAdapter`. Raises `InvalidRequest` for a name that models have."""
+    """Has all replicas load an adapter; see `LoadAdapter`.
+
+    Raises `InvalidRequest` for a name that models have, and as `adapter_folder`.
+    """
+    folder = adapter_folder(config, folder)
     taken = (ANY_MODEL, config.model_name, config.engine.model)
     for given in (name, alias):
         if given in taken:

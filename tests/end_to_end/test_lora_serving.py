@@ -70,7 +70,7 @@ def test_loading_the_same_name_again_and_again_under_32_streams(tmp_path: Path) 
     ]
     named = [f"{name}={folder}" for name, folder in zip(("first", "second"), folders, strict=True)]
     with (
-        running_server(tmp_path, ["--model", str(model), *FLAGS, "--lora-paths", *named]) as server,
+        running_server(tmp_path, ["--model", str(model), *FLAGS, "--lora-root", "*", "--lora-paths", *named]) as server,
         ThreadPoolExecutor(STREAMS + 1) as threads,
         httpx.Client(base_url=f"http://{server.http_address}", timeout=300) as http,
     ):

@@ -65,7 +65,14 @@ def update(http: httpx.Client, folder: Path) -> dict[str, Any]:
 def test_a_server_answers_by_its_quantized_weights_and_by_those_of_an_update(name: str, tmp_path: Path) -> None:
     folders = [checkpoint(name, tmp_path / f"{seed}", seed) for seed in (1, 2)]
     other_format = checkpoint("fp8 per tensor" if name == "awq" else "awq", tmp_path / "other", seed=1)
-    flags = ("--model", str(folders[0]), *FLAGS, *(("--quantization", name) if name in FORMATS_AT_LOAD else ()))
+    flags = (
+        "--model",
+        str(folders[0]),
+        "--weights-root",
+        "*",
+        *FLAGS,
+        *(("--quantization", name) if name in FORMATS_AT_LOAD else ()),
+    )
     with running_server(tmp_path, flags) as server:
         with httpx.Client(base_url=f"http://{server.http_address}", timeout=120) as http:
             answers = []

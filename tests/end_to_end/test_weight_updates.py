@@ -42,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def server(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    flags = ("--model", str(folders[0]), *COMMON_FLAGS)
+    flags = ("--model", str(folders[0]), "--weights-root", str(folders[0].parent), *COMMON_FLAGS)
     with running_server(tmp_path_factory.mktemp("server"), flags) as server:
         yield server
         server.stop()

@@ -42,8 +42,14 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+ANY_FOLDER = ("--lora-root", "*", "--weights-root", "*")
+
+
 class ServerProcess:
-    def __init__(self, folder: Path, model: str, *flags: str, real_engine: bool = False) -> None:
+    def __init__(
+        self, folder: Path, model: str, *flags: str, real_engine: bool = False, any_folder: bool = True
+    ) -> None:
+        """`any_folder`: orders may name any folder of adapters and weights."""
         self.log_path = folder / "server.log"
         self.temporary = Path(tempfile.mkdtemp(dir="/tmp"))  # not in `folder`: paths of sockets must be short
         program = ["-m", "jaxsgl.serve"] if real_engine else [str(Path(__file__).parent / "serve_fake.py")]
@@ -62,7 +68,7 @@ class ServerProcess:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--grpc-port", "0", "--port", "0", *flags],
+                [*command, "--grpc-port", "0", "--port", "0", *(ANY_FOLDER if any_folder else ()), *flags],
                 env=environment,
                 stderr=log,
                 stdin=subprocess.PIPE,

@@ -19,6 +19,7 @@ from jaxsgl.frontend.generation import FrontEnd
 from jaxsgl.frontend.http.bodies import StrictJson
 from jaxsgl.frontend.http.calls import until_gone
 from jaxsgl.frontend.http.sglang.schemas import MemoryBody, UpdateWeightsBody, WeightVersionBody
+from jaxsgl.frontend.roots import weights_folder
 from jaxsgl.messages.orders import Answer
 from jaxsgl.messages.weights import (
     MemoryTag,
@@ -39,14 +40,14 @@ def router(front_end: FrontEnd) -> APIRouter:
     @router.post("/update_weights_from_disk")
     async def update_weights_from_disk(body: UpdateWeightsBody, http: HttpRequest) -> Response:
         """Serves the weights of another folder of the same model; if that fails, the old ones are served still."""
-        mode, path, version = _mode(body), body.model_path, body.weight_version
+        mode, path, version = _mode(body), weights_folder(front_end.config, body.model_path), body.weight_version
         asked = engine.ask_each(lambda _, number: UpdateWeights(number, path, mode, version), UPDATE_LIMIT_S)
         answers = await until_gone(http, asked)
         answer = engine.together(answers)
         if not answer.ok:
             return _told(answer, "", num_paused_requests=0)
         reports = [msgspec.json.decode(answer.text, type=UpdateReport) for answer in answers.values()]
-        message = f"the weights of {path} are served as version {reports[0].weight_version}"
+        message = f"the weights of {body.model_path} are served as version {reports[0].weight_version}"
         return _told(answer, message, num_paused_requests=sum(report.num_continued for report in reports))
 
     @router.get("/get_weight_version")
