@@ -27,6 +27,27 @@ def test_the_page_names_the_model_and_links_to_what_there_is(server: ServerProce
         assert (head.status_code, head.text) == (200, "")
 
 
+def test_the_list_of_endpoints_names_each_and_loads_nothing_from_elsewhere(server: ServerProcess) -> None:
+    with connect(server) as http:
+        page = http.get("/docs")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        for path in http.get("/openapi.json").json()["paths"]:
+            assert f"<td>{path}</td>" in page.text
+        assert "<script" not in page.text and "http://" not in page.text and "https://" not in page.text
+
+
+def test_without_the_key_no_method_tells_which_paths_there_are(start_server: Start) -> None:
+    guarded = start_server("--api-key", "sk-1", "--allowed-origins", "https://chat.example.org")
+    guarded.wait_until_ready()
+    preflight = {"origin": "https://chat.example.org", "access-control-request-method": "POST"}
+    with connect(guarded) as http:
+        for method in ("OPTIONS", "GET", "PUT"):
+            found = [http.request(method, path) for path in ("/v1/completions", "/no/such/path")]
+            assert [answer.status_code for answer in found] == [401, 401]
+            assert found[0].text == found[1].text
+        assert http.options("/v1/completions", headers=preflight).status_code == 200
+
+
 def test_the_page_escapes_the_name_and_tells_less_with_a_key(start_server: Start) -> None:
     name = "<script>alert(1)</script>"
     server = start_server("--served-model-name", name, "--random-seed", str(Script.START_HANGS))

@@ -39,7 +39,7 @@ POLL_S = 0.01
 
 def build_app(front_end: FrontEnd) -> FastAPI:
     """Returns the application with every endpoint, for `front_end`."""
-    app = FastAPI(title="jaxsgl", version=jaxsgl.__version__, responses=errors.RESPONSES, redoc_url=None)
+    app = FastAPI(title="jaxsgl", version=jaxsgl.__version__, responses=errors.RESPONSES, docs_url=None, redoc_url=None)
     errors.add_handlers(app)
     for router in ROUTERS:
         app.include_router(router(front_end))

@@ -75,7 +75,10 @@ class RequestIds:
 
 
 class ApiKey:
-    """Refuses requests without the key that they need, except on `OPEN_PATHS` and for preflight requests."""
+    """Refuses requests without the key that they need, except on `OPEN_PATHS`.
+
+    Preflight requests of allowed sites don't get here: the middleware for CORS answers them before.
+    """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -83,7 +86,7 @@ class ApiKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
-        if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             try:
                 enter(self._access.check(given, is_order=scope["path"] in ORDER_PATHS))
