@@ -39,6 +39,7 @@ def take(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> None:
     """Fills the host tier with what the last start has kept."""
     path, tier = path_of(config, engine), scheduler.cache.tier
     if path is not None and tier is not None:
+        kv_file.clear_unfinished(path.parent)
         start_s = time.monotonic()
         count = kv_file.load(tier.host, path, engine.capacity.page_size)
         logger.info("%d pages of prefixes found in %s, read in %.1f s", count, path, time.monotonic() - start_s)
