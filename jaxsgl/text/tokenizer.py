@@ -10,7 +10,6 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,14 +17,12 @@ from typing import Any, TypeAlias
 import msgspec
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.text.cpu_limit import within_cpu_s
 from jaxsgl.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, TokenBytes, WindowDetokenizer
+from jaxsgl.text.templates import ClientTemplates, refusal
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
 _MIN_MAX_TOKEN_BYTES = 64
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MAX_REASON_CHARS = 500
-TEMPLATE_CPU_S = 2.0  # that a template of a client's may take
 _ANY_TEXT = "a"
 _SPACE_MARK = "▁"  # what SentencePiece writes for a space
 
@@ -94,6 +91,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
+        self._client_templates = ClientTemplates()
         self._token_bytes: TokenBytes | None = None
         self._text_ids: frozenset[int] = frozenset()
         self._byte_ids: frozenset[int] = frozenset()
@@ -189,21 +187,19 @@ class Tokenizer:
             for name in options.variables:
                 if name in reserved:
                     raise InvalidRequest(f"a chat template's variable can't be called {name}: leave it out")
+        arguments = {
+            "tools": list(options.tools) or None,
+            "add_generation_prompt": options.add_generation_prompt,
+            "continue_final_message": options.continue_final_message,
+            **options.variables,
+        }
+        if options.template:
+            names = tokenizer.special_tokens_map
+            return self._client_templates.render(turns, {**names, **arguments, "chat_template": options.template})
         try:
-            with within_cpu_s(TEMPLATE_CPU_S) if options.template else nullcontext():
-                text: str = tokenizer.apply_chat_template(
-                    list(turns),
-                    tools=list(options.tools) or None,
-                    add_generation_prompt=options.add_generation_prompt,
-                    continue_final_message=options.continue_final_message,
-                    tokenize=False,
-                    chat_template=options.template or None,
-                    **options.variables,
-                )
+            text: str = tokenizer.apply_chat_template(list(turns), tokenize=False, **arguments)
         except Exception as error:  # a program that comes with the model works on what the client sent
-            reason = str(error)[:_MAX_REASON_CHARS] or type(error).__name__
-            whose = "request" if options.template else "model"
-            raise InvalidRequest(f"the {whose}'s chat template refuses these messages: {reason}") from None
+            raise InvalidRequest(refusal("model", error)) from None
         return text
 
     @property

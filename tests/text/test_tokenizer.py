@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, processors
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
-from jaxsgl.text.tokenizer import ChatMessage, TemplateOptions, Tokenizer, Truncation, load_tokenizer
+from jaxsgl.text.tokenizer import ChatMessage, Tokenizer, Truncation, load_tokenizer
 from tests.text.small_tokenizers import KINDS, TEXT, byte_fallback, byte_level, save
 
 
@@ -44,18 +43,6 @@ def test_a_chat_ends_where_the_assistants_turn_begins(tokenizer: Tokenizer) -> N
 def test_a_template_that_refuses_is_the_clients_mistake(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="unknown role robot"):
         tokenizer.encode_chat([ChatMessage("robot", "hello")])
-
-
-def test_a_clients_template_is_ended_when_it_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxsgl.text.tokenizer.TEMPLATE_CPU_S", 0.2)
-    tokenizer = load_tokenizer(save(byte_level(), tmp_path, chat_template=None))
-    turns = [{"role": "user", "content": "hello"}]
-    greeting = TemplateOptions(template="{{ messages[0].content }}!")
-    assert tokenizer.render_chat(turns, greeting) == "hello!"
-    forever = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(InvalidRequest, match=r"it takes more than 0\.2 s"):
-        tokenizer.render_chat(turns, TemplateOptions(template=forever))
-    assert sys.gettrace() is None or "coverage" in sys.modules
 
 
 def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
