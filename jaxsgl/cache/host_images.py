@@ -71,17 +71,20 @@ class HostImages:
         self._held[request_id] = tuple(images)
         return True
 
-    def drop(self, request_id: str) -> None:
-        """The request holds nothing any more."""
-        for digest in self._held.pop(request_id, ()):
+    def drop(self, request_id: str) -> bool:
+        """The request holds nothing any more. Returns whether it held something."""
+        digests = self._held.pop(request_id, ())
+        for digest in digests:
             entry = self._entries[digest]
             entry.num_holders -= 1
             if entry.rows is None and not entry.num_holders:
                 self._remove(digest)
+        return bool(digests)
 
-    def holders(self) -> list[str]:
+    @property
+    def num_holders(self) -> int:
         """Requests that hold images."""
-        return list(self._held)
+        return len(self._held)
 
     def flush(self) -> None:
         """Drops what no request holds."""

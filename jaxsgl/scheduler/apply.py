@@ -293,8 +293,7 @@ class Applier:
         for req in plan.decodes:
             if not req.launch_decode():
                 self._requests.moved(req)
-        if self._images is not None:
-            self._images.launched(plan.chunks)
+        num_restored = 0 if self._images is None else self._images.launched(plan.chunks)
         silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
         numbers = [req.lease_number for req in reqs]
         rows = [work.row for work in works]
@@ -305,7 +304,7 @@ class Applier:
             kv_tokens = sum(work.start + len(work.token_ids) for work in works)
             pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
             num_patches = sum(call.cost_patches for call in inputs.encodes)
-            self._state.latency.launched(inputs.bucket, kv_tokens, pairs, num_patches)
+            self._state.latency.launched(inputs.bucket, kv_tokens, pairs, num_patches, num_restored)
         self._state.extended_last = True
         return inputs
 

@@ -38,8 +38,8 @@ class ImageBudget:
 
     def __init__(self, images: Images, latency: Latency | None) -> None:
         self._images, self._latency = images, latency
-        self._to_encode: set[bytes] = set()
-        self._encode_s = self._taken_s = 0.0
+        self._coming: set[bytes] = set()  # images whose rows are made, or copied back, before the step
+        self._coming_s = self._taken_s = 0.0
         self._left = images.pool.num_available
         self._taken: set[bytes] = set()
         self._ahead: tuple[Req, int] | None = None
@@ -59,12 +59,12 @@ class ImageBudget:
     def _go_on(self, req: Req, index: int, latency: Latency) -> None:
         """Takes the time of some layers."""
         self._ahead = req, index
-        self._encode_s += latency.for_encoding_s
+        self._coming_s += latency.for_encoding_s
 
     def longest_chunk(self, req: Req, start: int, count: int) -> int:
         """At most `count`: tokens from `start` on whose images find rows, besides those that are taken.
 
-        If the time of a step is bounded, they also end before an image whose encoding would take too long.
+        If the time of a step is bounded, they also end before an image whose rows would come too late.
         """
         left = self._left
         seen: set[bytes] = set()
@@ -85,30 +85,36 @@ class ImageBudget:
         return count
 
     def _has_time(self, item: MediaItem) -> bool:
-        """Whether the image is encoded, or its encoding ends in time; notes it as one to encode."""
-        held = self._images.pool.find(item.digest)
-        if item.digest in self._to_encode or (held is not None and held.encoded) or not self._images.may_encode(item):
+        """Whether the image's rows are in the pool, or come in time; notes that they come."""
+        images, latency = self._images, self._latency
+        assert latency is not None
+        held = images.pool.find(item.digest)
+        if item.digest in self._coming or (held is not None and held.encoded):
             return True
-        assert self._latency is not None
-        if self._is_slow(item, self._latency):
+        if images.is_kept(item):
+            seconds = latency.restore_s(item.length)
+        elif not images.may_encode(item):
+            return True  # its request fails when the step is built
+        elif self._is_slow(item, latency):
             return False
-        seconds = self._latency.encode_s(item.num_patches)
-        if self._to_encode and (seconds is None or self._encode_s + seconds > self._latency.for_encoding_s):
+        else:
+            seconds = latency.encode_s(item.num_patches)
+        if self._coming and (seconds is None or self._coming_s + seconds > latency.for_encoding_s):
             return False
-        self._to_encode.add(item.digest)
-        self._encode_s += seconds or 0.0
+        self._coming.add(item.digest)
+        self._coming_s += seconds or 0.0
         return True
 
     def _is_slow(self, item: MediaItem, latency: Latency) -> bool:
         """Whether the image is encoded in parts, ahead of the step that reads it."""
-        if not self._images.is_sliced(item):
+        if not self._images.is_sliced(item) or self._images.is_kept(item):
             return False
         seconds = latency.encode_s(item.num_patches)
         return seconds is None or seconds > latency.for_encoding_s or self._images.is_under_way(item)
 
     def take_seconds(self) -> float:
-        """Seconds that encoding takes beyond those that were taken before."""
-        seconds, self._taken_s = self._encode_s - self._taken_s, self._encode_s
+        """Seconds that images take beyond those that were taken before."""
+        seconds, self._taken_s = self._coming_s - self._taken_s, self._coming_s
         return seconds
 
     def take(self, req: Req, start: int, count: int) -> None:
@@ -191,8 +197,12 @@ class Images:
         calls = self._calls() if self._to_encode else []
         return replace(inputs, encodes=(*parts, *calls)) if parts or calls else inputs
 
-    def launched(self, chunks: Iterable[Chunk]) -> None:
-        """Counts the step's calls as launched, and unlocks the images whose last chunk is."""
+    def launched(self, chunks: Iterable[Chunk]) -> int:
+        """Counts the step's calls as launched, and unlocks the images whose last chunk is.
+
+        Returns how many embeddings are copied back from host memory before the step.
+        """
+        num_restored = sum(len(image.rows) for image in self._to_restore.values())
         for item, image in self._to_encode.values():
             self._is_encoded(item, image)
         self._to_encode.clear()
@@ -208,6 +218,7 @@ class Images:
                 self.pool.unlock(locks.pop(index))
             if not locks:
                 del self._locks[chunk.req]
+        return num_restored
 
     def left(self, req: Req) -> None:
         """Unlocks what a request holds that ends, or goes back to the queue."""

@@ -51,22 +51,35 @@ class Latency:
         self._buckets = buckets
         self._page_size = page_size
         self._times = {"extend": StepTimes(), "decode": StepTimes()}
-        self._in_flight: deque[tuple[Bucket, float, float, int]] = deque()  # KV, pairs, patches
+        self._in_flight: deque[tuple[Bucket, float, float, int, int]] = deque()  # KV, pairs, patches, embeddings
         self._patch_s: deque[float] = deque(maxlen=OUTLIERS_FROM)  # of recent calls of the vision tower
+        self._embedding_s: deque[float] = deque(maxlen=OUTLIERS_FROM)  # of recent copies back from host memory
 
-    def launched(self, bucket: Bucket, kv_tokens: float, pairs: float, num_patches: int = 0) -> None:
-        """Notes a program that goes to the device, behind calls of the vision tower with `num_patches`, padding too."""
-        self._in_flight.append((bucket, kv_tokens, pairs, num_patches))
+    def launched(
+        self, bucket: Bucket, kv_tokens: float, pairs: float, num_patches: int = 0, num_restored: int = 0
+    ) -> None:
+        """Notes a program that goes to the device.
+
+        Args:
+          bucket, kv_tokens, pairs: of the step.
+          num_patches: of calls of the vision tower before it, padding too.
+          num_restored: embeddings that are copied back from host memory before it.
+        """
+        self._in_flight.append((bucket, kv_tokens, pairs, num_patches, num_restored))
 
     def collected(self, seconds: float) -> None:
         """Learns from the oldest program in flight, which took `seconds`."""
-        bucket, kv_tokens, pairs, num_patches = self._in_flight.popleft()
+        bucket, kv_tokens, pairs, num_patches, num_restored = self._in_flight.popleft()
         times = self._times.get(bucket.kind)
-        if num_patches:
+        if num_patches or num_restored:
             known_s = (
                 0.0 if times is None else (times.base(bucket.num_tokens) or 0.0) + times.attention(kv_tokens, pairs)
             )
-            self._patch_s.append(max(seconds - known_s, 0.0) / num_patches)
+            of_images_s = max(seconds - known_s, 0.0)
+            if not num_restored:
+                self._patch_s.append(of_images_s / num_patches)
+            elif not num_patches:  # of both together it isn't known how much is whose
+                self._embedding_s.append(of_images_s / num_restored)
         elif bucket.kind in self._times:  # steps that score prompts are rare, and not bounded
             of_step_s = seconds / bucket.num_steps
             self._times[bucket.kind].measured(bucket.num_tokens, kv_tokens / bucket.num_steps, pairs, of_step_s)
@@ -75,9 +88,13 @@ class Latency:
         """Seconds that the vision tower takes for so many patches at most; None before any were measured."""
         return max(self._patch_s) * num_patches if self._patch_s else None
 
+    def restore_s(self, num_embeddings: int) -> float | None:
+        """Seconds that so many embeddings take to come back from host memory at most; None before any was measured."""
+        return max(self._embedding_s) * num_embeddings if self._embedding_s else None
+
     @property
     def for_encoding_s(self) -> float:
-        """Seconds that all images of a step may take together; a single one may take longer."""
+        """Seconds that all images of a step may take together, encoded or copied back; a single one may take longer."""
         return self._max_itl_s / 2
 
     def leaves_time_for(self, num_steps: int, decoding: Collection[Req]) -> bool:

@@ -60,6 +60,7 @@ def test_new_weights_drop_all_rows_also_those_that_are_held() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_bytes_and_holders_are_counted_in_random_histories(seed: int) -> None:
     rng = random.Random(seed)
+    held: list[str] = []
     host, sizes = HostImages(30), {name.encode(): rng.randint(1, 9) for name in "abcdefghij"}
     for number in range(400):
         some = {name: sizes[name] for name in rng.sample(list(sizes), rng.randint(1, 3))}
@@ -68,9 +69,9 @@ def test_bytes_and_holders_are_counted_in_random_histories(seed: int) -> None:
             name = rng.choice(list(sizes))
             host.put(name, rows(sizes[name]))
         elif action < 0.65:
-            host.hold(str(number), some)
-        elif action < 0.95 and host.holders():
-            host.drop(rng.choice(host.holders()))
+            held += [str(number)] if host.hold(str(number), some) else []
+        elif action < 0.95 and held:
+            assert host.drop(held.pop(rng.randrange(len(held))))
         elif action < 0.98:
             host.flush()
         else:

@@ -160,7 +160,7 @@ class LegWorker:
         assert scheduler.is_idle and scheduler.cache.num_available == self.sizes.num_pages - 1
         assert scheduler.load(0).used_tokens == 0
         kept_images = scheduler.kept_images
-        assert kept_images is None or not kept_images.host.holders()
+        assert kept_images is None or not kept_images.host.num_holders
         scheduler.check()
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.engine_ops import EngineOp, RestoreRows
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.patches import EncodeInputs
 from jaxsgl.config.engine import SchedulingConfig
@@ -187,10 +189,18 @@ class WatchedEngine(FakeEngine):
     def __init__(self, capacity: Capacity) -> None:
         super().__init__(capacity)
         self.num_images: list[int] = []
+        self.num_restored: list[int] = []
+        self._restored = 0
 
     def submit(self, inputs: StepInputs) -> FakeHandle:
         self.num_images.append(sum(call.num_images for call in inputs.encodes if isinstance(call, EncodeInputs)))
+        self.num_restored.append(self._restored)
+        self._restored = 0
         return super().submit(inputs)
+
+    def apply(self, op: EngineOp) -> None:
+        self._restored += isinstance(op, RestoreRows)
+        super().apply(op)
 
 
 @pytest.mark.parametrize(("patch_s", "most"), [(None, 1), (1 / 64, 2), (1.0, 1), (0.0, 6)])
@@ -217,3 +227,30 @@ def test_a_bound_on_latency_bounds_the_images_encoded_before_a_step(patch_s: flo
     assert [mailbox.output_ids(one.request_id) for one in requests] == [expected(one) for one in requests]
     first = next(count for count in engine.num_images if count)
     assert (first if patch_s is None else max(engine.num_images)) == most
+
+
+@pytest.mark.parametrize(("embedding_s", "most"), [(None, 1), (1 / 16, 2), (1.0, 1), (0.0, 6)])
+def test_a_bound_on_latency_bounds_the_images_copied_back_before_a_step(embedding_s: float | None, most: int) -> None:
+    """Images of 4 embeddings, in half a second at most, while a request decodes; encoding takes no time."""
+    sizes = capacity(rows=60, chunk=40, host_rows=100)
+    config = SchedulingConfig(max_itl_ms=1000.0)
+    scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, clock=lambda: 0.0, radix_cache=False)
+    latency, images = scheduler.state.latency, scheduler.state.images
+    assert latency is not None and images is not None
+    bucket = scheduler.state.buckets.extend(16, 1)
+    for patches, embeddings, seconds in ((0, 0, 0.0), (64, 0, 0.0), (0, 64, embedding_s)):
+        if seconds is not None:
+            latency.launched(bucket, 0.0, 0.0, patches, embeddings)
+            latency.collected(seconds * embeddings)
+    engine = WatchedEngine(sizes)
+    turns = [asked(str(i), [2, (i, 4), 1, (10 + i, 4), 1, (20 + i, 4), 2]) for i in (1, 2)]
+    run_loop(scheduler, engine, ScriptedMailbox(after(*turns)), True, pages=engine)
+    images.pool.flush()  # the device lets them go
+    repeated = [msgspec.structs.replace(turn, request_id=f"again {turn.request_id}") for turn in turns]
+    again = [asked("text", [3], 40), *repeated]
+    mailbox = ScriptedMailbox([again[:1], [], [], again[1:]])
+    run_loop(scheduler, engine, mailbox, True, pages=engine)
+    assert [mailbox.output_ids(one.request_id) for one in again] == [expected(one) for one in again]
+    assert scheduler.state.totals.restored_images == 6
+    first = next(count for count in engine.num_restored if count)
+    assert (first if embedding_s is None else max(engine.num_restored)) == most

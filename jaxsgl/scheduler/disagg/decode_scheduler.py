@@ -35,6 +35,7 @@ class DecodeScheduler(LegScheduler):
         if tower is not None and self.kept_images is not None and not tower.encodes:
             rows = LackingRows(self.kept_images.host, tower.row_bytes)
         self.rooms = DecodeRooms(self._room_limits, self._num_cached, self._kv_names.version, media, rows)
+        self._ended: set[str] = set()  # requests with a last reply, of one sample at least, that may hold images
         self._aborts: dict[str, list[Abort]] = {}  # of single samples of requests that have a room
 
     @property
@@ -65,12 +66,14 @@ class DecodeScheduler(LegScheduler):
     def take_replies(self) -> list[Reply]:
         """All replies since the last call. Images that ended requests held may leave host memory then."""
         replies = super().take_replies()
-        host = None if self.kept_images is None else self.kept_images.host
-        for request_id in () if host is None else host.holders():
+        if self.kept_images is None or not self.kept_images.host.num_holders:
+            return replies
+        self._ended.update(reply.request_id for reply in replies if reply.finish_reason is not None or reply.refusal)
+        for request_id in list(self._ended):
             if not self._requests.samples_of(request_id) and self.rooms.request(request_id) is None:
-                assert host is not None
-                host.drop(request_id)
-                self._carry_out(self.rooms.memory_freed())
+                self._ended.remove(request_id)
+                if self.kept_images.host.drop(request_id):
+                    self._carry_out(self.rooms.memory_freed())
         return replies
 
     def _has_room_for(self, received: Received) -> bool:
