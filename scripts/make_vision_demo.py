@@ -3,6 +3,8 @@
     python scripts/make_vision_demo.py /tmp/vision-demo
     python -m jaxsgl.serve --model /tmp/vision-demo
 
+With `--experts 4` it is a Qwen3-VL-MoE: each expert is nearly the bundled model's own MLP, and two of them see a token.
+
 It answers texts as the bundled model does, and takes pictures and videos in every protocol, but it has never seen one:
 what it says of them is noise, the same for the same picture. Takes a second, and needs nothing besides jaxsgl.
 """
@@ -50,13 +52,13 @@ TEMPLATE = """\
 """
 
 
-def make(folder: Path, seed: int = 0) -> int:
-    """Writes the checkpoint; returns the number of its parameters."""
+def make(folder: Path, seed: int = 0, num_experts: int = 0) -> int:
+    """Writes the checkpoint; returns the number of its parameters. With experts it is a mixture of them."""
     folder.mkdir(parents=True, exist_ok=True)
     text: dict[str, Any] = json.loads((BUNDLED / "config.json").read_text())
     first = text["vocab_size"]
     ids = dict(zip(VISION_TOKENS, range(first, first + len(VISION_TOKENS)), strict=True))
-    _write_json(folder, "config", _config(text, ids))
+    _write_json(folder, "config", _config(text, ids, num_experts))
     _write_json(folder, "tokenizer", _tokenizer(ids))
     for name in ("tokenizer_config", "generation_config"):
         _write_json(folder, name, json.loads((BUNDLED / f"{name}.json").read_text()))
@@ -69,12 +71,15 @@ def make(folder: Path, seed: int = 0) -> int:
     _write_json(folder, "preprocessor_config", {**image, "processor_class": "Qwen3VLProcessor"})
     video = {**processor, "size": VIDEOS, "video_processor_type": "Qwen3VLVideoProcessor"}
     _write_json(folder, "video_preprocessor_config", video)
-    tensors = _tensors(text, len(ids), np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    tensors = _tensors(text, len(ids), rng)
+    if num_experts:
+        tensors = _with_experts(tensors, num_experts, rng)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return sum(int(tensor.size) for tensor in tensors.values())
 
 
-def _config(text: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
+def _config(text: dict[str, Any], ids: dict[str, int], num_experts: int) -> dict[str, Any]:
     quarter = text["head_dim"] // 8
     rope = {
         "rope_type": "default", "rope_theta": text["rope_theta"], "mrope_interleaved": True,
@@ -83,12 +88,19 @@ def _config(text: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     dropped = ("architectures", "model_type", "rope_theta", "rope_scaling", "tie_word_embeddings")
     kept = {name: value for name, value in text.items() if name not in dropped}
     kept |= {"model_type": "qwen3_vl_text", "rope_parameters": rope, "vocab_size": text["vocab_size"] + len(ids)}
+    name, model_type = "Qwen3VL", "qwen3_vl"
+    if num_experts:
+        name, model_type = "Qwen3VLMoe", "qwen3_vl_moe"
+        kept |= {
+            "model_type": "qwen3_vl_moe_text", "num_experts": num_experts, "num_experts_per_tok": 2,
+            "moe_intermediate_size": text["intermediate_size"], "decoder_sparse_step": 1, "mlp_only_layers": [],
+        }  # fmt: skip
     start, end, image, video = ids.values()
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": True,
+        "architectures": [f"{name}ForConditionalGeneration"], "model_type": model_type, "tie_word_embeddings": True,
         "image_token_id": image, "video_token_id": video, "vision_start_token_id": start, "vision_end_token_id": end,
         "text_config": kept,
-        "vision_config": {"model_type": "qwen3_vl", **TOWER, "out_hidden_size": text["hidden_size"]},
+        "vision_config": {"model_type": model_type, **TOWER, "out_hidden_size": text["hidden_size"]},
     }  # fmt: skip
 
 
@@ -114,6 +126,25 @@ def _tensors(text: dict[str, Any], num_new: int, rng: np.random.Generator) -> di
             values = np.ones(shape)
         tensors["model.visual." + name] = values.astype(dtype)
     return tensors
+
+
+def _with_experts(tensors: dict[str, Any], num_experts: int, rng: np.random.Generator) -> dict[str, Any]:
+    """`tensors` with experts in place of each MLP: it with other noise each, and a router that is all noise."""
+
+    def experts(*matrices: Any) -> Any:
+        """`[E, in, out]`: all of `matrices` `[out, in]`, next to each other."""
+        stacked = np.concatenate([np.asarray(matrix).T for matrix in matrices], axis=1)
+        noise = 1 + 0.02 * rng.standard_normal((num_experts, *stacked.shape))
+        return (stacked.astype(np.float32) * noise).astype(stacked.dtype)
+
+    found = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name or "visual" in name}
+    for name in (name for name in tensors if name.endswith("mlp.gate_proj.weight") and "visual" not in name):
+        mlp = name.removesuffix("gate_proj.weight")
+        gate, up, down = (tensors[f"{mlp}{part}_proj.weight"] for part in ("gate", "up", "down"))
+        found[f"{mlp}experts.gate_up_proj"] = experts(gate, up)
+        found[f"{mlp}experts.down_proj"] = experts(down)
+        found[f"{mlp}gate.weight"] = rng.standard_normal((num_experts, gate.shape[1])).astype(gate.dtype)
+    return found
 
 
 def _tower_shapes(out_size: int) -> dict[str, tuple[int, ...]]:
@@ -144,9 +175,10 @@ def main() -> None:
     parser = command_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where the checkpoint goes")
     parser.add_argument("--seed", type=int, default=0, help="of the tower's weights")
+    parser.add_argument("--experts", type=int, default=0, help="make a mixture of so many experts; 0: none")
     parser.add_argument("--json", metavar="FILE", help="write what was made to FILE")
     args = parser.parse_args()
-    num_params = make(args.folder, args.seed)
+    num_params = make(args.folder, args.seed, args.experts)
     print(f"{args.folder}: {num_params} parameters; try python -m jaxsgl.serve --model {args.folder}")
     if args.json:
         write_json(args.json, {"folder": str(args.folder), "params": num_params, "seed": args.seed})

@@ -37,7 +37,9 @@ FLOATS = (
 )  # fmt: skip
 TEXTS = ("", "a", "\0", "42", "é🎉", "\ufffd", "\ud800", "a\udfffb", "x" * 256, "x" * 257, "{{ 1 }}", "\u202e")
 COUNTS = (0, 1, 2, 3, 16, 17, 64, 65, 300, 301, 1024, 1025, 5000)
-PATHS = ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/generate", "/v1/responses")
+POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/classify", "/encode")
+TOKENIZING = ("/tokenize", "/detokenize")
 GENERATE = [method for method in METHODS if method.name == "Generate"]
 WRONG_TYPE = 0.1  # share of values
 OTHER_NAMES = {"rid"}  # two requests may not have the same id at the same time
@@ -63,7 +65,8 @@ def random_set(rng: random.Random, openapi: dict[str, Any]) -> HttpSet | GrpcSet
     """A request of any protocol."""
     if rng.random() < 0.4:
         return grpc_set(rng)
-    return http_set(rng, openapi, rng.choice(PATHS[:3] if rng.random() < 0.9 else PATHS))
+    paths = rng.choices((GENERATING, POOLING, TOKENIZING), (0.8, 0.15, 0.05))[0]
+    return http_set(rng, openapi, rng.choice(paths))
 
 
 def http_set(rng: random.Random, openapi: dict[str, Any], path: str) -> HttpSet:

@@ -21,6 +21,7 @@ GOOD_BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": [[5, 6], [7]], "dimensions": 3},
     "/v1/score": {"text_1": "Hi", "text_2": ["Ho", "Hi"]},
     "/v1/rerank": {"query": "Hi", "documents": ["Ho", {"text": "Hi"}], "top_n": 1},
+    "/classify": {"input": "Hi"},
     "/encode": {"input_ids": [5, 6]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
 }

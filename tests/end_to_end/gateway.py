@@ -64,6 +64,10 @@ class Worker:
     def output_tokens(self) -> int:
         return self._metric("sglang:generation_tokens_total")
 
+    def count(self, name: str) -> int:
+        """A counter of its metrics, by the name without "_total"."""
+        return self._metric(f"{name}_total")
+
     def _metric(self, name: str) -> int:
         (value,) = _metrics(self.http, name).values()
         return value

@@ -29,6 +29,7 @@ from jaxsgl.frontend.http.app import build_app
 from jaxsgl.messages.orders import Shutdown
 from jaxsgl.messages.replies import EngineInfo, RefusalKind
 from jaxsgl.messages.wire import FromEngine, News, ToEngine
+from jaxsgl.requests.pooling import PoolingSpec
 from jaxsgl.requests.request import check_request
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
@@ -39,7 +40,10 @@ from jaxsgl.text.tokenizer import Tokenizer
 from tests import edges
 from tests.grids import count
 
-SIZES = Capacity(page_size=4, num_pages=200, num_rows=16, context_length=48, max_extend_tokens=64, vocab_size=402)
+SIZES = Capacity(
+    page_size=4, num_pages=200, num_rows=16, context_length=48, max_extend_tokens=64, vocab_size=402,
+    pooling=PoolingSpec(dimension=8, matryoshka=True, answer_ids=(5, 6)),
+)  # fmt: skip
 AT_ONCE = 8
 PATIENCE_S = 60.0
 INFO = EngineInfo(

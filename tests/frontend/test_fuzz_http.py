@@ -83,9 +83,9 @@ def spoiled_bodies(openapi: dict[str, Any]) -> Iterator[tuple[str, str]]:
         del fields[path]
     for path in (*SAME_AS_OTHERS, *ADAPTER_ORDERS):
         del fields[path]
-    assert fields.keys() <= GOOD_BODIES.keys() | {"/v1/detokenize", "/classify"}
+    assert fields.keys() <= GOOD_BODIES.keys() | {"/v1/detokenize"}
     for path, names in fields.items():
-        good = GOOD_BODIES[{"/v1/detokenize": "/detokenize", "/classify": "/v1/embeddings"}.get(path, path)]
+        good = GOOD_BODIES[path.replace("/v1/de", "/de")]
         for name, value in itertools.product(names, VALUES):
             yield path, spoiled(good, name, value)
     inner, good = schemas["SamplingBody"]["properties"], GOOD_BODIES["/generate"]
@@ -107,7 +107,7 @@ def test_no_value_of_any_field_gets_a_5xx(server: ServerProcess) -> None:
         bodies = list(spoiled_bodies(http.get("/openapi.json").json()))
         statuses = list(pool.map(status, bodies))
     assert not [(body, got) for body, got in zip(bodies, statuses, strict=True) if got not in (200, 400, 404)]
-    for path in GOOD_BODIES:
+    for path in GOOD_BODIES.keys() - {"/classify"}:  # the model has no classes
         assert {200, 400} <= {got for (of, _), got in zip(bodies, statuses, strict=True) if of == path}, path
 
 
