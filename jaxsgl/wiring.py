@@ -15,6 +15,7 @@ from jaxsgl.cache.host_pages import HostPages
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config.engine import EngineConfig, SchedulingConfig
 from jaxsgl.constraints.compiler import Compiler, LlMatcher
+from jaxsgl.constraints.trial import Trial
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
 from jaxsgl.errors import ConfigError, InvalidRequest
@@ -101,27 +102,34 @@ def _load_adapters(config: EngineConfig, engine: Engine, scheduler: Scheduler, f
 
 
 def _grammars(scheduling: SchedulingConfig, engine: Engine, eagerly: bool) -> GrammarQueue:
-    """Compiles grammars for the model that `engine` serves.
+    """Compiles grammars for the model that `engine` serves, each after a trial in a helper process.
 
-    `eagerly` reads the vocabulary now, which holds Python's lock; otherwise with the first grammar.
+    `eagerly` starts the helper and reads the vocabulary now, which holds Python's lock; otherwise with the first
+    grammar.
     """
+    vocabulary = Path(engine.info.model_path), engine.arch.vocab_size, engine.arch.eos_token_ids
+    trial = Trial(*vocabulary, scheduling.grammar_timeout)
 
     @cache
     def compiler() -> Compiler | InvalidRequest:
         try:
-            return Compiler(Path(engine.info.model_path), engine.arch.vocab_size, engine.arch.eos_token_ids)
+            return Compiler(*vocabulary)
         except InvalidRequest as error:
             return error
+
+    def prepare() -> None:
+        if isinstance(compiler(), Compiler):
+            trial.start()
 
     def compile(grammar: Grammar) -> LlMatcher:
         made = compiler()
         if isinstance(made, InvalidRequest):
             raise made
-        return made.compile(grammar)
+        return made.compile(grammar, trial.run(grammar))
 
     if eagerly:
-        compiler()
-    return GrammarQueue(compile, scheduling.grammar_timeout)
+        prepare()
+    return GrammarQueue(compile, scheduling.grammar_timeout, prepare)
 
 
 def _host_tier(config: EngineConfig, engine: Engine) -> tuple[HostTier | None, LoadRule | None]:

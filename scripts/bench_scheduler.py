@@ -71,6 +71,7 @@ def decode_and_admission(num_running: int, context: int, page_size: int, steps: 
 class AnyText:
     """A grammar's matcher that costs nothing: what is left is the scheduler's own work for masks."""
 
+    num_bytes = 0
     ended = False
     accepts = True
 

@@ -2,7 +2,8 @@
 
 Owns the vocabulary as llguidance knows it, and the limits of its work. Compiling leaves Python's lock alone, so that
 threads may do it beside the serving loop (scheduler/grammar_queue.py). Building the vocabulary holds the lock, for
-0.6 s at 150,000 tokens: servers do it before they are ready. wiring.py makes it; the scheduler sees only `compile`.
+0.6 s at 150,000 tokens: servers do it before they are ready. wiring.py makes it, and so does the helper process of
+trial.py; the scheduler sees only `compile`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from jaxsgl.constraints.translation import SpecialTokens, llguidance_text
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import InvalidRequest, RequestFailed
 from jaxsgl.requests.grammar import Grammar
 
 MAX_REASON_CHARS = 500
+_WORDS_OF_LIMITS = ("too many", "too complex", "fuel", "lexer error")  # in llguidance's errors, which have no kinds
 # llguidance's defaults would let one request's grammar stop the serving loop for half a second a token. A mask takes
 # milliseconds at most with these, and hundreds of properties are still few enough.
 LIMITS = LLParserLimits(
@@ -60,31 +62,42 @@ class Compiler:
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))  # llguidance's rule
         }
 
-    def compile(self, grammar: Grammar) -> LlMatcher:
-        """The matcher of an empty output. Raises `InvalidRequest` for what is no grammar or goes beyond the limits."""
+    def compile(self, grammar: Grammar, num_bytes: int = 0) -> LlMatcher:
+        """The matcher of an empty output. Raises `InvalidRequest` for what is no grammar or goes beyond the limits.
+
+        `num_bytes`: of memory that the grammar takes, if a trial has measured it.
+        """
         matcher = LLMatcher(self._tokenizer, llguidance_text(grammar, self._special), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise InvalidRequest(f"the {grammar.kind} can't be used: {_short(matcher.get_error())}")
-        return LlMatcher(matcher)
+        return LlMatcher(matcher, num_bytes)
 
 
 class LlMatcher:
     """Follows one output token by token; a `Matcher` of scheduler/constraint.py."""
 
-    __slots__ = ("_matcher",)
+    __slots__ = ("_matcher", "num_bytes")
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
         self._matcher = matcher
+        self.num_bytes = num_bytes
 
     def copy(self) -> LlMatcher:
         """Another one for the same output so far; costs microseconds."""
-        return LlMatcher(self._matcher.deep_copy())
+        return LlMatcher(self._matcher.deep_copy(), self.num_bytes)
 
     def advance(self, token_id: int) -> None:
-        """Takes the next token. Raises `InvalidRequest` if the grammar doesn't allow it, or at its limits."""
-        if not self._matcher.consume_token(token_id):
+        """Takes the next token, which the mask before must have allowed.
+
+        Raises:
+          RequestFailed: the grammar refuses it, so that mask, sampling or llguidance are wrong.
+          InvalidRequest: at the grammar's limits.
+        """
+        if self._matcher.consume_token(token_id):
+            return
+        if any(word in str(self._matcher.get_error()).lower() for word in _WORDS_OF_LIMITS):
             self._check()
-            raise InvalidRequest(f"the grammar doesn't allow token {token_id}")
+        raise RequestFailed(f"the grammar refuses token {token_id}: {_short(self._matcher.get_error())}")
 
     @property
     def accepts(self) -> bool:

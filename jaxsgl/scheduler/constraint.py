@@ -29,12 +29,17 @@ MASK_CPU_S, MASK_CPU_S_PER_TOKEN = 0.5, 0.005  # that the masks of a sample may 
 class Matcher(Protocol):
     """Follows one output through a grammar. Methods raise `InvalidRequest` where the grammar goes beyond its limits."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the grammar takes, as far as it is known."""
+        ...
+
     def copy(self) -> Matcher:
         """Another one for the same output so far."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """Takes the next token; raises `InvalidRequest` if the grammar doesn't allow it, too."""
+        """Takes the next token; raises `RequestFailed` if the grammar refuses it, since the mask has allowed it."""
         ...
 
     @property
@@ -55,6 +60,7 @@ class Matcher(Protocol):
 class AnyTokens:
     """The `Matcher` of samples without a grammar."""
 
+    num_bytes = 0
     ended = False
     accepts = True
 
@@ -146,7 +152,7 @@ class Constraint:
         return self._matcher.ended
 
     def advance(self, token_id: int) -> None:
-        """Takes the next token of the output, unless it ended it. Raises `InvalidRequest`."""
+        """Takes the next token of the output, unless it ended it. Raises `InvalidRequest` or `RequestFailed`."""
         self._num_tokens += 1
         self._matcher.advance(token_id)
 

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import InvalidRequest, RequestFailed
 from jaxsgl.requests.grammar import Grammar
 
 
@@ -32,6 +32,8 @@ class FakeMatcher:
       fails: whether it goes beyond its limits in the middle.
     """
 
+    num_bytes = 99
+
     def __init__(self, seed: int, length: int, vocab_size: int, fails: bool = False) -> None:
         self._seed, self.length, self._vocab_size, self._fails = seed, length, vocab_size, fails
         self.output: list[int] = []
@@ -51,9 +53,9 @@ class FakeMatcher:
         return sorted({(start + 31 * i) % self._vocab_size for i in range(few)})
 
     def advance(self, token_id: int) -> None:
-        """Raises `InvalidRequest` for any other token."""
+        """Raises `RequestFailed` for any other token."""
         if token_id not in self.allowed():
-            raise InvalidRequest(f"{token_id} doesn't follow {self.output}")
+            raise RequestFailed(f"{token_id} doesn't follow {self.output}")
         self.output.append(token_id)
 
     @property

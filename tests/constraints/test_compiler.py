@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from jaxsgl.config.engine import BUNDLED_MODEL
 from jaxsgl.constraints.compiler import Compiler, LlMatcher
-from jaxsgl.errors import InvalidRequest
+from jaxsgl.errors import InvalidRequest, RequestFailed
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.constraint import Constraint
 
@@ -196,6 +196,23 @@ def walk(compiler: Compiler, grammar: Grammar, num_tokens: int, seed: int = 0) -
 def test_a_hostile_grammar_fails_in_words_where_its_masks_are_made(compiler: Compiler, grammar: Grammar) -> None:
     with pytest.raises(InvalidRequest, match="can't be followed any further"):
         walk(compiler, grammar, 200)
+
+
+@pytest.mark.parametrize("token_id", [90, 1050, 5000])
+def test_a_token_that_the_mask_forbids_is_our_fault_and_not_the_clients(compiler: Compiler, token_id: int) -> None:
+    """A "{" where only "a" or "b" may come; tokens beyond the tokenizer's, and beyond the model's."""
+    matcher = compiler.compile(Grammar.regex("[ab]{3}"))
+    assert token_id not in mask_of(matcher)
+    with pytest.raises(RequestFailed, match=f"the grammar refuses token {token_id}: "):
+        matcher.advance(token_id)
+
+
+def test_a_token_after_the_grammars_end_is_our_fault(compiler: Compiler) -> None:
+    matcher = compiler.compile(Grammar.regex("a"))
+    matcher.advance(mask_of(matcher)[0])
+    assert matcher.ended
+    with pytest.raises(RequestFailed, match="the grammar refuses token"):
+        matcher.advance(64)
 
 
 def test_a_copy_goes_its_own_way(compiler: Compiler) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from jaxsgl.batch.buckets import BucketSet
@@ -24,6 +25,7 @@ from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import SamplingParams
+from jaxsgl.scheduler.constraint import ALL, Words
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox, generate
@@ -208,6 +210,31 @@ def test_a_hostile_grammar_ends_only_its_request() -> None:
     assert outcome(mailbox, "held") == constrained(others[0])
     assert outcome(mailbox, "free")[0] == generate([5, 6], 20, frozenset(EOS), VOCAB)
     assert scheduler.state.totals.failed_requests == 0, "no fault of ours"
+
+
+def test_a_token_that_the_mask_allowed_and_the_grammar_refuses_is_our_fault(caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong(FakeMatcher):
+        """Its masks allow other tokens than it takes."""
+
+        def copy(self) -> FakeMatcher:
+            return Wrong(self._seed, self.length, self._vocab_size)
+
+        def mask_into(self, words: Words) -> None:
+            super().mask_into(words)
+            if len(self.output) == 2:
+                words ^= np.uint32(ALL)
+
+    wrong = asking("wrong", [1, 2], fake(2, 10), ignore_eos=True)
+    requests = [wrong, asking("held", [3, 4], fake(3, 10)), asking("free", [5, 6], None)]
+    mailbox, scheduler = served(
+        [requests], compile=lambda given: Wrong(2, 10, VOCAB) if given == fake(2, 10) else compile_fake(given, VOCAB)
+    )
+    text = refusal(mailbox, "wrong")
+    assert text.startswith("failed: ") and "RequestFailed" in text and "don't repeat it" in text
+    assert "'wrong' failed by our own fault" in caplog.text and "doesn't follow" in caplog.text
+    assert scheduler.state.totals.failed_requests == 1
+    assert outcome(mailbox, "held") == constrained(requests[1])
+    assert outcome(mailbox, "free")[0] == generate([5, 6], 20, frozenset(EOS), VOCAB)
 
 
 def test_min_tokens_beyond_the_grammars_end_leaves_a_defined_end() -> None:

@@ -1,0 +1,63 @@
+"""A grammar is tried in a child process first: what takes too much there never reaches the engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxsgl.config.engine import BUNDLED_MODEL
+from jaxsgl.constraints import trial as trials
+from jaxsgl.constraints.compiler import Compiler
+from jaxsgl.constraints.trial import Trial
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.requests.grammar import Grammar
+
+VOCABULARY = (Path(BUNDLED_MODEL), 1024, (1021, 1023))
+NAMES = [f"p{i}" for i in range(5000)]
+LARGE = {
+    "type": "object", "properties": {name: {"$ref": "#/$defs/d"} for name in NAMES}, "required": NAMES,
+    "$defs": {"d": {"type": "integer"}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trial() -> Trial:
+    return Trial(*VOCABULARY, timeout_s=20.0)
+
+
+def test_what_works_is_measured(trial: Trial) -> None:
+    small, large = (trial.run(Grammar("json_schema", json.dumps(schema))) for schema in ({"type": "integer"}, LARGE))
+    assert small < 4 << 20 < large < trials.MAX_TRIAL_BYTES // 2
+
+
+def test_the_compilers_own_refusals_come_back_as_they_are(trial: Trial) -> None:
+    bad = Grammar("json_schema", '{"type": "nonsense"}')
+    with pytest.raises(InvalidRequest) as here:
+        Compiler(*VOCABULARY).compile(bad)
+    with pytest.raises(InvalidRequest) as there:
+        trial.run(bad)
+    assert str(there.value) == str(here.value)
+
+
+def test_a_grammar_that_takes_too_long_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = Trial(*VOCABULARY, timeout_s=0.02)
+    quick.start()
+    start_s = time.monotonic()
+    with pytest.raises(InvalidRequest, match=r"takes more than 0\.02 s of .*--grammar-timeout"):
+        quick.run(Grammar("json_schema", json.dumps(LARGE)))
+    assert time.monotonic() - start_s < 10.0
+    assert quick.run(Grammar("choice", '["a"]')) >= 0
+
+
+def test_a_grammar_that_takes_too_much_memory_is_refused(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_limits", trial._limits._replace(memory_bytes=4 << 20))
+    with pytest.raises(InvalidRequest, match=r"takes more than 128 MiB of memory"):
+        trial.run(Grammar("json_schema", json.dumps(LARGE)))
+
+
+def test_a_model_without_a_tokenizer_has_no_trial(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"no tokenizer\.json"):
+        Trial(tmp_path, 1024, (), 20.0).run(Grammar.regex("a"))
