@@ -40,7 +40,7 @@ def _serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         from jaxsgl import kept_prefixes, wiring
         from jaxsgl.scheduler.loop import run_loop
 
-        engine, scheduler = wiring.build(launch.config)
+        engine, scheduler = wiring.build(launch.config, mark=launch.endpoints.mask_mark())
     except StartupError as error:
         mailbox.fail(str(error))
         return 1

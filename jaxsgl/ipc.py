@@ -25,11 +25,12 @@ import zmq
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.logs import LogStyle
+from jaxsgl.mask_mark import MaskMark
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady
 from jaxsgl.messages.wire import FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.shared_mailbox import SharedMailbox
 
-PREFIX, LOCK = "jaxsgl-", "lock"
+PREFIX, LOCK, MARK = "jaxsgl-", "lock", "mask_mark"
 MAX_SOCKET_PATH = 100  # Linux allows 107 bytes, macOS 103
 FINAL_MESSAGE_MS = 1000  # a closing engine waits so long for its final message to leave
 
@@ -75,6 +76,10 @@ class Endpoints(msgspec.Struct, frozen=True):
     def from_engine(self) -> str:
         """Address of the socket on which the engine sends, to the process at `line`."""
         return f"ipc://{self.folder}/from_engine" + ("" if self.line is None else f".{self.line}")
+
+    def mask_mark(self) -> MaskMark:
+        """Opens the memory that says which request the engine makes a mask for. Raises OSError."""
+        return MaskMark(Path(self.folder, MARK))
 
     def at(self, line: int) -> Endpoints:
         """Returns those of the front-end process number `line`, of several."""

@@ -23,6 +23,7 @@ from jaxsgl.messages.adapters import LoadAdapter
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
+from jaxsgl.scheduler.masks import Mark, NoMark
 from jaxsgl.scheduler.plan import RetractAlso
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler
@@ -32,21 +33,26 @@ logger = logging.getLogger(__name__)
 RETRACT_VARIABLE = "JAXSGL_TEST_RETRACT"  # for tests
 
 
-def build(config: EngineConfig, limited: bool = True) -> tuple[Engine, Scheduler]:
+def build(config: EngineConfig, limited: bool = True, mark: Mark = NoMark()) -> tuple[Engine, Scheduler]:
     """Loads the model and compiles every bucket (seconds to minutes). Raises `StartupError`.
 
     Args:
       config: flags.
       limited: whether the flags that limit the queue and the time of requests hold, as in a server. Offline use, whose
         caller waits for all answers, sets them aside.
+      mark: notes whose mask is being made.
     """
     retract_every()  # fails now, not after minutes
     engine = Engine(config, moves_pages=config.disaggregation.is_on or config.host_kv.is_on)
-    return engine, build_scheduler(config, engine, limited)
+    return engine, build_scheduler(config, engine, limited, mark=mark)
 
 
 def build_scheduler(
-    config: EngineConfig, engine: Engine, limited: bool = True, former: Scheduler | None = None
+    config: EngineConfig,
+    engine: Engine,
+    limited: bool = True,
+    former: Scheduler | None = None,
+    mark: Mark = NoMark(),
 ) -> Scheduler:
     """A scheduler with an empty cache for `engine`; the first arguments are those of `build`.
 
@@ -80,6 +86,7 @@ def build_scheduler(
         loads=loads,
         max_loaded_loras=config.lora.max_loaded_loras,
         grammars=grammars,
+        mark=mark,
     )
     _load_adapters(config, engine, scheduler, former)
     kept_prefixes.take(config, engine, scheduler)

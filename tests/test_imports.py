@@ -16,6 +16,7 @@ COMMON = {
     "errors",
     "json_file",
     "logs",
+    "mask_mark",
     "parent",
     "sandbox",
     "stacks",

@@ -64,7 +64,9 @@ class SchedulingConfig:
         None, "milliseconds between two tokens of a running request at most: chunks are sized by measured step times"
     )
     grammar_timeout: float = flag(
-        30.0, "seconds that a request may wait until its grammar is compiled; then it is refused (docs/structured.md)"
+        30.0,
+        "seconds that a grammar may take to compile, and that it may wait for others before; then it is refused "
+        "(docs/structured.md)",
     )
     queue_timeout_s: float | None = flag(
         None, "seconds that a request may wait for admission; then it is refused (default: no limit)"

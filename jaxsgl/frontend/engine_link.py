@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from jaxsgl.errors import EngineUnavailable, InvalidRequest, StartupError
+from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed, StartupError
 from jaxsgl.frontend.reply_stream import MAX_UNREAD, ReplyStream
 from jaxsgl.ipc import Endpoints, EngineLine
+from jaxsgl.mask_mark import Marked, MaskMark
 from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import Abort, AbortMatching, Answer, Command, Ping, Withdraw, first_number
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies
@@ -54,6 +55,7 @@ class EngineLink:
         self._line_number = line
         self._max_unread = max_unread
         self._line: EngineLine | None = None
+        self._mark: MaskMark | None = None
         self._info: EngineInfo | None = None
         self._death: str | None = None
         self._ready_or_dead = asyncio.Event()
@@ -113,11 +115,24 @@ class EngineLink:
         """Refuses new requests from now on with `EngineUnavailable`."""
         self._refusal = reason
 
-    def fail(self, reason: str) -> None:
-        """Refuses new requests and ends all open calls with `EngineUnavailable`."""
+    @property
+    def masking(self) -> Marked | None:
+        """The mask that the engine makes right now, or made when it died; None: none."""
+        return None if self._mark is None else self._mark.read()
+
+    def fail(self, reason: str, culprit: str | None = None) -> None:
+        """Refuses new requests and ends all open calls with `EngineUnavailable`.
+
+        The request that the engine calls `culprit` ends with `RequestFailed`, so that it isn't sent to another engine.
+        """
         self.refuse(reason)
-        for stream in self._streams.values():
-            stream.fail(EngineUnavailable(reason))
+        for engine_id, stream in self._streams.items():
+            if engine_id == culprit:
+                stream.fail(
+                    RequestFailed(f"{reason} while it made the mask of this request's grammar: don't repeat it")
+                )
+            else:
+                stream.fail(EngineUnavailable(reason))
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable(reason))
@@ -129,8 +144,10 @@ class EngineLink:
         self._death = reason
         self.load = msgspec.structs.replace(self.load, **NOTHING_HELD)
         if self._info is not None and not self._stopping:
-            logger.error("%s; ending %d open calls", reason, self.num_open)
-            self.fail(reason)
+            masking = self.masking
+            of_mask = "" if masking is None else f" while it made the mask of request {masking.request_id}"
+            logger.error("%s%s; ending %d open calls", reason, of_mask, self.num_open)
+            self.fail(reason, None if masking is None else masking.request_id)
         self._ready_or_dead.set()
         self._dead.set()
 
@@ -314,6 +331,8 @@ class EngineLink:
 
     def _connect(self, endpoints: Endpoints) -> None:
         self._line = EngineLine(endpoints)
+        with contextlib.suppress(OSError):  # the engine is gone, and its folder with it
+            self._mark = endpoints.mask_mark()
         self._line.listen(self.receive)
 
     def _hang_up(self) -> None:

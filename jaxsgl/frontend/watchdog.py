@@ -17,11 +17,13 @@ from jaxsgl.config.server import ServerConfig
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.engine_link import EngineLink
 from jaxsgl.frontend.replicas import Replicas
+from jaxsgl.mask_mark import Marked
 from jaxsgl.messages.orders import Ping
 
 MAX_TICK_S = 5.0
 TICKS = 4  # at least this many in `limit_s`
 PATIENCE = 5  # times `limit_s` from the engine's last sign of life until the server ends
+MASK_LIMIT_S = 10.0  # for one mask, which takes milliseconds; its request won't be sent again
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 class Watchdog:
     """Watches `engine`, which counts as stuck after `limit_s` seconds without a message, or without a step it owes.
 
+    One that is in the same mask for `MASK_LIMIT_S` must end: no wait helps it, and the request that did it is known.
     With `keep_alive` a stuck engine is given any time to move again.
 
     Attributes:
@@ -44,7 +47,8 @@ class Watchdog:
         self._tick_s = min(MAX_TICK_S, limit_s / TICKS)
         self._heard_s = 0.0
         self._steps_total = 0
-        self._silent_ticks = self._stalled_ticks = 0
+        self._silent_ticks = self._stalled_ticks = self._mask_ticks = 0
+        self._masking: Marked | None = None
         self._asked = False
 
     async def run(self, report: Callable[[], Awaitable[None]]) -> str:
@@ -74,6 +78,9 @@ class Watchdog:
         self._silent_ticks = 0 if heard else self._silent_ticks + 1
         has_work = (load.num_running > 0 or load.num_waiting > 0) and not load.paused
         self._stalled_ticks = self._stalled_ticks + 1 if has_work and not stepped else 0
+        masking = engine.masking
+        self._mask_ticks = self._mask_ticks + 1 if masking is not None and masking == self._masking else 0
+        self._masking = masking
         if heard or not self._asked:  # one ping at a time: they must not pile up in front of a stuck engine
             with contextlib.suppress(EngineUnavailable):  # the link itself reports a death
                 engine.send_command(Ping)
@@ -82,6 +89,8 @@ class Watchdog:
 
     def _problem(self, limit_s: float) -> str | None:
         """Why the engine has been stuck for `limit_s` seconds or more, None if it hasn't."""
+        if self._mask_ticks * self._tick_s >= MASK_LIMIT_S:
+            return f"the engine has been busy with one mask for {MASK_LIMIT_S:g} s"
         if self._silent_ticks * self._tick_s >= limit_s:
             return f"the engine has given no sign of life for {limit_s:g} s"
         if self._stalled_ticks * self._tick_s >= limit_s:

@@ -6,6 +6,8 @@ may get any token, and so may rows of requests that have ended meanwhile: their 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from jaxsgl.messages.replies import Reply
@@ -14,7 +16,29 @@ from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.constraint import ALL, Words
 
 
-def masks_of_newest(applier: Applier, num_seqs: int, vocab_size: int) -> tuple[Words, list[Reply]]:
+class Mark(Protocol):
+    """Notes whose mask is being made, where it is found if this process dies meanwhile."""
+
+    def begin(self, request_id: str) -> None:
+        """The mask of that request begins."""
+        ...
+
+    def end(self) -> None:
+        """It is made."""
+        ...
+
+
+class NoMark:
+    """The `Mark` of a process whose end nobody outlives."""
+
+    def begin(self, request_id: str) -> None:
+        """Notes nothing."""
+
+    def end(self) -> None:
+        """Notes nothing."""
+
+
+def masks_of_newest(applier: Applier, num_seqs: int, vocab_size: int, mark: Mark) -> tuple[Words, list[Reply]]:
     """`[num_seqs, ceil(V / 32)]` for the step that was launched last, and replies of requests that end here.
 
     A request ends if its output is complete and can't go on, or if its grammar can't be followed.
@@ -25,6 +49,7 @@ def masks_of_newest(applier: Applier, num_seqs: int, vocab_size: int) -> tuple[W
     for place, (req, number) in enumerate(zip(step.reqs, step.lease_numbers, strict=True)):
         if req.constraint is None or req.lease_number != number or req in step.silent:
             continue
+        mark.begin(req.request_id)
         try:
             if req.constraint.mask_into(words[place], req.output_ids):
                 continue
@@ -32,5 +57,7 @@ def masks_of_newest(applier: Applier, num_seqs: int, vocab_size: int) -> tuple[W
             applier.end(req)
         except Exception as error:
             replies.append(applier.fail(req.request_id, error))
+        finally:
+            mark.end()
         words[place] = ALL
     return words, replies

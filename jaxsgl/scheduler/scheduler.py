@@ -48,7 +48,7 @@ from jaxsgl.scheduler.failure import RequestFailure
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.images import Images
 from jaxsgl.scheduler.latency import Latency
-from jaxsgl.scheduler.masks import masks_of_newest
+from jaxsgl.scheduler.masks import Mark, NoMark, masks_of_newest
 from jaxsgl.scheduler.plan import RetractAlso, SchedulerState, StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
@@ -94,6 +94,7 @@ class Scheduler:
       loads: when loading from `tier` pays.
       max_loaded_loras: adapters that may be loaded; None: any number.
       grammars: compiles the grammars of requests; None: such requests are refused.
+      mark: notes whose mask is being made.
 
     Attributes:
       queue_limits: what the queue takes.
@@ -124,6 +125,7 @@ class Scheduler:
         loads: LoadRule | None = None,
         max_loaded_loras: int | None = None,
         grammars: GrammarQueue | None = None,
+        mark: Mark = NoMark(),
     ) -> None:
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
         eos_token_ids = frozenset(eos_token_ids)
@@ -174,7 +176,7 @@ class Scheduler:
             self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, self._stopwatch, self._copies,
             grammars,
         )  # fmt: skip
-        self._grammars = grammars
+        self._grammars, self._mark = grammars, mark
         self._replies: list[Reply] = []
         self._pauses: set[PauseReason] = set()
 
@@ -278,7 +280,7 @@ class Scheduler:
         `num_seqs` is its padded S. All steps before it must be collected.
         """
         assert self.state.steps_in_flight == 1, "the tokens of a step before are not read"
-        words, replies = masks_of_newest(self._applier, num_seqs, self.state.capacity.vocab_size)
+        words, replies = masks_of_newest(self._applier, num_seqs, self.state.capacity.vocab_size, self._mark)
         self._replies += replies
         return words
 

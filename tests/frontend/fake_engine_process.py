@@ -22,6 +22,7 @@ from jaxsgl import logs
 from jaxsgl.config.engine import Limits
 from jaxsgl.engine_process import read_launch, set_signals
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
+from jaxsgl.mask_mark import MaskMark
 from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
 from jaxsgl.messages.cache_events import CacheCleared, CacheEvents, PagesStored
 from jaxsgl.messages.load import Load, Totals
@@ -74,6 +75,8 @@ class Script:
     REPORT = 906  # echoes [running requests, requests ever seen, aborts ever seen]
     STICK = 907  # the loop stands still forever: no token, no answer
     PAUSE = 908  # three tokens, then none any more
+    DIE_IN_MASK = 909  # SIGKILL while it makes a mask for the request
+    STICK_IN_MASK = 910  # the loop stands still there
 
     START_FAILS = 11  # EngineFailed at start
     START_DIES = 12  # exits with status 7 at start
@@ -94,9 +97,10 @@ class Running:
 
 
 class FakeEngine:
-    def __init__(self, mailbox: EngineMailbox | SharedMailbox, max_requests: int) -> None:
+    def __init__(self, mailbox: EngineMailbox | SharedMailbox, max_requests: int, mark: MaskMark) -> None:
         """Requests beyond `max_requests` at once are refused."""
         self.mailbox = mailbox
+        self.mark = mark
         self.max_requests = max_requests
         self.running: dict[tuple[str, int], Running] = {}
         self.num_seen = 0
@@ -165,7 +169,11 @@ class FakeEngine:
                 self.send(
                     [Reply(message.request_id, refusal=Refusal(kind, f"the scheduler refuses this: {kind.value}"))]
                 )
-            elif script[0] == Script.STICK:
+            elif script[0] in (Script.STICK, Script.STICK_IN_MASK, Script.DIE_IN_MASK):
+                if script[0] != Script.STICK:
+                    self.mark.begin(message.request_id)
+                if script[0] == Script.DIE_IN_MASK:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 while True:
                     time.sleep(1)
             else:
@@ -365,7 +373,7 @@ def serve(launch: EngineLaunch, mailbox: EngineMailbox | SharedMailbox) -> int:
         warmup_s=0.5,
     )
     mailbox.announce(info)
-    FakeEngine(mailbox, launch.config.max_queued_requests).run()
+    FakeEngine(mailbox, launch.config.max_queued_requests, launch.endpoints.mask_mark()).run()
     return 0
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import httpx
@@ -22,6 +23,7 @@ from played_link import PlayedLink, front_end_of
 
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
+from jaxsgl.constraints.compiler import Compiler
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.generation import ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
@@ -35,7 +37,6 @@ from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
-from jaxsgl.testing.grammars import compile_fake
 from jaxsgl.text.tokenizer import Tokenizer
 from tests import edges
 from tests.grids import count
@@ -75,13 +76,21 @@ class ThreadMailbox:
         self._loop.call_soon_threadsafe(self._receive, self._from_engine.decode(msgspec.msgpack.encode(news)))
 
 
-def new_scheduler() -> Scheduler:
-    grammars = GrammarQueue(lambda grammar: compile_fake(grammar, SIZES.vocab_size), 30.0)
+@pytest.fixture(scope="module")
+def compiler(model_folder: str) -> Compiler:
+    """The real one; what it costs is held by limits of its own, and tests/attacks tries these."""
+    return Compiler(Path(model_folder), SIZES.vocab_size, (1,))
+
+
+def new_scheduler(compiler: Compiler) -> Scheduler:
+    grammars = GrammarQueue(compiler.compile, 30.0)
     return Scheduler(SIZES, BucketSet.derive(SIZES), (1,), max_queued_requests=5000, grammars=grammars)
 
 
 @asynccontextmanager
-async def running(tokenizer: Tokenizer) -> AsyncIterator[tuple[httpx.AsyncClient, grpc.aio.Channel, PlayedLink]]:
+async def running(
+    tokenizer: Tokenizer, compiler: Compiler
+) -> AsyncIterator[tuple[httpx.AsyncClient, grpc.aio.Channel, PlayedLink]]:
     """The whole server in this process, with the scheduler's loop in a thread that must end well."""
     link = PlayedLink()
     mailbox = ThreadMailbox(link.receive)
@@ -92,7 +101,7 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[tuple[httpx.AsyncClient
 
         def serve() -> None:
             try:
-                run_loop(new_scheduler(), FakeEngine(SIZES), mailbox, overlap=True, check_every_step=True)
+                run_loop(new_scheduler(compiler), FakeEngine(SIZES), mailbox, overlap=True, check_every_step=True)
             except BaseException as error:  # the test fails with it
                 failures.append(error)
 
@@ -116,11 +125,11 @@ async def running(tokenizer: Tokenizer) -> AsyncIterator[tuple[httpx.AsyncClient
 
 
 @pytest.mark.timeout(count(300, 3600))
-def test_no_field_at_the_edge_of_its_type_fails_anything(tokenizer: Tokenizer) -> None:
+def test_no_field_at_the_edge_of_its_type_fails_anything(tokenizer: Tokenizer, compiler: Compiler) -> None:
     rng = random.Random(16)
 
     async def scenario() -> Counter[object]:
-        async with running(tokenizer) as (http, channel, link), asyncio.timeout(1800):
+        async with running(tokenizer, compiler) as (http, channel, link), asyncio.timeout(1800):
             openapi = (await http.get("/openapi.json")).json()
             sets = [edges.random_set(rng, openapi) for _ in range(count(600, 20_000))]
             statuses = await edges.statuses_of(http, channel, sets, AT_ONCE)
@@ -132,10 +141,10 @@ def test_no_field_at_the_edge_of_its_type_fails_anything(tokenizer: Tokenizer) -
     assert min(statuses[grpc.StatusCode.OK], statuses[grpc.StatusCode.INVALID_ARGUMENT]) > 30, statuses
 
 
-def test_no_sampling_parameter_at_the_edge_of_its_type_fails_the_offline_loop() -> None:
+def test_no_sampling_parameter_at_the_edge_of_its_type_fails_the_offline_loop(compiler: Compiler) -> None:
     rng = random.Random(17)
     refused = 0
-    scheduler = new_scheduler()
+    scheduler = new_scheduler(compiler)
     for _ in range(count(1000, 20_000)):
         make = edges.offline_set(rng)
         try:

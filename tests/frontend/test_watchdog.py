@@ -5,9 +5,11 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from fake_engine_process import Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,6 +18,7 @@ from server_process import ServerProcess, ids_request
 
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.frontend.watchdog import TICKS, Watchdog
+from jaxsgl.mask_mark import MaskMark
 from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import Answer, Ping
 from jaxsgl.messages.replies import Replies
@@ -163,6 +166,41 @@ def test_a_server_whose_engine_hangs_shows_both_processes_and_ends(start_server:
     assert server.wait_for_exit() == 1
     assert "fake_engine_process.py" in server.log and "in handle" in server.log, "the engine's stack"
     assert "stacks of the server process" in server.log and "in run" in server.log
+
+
+@pytest.mark.parametrize(("how", "workers"), [("dies", 1), ("dies", 2), ("hangs", 1)])
+def test_the_request_whose_mask_ended_the_engine_is_not_to_be_sent_again_and_all_others_are(
+    start_server: Start, how: str, workers: int
+) -> None:
+    """A server that hangs elsewhere is given five times the limit; here it ends after ten seconds at most."""
+    script = Script.DIE_IN_MASK if how == "dies" else Script.STICK_IN_MASK
+    server = start_server("--watchdog-s", "8", "--tokenizer-worker-num", str(workers))
+    server.wait_until_ready()
+    with server.stub() as stub, httpx.Client(base_url=f"http://{server.http_address}", timeout=60.0) as http:
+        others = [stub.Generate(ids_request(Script.PAUSE, max_tokens=50)) for _ in range(3)]
+        for other in others:
+            next(other)
+        culprit = http.post("/generate", json={"input_ids": [script], "sampling_params": {"max_new_tokens": 2}})
+        assert culprit.status_code == 422 and "don't repeat it" in culprit.text, culprit.text
+        assert "retry-after" not in culprit.headers
+        for other in others:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(other)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert server.wait_for_exit() == 1
+    assert "while it made the mask of request" in server.log
+
+
+def test_an_engine_is_given_up_after_ten_seconds_in_one_mask(tmp_path: Path) -> None:
+    engine = Engine(limit_s=20.0)
+    engine.link._mark = mark = MaskMark(tmp_path / "mark")
+    for _ in range(10):
+        mark.begin("a")
+        assert engine.ticks(1) == [None], "each time it is another mask"
+        engine.answer()
+    assert engine.ticks(2) == [None, "the engine has been busy with one mask for 10 s"]
+    mark.end()
+    assert engine.ticks(1) == [None]
 
 
 def test_a_shutdown_is_reported_rather_than_a_stuck_engine() -> None:

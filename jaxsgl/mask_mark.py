@@ -1,0 +1,62 @@
+"""`MaskMark`: which request the engine makes a mask for right now, in memory that outlives the engine.
+
+Masks of grammars are the one place where native code works on a client's data inside the engine's loop. If the engine
+dies or hangs there, its front ends read here whose request it was: that one must not be sent again, all others may.
+The engine's loop writes (scheduler/masks.py), each front-end process reads (frontend/engine_link.py); ipc.py says
+where.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_ID_BYTES = 1024  # of a longer id only so much is kept, and it isn't found
+_HEAD = struct.Struct("<QH")  # number of the mask, bytes of the id; 0: no mask is being made
+
+
+class Marked(NamedTuple):
+    """A mask that is being made.
+
+    Attributes:
+      number: of the mask, of all since the engine's start.
+      request_id: whose it is, as the engine calls it.
+    """
+
+    number: int
+    request_id: str
+
+
+class MaskMark:
+    """Shared memory in a file, for one writer. A microsecond for each mask."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, which is made if it is missing. Raises OSError."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, _HEAD.size + MAX_ID_BYTES)
+            self._memory = mmap.mmap(fd, _HEAD.size + MAX_ID_BYTES)
+        finally:
+            os.close(fd)
+        self._number = 0
+
+    def begin(self, request_id: str) -> None:
+        """The engine begins the mask of a request."""
+        self._number += 1
+        name = request_id.encode()[:MAX_ID_BYTES]
+        self._memory[_HEAD.size : _HEAD.size + len(name)] = name
+        _HEAD.pack_into(self._memory, 0, self._number, len(name))
+
+    def end(self) -> None:
+        """The mask is made."""
+        _HEAD.pack_into(self._memory, 0, self._number, 0)
+
+    def read(self) -> Marked | None:
+        """The mask that is being made; None: none is."""
+        number, length = _HEAD.unpack_from(self._memory, 0)
+        if not length:
+            return None
+        return Marked(number, self._memory[_HEAD.size : _HEAD.size + length].decode(errors="replace"))
