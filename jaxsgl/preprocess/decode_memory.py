@@ -17,13 +17,12 @@ from PIL.JpegImagePlugin import JpegImageFile as JPEG
 from PIL.WebPImagePlugin import WebPImageFile as WebP
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.jpegs import has_several_scans
 
 _ANIMATION_BYTES = 22  # for each pixel: the canvas, the frames before and behind a change, their copies, scaled lines
 _STRIP_BYTES = 6 << 20  # some copies of a strip
 _WEBP_BYTES = 16.25  # two canvases, a frame, and its pixels
 _COEFFICIENT_BYTES = 2
-_START_OF_SCAN, _END = 0xDA, 0xD9
-_ALONE = {0x01, *range(0xD0, 0xD8)}  # JPEG's markers without a length
 
 
 def kept_bytes(picture: Image.Image) -> int:
@@ -102,23 +101,3 @@ def _coefficient_bytes(picture: JPEG) -> int:
     most = max(h for h, _ in samples) * max(v for _, v in samples)
     of_one = picture.width * picture.height * sum(h * v for h, v in samples) / most
     return int(_COEFFICIENT_BYTES * of_one)
-
-
-def has_several_scans(content: bytes) -> bool:
-    """Whether the first scan of a JPEG lacks components, or the file is progressive, by its markers."""
-    at, num_components = 2, 0
-    while at + 4 <= len(content) and content[at] == 0xFF:
-        marker = content[at + 1]
-        if marker == 0xFF or marker in _ALONE:
-            at += 1 if marker == 0xFF else 2
-            continue
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            num_components = content[at + 9] if at + 9 < len(content) else 0
-            if marker in (0xC2, 0xC6, 0xCA, 0xCE):
-                return True
-        if marker == _START_OF_SCAN:
-            return content[at + 4] < num_components if at + 4 < len(content) else False
-        if marker == _END:
-            return False
-        at += 2 + int.from_bytes(content[at + 2 : at + 4], "big")
-    return True  # markers that aren't understood: the safe answer

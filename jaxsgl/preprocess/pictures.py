@@ -16,6 +16,7 @@ from PIL.PngImagePlugin import PngImageFile as PNG
 from PIL.WebPImagePlugin import WebPImageFile as WebP
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.jpegs import check_scans
 from jaxsgl.preprocess.strips import TURNS
 
 FORMATS = tuple(plugin.format for plugin in (JPEG, PNG, WebP, GIF, BMP))  # their import registers them
@@ -30,6 +31,8 @@ def open_picture(data: bytes, max_pixels: int, name: str) -> Image.Image:
     """
     if data[:4] == b"RIFF":  # Pillow's decoder takes memory for the whole canvas when it opens it
         _check_pixels(*_webp_size(data), max_pixels, name)
+    if data[:2] == b"\xff\xd8":
+        check_scans(data, name)
     try:
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
@@ -79,6 +82,8 @@ def decode_frame(picture: Image.Image, number: int, name: str) -> None:
 
 def num_frames(picture: Image.Image, max_frames: int, name: str) -> int:
     """Returns the number of frames of an animation; 1 of a still picture. Raises `InvalidRequest`."""
+    if isinstance(picture, JPEG):  # the other pictures of an MPO file are views of it, whose scans are not counted
+        return 1
     try:
         count = int(getattr(picture, "n_frames", 1))
     except Exception as error:

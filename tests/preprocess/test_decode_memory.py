@@ -15,7 +15,7 @@ from PIL import Image
 from jaxsgl.config.media import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import strips
-from jaxsgl.preprocess.decode_memory import DecodeRoom, has_several_scans, still_bytes
+from jaxsgl.preprocess.decode_memory import DecodeRoom, still_bytes
 from jaxsgl.preprocess.loading import Bounds, load
 from jaxsgl.preprocess.pictures import open_picture
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
@@ -136,12 +136,3 @@ def test_pictures_wait_until_there_is_memory_for_them() -> None:
     for thread in threads:
         thread.join(30)
     assert order == ["small", "first", "second"]
-
-
-def test_jpegs_of_several_scans_are_known_by_their_first_ones() -> None:
-    plain, progressive = (file_of(picture(64, 64), "JPEG", progressive=flag) for flag in (False, True))
-    assert not has_several_scans(plain) and has_several_scans(progressive)
-    assert not has_several_scans(file_of(picture(64, 64, "L"), "JPEG"))
-    start = plain.index(b"\xff\xda")
-    lacking = plain[: start + 4] + b"\x01" + plain[start + 5 :]  # a scan of one of three components
-    assert has_several_scans(lacking)
