@@ -29,7 +29,7 @@ def make_leg_scheduler(config: EngineConfig, engine: Engine) -> Callable[..., Le
     """Opens the wire; returns what makes the scheduler from the arguments of `Scheduler`.
 
     Raises:
-      ConfigError: decode without a prefix cache, which is where pages arrive.
+      ConfigError: decode without a prefix cache, which is where pages arrive; the file of the secret can't be used.
       StartupError: the port can't be bound.
     """
     flags = config.disaggregation
@@ -44,7 +44,13 @@ def make_leg_scheduler(config: EngineConfig, engine: Engine) -> Callable[..., Le
     if flags.disaggregation_mode == "prefill":
         kind = PrefillScheduler
         listen = flags.disaggregation_host or "127.0.0.1", flags.disaggregation_bootstrap_port
-    wire = TcpWire(flags.disaggregation_mode, geometry_of(layout, engine), listen, flags.disaggregation_peer_timeout_s)
+    wire = TcpWire(
+        flags.disaggregation_mode,
+        geometry_of(layout, engine),
+        listen,
+        flags.disaggregation_peer_timeout_s,
+        flags.read_secret(),
+    )
     if listen is not None:
         logger.info("decode servers reach this prefill server at %s:%d", listen[0], wire.port)
     limits = RoomLimits(

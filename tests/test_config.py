@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxsgl.config.disaggregation import DisaggregationConfig
 from jaxsgl.config.engine import EngineConfig, Limits
 from jaxsgl.config.flags import add_flags, from_flags, public_flags
 from jaxsgl.config.server import ServerConfig
@@ -141,3 +144,46 @@ def test_requests_that_can_never_be_served_are_refused(prompt: list[int], params
 def test_output_is_capped_by_context_and_pool(prompt_len: int, asked: int | None, given: int) -> None:
     request = Request("r", [1] * prompt_len, SamplingParams(max_tokens=asked))
     assert max_new_tokens(request, LIMITS) == given
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"disaggregation_mode": "prefill", "disaggregation_host": "0.0.0.0"}, "there is no secret"),
+        ({"disaggregation_mode": "decode", "disaggregation_prefill_hosts": ("10.0.0.5",)}, "there is no secret"),
+        ({"disaggregation_mode": "decode", "disaggregation_prefill_hosts": ("*",)}, "there is no secret"),
+        ({"disaggregation_prefill_hosts": ("10.0.0.0/99",)}, "--disaggregation-prefill-hosts is 10.0.0.0/99"),
+        ({"disaggregation_prefill_hosts": ("10.0.0.5:8998",)}, "names without ports"),
+        ({"disaggregation_mode": "prefill"}, ""),
+        ({"disaggregation_mode": "decode", "disaggregation_prefill_hosts": ("127.0.0.0/8", "localhost")}, ""),
+    ],
+)
+def test_prefill_and_decode_on_several_machines_need_a_secret(
+    tmp_path: Path, flags: dict[str, Any], words: str
+) -> None:
+    def config(**more: Any) -> ServerConfig:
+        return ServerConfig(EngineConfig(disaggregation=DisaggregationConfig(**flags, **more)))
+
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        config()
+    if "secret" in words:
+        secret = tmp_path / "secret"
+        secret.write_text("s" * 32 + "\n")
+        secret.chmod(0o600)
+        assert config(disaggregation_secret_file=str(secret)).engine.disaggregation.read_secret() == b"s" * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [("s" * 31, 0o600, "holds 31 bytes"), ("s" * 5000, 0o600, "must hold 32 to 4096"), ("s" * 40, 0o604, "chmod 600")],
+)
+def test_a_secret_that_others_can_read_or_guess_is_refused(tmp_path: Path, text: str, mode: int, words: str) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(text)
+    secret.chmod(mode)
+    with pytest.raises(ConfigError, match=words):
+        DisaggregationConfig(disaggregation_secret_file=str(secret)).read_secret()
+    with pytest.raises(ConfigError, match="can't be read"):
+        DisaggregationConfig(disaggregation_secret_file=str(tmp_path / "missing")).read_secret()
+    with pytest.raises(ConfigError, match="not a regular file"):
+        DisaggregationConfig(disaggregation_secret_file="/dev/null").read_secret()

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
+import re
+import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
@@ -12,12 +18,10 @@ from jaxsgl.errors import ConfigError
 ALL_IN_ONE = "null"  # SGLang's word for a worker that computes both prefill and decode
 MODES = (ALL_IN_ONE, "prefill", "decode")
 DEFAULT_PORT = 8998  # SGLang's
-BACKENDS = ("tcp", "nixl", "jax")
-_NOT_BUILT = {
-    "nixl": "it needs the pool's staging memory registered with NIXL's agent",
-    "jax": "jax.experimental.transfer hangs when its other side dies before a pull, so it can't end a request in time",
-}
+BACKENDS = ("tcp",)
+MIN_SECRET_BYTES, MAX_SECRET_BYTES = 32, 4096
 MIB = 1 << 20
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,9 @@ class DisaggregationConfig:
         "gateway that sends each request to one of each (docs/scale-out.md)",
         choices=MODES,
     )
-    disaggregation_transfer_backend: str = flag("tcp", "how KV pages travel; tcp needs nothing", choices=BACKENDS)
+    disaggregation_transfer_backend: str = flag(
+        "tcp", "how KV pages travel: tcp, which needs nothing installed", choices=BACKENDS
+    )
     disaggregation_bootstrap_port: int = flag(
         DEFAULT_PORT, "where a prefill server listens for decode servers, at --host; 0 takes a free one"
     )
@@ -41,6 +47,11 @@ class DisaggregationConfig:
         (),
         "addresses, networks and names of the prefill servers to which requests may send a decode server, as "
         "10.0.0.0/24,prefill-0; *: any (default: this machine's loopback addresses)",
+    )
+    disaggregation_secret_file: str | None = flag(
+        None,
+        f"file of {MIN_SECRET_BYTES} bytes and more, the same on all prefill and decode servers, by which they know "
+        "each other; readable by this user alone. Needed once they are on several machines",
     )
     disaggregation_staging_mib: int = flag(
         4096,
@@ -72,12 +83,80 @@ class DisaggregationConfig:
             require(getattr(self, name) >= 1, flag_name(name), getattr(self, name), "1 and more")
         timeout_s = self.disaggregation_bootstrap_timeout_s
         require(timeout_s > 0, flag_name("disaggregation_bootstrap_timeout_s"), timeout_s, "more than 0")
-        why = _NOT_BUILT.get(self.disaggregation_transfer_backend)
-        if why is not None:
+        networks_and_names(self.disaggregation_prefill_hosts)
+
+    def check_secret(self, host: str) -> None:
+        """Checks what a server whose `--host` is `host` needs of a secret.
+
+        Raises:
+          ConfigError: the file can't be used, or there is none and other machines may take part.
+        """
+        self.read_secret()
+        if self.disaggregation_secret_file is not None or not self.is_on:
+            return
+        if self.disaggregation_mode == "prefill":
+            at = self.disaggregation_host or host
+            opened, way_out = f"decode servers may connect to {at}", "--disaggregation-host 127.0.0.1"
+            is_open = not _is_loopback([at])
+        else:
+            hosts = self.disaggregation_prefill_hosts
+            opened, way_out = f"--disaggregation-prefill-hosts is {','.join(hosts)}", "loopback addresses alone"
+            is_open = bool(hosts) and not _is_loopback(hosts)
+        if is_open:
             raise ConfigError(
-                f"--disaggregation-transfer-backend {self.disaggregation_transfer_backend} isn't built yet ({why}): "
-                "take tcp"
+                f"{opened}, but there is no secret by which prefill and decode servers know each other: give all the "
+                f"same --disaggregation-secret-file (openssl rand -hex 32 makes one), or {way_out}"
             )
+
+    def read_secret(self) -> bytes:
+        """Returns what --disaggregation-secret-file holds, without white space at the end; b"" if it isn't given.
+
+        Raises:
+          ConfigError: it can't be read, others may use it, or its size is wrong.
+        """
+        path = self.disaggregation_secret_file
+        if path is None:
+            return b""
+        name = f"--disaggregation-secret-file {path}"
+        try:
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                secret = file.read(MAX_SECRET_BYTES + 1).rstrip() if stat.S_ISREG(mode) else b""
+        except OSError as error:
+            raise ConfigError(f"{name} can't be read: {error.strerror}") from None
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{name} is not a regular file")
+        if mode & stat.S_IRWXO:
+            raise ConfigError(f"{name} has mode {stat.S_IMODE(mode):04o}, so other users may use it: chmod 600 {path}")
+        if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+            raise ConfigError(
+                f"{name} holds {len(secret)} bytes, but must hold {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}: "
+                "openssl rand -hex 32 makes a secret"
+            )
+        return secret
+
+
+def networks_and_names(hosts: Sequence[str]) -> tuple[list[Network], set[str]]:
+    """Returns the networks among `hosts`, addresses included, and the names in lower case, "*" among them.
+
+    Raises:
+      ConfigError: one is neither.
+    """
+    networks, names = list[Network](), set[str]()
+    for host in hosts:
+        try:
+            networks.append(ipaddress.ip_network(host, strict=False))
+        except ValueError:
+            is_name = re.fullmatch(r"\*|[\w.-]*[A-Za-z][\w.-]*", host) is not None
+            wanted = "addresses, networks as 10.0.0.0/24, names without ports, or *"
+            require(is_name, flag_name("disaggregation_prefill_hosts"), host, wanted)
+            names.add(host.lower())
+    return networks, names
+
+
+def _is_loopback(hosts: Sequence[str]) -> bool:
+    networks, names = networks_and_names(hosts)
+    return names <= {"localhost"} and all(network.is_loopback for network in networks)
 
 
 class TransferLoad(msgspec.Struct, frozen=True, array_like=True):

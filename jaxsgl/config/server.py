@@ -158,6 +158,7 @@ class ServerConfig:
         self._check_sites()
         self._check_profiles()
         check_choices(self)
+        self.engine.disaggregation.check_secret(self.host)
 
     def _check_profiles(self) -> None:
         folder = self.profile_dir

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxsgl.config.disaggregation import ALL_IN_ONE
+from jaxsgl.config.disaggregation import ALL_IN_ONE, networks_and_names
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.requests.request import Rendezvous
 from jaxsgl.requests.sampling import SamplingParams
@@ -36,15 +36,13 @@ class PrefillHosts:
 
     Args:
       given: addresses, networks and names; "*": any. (): loopback addresses.
+
+    Raises:
+      ConfigError: one is neither.
     """
 
     def __init__(self, given: Sequence[str]) -> None:
-        self._names, self._networks = set[str](), list[ipaddress.IPv4Network | ipaddress.IPv6Network]()
-        for host in given or ("localhost", "127.0.0.0/8", "::1"):
-            try:
-                self._networks.append(ipaddress.ip_network(host, strict=False))
-            except ValueError:
-                self._names.add(host.lower())
+        self._networks, self._names = networks_and_names(given or ("localhost", "127.0.0.0/8", "::1"))
 
     def check(self, host: str) -> None:
         """Raises `InvalidRequest` if a request may not name `host`. Names are compared as texts, never looked up."""

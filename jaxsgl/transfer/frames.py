@@ -1,10 +1,11 @@
 """What a prefill and a decode worker say to each other, and its bytes.
 
-    decode   Hello  Open         Grant                        Ack    Fail ends a room from either side
-    prefill  Hello        Media         Pages, Rows .. Done          Ping says that a worker lives
+    decode   Open         Grant                        Ack    Fail ends a room from either side
+    prefill        Media         Pages, Rows .. Done          Ping says that a worker lives
 
-A frame is a fixed head, a message as MessagePack, and for `Pages`, `Media` and `Rows` the bytes they are about. Knows
-neither sockets nor requests: wires carry frames (tcp.py), scheduler/disagg/ decides what is said.
+A frame is a fixed head, a message as MessagePack, and for `Pages`, `Media` and `Rows` the bytes they are about. Frames
+follow the greeting of both sides (greeting.py). Knows neither sockets nor requests: wires carry frames (tcp.py),
+scheduler/disagg/ decides what is said.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE_BYTES = 1 << 16
 FRAME_BYTES = 16 << 20  # of pages in a frame, or one page if that is larger
 _MAGIC = 0x4C47534A
@@ -89,20 +90,6 @@ class Geometry(msgspec.Struct, frozen=True):
     def pages_per_frame(self) -> int:
         """At most."""
         return max(FRAME_BYTES // self.page_bytes, 1)
-
-
-class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Begins a connection, from both sides.
-
-    Attributes:
-      protocol: `PROTOCOL` of the sender.
-      mode: "prefill" or "decode".
-      geometry: of its pages.
-    """
-
-    protocol: int
-    mode: str
-    geometry: Geometry
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -185,7 +172,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """The sender lives."""
 
 
-Message: TypeAlias = Hello | Open | Media | Grant | Pages | Rows | Done | Ack | Fail | Ping
+Message: TypeAlias = Open | Media | Grant | Pages | Rows | Done | Ack | Fail | Ping
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

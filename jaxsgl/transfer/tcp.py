@@ -1,12 +1,13 @@
 """`TcpWire`: frames over TCP, the transport that needs nothing installed and no registry.
 
-A decode worker connects to the address that a request names. Each connection has a thread that reads and one that
+A decode worker connects to the address that a request names, and both greet each other (greeting.py); a prefill worker
+does so in one thread for all that come (listener.py). After that each connection has a thread that reads and one that
 writes; pages are received into their own memory and sent from where they lie. A worker that is silent says `Ping` every
 second, and one that isn't heard for `timeout_s` is dead: however long a request queues there, its worker is heard.
 Memory for pages is taken only for rooms whose `Grant` went out over the same connection, memory for images and rows
-only for rooms whose `Open` or `Grant` asked for them; others are read and dropped. Connections are bounded, in all and
-for each address that connects, and one for which there is no thread is closed: the port goes on listening. Meant for a
-private network: there is neither encryption nor a key.
+only for rooms whose `Open` or `Grant` asked for them; others are read and dropped, and prefill takes none at all.
+Connections are bounded, in all and for each address that connects, and so is what each has said that nobody has polled.
+One for which there is no thread is closed: the port goes on listening. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -22,18 +23,16 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from jaxsgl.errors import StartupError
 from jaxsgl.transfer.frames import (
     HEAD_BYTES,
-    PROTOCOL,
     Done,
     Fail,
     Geometry,
     Grant,
-    Hello,
     Media,
     Message,
     Open,
@@ -46,13 +45,17 @@ from jaxsgl.transfer.frames import (
     decode_head,
     encode,
 )
+from jaxsgl.transfer.greeting import GREETING_S, greeting
+from jaxsgl.transfer.listener import MAX_REASON_CHARS, Listener
 from jaxsgl.transfer.wire import Bytes, Event, Left, News, Peer, Sent
 
 PING_S = 1.0
 CONNECT_S = 3.0
 MAX_LINKS = 512  # connections at once; each takes two threads
 MAX_LINKS_OF_HOST = 64  # of these, from one address
-MAX_REASON_CHARS = 200  # of the end of a connection, since peers' texts may be in it
+MAX_UNPOLLED = 256  # messages of a connection, after which it is read no further until they are polled
+MAX_UNSENT = 1 << 16  # frames for a worker that reads none of them
+MAX_PINGS_PER_S = 20  # a worker says one a second
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +68,24 @@ class TcpWire:
       geometry: of this worker's pages; a worker with another one is refused.
       listen: host and port; port 0 takes a free one. None: doesn't listen.
       timeout_s: seconds of silence after which a worker counts as dead.
+      secret: what the other workers must know as well; b"": any worker may take part.
 
     Raises:
       StartupError: the port can't be bound.
     """
 
     def __init__(
-        self, mode: str, geometry: Geometry, listen: tuple[str, int] | None = None, timeout_s: float = 5.0
+        self,
+        mode: str,
+        geometry: Geometry,
+        listen: tuple[str, int] | None = None,
+        timeout_s: float = 5.0,
+        secret: bytes = b"",
     ) -> None:
-        self.hello = Hello(PROTOCOL, mode, geometry)
+        self.geometry = geometry
         self.timeout_s = timeout_s
+        self.max_payload_bytes = geometry.max_payload_bytes if mode == "decode" else 0
+        self.greet = partial(greeting, mode, geometry, secret)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
         self._links: dict[Peer, _Link] = {}
@@ -84,16 +95,14 @@ class TcpWire:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
-        self._listener = None if listen is None else _listen(listen)
-        if self._listener is not None:
-            threading.Thread(target=self._accept, args=(self._listener,), name="kv-accept", daemon=True).start()
+        self._listener = None if listen is None else Listener(listen, partial(self.greet, connects=False), self._admit)
         threading.Thread(target=self._tick, name="kv-tick", daemon=True).start()
 
     @property
     def port(self) -> int:
         """On which it listens."""
         assert self._listener is not None
-        return int(self._listener.getsockname()[1])
+        return self._listener.port
 
     def connect(self, host: str, port: int) -> Peer:
         """See `Wire`."""
@@ -121,7 +130,10 @@ class TcpWire:
         events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                events.append(self._events.get_nowait())
+                event = self._events.get_nowait()
+                events.append(event)
+                if isinstance(event, News) and (link := self._links.get(event.peer)) is not None:
+                    link.polled()
         return events
 
     def wait(self, timeout_s: float) -> None:
@@ -136,8 +148,6 @@ class TcpWire:
         """See `Wire`."""
         self._closed.set()
         if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
         for link in list(self._links.values()):
             link.end("this worker shuts down")
@@ -175,20 +185,14 @@ class TcpWire:
             return str(error)
         return None
 
-    def _accept(self, listener: socket.socket) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, (host, port, *_) = listener.accept()
-            except OSError:
-                if self._closed.wait(0.1):  # also out of file descriptors: the next try may succeed
-                    return
-                continue
-            with self._lock:
-                link = self._new_link(f"the decode worker at {host}:{port}", sock, host)
-                refused = self._start(link, None)
-            if refused is not None:
-                sock.close()
-                self.forget(link.peer, f"{link.name} is refused: {refused}", logging.INFO)
+    def _admit(self, sock: socket.socket, host: str, name: str) -> None:
+        """Takes a connection whose greeting is over."""
+        with self._lock:
+            link = self._new_link(name, sock, host)
+            refused = self._start(link, None)
+        if refused is not None:
+            sock.close()
+            self.forget(link.peer, f"{link.name} is refused: {refused}", logging.INFO)
 
     def _tick(self) -> None:
         """Wakes the loop, so that it finds what has expired."""
@@ -214,7 +218,8 @@ class _Link:
         self._asked: set[Room] = set()  # whose images may still come
         self._lacking: set[Room] = set()  # whose images' embeddings may still come
         self._reason: str | None = None
-        self._greeted = False
+        self._unpolled = threading.Semaphore(MAX_UNPOLLED)
+        self._pings_left, self._pings_since_s = MAX_PINGS_PER_S, time.monotonic()
         self._scratch: Bytes | None = None
 
     def send(self, message: Message, payload: np.ndarray | None) -> None:
@@ -227,13 +232,20 @@ class _Link:
             self._asked.add(message.room)
         elif isinstance(message, Fail):
             self._end_room(message.room)
+        if self._out.qsize() >= MAX_UNSENT:
+            self.end(f"{self.name} is refused: it reads none of {MAX_UNSENT} frames")
         self._out.put((message, payload))
+
+    def polled(self) -> None:
+        """One of its messages was polled."""
+        self._unpolled.release()
 
     def end(self, reason: str) -> None:
         """Closes the connection, whose threads then end. The first reason counts."""
         if self._reason is None:
             self._reason = reason
         self._out.put(None)
+        self._unpolled.release()  # the reader may wait for it
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
@@ -244,14 +256,15 @@ class _Link:
         try:
             if address is not None:
                 self._sock = socket.create_connection(address, timeout=CONNECT_S)
+                self._greet(self._sock)
             assert self._sock is not None
             _set_options(self._sock, self._wire.timeout_s)
-            self._send_frame(self._sock, self._wire.hello, None)  # first, so that one that is refused learns why
             writer = threading.Thread(target=self._write, args=(self._sock,), name="kv-write", daemon=True)
             writer.start()
-            self._greet(self._sock)
-            while True:
-                self._wire.tell(self._read(self._sock))
+            while self._reason is None:
+                news = self._read(self._sock)
+                self._unpolled.acquire()
+                self._wire.tell(news)
         except WireError as error:
             self.end(f"{self.name} is refused: {error}")
         except OSError as error:
@@ -264,38 +277,53 @@ class _Link:
         if self._sock is not None:
             self._sock.close()
         assert self._reason is not None
-        probed = address is None and not self._greeted  # by a gateway, to see whether the port is open
-        self._wire.forget(self.peer, self._reason, logging.INFO if probed else logging.WARNING)
+        self._wire.forget(self.peer, self._reason, logging.WARNING)
 
     def _greet(self, sock: socket.socket) -> None:
-        theirs, mine = self._read(sock).message, self._wire.hello
-        if not isinstance(theirs, Hello):
-            raise WireError(f"it began with {theirs}, not with a greeting")
-        if theirs.protocol != mine.protocol:
-            raise WireError(
-                f"its protocol is {theirs.protocol}, but {mine.protocol} here: run the same version on both"
-            )
-        if theirs.mode == mine.mode:
-            raise WireError(f"both workers have --disaggregation-mode {mine.mode}: one must be prefill, one decode")
-        difference = mine.geometry.mismatch(theirs.geometry)
-        self._greeted = True
-        if difference is not None:
-            raise WireError(difference)
+        """Raises WireError if the other side is refused, OSError if it leaves or takes more than `GREETING_S`."""
+        deadline_s = time.monotonic() + GREETING_S
+        talk = self._wire.greet(connects=True)
+        got: bytes | None = None
+        with contextlib.suppress(StopIteration):
+            while True:
+                step = next(talk) if got is None else talk.send(got)
+                sock.sendall(step.send)
+                got = b""
+                while len(got) < step.wanted:
+                    sock.settimeout(max(deadline_s - time.monotonic(), 1e-3))
+                    try:
+                        data = sock.recv(step.wanted - len(got))
+                    except TimeoutError:
+                        raise OSError(f"its greeting took more than {GREETING_S:g} s") from None
+                    if not data:
+                        raise OSError("it has closed the connection during the greeting: its log says why")
+                    got += data
 
     def _read(self, sock: socket.socket) -> News:
         """Returns the next message that isn't a sign of life."""
-        geometry = self._wire.hello.geometry
         while True:
-            head = decode_head(self._receive(sock, HEAD_BYTES), geometry.max_payload_bytes)
-            message = decode(self._receive(sock, head.message_bytes), head.payload_bytes, geometry.page_bytes)
+            head = decode_head(self._receive(sock, HEAD_BYTES), self._wire.max_payload_bytes)
+            body = self._receive(sock, head.message_bytes)
+            message = decode(body, head.payload_bytes, self._wire.geometry.page_bytes)
             if isinstance(message, Pages | Media | Rows):
                 payload = self._take(sock, message, head.payload_bytes)
                 if payload is not None:
                     return News(self.peer, message, payload)
-            elif not isinstance(message, Ping):
+            elif isinstance(message, Ping):
+                self._count_ping()
+            else:
                 if isinstance(message, Done | Fail):
                     self._end_room(message.room)
                 return News(self.peer, message)
+
+    def _count_ping(self) -> None:
+        """Raises WireError if there are too many; those may come together that were sent while nothing was read."""
+        passed_s = time.monotonic() - self._pings_since_s
+        if passed_s >= 1:
+            self._pings_left, self._pings_since_s = int(MAX_PINGS_PER_S * passed_s), self._pings_since_s + passed_s
+        self._pings_left -= 1
+        if self._pings_left < 0:
+            raise WireError(f"it says more than {MAX_PINGS_PER_S} times a second that it lives")
 
     def _end_room(self, room: Room) -> None:
         self._granted.pop(room, None)
@@ -362,17 +390,6 @@ class _Link:
         sock.sendall(data)
         if isinstance(message, Pages | Rows):
             self._wire.tell(Sent(self.peer, message.room, len(data), time.monotonic()))
-
-
-def _listen(address: tuple[str, int]) -> socket.socket:
-    host, port = address
-    try:
-        family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        return socket.create_server(address, family=family, backlog=128)
-    except OSError as error:
-        raise StartupError(
-            f"{host}:{port} can't be bound for KV transfers ({error}): choose another --disaggregation-bootstrap-port"
-        ) from None
 
 
 def _set_options(sock: socket.socket, timeout_s: float) -> None:

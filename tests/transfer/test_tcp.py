@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,24 +15,25 @@ import pytest
 
 from jaxsgl.errors import StartupError
 from jaxsgl.transfer.frames import (
-    PROTOCOL,
     Ack,
     Done,
     Fail,
     Geometry,
     Grant,
-    Hello,
     Media,
     Open,
     Pages,
+    Ping,
     Rows,
     encode,
     page_bytes_of,
     page_frames,
     room_of,
 )
-from jaxsgl.transfer.tcp import MAX_LINKS_OF_HOST, MAX_REASON_CHARS, TcpWire
+from jaxsgl.transfer.listener import MAX_PENDING, MAX_REASON_CHARS
+from jaxsgl.transfer.tcp import MAX_LINKS_OF_HOST, MAX_UNPOLLED, TcpWire
 from jaxsgl.transfer.wire import Event, Left, News, Sent
+from tests.transfer.strangers import greet
 
 SHAPE = (2, 2, 2, 16, 8)
 GEOMETRY = Geometry(16, "bfloat16", SHAPE, page_bytes_of(SHAPE, 2), "tiny", 64)
@@ -51,7 +52,16 @@ def until(wire: TcpWire, enough: Callable[[list[Event]], bool]) -> list[Event]:
     return events
 
 
-def messages(events: list[Event]) -> list[object]:
+def logged(caplog: pytest.LogCaptureFixture, words: str) -> str:
+    """The first line of the log with `words`, once it is there."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not (found := [line for record in caplog.records if words in (line := record.getMessage())]):
+        assert time.monotonic() < deadline_s, caplog.text
+        time.sleep(0.01)
+    return found[0]
+
+
+def messages(events: Sequence[Event]) -> list[object]:
     return [event.message for event in events if isinstance(event, News)]
 
 
@@ -170,28 +180,38 @@ def test_embeddings_of_images_are_taken_if_a_grant_named_some() -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_workers_that_differ_are_refused_on_both_sides_with_both_values(
-    change: dict[str, Any], words: tuple[str, ...]
+    change: dict[str, Any], words: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     with pair(msgspec.structs.replace(GEOMETRY, **change)) as (prefill, decode):
         decode.connect("127.0.0.1", prefill.port)
-        texts = [reason(until(wire, left)) for wire in (decode, prefill)]
-    assert any(all(word in text for word in words) for text in texts), texts
+        text = reason(until(decode, left))
+        assert all(word in text for word in words)
+        of_prefill = logged(caplog, "the decode worker at")
+        assert all(word in of_prefill for word in words)
+        assert not prefill.poll(), "who has not greeted is told of to no scheduler"
 
 
-def test_two_workers_of_one_mode_and_strangers_are_refused() -> None:
+def test_two_workers_of_one_mode_and_strangers_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pair(mode="prefill") as (prefill, other):
         other.connect("127.0.0.1", prefill.port)
         assert "--disaggregation-mode prefill" in reason(until(other, left))
+        logged(caplog, "the decode worker at")
+    caplog.clear()
     with pair() as (prefill, _):
-        for junk in (b"GET / HTTP/1.1\r\n\r\n", encode(Hello(PROTOCOL + 1, "decode", GEOMETRY)), encode(Open(ROOM))):
-            with socket.create_connection(("127.0.0.1", prefill.port)) as stranger:
+        for junk in (b"GET / HTTP/1.1\r\n\r\n" * 9, encode(Open(ROOM)) * 9, b"JKVG\xff\xff" + bytes(50)):
+            with socket.create_connection(("127.0.0.1", prefill.port), timeout=PATIENCE_S) as stranger:
                 stranger.sendall(junk)
-                assert "refused" in reason(until(prefill, left))
+                with contextlib.suppress(ConnectionError):  # it leaves without reading all
+                    while stranger.recv(100):
+                        pass
+                logged(caplog, "is refused")
+                caplog.clear()
+        assert not prefill.poll()
 
 
 def test_a_frame_that_announces_too_much_is_refused_before_memory_is_taken() -> None:
     with pair() as (prefill, _), socket.create_connection(("127.0.0.1", prefill.port)) as stranger:
-        stranger.sendall(encode(Hello(PROTOCOL, "decode", GEOMETRY)))
+        greet(stranger, "decode", GEOMETRY)
         stranger.sendall(encode(Pages(ROOM, 0, 1 << 30), 1 << 40))
         assert "are the most" in reason(until(prefill, left))
 
@@ -200,7 +220,7 @@ def test_a_worker_that_says_nothing_is_dead_and_one_that_only_waits_is_not() -> 
     with pair(timeout_s=1.5) as (prefill, decode):
         decode.connect("127.0.0.1", prefill.port)
         with socket.create_connection(("127.0.0.1", prefill.port)) as silent:
-            silent.sendall(encode(Hello(PROTOCOL, "decode", GEOMETRY)))
+            greet(silent, "decode", GEOMETRY)
             assert "nothing was heard for 1.5 s" in reason(until(prefill, left))
         assert not left(list(decode.poll()))
 
@@ -244,6 +264,7 @@ def test_the_port_listens_on_if_there_was_no_thread_for_a_connection(monkeypatch
 
         monkeypatch.setattr(threading.Thread, "start", fail)
         with socket.create_connection(("127.0.0.1", prefill.port), timeout=PATIENCE_S) as stranger:
+            greet(stranger, "decode", GEOMETRY)
             assert "can't start new thread" in reason(until(prefill, left))
             assert stranger.recv(1) == b""
         decode.connect("127.0.0.1", prefill.port)
@@ -258,7 +279,7 @@ def test_strangers_of_one_address_take_no_connection_from_a_worker_at_another() 
     with pair() as (prefill, decode), contextlib.ExitStack() as stack:
         for _ in range(MAX_LINKS_OF_HOST + 20):
             stranger = socket.create_connection(("127.0.0.1", prefill.port), source_address=("127.0.0.2", 0))
-            stack.enter_context(stranger)
+            greet(stack.enter_context(stranger), "decode", GEOMETRY)
         ended = until(prefill, lambda events: sum(isinstance(event, Left) for event in events) >= 20)
         refused = [event for event in ended if isinstance(event, Left) and "the most" in event.reason]
         assert len(refused) == 20
@@ -268,11 +289,87 @@ def test_strangers_of_one_address_take_no_connection_from_a_worker_at_another() 
 
 def test_texts_that_are_no_text_and_long_ones_end_the_connection_in_few_words(caplog: pytest.LogCaptureFixture) -> None:
     with pair() as (prefill, _):
-        long = encode(Fail(ROOM, "x" * 60_000))
         broken = encode(Fail(ROOM, "???")).replace(b"???", b"\xff\xfe\xfd")
-        for junk in (long, encode(Hello(PROTOCOL, "decode", GEOMETRY)) + broken):
+        for junk in (encode(Pages(ROOM, 0, 1), 8), broken):
             with socket.create_connection(("127.0.0.1", prefill.port)) as stranger:
+                greet(stranger, "decode", GEOMETRY)
                 stranger.sendall(junk)
                 text = reason(until(prefill, left))
                 assert "refused" in text and len(text) <= MAX_REASON_CHARS
     assert not any(record.exc_info for record in caplog.records)
+
+
+SECRET = b"s" * 32
+
+
+@contextlib.contextmanager
+def secured(secret_of_decode: bytes = SECRET) -> Iterator[tuple[TcpWire, TcpWire]]:
+    prefill = TcpWire("prefill", GEOMETRY, ("127.0.0.1", 0), secret=SECRET)
+    decode = TcpWire("decode", GEOMETRY, secret=secret_of_decode)
+    try:
+        yield prefill, decode
+    finally:
+        prefill.close()
+        decode.close()
+
+
+def test_workers_with_one_secret_serve_and_one_with_another_gets_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with secured() as (prefill, decode):
+        decode.send(decode.connect("127.0.0.1", prefill.port), Open(ROOM))
+        assert messages(until(prefill, lambda events: bool(messages(events)))) == [Open(ROOM)]
+    for secret in (b"t" * 32, b""):
+        with secured(secret) as (prefill, decode):
+            decode.send(decode.connect("127.0.0.1", prefill.port), Open(ROOM))
+            until(decode, left)
+            assert "secret" in logged(caplog, "the decode worker at")
+            assert not prefill.poll()
+            caplog.clear()
+
+
+def test_connections_that_do_not_greet_take_no_thread_and_no_place_from_a_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jaxsgl.transfer.greeting.GREETING_S", 60.0)
+    with secured() as (prefill, decode), contextlib.ExitStack() as stack:
+        before = threading.active_count()
+        for _ in range(MAX_PENDING + 50):
+            stranger = socket.create_connection(("127.0.0.1", prefill.port), source_address=("127.0.0.2", 0))
+            stack.enter_context(stranger)
+        decode.send(decode.connect("127.0.0.1", prefill.port), Open(ROOM))
+        assert messages(until(prefill, lambda events: bool(messages(events)))) == [Open(ROOM)]
+        assert threading.active_count() - before <= 4, "two threads for each side of the one true connection"
+
+
+def test_a_greeting_has_a_time_in_all_however_slowly_it_comes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("jaxsgl.transfer.listener.GREETING_S", 0.5)
+    caplog.set_level("INFO")
+    with secured() as (prefill, _), socket.create_connection(("127.0.0.1", prefill.port)) as slow:
+        with contextlib.suppress(ConnectionError):
+            for byte in b"JKVG" * 5:
+                slow.sendall(bytes([byte]))
+                time.sleep(0.1)
+        assert "more than 0.5 s" in logged(caplog, "greeting took")
+
+
+def test_a_worker_that_says_too_often_that_it_lives_is_refused() -> None:
+    with pair() as (prefill, _), socket.create_connection(("127.0.0.1", prefill.port)) as stranger:
+        greet(stranger, "decode", GEOMETRY)
+        stranger.sendall(encode(Ping()) * 100)
+        assert "times a second" in reason(until(prefill, left))
+
+
+def test_messages_that_are_not_polled_are_not_read_either() -> None:
+    """A worker's memory doesn't grow with what another one sends while it is busy."""
+    num_sent = 4 * MAX_UNPOLLED
+    with pair() as (prefill, _), socket.create_connection(("127.0.0.1", prefill.port)) as stranger:
+        greet(stranger, "decode", GEOMETRY)
+        sender = threading.Thread(target=lambda: stranger.sendall(encode(Open(ROOM)) * num_sent))
+        sender.start()
+        prefill.wait(PATIENCE_S)
+        time.sleep(0.3)
+        first = len(messages(prefill.poll()))
+        assert 0 < first <= MAX_UNPOLLED + 1
+        until(prefill, lambda events: first + len(messages(events)) == num_sent)
+        sender.join()
