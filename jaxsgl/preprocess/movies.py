@@ -1,9 +1,9 @@
 """Files of video, as MP4 and WebM, to the frames that the model sees, by PyAV (the extra `video`).
 
-What a file may cost is bounded: by its kind and codec, by pixels and memory from its header, which FFmpeg holds every
-frame to, by packets, and by seconds of processor time. Frames are decoded in order, on one thread, and those that the
-model doesn't see are dropped at once. Nothing but the file's own bytes is read. Never knows prompts or processors;
-`loading.py` scales the frames.
+What a file may cost is bounded: by what it declares (`boxes.py`), by its kind and codec, by pixels and memory from its
+header, which FFmpeg holds every frame to, by packets, and by seconds of processor time. Frames are decoded in order, on
+one thread, and those that the model doesn't see are dropped at once. Nothing but the file's own bytes is read. Never
+knows prompts or processors; `loading.py` scales the frames.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.boxes import MAX_SAMPLES, check_boxes
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 KIND_NAMES = "MP4, MOV, MKV or WebM"
 CODECS = ("av1", "h264", "hevc", "mpeg4", "vp8", "vp9")
-MAX_PACKETS = 100_000  # half an hour at 60 frames a second
+MAX_PACKETS = MAX_SAMPLES
 MAX_PROBED_BYTES = 1 << 20
 DEFAULT_FPS = 24.0  # of a file that doesn't say, as in transformers
 _HELD_FRAMES = 18  # that a decoder keeps at most: 16 that others refer to, and some on their way
@@ -56,6 +57,8 @@ class Movie:
         """
         self._content, self._name = content, name
         self._max_cpu_s, self._start_cpu_s = max_cpu_s, time.thread_time()
+        if _demuxer(content) == "mp4":
+            check_boxes(content, name)
         with self._opened(2 * max_pixels + (1 << 16)) as (container, stream):
             context = stream.codec_context
             self.width, self.height = context.width, context.height
