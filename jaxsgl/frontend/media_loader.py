@@ -1,14 +1,15 @@
 """From the pictures and videos of a prompt to what the engine gets: fetches on the event loop, decodes in threads.
 
-Owns how many are fetched and decoded at a time. Never knows a protocol or the engine: generation.py calls it for
-prompts with media, if the model has a vision tower.
+Owns the threads that decode, and how many there are: a place in them ends with its work, not with the call that wanted
+it, so that clients who leave make room for no more work than those who wait. Never knows a protocol or the engine:
+generation.py calls it for prompts with media, if the model has a vision tower.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -38,7 +39,7 @@ class MediaLoader:
       config: flags.
       limits, settings: of the model.
       tokenizer: of the model; tells the text of placeholders.
-      threads: decode.
+      threads: for what takes milliseconds, and names of hosts; pictures are decoded in threads of their own.
       fetcher: None: one that fetches what `config` allows.
     """
 
@@ -57,8 +58,12 @@ class MediaLoader:
         self._tokenizer = tokenizer
         self._threads = threads
         self._fetcher = fetcher or Fetcher(config, threads)
-        self._decoding = asyncio.Semaphore(MAX_DECODING)
+        self._decoding = ThreadPoolExecutor(MAX_DECODING, "media")
         self._room = DecodeRoom(config.media_max_decode_bytes)
+
+    def close(self) -> None:
+        """Drops what waits for its turn. Does not wait for what is being decoded."""
+        self._decoding.shutdown(wait=False, cancel_futures=True)
 
     async def prepare_all(
         self, prompts: Sequence[Prompt], tokenize: Tokenize
@@ -111,8 +116,7 @@ class MediaLoader:
         def decode() -> list[Visual]:
             return load(files_of(sources, fetched, budget), self.settings, bounds)
 
-        async with self._decoding:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+        return await asyncio.get_running_loop().run_in_executor(self._decoding, decode)
 
     async def _fetch(self, sources: Sequence[Source], budget: Budget) -> dict[str, bytes]:
         """Returns the contents of all remote URLs. The first that fails ends the others."""

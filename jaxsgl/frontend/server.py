@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -138,6 +139,7 @@ class Server:
         self.engine = Replicas(owned_engines(config, engine_command)) if share is None else share.engine
         self.serving = asyncio.Event()
         self._threads = ThreadPoolExecutor(MAX_THREADS, "tokenizer")  # asyncio's own would delay the end
+        self._closing = ExitStack()  # what the model needs of its own
         self.metrics = Metrics(
             lambda: self.engine.load, log_lines=logs.line_counts(), replicas=lambda: self.engine.each
         )
@@ -207,6 +209,7 @@ class Server:
         """Ends connections and the engine processes. Does not wait for threads that tokenize or download."""
         await asyncio.gather(self._grpc.stop(), self._http.stop())
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._closing.close()
         await self.engine.stop()
         logger.info("stopped")
 
@@ -239,7 +242,9 @@ class Server:
         settings = load_settings(info.model_path)
         if settings is None:
             return None
-        return MediaLoader(self._config.media, info.limits.media, settings, tokenizer, self._threads)
+        loader = MediaLoader(self._config.media, info.limits.media, settings, tokenizer, self._threads)
+        self._closing.callback(loader.close)
+        return loader
 
     async def _load_model(self) -> ServedModel:
         """Loads the tokenizer while the engine starts; waits for both."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,9 @@ async def serving(
         warmup_s=0.0,
     )  # fmt: skip
     link = AnsweringLink()
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads, ExitStack() as closing:
         loader = MediaLoader(config, media, settings, tokenizer, threads, Fetcher(config, threads, resolve, connect))
+        closing.callback(loader.close)
         model = ServedModel(info, tokenizer, media=loader if has_tower else None)
         front_end = front_end_of(link, threads, model)
         front_end = replace(front_end, config=replace(front_end.config, media=config))
