@@ -12,21 +12,36 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import tiers
+from tests import nights, tiers
 from tests.floating_point import controls
-from tests.grids import NIGHTLY
 from tests.kept import Programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
-if not NIGHTLY:  # compiling takes most of a run, and LLVM most of compiling
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's idle threads spin on the cores of the other workers
 settings.register_profile("jaxsgl", deadline=None)  # how long an example takes depends on what else runs
 settings.load_profile("jaxsgl")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # if it was ignored, programs under test would inherit that
 _PROGRAMS = Programs()  # before anything imports JAX
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly-slice", metavar="K/N", help="run the K-th of N slices of the nightly tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses day or night, before a test or tests/grids.py is imported; processes that tests start get it, too."""
+    chosen = config.getoption("nightly_slice")
+    if chosen is not None:
+        try:
+            nights.parse(chosen)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+        os.environ["JAXSGL_TEST_NIGHTLY"] = "1"
+        os.environ.setdefault("JAXSGL_TEST_SOAK_S", str(nights.SOAK_S))
+    if not os.environ.get("JAXSGL_TEST_NIGHTLY"):  # compiling takes most of a run, and LLVM most of compiling
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -43,8 +58,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.nodeid} is of the tiers {sorted(named)}; a file's tests are of one")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: tiers.rank(item.path))
+    chosen = config.getoption("nightly_slice")
+    if chosen is not None:
+        k, n = nights.parse(chosen)
+        kept = nights.slices([item.nodeid for item in items], n, nights.read_costs())[k - 1]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -65,6 +86,20 @@ def _unit_tests_import_no_jax(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if all(tiers.tier_of(item.path) == "unit" for item in request.session.items):
         assert "jax" not in sys.modules, "a unit test imports JAX; it belongs to the tier `device`"
+
+
+@pytest.fixture(scope="module")
+def fully_optimized() -> Iterator[None]:
+    """Compiles the programs of a file's tests as users do, by day too; also in processes that they start."""
+    import jax
+
+    name = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # which JAX reads when it is imported
+    before = os.environ.get(name, "0")
+    os.environ[name] = "0"
+    jax.config.update(name.lower(), False)
+    yield
+    os.environ[name] = before
+    jax.config.update(name.lower(), before == "1")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,13 +9,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def test_ci_runs_the_commands_of_the_readme_and_pytest_last() -> None:
+def test_ci_runs_the_commands_of_the_readme_and_a_slice_of_the_night_last() -> None:
     section = (ROOT / "README.md").read_text().partition("\n## Test\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
     readme = [command for line in "".join(blocks).splitlines() for command in line.split(" && ")]
     ci = [command for line in (ROOT / ".ci/run").read_text().splitlines() for command in line.split(" && ")]
     assert len(readme) >= 6 and set(readme) <= set(ci)
-    assert "pytest" in readme[2] and readme[2] == ci[-1]
+    assert "pytest" in readme[2] and readme[2] == ci[-2]
+    assert ci[-1].startswith(f"{readme[2]} --nightly-slice")
 
 
 @pytest.mark.parametrize("package", ["jaxsgl", "pallas_kernels"])

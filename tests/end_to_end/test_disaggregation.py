@@ -21,7 +21,7 @@ from tests.end_to_end.servers import COMMON_FLAGS, START_TIMEOUT_S, RunningServe
 from tests.end_to_end.texts import filler
 from tests.grids import NIGHTLY
 
-pytestmark = pytest.mark.foreign
+pytestmark = [pytest.mark.foreign, pytest.mark.usefixtures("fully_optimized")]
 
 MODEL = "tiny"
 FLAGS = (*COMMON_FLAGS, "--served-model-name", MODEL)
@@ -93,7 +93,7 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory, fully_optimized: None) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
         fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
         fleet.wait_until_ready()

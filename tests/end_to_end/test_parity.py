@@ -22,7 +22,7 @@ from tests.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint, refer
 from tests.end_to_end.offline import first_logits, outputs, serve
 from tests.grids import daily, pairwise
 
-pytestmark = pytest.mark.device
+pytestmark = [pytest.mark.device, pytest.mark.usefixtures("fully_optimized")]
 
 KINDS = ("llama_tied", "llama_untied_llama3_rope", "qwen2", "qwen3")
 NEW_TOKENS = 8

@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from jaxsgl.frontend.proto import jaxsgl_pb2 as pb
 from jaxsgl.frontend.proto import jaxsgl_pb2_grpc as pb_grpc
 from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, client, running_server
 from tests.grids import NIGHTLY
+
+QUESTION, ANSWER = "What is 3 + 4?", "3 + 4 = 7."
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +222,22 @@ def test_sampling_depends_on_the_seed_alone(stub: Any) -> None:
     assert sampled(1) != sampled(2)
 
 
+def check_main_job(server: RunningServer) -> None:
+    """The same answer over both protocols."""
+    with grpc.insecure_channel(server.address) as channel:
+        stream = pb_grpc.JaxsglStub(channel).Generate(
+            pb.GenerateRequest(
+                chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=QUESTION)]),
+                sampling=pb.SamplingParams(temperature=0.0, max_tokens=20),
+                stream=True,
+            )
+        )
+        assert text_of(stream) == ANSWER
+    body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 20}
+    answer = httpx.post(f"http://{server.http_address}/v1/chat/completions", json=body, timeout=60.0).json()
+    assert answer["choices"][0]["message"]["content"] == ANSWER
+
+
 def start_seconds(folder: Path, cache: Path, flags: Sequence[str]) -> float:
     """Seconds from the command to ready; at most the processor time of the server's life. SIGTERM ends it cleanly.
 
@@ -228,6 +247,7 @@ def start_seconds(folder: Path, cache: Path, flags: Sequence[str]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with running_server(folder, (*flags, "--compilation-cache-dir", str(cache))) as server:
         engine_pid = server.engine_pid
+        check_main_job(server)
         assert server.stop() == 0
         assert not Path(f"/proc/{engine_pid}").exists()
         (ready,) = re.findall(r"ready: .*, ([0-9.]+) s after start", server.log.read_text())

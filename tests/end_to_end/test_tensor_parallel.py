@@ -22,7 +22,12 @@ from tests.end_to_end.servers import check_log, running_server
 from tests.grids import NIGHTLY
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", RETRACT_VARIABLE: "7"}
+ENVIRONMENT = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    RETRACT_VARIABLE: "7",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+}  # as users compile programs
 SIZES = {"num_attention_heads": 8, "vocab_size": 200, "intermediate_size": 112}
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 16, "vocab_size": 201},
@@ -75,10 +80,13 @@ def answers_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.timeout(7200 if NIGHTLY else 900)
-def test_devices_that_share_a_model_give_the_answers_of_one(tmp_path: Path) -> None:
+OF_KINDS = [[case for case in NIGHTLY_CASES if case.kind == kind] for kind in KINDS]
+
+
+@pytest.mark.timeout(1800 if NIGHTLY else 900)
+@pytest.mark.parametrize("cases", OF_KINDS if NIGHTLY else [DAILY], ids=lambda cases: cases[0].kind)
+def test_devices_that_share_a_model_give_the_answers_of_one(cases: list[Case], tmp_path: Path) -> None:
     """With overlap, mixed steps, chunks and retraction: greedy, sampled and edited tokens, and scores."""
-    cases = NIGHTLY_CASES if NIGHTLY else DAILY
     folder = {
         (kind, seed): str(make_checkpoint(kind, tmp_path / f"{kind} {seed}", seed=seed, **KINDS[kind]))
         for kind in dict.fromkeys(each.kind for each in cases)
