@@ -29,8 +29,8 @@ class MediaConfig:
         "memory for decoding pictures, in bytes, of each front-end process; a picture that takes more by its header is "
         "refused, and one that finds too little left waits (JPEG and PNG take 4 to 6 bytes a pixel, WebP 16)",
     )
-    media_max_video_cpu_s: float = flag(
-        20.0, "seconds of processor time that decoding a file of video, as MP4, may take (needs the extra `video`)"
+    media_max_cpu_s: float = flag(
+        20.0, "seconds of processor time that decoding all pictures and videos of a request may take"
     )
     media_timeout_s: float = flag(10.0, "seconds that fetching a picture or video may take, redirects included")
     mm_hash_ids: str = flag(
@@ -49,6 +49,6 @@ class MediaConfig:
         require(1024 <= self.media_max_pixels <= 1 << 28, "--media-max-pixels", self.media_max_pixels, "1024 to 2**28")
         least = self.media_max_decode_bytes >= 1 << 20
         require(least, "--media-max-decode-bytes", self.media_max_decode_bytes, "2**20 and more")
-        cpu_s = self.media_max_video_cpu_s
-        require(0 < cpu_s <= 3600, "--media-max-video-cpu-s", cpu_s, "above 0, up to 3600")
+        cpu_s = self.media_max_cpu_s
+        require(0 < cpu_s <= 3600, "--media-max-cpu-s", cpu_s, "above 0, up to 3600")
         require(0 < self.media_timeout_s <= 600, "--media-timeout-s", self.media_timeout_s, "above 0, up to 600")

@@ -43,7 +43,7 @@ from jaxsgl.text.stop_regex import check_patterns
 from jaxsgl.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxsgl.frontend.media_loader import MediaLoader  # servers of text never load Pillow
+    from jaxsgl.frontend.media_loader import MediaLoader
 
 MAX_REQUEST_ID_CHARS = 256
 INLINE_SCORES = 1000  # that an endpoint may write out on the event loop: a few milliseconds

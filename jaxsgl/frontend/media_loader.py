@@ -17,16 +17,16 @@ from typing import TypeAlias
 from jaxsgl.config.media import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.frontend.media_fetch import Fetcher
-from jaxsgl.preprocess.decode_memory import DecodeRoom
-from jaxsgl.preprocess.loading import Visual, bounds_of, load
+from jaxsgl.preprocess.decoding import MAX_DECODING, Decoder
 from jaxsgl.preprocess.placeholders import expand, expand_videos, tokens_of, write_videos
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import IMAGE_KINDS, VIDEO_KINDS, Budget, Source, VideoSource, files_of, is_remote
+from jaxsgl.preprocess.visuals import Visual
 from jaxsgl.requests.media import MediaItem, MediaLimits
+from jaxsgl.sandbox import Sandbox
 from jaxsgl.text.prompts import IdsPrompt, Prompt
 from jaxsgl.text.tokenizer import Tokenizer
 
-MAX_DECODING = 2  # requests whose pictures are decoded at a time; their memory is --media-max-decode-bytes
 MAX_CALL_REQUESTS = 4  # the prompts of a call may have so many requests' patches together
 
 Tokenize: TypeAlias = Callable[[Sequence[Prompt]], Awaitable[list[list[int]]]]
@@ -41,6 +41,7 @@ class MediaLoader:
       tokenizer: of the model; tells the text of placeholders.
       threads: for what takes milliseconds, and names of hosts; pictures are decoded in threads of their own.
       fetcher: None: one that fetches what `config` allows.
+      sandbox: where pictures are decoded; None: a process of its own.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class MediaLoader:
         tokenizer: Tokenizer,
         threads: Executor,
         fetcher: Fetcher | None = None,
+        sandbox: Sandbox | None = None,
     ) -> None:
         self.limits = limits
         self.settings = settings
@@ -59,11 +61,16 @@ class MediaLoader:
         self._threads = threads
         self._fetcher = fetcher or Fetcher(config, threads)
         self._decoding = ThreadPoolExecutor(MAX_DECODING, "media")
-        self._room = DecodeRoom(config.media_max_decode_bytes)
+        self._decoder = Decoder(settings, limits, config, sandbox)
+
+    async def start(self) -> None:
+        """Waits until pictures can be decoded. Raises `SandboxCrash` if they can't."""
+        await asyncio.get_running_loop().run_in_executor(self._decoding, self._decoder.start)
 
     def close(self) -> None:
-        """Drops what waits for its turn. Does not wait for what is being decoded."""
+        """Drops what waits for its turn. What is being decoded ends by its limits."""
         self._decoding.shutdown(wait=False, cancel_futures=True)
+        self._decoder.close()
 
     async def prepare_all(
         self, prompts: Sequence[Prompt], tokenize: Tokenize
@@ -110,11 +117,9 @@ class MediaLoader:
             )
         budget = Budget(self._config.media_max_bytes)
         fetched = await self._fetch(sources, budget)
-        config = self._config
-        bounds = bounds_of(self.limits, config.media_max_pixels, self._room, config.media_max_video_cpu_s)
 
         def decode() -> list[Visual]:
-            return load(files_of(sources, fetched, budget), self.settings, bounds)
+            return self._decoder.load(files_of(sources, fetched, budget))
 
         return await asyncio.get_running_loop().run_in_executor(self._decoding, decode)
 

@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from jaxsgl import logs
 from jaxsgl.config.server import ServerConfig
@@ -30,6 +30,7 @@ from jaxsgl.frontend.generation import FrontEnd, Generator, Peers, ServedModel
 from jaxsgl.frontend.grpc.server import GrpcServer
 from jaxsgl.frontend.http.app import HttpServer
 from jaxsgl.frontend.listen import Addresses, log_listening, log_ready, raise_file_limit
+from jaxsgl.frontend.media_loader import MediaLoader
 from jaxsgl.frontend.metrics import Metrics
 from jaxsgl.frontend.owned_engine import ENGINE_COMMAND, owned_engines
 from jaxsgl.frontend.profiles import Profiles
@@ -40,9 +41,6 @@ from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.preprocess.settings import load_settings
 from jaxsgl.text.dialects import dialect_of
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    from jaxsgl.frontend.media_loader import MediaLoader
 
 GRACE_S = 0.2  # calls that arrive at the end get an error that says why; a stopped gRPC server would say CANCELLED
 ENGINE_ERROR_S = 10.0  # a bad model folder breaks the tokenizer too, but the engine's error explains it better
@@ -233,17 +231,16 @@ class Server:
         await self.report_health()
         await asyncio.sleep(GRACE_S)
 
-    def _media_loader(self, info: EngineInfo, tokenizer: Tokenizer) -> MediaLoader | None:
+    async def _media_loader(self, info: EngineInfo, tokenizer: Tokenizer) -> MediaLoader | None:
         """Returns what prepares pictures, if the model takes any. Raises `CheckpointError`."""
         if info.limits.media is None:
             return None
-        from jaxsgl.frontend.media_loader import MediaLoader  # servers of text never load Pillow
-
         settings = load_settings(info.model_path)
         if settings is None:
             return None
         loader = MediaLoader(self._config.media, info.limits.media, settings, tokenizer, self._threads)
         self._closing.callback(loader.close)
+        await loader.start()
         return loader
 
     async def _load_model(self) -> ServedModel:
@@ -262,7 +259,7 @@ class Server:
             tokenizer: Tokenizer = await loading
             dialect = dialect_of(tokenizer.chat_template, self._config.tool_call_parser, self._config.reasoning_parser)
             info = await starting
-            return ServedModel(info, tokenizer, dialect, self._media_loader(info, tokenizer))
+            return ServedModel(info, tokenizer, dialect, await self._media_loader(info, tokenizer))
         finally:
             starting.cancel()
             loading.cancel()

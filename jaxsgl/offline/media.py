@@ -69,10 +69,11 @@ class OfflineMedia:
                 "the prompt has images or videos, but the model takes text alone: leave them out, or load a model with "
                 "a vision tower"
             )
-        from jaxsgl.preprocess.loading import bounds_of, load  # imports Pillow, which text needs not
+        from jaxsgl.preprocess.loading import Bounds, load  # imports Pillow, which text needs not
         from jaxsgl.preprocess.placeholders import expand, expand_videos, tokens_of, write_videos
 
-        visuals = load(given.files, settings, bounds_of(self._limits, max_pixels=1 << 28))
+        bounds = Bounds(self._limits.max_patches, self._limits.max_request_patches, max_pixels=1 << 28)
+        visuals = load(given.files, settings, bounds)
         if isinstance(given.prompt, str):
             text = write_videos(given.prompt, visuals, tokens_of(settings, self._tokenizer.token_bytes))
             ids = self._tokenizer.encode(text, add_special_tokens)

@@ -1,4 +1,4 @@
-"""Memory that decoding a picture takes, known from its header, and how much of it is taken at a time.
+"""Memory that decoding a picture takes, known from its header.
 
 Pillow keeps pixels of one band in a byte or two, and all others in four. Some decoders hold more besides; the figures
 are measured with Pillow 13 (`tests/preprocess/test_decode_memory.py`). Never knows what pixels become; `loading.py`
@@ -7,16 +7,11 @@ asks before it decodes.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from PIL import Image
 from PIL.GifImagePlugin import GifImageFile as GIF
 from PIL.JpegImagePlugin import JpegImageFile as JPEG
 from PIL.WebPImagePlugin import WebPImageFile as WebP
 
-from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess.jpegs import has_several_scans
 
 _ANIMATION_BYTES = 22  # for each pixel: the canvas, the frames before and behind a change, their copies, scaled lines
@@ -52,44 +47,6 @@ def animation_bytes(picture: Image.Image) -> int:
     """Bytes at most while frames of an animation are decoded and scaled; it may have one frame alone."""
     has_canvas = isinstance(picture, GIF | WebP) or getattr(picture, "n_frames", 1) > 1
     return picture.width * picture.height * (_ANIMATION_BYTES if has_canvas else 8)
-
-
-class DecodeRoom:
-    """Memory for decoding, of which each picture takes its part: the next one waits until there is room.
-
-    Args:
-      max_bytes: for all pictures that are decoded at a time. None: no limit, and no waiting.
-    """
-
-    def __init__(self, max_bytes: int | None = None) -> None:
-        self._max_bytes = max_bytes
-        self._taken = 0
-        self._given_back = threading.Condition()
-
-    @contextmanager
-    def taken(self, num_bytes: int, name: str) -> Iterator[None]:
-        """Takes `num_bytes` while the block runs. Raises `InvalidRequest` if all memory for decoding is less."""
-        if self._max_bytes is None:
-            yield
-            return
-        if num_bytes > self._max_bytes:
-            raise InvalidRequest(
-                f"decoding {name} takes {num_bytes} bytes of memory, but may take {self._max_bytes} "
-                "(--media-max-decode-bytes): send a smaller one, or one as baseline JPEG, which takes the least"
-            )
-        with self._given_back:
-            self._given_back.wait_for(lambda: self._has(num_bytes))
-            self._taken += num_bytes
-        try:
-            yield
-        finally:
-            with self._given_back:
-                self._taken -= num_bytes
-                self._given_back.notify_all()
-
-    def _has(self, num_bytes: int) -> bool:
-        assert self._max_bytes is not None
-        return self._taken + num_bytes <= self._max_bytes
 
 
 def _coefficient_bytes(picture: JPEG) -> int:

@@ -1,12 +1,12 @@
-"""Pictures and videos to patches: what is large is done here, in a thread, file by file.
+"""Pictures and videos to patches: what is large is done here, file by file.
 
 `load` decodes, scales and cuts; `placeholders.py` then says where in the prompt the patches belong. Callers have got
-the files before (`sources.py` says what a file may be). Never knows prompts.
+the files before (`sources.py` says what a file may be). Servers call it in a child process (`decoding.py`), `LLM` in
+its own one. Never knows prompts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,47 +15,20 @@ from PIL import Image
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import pictures
-from jaxsgl.preprocess.decode_memory import DecodeRoom, animation_bytes, still_bytes
+from jaxsgl.preprocess.decode_memory import animation_bytes, still_bytes
+from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.movies import Movie, is_movie
 from jaxsgl.preprocess.patches import Pixels, frame_size, image_size, patches_of_frames
 from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
 from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
 from jaxsgl.preprocess.strips import scaled, upright_size
-from jaxsgl.requests.media import Grid, MediaLimits, digest_of
+from jaxsgl.preprocess.visuals import Part, Visual
+from jaxsgl.requests.media import digest_of
 
 MAX_PIXELS = 1 << 25  # of a picture: 8K
 MAX_REQUEST_PIXELS = 1 << 29  # that are decoded for a request: some seconds
 MAX_READ_FRAMES = 4096  # of an animation, of which some are taken
 DEFAULT_FPS = 24.0  # of an animation that doesn't say how long its frames are shown
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one run of placeholder tokens stands for: a picture, or a temporal patch of a video.
-
-    Attributes:
-      digest, grid, pixels: as in `MediaItem`.
-      time_s: of a temporal patch, the mean of its first and last frame's; None: a picture.
-    """
-
-    digest: bytes
-    grid: Grid
-    pixels: bytes
-    time_s: float | None = None
-
-    @property
-    def num_patches(self) -> int:
-        """Patches of the grid."""
-        t, h, w = self.grid
-        return t * h * w
-
-
-@dataclass(frozen=True)
-class Visual:
-    """A picture, which has one part, or a video."""
-
-    parts: tuple[Part, ...]
-    is_video: bool
 
 
 @dataclass(frozen=True)
@@ -67,24 +40,12 @@ class Bounds:
       max_request_patches: of all that is loaded for a request.
       max_pixels: of a picture, before it is scaled.
       room: memory for decoding, which the caller's threads share.
-      max_video_cpu_s: processor time that a file of video may take.
     """
 
     max_patches: int
     max_request_patches: int
     max_pixels: int = MAX_PIXELS
     room: DecodeRoom = field(default_factory=DecodeRoom)
-    max_video_cpu_s: float = math.inf
-
-
-def bounds_of(
-    limits: MediaLimits,
-    max_pixels: int = MAX_PIXELS,
-    room: DecodeRoom | None = None,
-    max_video_cpu_s: float = math.inf,
-) -> Bounds:
-    """Returns what the model's `limits` leave room for."""
-    return Bounds(limits.max_patches, limits.max_request_patches, max_pixels, room or DecodeRoom(), max_video_cpu_s)
 
 
 def load(files: Sequence[File], settings: ProcessorSettings, bounds: Bounds) -> list[Visual]:
@@ -144,7 +105,7 @@ def _video(file: VideoFile, settings: ProcessorSettings, bounds: Bounds, left: L
     if isinstance(file.content, tuple):
         return _parts(_frames(file, settings, bounds, left, name), settings, bounds, left)
     if is_movie(file.content):
-        movie = Movie(file.content, bounds.max_pixels, bounds.max_video_cpu_s, name)
+        movie = Movie(file.content, bounds.max_pixels, name)
         with bounds.room.taken(movie.num_bytes, name):
             return _parts(_movie(movie, settings), settings, bounds, left)
     animation = _opened(file.content, bounds.max_pixels, name)

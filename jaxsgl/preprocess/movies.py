@@ -1,16 +1,15 @@
 """Files of video, as MP4 and WebM, to the frames that the model sees, by PyAV (the extra `video`).
 
 What a file may cost is bounded: by what it declares (`boxes.py`), by its kind and codec, by pixels and memory from its
-header, which FFmpeg holds every frame to, by packets, and by seconds of processor time. Frames are decoded in order, on
-one thread, and those that the model doesn't see are dropped at once. Nothing but the file's own bytes is read. Never
-knows prompts or processors; `loading.py` scales the frames.
+header, which FFmpeg holds every frame to, and by packets; `decoding.py` bounds time and memory. Frames are decoded in
+order, on one thread, and those that the model doesn't see are dropped at once. Nothing but the file's own bytes is
+read. Never knows prompts or processors; `loading.py` scales the frames.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -50,13 +49,9 @@ class Movie:
       num_bytes: memory that decoding takes at most.
     """
 
-    def __init__(self, content: bytes, max_pixels: int, max_cpu_s: float, name: str) -> None:
-        """`max_pixels` are those of a frame; `max_cpu_s` is this thread's time from now to the last frame.
-
-        Raises `InvalidRequest`.
-        """
+    def __init__(self, content: bytes, max_pixels: int, name: str) -> None:
+        """`max_pixels` are those of a frame. Raises `InvalidRequest`."""
         self._content, self._name = content, name
-        self._max_cpu_s, self._start_cpu_s = max_cpu_s, time.thread_time()
         if _demuxer(content) == "mp4":
             check_boxes(content, name)
         with self._opened(2 * max_pixels + (1 << 16)) as (container, stream):
@@ -75,14 +70,14 @@ class Movie:
     def frames(self, wanted: Sequence[int]) -> Iterator[Image.Image]:
         """Yields the frames with these ascending numbers as RGB; the last one again for those that the file lacks.
 
-        Raises `InvalidRequest` for a file that can't be decoded, or not in time.
+        Raises `InvalidRequest` for a file that can't be decoded.
         """
         done, last = 0, None
         most_pixels = (self.width + _ALIGNMENT) * (self.height + _ALIGNMENT)
         with self._opened(most_pixels) as (container, stream):
             stream.thread_type = "NONE"
             stream.codec_context.options = _options(most_pixels)
-            for number, frame in enumerate(self._timed(container.decode(stream))):
+            for number, frame in enumerate(container.decode(stream)):
                 if frame.format.padded_bits_per_pixel > self._bits:
                     raise InvalidRequest(f"frame {number} of {self._name} has other pixels than the header says")
                 while done < len(wanted) and wanted[done] == number:
@@ -115,23 +110,13 @@ class Movie:
 
     def _count(self, container: InputContainer, stream: VideoStream) -> int:
         count = 0
-        for packet in self._timed(container.demux(stream)):
+        for packet in container.demux(stream):
             count += bool(packet.size)
             if count > MAX_PACKETS:
                 raise InvalidRequest(f"{self._name} has more than {MAX_PACKETS} frames: send a shorter video")
         if count == 0:
             raise InvalidRequest(f"{self._name} has no frames: is the file complete?")
         return count
-
-    def _timed(self, steps: Iterator[Any]) -> Iterator[Any]:
-        """`steps`, as long as this thread has not worked on the file for too long. Raises `InvalidRequest`."""
-        for step in steps:
-            if time.thread_time() - self._start_cpu_s > self._max_cpu_s:
-                raise InvalidRequest(
-                    f"{self._name} takes more than {self._max_cpu_s:g} s of processor time to decode and scale "
-                    "(--media-max-video-cpu-s): send a shorter or smaller one"
-                )
-            yield step
 
 
 def _options(most_pixels: int) -> dict[str, str]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.loading import Part, Visual
 from jaxsgl.preprocess.settings import ProcessorSettings
+from jaxsgl.preprocess.visuals import Part, Visual
 from jaxsgl.requests.media import MediaItem, sglang_pad_id
 
 

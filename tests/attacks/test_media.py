@@ -76,9 +76,9 @@ def test_small_videos_take_little_memory(served: Served, name: str) -> None:
 
 
 def test_a_jpeg_of_many_scans_takes_no_time(served: Served) -> None:
-    before_s = time.process_time()
-    status, text = served.chat(image_part(data_url(many_scans(5000, 5792), "image/jpeg")))
-    assert time.process_time() - before_s < 2.0
+    start_s = time.monotonic()
+    status, text = served.chat(image_part(data_url(many_scans(20_000, 5792), "image/jpeg")))
+    assert time.monotonic() - start_s < 10.0
     assert status == 400 and "more than 100 scans, but may have 100" in text, text
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from jaxsgl.frontend.media_loader import MediaLoader
 from jaxsgl.messages.load import Load
 from jaxsgl.messages.replies import EngineInfo, Replies, Reply
 from jaxsgl.messages.wire import ToMailbox
+from jaxsgl.preprocess.decoding import media_sandbox
 from jaxsgl.preprocess.settings import load_settings
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import FinishReason, Request
@@ -42,6 +43,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 LETTER_A = 69  # a token
+SANDBOX = media_sandbox()  # of all front ends of these tests: it takes a second to start
 
 
 def vision_folder(folder: Path) -> str:
@@ -138,9 +140,9 @@ async def serving(
         warmup_s=0.0,
     )  # fmt: skip
     link = AnsweringLink()
-    with ThreadPoolExecutor(2) as threads, ExitStack() as closing:
-        loader = MediaLoader(config, media, settings, tokenizer, threads, Fetcher(config, threads, resolve, connect))
-        closing.callback(loader.close)
+    with ThreadPoolExecutor(2) as threads:
+        fetcher = Fetcher(config, threads, resolve, connect)
+        loader = MediaLoader(config, media, settings, tokenizer, threads, fetcher, SANDBOX)
         model = ServedModel(info, tokenizer, media=loader if has_tower else None)
         front_end = front_end_of(link, threads, model)
         front_end = replace(front_end, config=replace(front_end.config, media=config))

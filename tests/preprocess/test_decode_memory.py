@@ -15,7 +15,8 @@ from PIL import Image
 from jaxsgl.config.media import MediaConfig
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import strips
-from jaxsgl.preprocess.decode_memory import DecodeRoom, still_bytes
+from jaxsgl.preprocess.decode_memory import still_bytes
+from jaxsgl.preprocess.decode_room import DecodeRoom
 from jaxsgl.preprocess.loading import Bounds, load
 from jaxsgl.preprocess.pictures import open_picture
 from jaxsgl.preprocess.sources import ImageFile, VideoFile

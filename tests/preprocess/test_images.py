@@ -12,9 +12,10 @@ from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from jaxsgl.errors import InvalidRequest
-from jaxsgl.preprocess.loading import Bounds, Part, load
+from jaxsgl.preprocess.loading import Bounds, load
 from jaxsgl.preprocess.settings import ProcessorSettings
 from jaxsgl.preprocess.sources import ImageFile
+from jaxsgl.preprocess.visuals import Part
 from tests.grids import daily
 from tests.preprocess.pictures import SETTINGS, SMALL, file_of, picture
 

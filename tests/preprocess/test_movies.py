@@ -12,9 +12,10 @@ from PIL import Image
 
 from jaxsgl.errors import InvalidRequest
 from jaxsgl.preprocess import movies
-from jaxsgl.preprocess.decode_memory import DecodeRoom
-from jaxsgl.preprocess.loading import Bounds, Visual, load, sampled_frames
+from jaxsgl.preprocess.decode_room import DecodeRoom
+from jaxsgl.preprocess.loading import Bounds, load, sampled_frames
 from jaxsgl.preprocess.sources import ImageFile, VideoFile
+from jaxsgl.preprocess.visuals import Visual
 from tests.preprocess.pictures import SMALL, file_of, movie, picture
 
 av = pytest.importorskip("av", reason="PyAV, the extra `video`, is not installed")
@@ -78,15 +79,13 @@ def test_what_a_video_may_cost_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         loaded(content, Bounds(65536, 1 << 20, max_pixels=3071))
     with pytest.raises(InvalidRequest, match=r"decoding video 0 takes \d+ bytes of memory, but may take 1048576"):
         loaded(content, Bounds(65536, 1 << 20, room=DecodeRoom(1 << 20)))
-    with pytest.raises(InvalidRequest, match=r"more than 1e-09 s of processor time .*\(--media-max-video-cpu-s\)"):
-        loaded(content, Bounds(65536, 1 << 20, max_video_cpu_s=1e-9))
     monkeypatch.setattr(movies, "MAX_PACKETS", 23)
     with pytest.raises(InvalidRequest, match="video 0 has more than 23 frames"):
         loaded(content)
 
 
 def test_frames_larger_than_the_header_says_are_not_decoded() -> None:
-    file = movies.Movie(movie(num_frames=6, scale=8), 512 * 384, 1.0, "video 0")
+    file = movies.Movie(movie(num_frames=6, scale=8), 512 * 384, "video 0")
     assert [frame.size for frame in file.frames([0, 5])] == [(512, 384)] * 2
     file.width = file.height = 1  # as if the header had said less
     with pytest.raises(InvalidRequest, match="video 0 can't be decoded"):

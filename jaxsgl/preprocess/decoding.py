@@ -1,0 +1,209 @@
+"""`Decoder`: loads the pictures and videos of a request in a child process, within limits of memory and time.
+
+Pillow and FFmpeg read what strangers send, in C. What they may take is known before (`jpegs.py`, `boxes.py`,
+`decode_memory.py`), as far as anybody has thought of it; here the kernel holds them to it, and what goes wrong in them
+meets neither keys nor other prompts. A child has half of `--media-max-decode-bytes`, so that two decode at the same
+time. If a picture takes more by its header, its request is loaded again, alone, with all of it. Never knows prompts;
+frontend/media_loader.py calls it, in threads.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import msgspec
+
+from jaxsgl.config.media import MediaConfig
+from jaxsgl.errors import InvalidRequest
+from jaxsgl.preprocess.decode_room import DecodeRoom
+from jaxsgl.preprocess.settings import PixelSettings, ProcessorSettings
+from jaxsgl.preprocess.sources import Content, File, ImageFile, VideoFile
+from jaxsgl.preprocess.visuals import Visual
+from jaxsgl.requests.media import MediaLimits
+from jaxsgl.sandbox import Limits, Sandbox, SandboxCrash, SandboxLimit
+
+MAX_DECODING = 2  # requests whose pictures are decoded at a time
+SPARE_BYTES = 64 << 20  # of a child: FFmpeg's tables, the allocator, a thread's stack
+_COPIES = 3  # of files and of patches, on their way
+_TIME_PER_CPU = 10  # seconds by the clock for each of processor time, on a machine that has other work
+_LEAST_TIME_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class Decoder:
+    """Loads files for a model. Safe to call from several threads.
+
+    Args:
+      settings, limits: of the model.
+      config: flags.
+      sandbox: None: one of its own.
+    """
+
+    def __init__(
+        self, settings: ProcessorSettings, limits: MediaLimits, config: MediaConfig, sandbox: Sandbox | None = None
+    ) -> None:
+        self._settings = settings
+        self._limits = limits
+        self._config = config
+        self._sandbox = sandbox or media_sandbox()
+        self._room = DecodeRoom(config.media_max_decode_bytes)
+        depth, side = settings.temporal_patch_size, settings.patch_size
+        self._patch_bytes = limits.max_request_patches * 3 * depth * side**2
+
+    def start(self) -> None:
+        """Starts the helper process, which takes a second. Raises `SandboxCrash` if it doesn't get ready."""
+        self._sandbox.start()
+
+    def close(self) -> None:
+        """Ends the helper process."""
+        self._sandbox.close()
+
+    def load(self, files: Sequence[File]) -> list[Visual]:
+        """Returns what `files`, none of them decoded, hold, in their order. Raises `InvalidRequest`."""
+        most_bytes, cpu_s = self._config.media_max_decode_bytes, self._config.media_max_cpu_s
+        reply = self._call(files, most_bytes // MAX_DECODING, cpu_s)
+        if reply.visuals is None:  # it takes more than a half
+            reply = self._call(files, most_bytes, cpu_s - reply.cpu_s)
+        assert reply.visuals is not None
+        return reply.visuals
+
+    def _call(self, files: Sequence[File], share_bytes: int, cpu_s: float) -> _Reply:
+        config, limits = self._config, self._limits
+        call = _Call(
+            [_packed(file) for file in files], self._settings, limits.max_patches, limits.max_request_patches,
+            config.media_max_pixels, config.media_max_decode_bytes, share_bytes,
+        )  # fmt: skip
+        request = msgspec.msgpack.encode(call)
+        memory_bytes = share_bytes + _COPIES * (len(request) + self._patch_bytes) + SPARE_BYTES
+        time_s = max(_LEAST_TIME_S, _TIME_PER_CPU * cpu_s)
+        with self._room.taken(share_bytes, "the request"):
+            try:
+                reply = self._sandbox.call(request, Limits(memory_bytes, max(cpu_s, 1e-3), time_s))
+            except SandboxLimit as limit:
+                raise self._refusal(limit, time_s) from None
+            except SandboxCrash as crash:
+                logger.error("pictures or videos of a request could not be decoded: %s", crash)
+                raise InvalidRequest(
+                    "the pictures and videos of the request can't be decoded, for their decoder ended: are they "
+                    "damaged? The server's log says more"
+                ) from None
+        return msgspec.msgpack.decode(reply, type=_Reply)
+
+    def _refusal(self, limit: SandboxLimit, time_s: float) -> InvalidRequest:
+        config = self._config
+        most = {
+            "processor time": f"{config.media_max_cpu_s:g} s of processor time to decode and scale (--media-max-cpu-s)",
+            "memory": f"{config.media_max_decode_bytes} bytes of memory to decode (--media-max-decode-bytes)",
+            "time": f"{time_s:g} s to decode and scale",
+        }[limit.kind]
+        return InvalidRequest(
+            f"the pictures and videos of the request take more than {most}: send fewer, shorter or smaller ones"
+        )
+
+
+def media_sandbox() -> Sandbox:
+    """Returns a helper process that decodes, not started yet."""
+    return Sandbox("jaxsgl.preprocess.decoding:make", name="media")
+
+
+class _File(msgspec.Struct, array_like=True):
+    """A picture, a file of video, or the frames of a video."""
+
+    is_video: bool
+    is_list: bool
+    contents: list[bytes]
+    fps: float | None = None
+
+
+class _Call(msgspec.Struct, array_like=True):
+    """What a child is asked."""
+
+    files: list[_File]
+    settings: ProcessorSettings
+    max_patches: int
+    max_request_patches: int
+    max_pixels: int
+    most_bytes: int
+    share_bytes: int
+
+
+class _Reply(msgspec.Struct, array_like=True):
+    """What a child answers; without `visuals`, that a file takes more memory, and the time that was taken for it."""
+
+    visuals: list[Visual] | None
+    cpu_s: float
+
+
+def _packed(file: File) -> _File:
+    content = file.content
+    fps = file.fps if isinstance(file, VideoFile) else None
+    contents = content if isinstance(content, tuple) else (content,)
+    return _File(isinstance(file, VideoFile), isinstance(content, tuple), [_as_bytes(one) for one in contents], fps)
+
+
+def _as_bytes(content: Content) -> bytes:
+    assert isinstance(content, bytes), "decoded pictures come from `LLM` alone, which decodes by itself"
+    return content
+
+
+# ---- the child's side ----
+
+
+def make(_: bytes) -> Callable[[bytes], bytes]:
+    """What the helper does once: imports what decodes."""
+    from PIL import Image
+
+    from jaxsgl.preprocess.loading import Bounds, load
+    from jaxsgl.preprocess.pictures import FORMATS
+
+    with suppress(ImportError):
+        import av  # noqa: F401  # for movies.py, which says what to install without it
+
+    def run(request: bytes) -> bytes:
+        call = msgspec.msgpack.decode(request, type=_Call)
+        room = _Share(call.most_bytes, call.share_bytes)
+        bounds = Bounds(call.max_patches, call.max_request_patches, call.max_pixels, room)
+        try:
+            visuals = load([_unpacked(file) for file in call.files], call.settings, bounds)
+        except _TooMuch:
+            return msgspec.msgpack.encode(_Reply(None, time.process_time()))
+        return msgspec.msgpack.encode(_Reply(visuals, time.process_time()))
+
+    pixels = PixelSettings(1, 1 << 20, (0.5,) * 3, (0.5,) * 3)
+    settings = ProcessorSettings(16, 2, 2, pixels, pixels, 0, 0, 0, 0)
+    for kind in FORMATS:  # what libraries do at their first use is done before all children
+        with io.BytesIO() as file:
+            Image.new("RGB", (32, 32)).save(file, kind)
+            of_kind = _File(False, False, [file.getvalue()])
+        run(msgspec.msgpack.encode(_Call([of_kind], settings, 64, 64, 1 << 20, 1 << 24, 1 << 24)))
+    return run
+
+
+def _unpacked(file: _File) -> File:
+    if not file.is_video:
+        return ImageFile(file.contents[0])
+    return VideoFile(tuple(file.contents) if file.is_list else file.contents[0], file.fps)
+
+
+class _TooMuch(Exception):
+    """A file takes more memory than this child's share, but no more than one may."""
+
+
+class _Share(DecodeRoom):
+    """The memory of a child."""
+
+    def __init__(self, most_bytes: int, share_bytes: int) -> None:
+        super().__init__(most_bytes)
+        self._share_bytes = share_bytes
+
+    @contextmanager
+    def taken(self, num_bytes: int, name: str) -> Iterator[None]:
+        with super().taken(num_bytes, name):
+            if num_bytes > self._share_bytes:
+                raise _TooMuch
+            yield
