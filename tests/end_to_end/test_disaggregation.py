@@ -268,6 +268,10 @@ def test_calls_end_in_time_if_a_server_stops_or_dies_while_pages_move(
                 os.kill(pid, how)
             if (who, how) == ("prefill", signal.SIGSTOP):
                 wait_for(partial(fleet.holds_nothing, fleet.decode), "refusal of decode", ENDS_WITHIN_S)
+                leg = {"bootstrap_host": "127.0.0.1", "bootstrap_port": fleet.port, "bootstrap_room": 77}
+                body = {"input_ids": list(range(5, 90)), "sampling_params": {"max_new_tokens": 2}, **leg}
+                answer = httpx.post(f"http://{fleet.decode.http}/generate", json=body, timeout=ENDS_WITHIN_S)
+                assert answer.status_code == 503, "decode's own answer comes in time while prefill stands still"
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
             ended = [call.result(timeout=ENDS_WITHIN_S) for call in calls]

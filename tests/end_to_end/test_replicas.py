@@ -11,13 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.checkpoints import OF_FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.end_to_end.servers import check_log, running_server
-from tests.grids import NIGHTLY
+from tests.grids import NIGHTLY, count
 
-pytestmark = pytest.mark.skipif(not NIGHTLY, reason="starts six engines: JAXSGL_TEST_NIGHTLY=1")
-
-GROUPS, EACH = 8, 6
+VOCAB = min(VOCAB_SIZE, OF_FAMILIES["vocab_size"])
+GROUPS, EACH = count(3, 8), 6
 PREFIX, OWN = 48, 7  # tokens of a prompt that its group shares, and that it has alone
 AT_ONCE = 6
 FLAGS = (
@@ -26,16 +25,16 @@ FLAGS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"), seed=3)
+@pytest.fixture(scope="module", params=["gemma3", *["qwen3"] * NIGHTLY])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), seed=3)
 
 
 def prompts() -> list[list[int]]:
     """Of all groups, in any order."""
     draw = random.Random(5)
-    shared = [[draw.randrange(3, VOCAB_SIZE) for _ in range(PREFIX)] for _ in range(GROUPS)]
-    made = [prefix + [draw.randrange(3, VOCAB_SIZE) for _ in range(OWN)] for prefix in shared for _ in range(EACH)]
+    shared = [[draw.randrange(3, VOCAB) for _ in range(PREFIX)] for _ in range(GROUPS)]
+    made = [prefix + [draw.randrange(3, VOCAB) for _ in range(OWN)] for prefix in shared for _ in range(EACH)]
     draw.shuffle(made)
     return made
 
@@ -70,6 +69,7 @@ def alone(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
     return served(checkpoint, tmp_path_factory.mktemp("alone") / "server", ["--max-total-tokens", "1600"])
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="starts two engines more; by night")
 def test_replicas_compute_each_shared_prefix_once(
     checkpoint: Path, tmp_path: Path, alone: tuple[list[list[int]], float, list[int]]
 ) -> None:

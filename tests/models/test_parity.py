@@ -15,7 +15,6 @@ from jaxsgl.weights.names import sizes
 from tests.agreement import check_agreement
 from tests.checkpoints import CHECKPOINT_KINDS, FAMILY_KINDS, OF_FAMILIES, VOCAB_SIZE, make_checkpoint, reference_logits
 from tests.exact_model import exact_logits
-from tests.grids import daily
 from tests.plain_model import checkpoint_logits
 
 ATOL = 1e-4
@@ -34,7 +33,7 @@ def test_logits_equal_those_of_transformers_in_float32(kind: str, tmp_path: Path
     check_agreement(sides, exact, ATOL, f"torch {torch.__version__} with {torch.get_num_threads()} threads")
 
 
-@pytest.mark.parametrize("kind", daily(FAMILY_KINDS, every=2))
+@pytest.mark.parametrize("kind", FAMILY_KINDS)
 def test_logits_of_every_family_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     folder = make_checkpoint(kind, tmp_path, seed=1)
     arch = ModelArch.from_folder(folder)
