@@ -150,6 +150,8 @@ def test_output_is_capped_by_context_and_pool(prompt_len: int, asked: int | None
     ("flags", "words"),
     [
         ({"disaggregation_mode": "prefill", "disaggregation_host": "0.0.0.0"}, "there is no secret"),
+        ({"disaggregation_mode": "prefill", "disaggregation_host": "a name_"}, "there is no secret"),
+        ({"disaggregation_mode": "prefill", "disaggregation_host": "LocalHost"}, ""),
         ({"disaggregation_mode": "decode", "disaggregation_prefill_hosts": ("10.0.0.5",)}, "there is no secret"),
         ({"disaggregation_mode": "decode", "disaggregation_prefill_hosts": ("*",)}, "there is no secret"),
         ({"disaggregation_prefill_hosts": ("10.0.0.0/99",)}, "--disaggregation-prefill-hosts is 10.0.0.0/99"),

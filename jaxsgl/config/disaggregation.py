@@ -97,7 +97,7 @@ class DisaggregationConfig:
         if self.disaggregation_mode == "prefill":
             at = self.disaggregation_host or host
             opened, way_out = f"decode servers may connect to {at}", "--disaggregation-host 127.0.0.1"
-            is_open = not _is_loopback([at])
+            is_open = not _is_local(at)
         else:
             hosts = self.disaggregation_prefill_hosts
             opened, way_out = f"--disaggregation-prefill-hosts is {','.join(hosts)}", "loopback addresses alone"
@@ -152,6 +152,14 @@ def networks_and_names(hosts: Sequence[str]) -> tuple[list[Network], set[str]]:
             require(is_name, flag_name("disaggregation_prefill_hosts"), host, wanted)
             names.add(host.lower())
     return networks, names
+
+
+def _is_local(host: str) -> bool:
+    """Whether a port at `host` is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _is_loopback(hosts: Sequence[str]) -> bool:

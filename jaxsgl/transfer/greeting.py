@@ -3,10 +3,12 @@
     decode (connects)   Hello          Proof                  Terms
     prefill (listens)          Hello          Proof, Terms
 
-`Hello` has a protocol, a mode, whether there is a secret, and a nonce. `Proof` is the HMAC-SHA256 of both Hellos under
-the secret. `Terms` is the geometry of the pages, which only a worker that has proved itself gets. The side that listens
-says nothing before a valid Hello. All parts but the last have fixed sizes, and none is read beyond its end, so that
-frames may follow at once. Without a secret the proofs prove nothing, and anyone who speaks the protocol gets in.
+`Hello` has a protocol, a mode, whether there is a secret, and a nonce. `Proof` is the HMAC-SHA256, under the secret, of
+both Hellos and of the address at which the connection arrived, as each side sees it: a stranger to whom a decode worker
+was sent can't pass the greeting on to a true prefill worker and speak for it afterwards. `Terms` is the geometry of the
+pages, which only a worker that has proved itself gets. The side that listens says nothing before a valid Hello. All
+parts but the last have fixed sizes, and none is read beyond its end, so that frames may follow at once. Without a
+secret the proofs prove nothing, and anyone who speaks the protocol gets in.
 
 Knows no sockets: tcp.py greets with blocking ones, listener.py with many at the same time.
 """
@@ -14,10 +16,11 @@ Knows no sockets: tcp.py greets with blocking ones, listener.py with many at the
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 import struct
 from collections.abc import Generator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -42,13 +45,27 @@ class Step(NamedTuple):
 Greeting: TypeAlias = Generator[Step, bytes, None]
 
 
-def greeting(mode: str, geometry: Geometry, secret: bytes, connects: bool) -> Greeting:
+def endpoint(address: tuple[Any, ...]) -> bytes:
+    """The same bytes on both sides for the address at which a prefill worker gets a connection.
+
+    Args:
+      address: of an IP socket; `getpeername` where the connection was made, `getsockname` where it arrived.
+    """
+    host, port = address[:2]
+    ip = ipaddress.ip_address(host.partition("%")[0])  # a zone has a name on each machine
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    return f"{ip} {port}".encode()
+
+
+def greeting(mode: str, geometry: Geometry, secret: bytes, at: bytes, connects: bool) -> Greeting:
     """Greets one worker: yields steps, gets what they wanted, and ends when both have agreed.
 
     Args:
       mode: of this worker, "prefill" or "decode".
       geometry: of its pages.
       secret: what both must know; b"": there is no secret.
+      at: the `endpoint` of the side that listens.
       connects: whether this worker has made the connection.
 
     Raises:
@@ -61,14 +78,17 @@ def greeting(mode: str, geometry: Geometry, secret: bytes, connects: bool) -> Gr
     if not connects:
         yield Step(mine, 0)  # before it is compared: the other side learns what differs, too
     _compare(mine, theirs)
-    both = mine + theirs if connects else theirs + mine
+    both = (mine + theirs if connects else theirs + mine) + at
     terms = msgspec.msgpack.encode(geometry)
     assert len(terms) <= MAX_TERMS_BYTES, f"the geometry takes {len(terms)} bytes"
     terms = _SIZE.pack(len(terms)) + terms
     proof, expected = _proof(secret, connects, both), _proof(secret, not connects, both)
     proved = yield Step(proof if connects else b"", _PROOF_BYTES)
     if not hmac.compare_digest(proved, expected):
-        raise WireError("its secret is another one: give both the same --disaggregation-secret-file")
+        raise WireError(
+            "its secret is another one (give both the same --disaggregation-secret-file), or the connection is passed "
+            f"on by another program or by NAT (let decode reach {at.decode().replace(' ', ' port ')} itself)"
+        )
     (size,) = _SIZE.unpack((yield Step(b"" if connects else proof + terms, _SIZE.size)))
     if not 1 <= size <= MAX_TERMS_BYTES:
         raise WireError(f"it announces {size} bytes about its pages, but 1 to {MAX_TERMS_BYTES} may come")
@@ -94,7 +114,7 @@ def _compare(mine: bytes, theirs: bytes) -> None:
 
 
 def _proof(secret: bytes, of_connecting: bool, both: bytes) -> bytes:
-    """Of one side, over both Hellos; the label keeps a side from sending back what it was sent."""
+    """Of one side, over both Hellos and the address; the label keeps a side from sending back what it was sent."""
     label = b"connects" if of_connecting else b"listens"
     return hmac.digest(secret, b"jaxsgl KV transfer, side that " + label + b"\0" + both, "sha256")
 

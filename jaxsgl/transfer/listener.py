@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from jaxsgl.errors import StartupError
 from jaxsgl.transfer.frames import WireError
-from jaxsgl.transfer.greeting import GREETING_S, Greeting
+from jaxsgl.transfer.greeting import GREETING_S, Greeting, endpoint
 
 MAX_PENDING = 256  # connections whose greeting isn't over
 MAX_REASON_CHARS = 200  # of the end of a connection, since peers' texts may be in it
@@ -32,7 +32,7 @@ class Listener:
 
     Args:
       address: host and port; port 0 takes a free one.
-      greet: begins a greeting.
+      greet: begins a greeting with what has connected to this `endpoint`.
       admit: gets the socket, blocking again, and the host and name of each worker that has greeted; must not wait.
 
     Attributes:
@@ -45,7 +45,7 @@ class Listener:
     def __init__(
         self,
         address: tuple[str, int],
-        greet: Callable[[], Greeting],
+        greet: Callable[[bytes], Greeting],
         admit: Callable[[socket.socket, str, str], None],
     ) -> None:
         self._greet, self._admit = greet, admit
@@ -88,7 +88,8 @@ class Listener:
             self._closed.wait(0.1)  # also out of file descriptors: the next try may succeed
             return
         sock.setblocking(False)
-        pending = _Pending(sock, host, f"the decode worker at {host}:{port}", self._greet())
+        talk = self._greet(endpoint(sock.getsockname()))
+        pending = _Pending(sock, host, f"the decode worker at {host}:{port}", talk)
         self._pending[pending] = None
         self._selector.register(sock, selectors.EVENT_READ, pending)
         self._advance(pending)

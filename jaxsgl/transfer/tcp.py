@@ -45,7 +45,7 @@ from jaxsgl.transfer.frames import (
     decode_head,
     encode,
 )
-from jaxsgl.transfer.greeting import GREETING_S, greeting
+from jaxsgl.transfer.greeting import GREETING_S, endpoint, greeting
 from jaxsgl.transfer.listener import MAX_REASON_CHARS, Listener
 from jaxsgl.transfer.wire import Bytes, Event, Left, News, Peer, Sent
 
@@ -282,7 +282,7 @@ class _Link:
     def _greet(self, sock: socket.socket) -> None:
         """Raises WireError if the other side is refused, OSError if it leaves or takes more than `GREETING_S`."""
         deadline_s = time.monotonic() + GREETING_S
-        talk = self._wire.greet(connects=True)
+        talk = self._wire.greet(endpoint(sock.getpeername()), connects=True)
         got: bytes | None = None
         with contextlib.suppress(StopIteration):
             while True:

@@ -21,7 +21,7 @@ from bench.processes import free_ports
 from jaxsgl.transfer.frames import Fail, Geometry, Open, Pages, Ping, WireError, encode, page_bytes_of, room_of
 from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, running_server
 from tests.grids import count
-from tests.transfer.strangers import greet
+from tests.transfer.strangers import Relay, greet
 
 PATIENCE_S = 120.0
 SHAPE = (2, 2, 2, 16, 8)
@@ -211,6 +211,9 @@ def test_a_client_that_names_its_own_prefill_server_gets_nothing_in_and_learns_n
             answers.append(pair.ask(pair.decode, prompt, fake.port))
         for data in fake.heard:
             assert b"float32" not in data and len(data) <= 40 + 32, "a Hello, and a proof for those that have one"
+    with Relay(pair.port) as relay:  # both sides would prove themselves to it
+        answers.append(pair.ask(pair.decode, prompt, relay.port))
+        assert relay.carried[0] and not any(b"float32" in data for data in relay.carried)
     assert {answer.status_code for answer in answers} == {503}
     texts = {re.sub(r"\d+", "N", answer.json()["error"]["message"]) for answer in answers}
     assert len(texts) == 1, texts

@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from jaxsgl.transfer.frames import Geometry, WireError, page_bytes_of
-from jaxsgl.transfer.greeting import Greeting, greeting
+from jaxsgl.transfer.greeting import Greeting, endpoint, greeting
 from tests.grids import count
 
 SHAPE = (2, 2, 2, 16, 8)
 GEOMETRY = Geometry(16, "bfloat16", SHAPE, page_bytes_of(SHAPE, 2), "tiny", 64)
 SECRET = b"s" * 32
+AT = endpoint(("10.0.0.5", 8998))
 
 
 class Side:
@@ -51,9 +52,10 @@ def sides(
     secrets: tuple[bytes, bytes] = (SECRET, SECRET),
     modes: tuple[str, str] = ("decode", "prefill"),
     geometries: tuple[Geometry, Geometry] = (GEOMETRY, GEOMETRY),
+    ats: tuple[bytes, bytes] = (AT, AT),
 ) -> tuple[Side, Side]:
     """The side that connects, and the one that listens."""
-    connects, listens = (Side(greeting(modes[i], geometries[i], secrets[i], connects=i == 0)) for i in (0, 1))
+    connects, listens = (Side(greeting(modes[i], geometries[i], secrets[i], ats[i], i == 0)) for i in (0, 1))
     return connects, listens
 
 
@@ -145,3 +147,16 @@ def test_no_changed_byte_lets_anyone_in_or_raises_anything_else() -> None:
             other.hear(rng.randbytes(rng.randint(1, 2000)))
         assert not other.is_over
         assert b"bfloat16" not in other.said
+
+
+def test_sides_that_see_another_address_between_them_are_refused() -> None:
+    same = endpoint(("::ffff:10.0.0.5", 8998, 0, 0))
+    one, other = sides(ats=(AT, same))
+    talk(one, other)
+    assert one.is_over and other.is_over
+    assert endpoint(("fe80::1%eth0", 1, 0, 2)) == endpoint(("fe80:0::1%en1", 1, 0, 3))
+    for at in (endpoint(("10.0.0.5", 8999)), endpoint(("10.0.0.6", 8998))):
+        one, other = sides(ats=(at, AT))
+        talk(one, other)
+        assert not one.is_over and "10.0.0.5 port 8998" in other.error
+        assert b"tiny" not in one.said + other.said

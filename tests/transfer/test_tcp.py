@@ -33,7 +33,7 @@ from jaxsgl.transfer.frames import (
 from jaxsgl.transfer.listener import MAX_PENDING, MAX_REASON_CHARS
 from jaxsgl.transfer.tcp import MAX_LINKS_OF_HOST, MAX_UNPOLLED, TcpWire
 from jaxsgl.transfer.wire import Event, Left, News, Sent
-from tests.transfer.strangers import greet
+from tests.transfer.strangers import Relay, greet
 
 SHAPE = (2, 2, 2, 16, 8)
 GEOMETRY = Geometry(16, "bfloat16", SHAPE, page_bytes_of(SHAPE, 2), "tiny", 64)
@@ -326,10 +326,20 @@ def test_workers_with_one_secret_serve_and_one_with_another_gets_nothing(caplog:
             caplog.clear()
 
 
+def test_a_stranger_that_passes_the_greeting_on_gets_no_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """Else it could be named as a prefill server, have both sides prove themselves, and then say what it likes."""
+    with secured() as (prefill, decode), Relay(prefill.port) as relay:
+        decode.send(decode.connect("127.0.0.1", relay.port), Open(ROOM))
+        until(decode, left)
+        assert "passed on" in logged(caplog, "the decode worker at")
+        assert not prefill.poll()
+        assert relay.carried[0] and not any(b"bfloat16" in data for data in relay.carried)
+
+
 def test_connections_that_do_not_greet_take_no_thread_and_no_place_from_a_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jaxsgl.transfer.greeting.GREETING_S", 60.0)
+    monkeypatch.setattr("jaxsgl.transfer.listener.GREETING_S", 60.0)
     with secured() as (prefill, decode), contextlib.ExitStack() as stack:
         before = threading.active_count()
         for _ in range(MAX_PENDING + 50):
