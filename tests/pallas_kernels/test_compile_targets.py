@@ -63,7 +63,9 @@ def test_steps_of_served_models_are_one_command_buffer_with_few_kernels(tmp_path
     if isinstance(results, str):
         pytest.skip(results)
     assert not [result for result in results if result["problems"]]
-    for result in results:
+    stepping = [result for result in results if result.get("steps")]  # steps with adapters are only compiled
+    assert len(stepping) > 20
+    for result in stepping:
         kinds, program = result["launches"]["layer_kinds"], result["program"]
         most = 20 if "experts" in kinds else 5 if "256" in program else 8
         if program.startswith("qwen3-30b-a3b decode 1 triton"):
