@@ -57,7 +57,9 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     server's flags say so. Cached prefixes are shared among requests of an equal `cache_salt` alone. With a `room` this
     is the leg of the request that this worker computes; without, all of it. `media` are its images and video frames in
     the order of their placeholder tokens. With `pooling` it ends with its prompt and yields no token. `adapter` is the
-    name of the LoRA adapter to run with, empty for none.
+    name of the LoRA adapter to run with, empty for none. `kv_source` is the server that computes the prompt's KV, if it
+    has not proved itself: requests with KV from elsewhere don't share it. Empty if it has, or if it is this server; the
+    scheduler of a decode server sets it.
     """
 
     request_id: str
@@ -69,6 +71,7 @@ class Request(msgspec.Struct, frozen=True, tag="generate"):
     media: tuple[MediaItem, ...] = ()
     pooling: Pooling | None = None
     adapter: str = ""
+    kv_source: str = ""
 
     @property
     def least_output(self) -> int:

@@ -147,7 +147,8 @@ class Req:
         self.prefilled = False
         self.priority = request.priority
         self.adapter = adapter
-        self.namespace = namespace_of(request.cache_salt, None if adapter is None else adapter.loading)
+        loading = None if adapter is None else adapter.loading
+        self.namespace = namespace_of(request.cache_salt, loading, request.kv_source)
         self.num_ahead = 0
         self.cached_tokens = 0
         self.page_names: list[bytes] = []

@@ -84,6 +84,7 @@ class TcpWire:
     ) -> None:
         self.geometry = geometry
         self.timeout_s = timeout_s
+        self.proves_peers = bool(secret)
         self.max_payload_bytes = geometry.max_payload_bytes if mode == "decode" else 0
         self.greet = partial(greeting, mode, geometry, secret)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()

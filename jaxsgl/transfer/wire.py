@@ -46,7 +46,13 @@ Event: TypeAlias = News | Sent | Left
 
 
 class Wire(Protocol):
-    """Connections to other workers. All methods return at once."""
+    """Connections to other workers. All methods return at once.
+
+    Attributes:
+      proves_peers: whether peers have proved that they have this worker's secret. Else anything may be at an address.
+    """
+
+    proves_peers: bool
 
     def connect(self, host: str, port: int) -> Peer:
         """The connection to a prefill worker, which is made unless there is one."""

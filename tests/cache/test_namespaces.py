@@ -20,9 +20,12 @@ def page_names(namespace: bytes) -> list[bytes]:
     return names
 
 
-@given(one=st.tuples(TEXTS, st.none() | TEXTS), other=st.tuples(TEXTS, st.none() | TEXTS))
-def test_different_salts_or_loads_of_adapters_share_no_prefix_and_no_name(
-    one: tuple[str, str | None], other: tuple[str, str | None]
+NAMES = st.tuples(TEXTS, st.none() | TEXTS, TEXTS)
+
+
+@given(one=NAMES, other=NAMES)
+def test_different_salts_loads_of_adapters_or_sources_share_no_prefix_and_no_name(
+    one: tuple[str, str | None, str], other: tuple[str, str | None, str]
 ) -> None:
     namespaces = namespace_of(*one), namespace_of(*other)
     assert (namespaces[0] == namespaces[1]) == (one == other)
@@ -32,8 +35,8 @@ def test_different_salts_or_loads_of_adapters_share_no_prefix_and_no_name(
     assert (page_names(namespaces[0]) == page_names(namespaces[1])) == (one == other)
 
 
-@given(text=st.tuples(TEXTS, st.none() | TEXTS), crafted=TEXTS)
-def test_no_request_reaches_what_was_retired(text: tuple[str, str | None], crafted: str) -> None:
+@given(text=NAMES, crafted=TEXTS)
+def test_no_request_reaches_what_was_retired(text: tuple[str, str | None, str], crafted: str) -> None:
     gone = retired(1) + namespace_of(*text)
     assert gone != namespace_of(crafted)
     assert gone != namespace_of("", crafted)

@@ -65,6 +65,7 @@ class MemoryWire:
     def __init__(self, network: Network, address: tuple[str, int] | None = None) -> None:
         self.network = network
         self.events: deque[Event] = deque()
+        self.proves_peers = True
         self._peers: dict[tuple[str, int], Peer] = {}
         self._granted: dict[tuple[Peer, Room], int] = {}
         self._asked: set[tuple[Peer, Room]] = set()

@@ -71,6 +71,32 @@ def test_prefill_and_decode_in_different_workers_yield_the_same_tokens(comes_lat
     decode.check_empty()
 
 
+@pytest.mark.parametrize("comes_later", [False, True])
+@pytest.mark.parametrize("proved", [True, False])
+def test_embeddings_of_a_server_that_has_not_proved_itself_are_found_by_its_own_requests_alone(
+    proved: bool, comes_later: bool
+) -> None:
+    network, other_address = Network(), ("other", 8998)
+    prefill, decode = pair_of(network)
+    other = LegWorker(network, other_address, capacity(page_size=16, host_rows=12), radix_cache=True)
+    decode.wire.proves_peers = proved
+    moved: list[int] = []
+    for number, (worker, address) in enumerate(((prefill, PREFILL), (prefill, PREFILL), (other, other_address))):
+        before = decode.transfer.moved_bytes
+        request = asked(str(number), [3 + number, (1, 6), 2])  # less than a page, so that embeddings alone move
+        leg = msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=1))
+        worker.receive(at(leg, number, address))
+        bare = msgspec.structs.replace(request, media=()) if comes_later else request
+        decode.receive(at(bare, number, address))
+        run(network, prefill, other, decode)
+        assert decode.outputs[str(number), 0] == expected(request)
+        moved.append(decode.transfer.moved_bytes - before)
+    assert moved[0] > 0 == moved[1]
+    assert moved[2] == (0 if proved else moved[0])
+    for worker in (prefill, other, decode):
+        worker.check_empty()
+
+
 @pytest.mark.parametrize("seed", range(count(6, 300)))
 def test_random_histories_of_two_workers_yield_the_tokens_of_each_request_alone(seed: int) -> None:
     """Little memory everywhere: prompts beyond staging memory, evicted pages and embeddings, retractions, aborts."""
@@ -83,6 +109,7 @@ def test_random_histories_of_two_workers_yield_the_tokens_of_each_request_alone(
     sizes = without_tower(capacity(rng.choice([16, 20]), page_size, num_pages, chunk, host_rows=rng.choice([48, 200])))
     retract = RetractEvery(rng.choice([2, 3, 7])) if rng.random() < 0.6 else None
     decode = LegWorker(network, None, sizes, radix_cache=True, retract_also=retract, **options)
+    decode.wire.proves_peers = seed % 2 == 0
     requests, aborted = [], set()
     for number in range(rng.randint(3, 12)):
         parts: list[int | tuple[int, int]] = [rng.randint(1, 9)]

@@ -386,6 +386,32 @@ def test_a_request_without_a_room_is_served_whole_by_either_worker() -> None:
     pair.check_empty()
 
 
+@pytest.mark.parametrize("proved", [True, False])
+def test_pages_of_a_server_that_has_not_proved_itself_are_found_by_its_own_requests_alone(proved: bool) -> None:
+    """Without a secret anything may be at the address that a client names, and send what it likes."""
+    pair = Pair()
+    pair.decode.wire.proves_peers = proved
+    other = LegWorker(pair.network, ("other", 8998), capacity(num_pages=200))
+    moved: list[int] = []
+    for number, (worker, address) in enumerate(
+        ((pair.prefill, PREFILL), (pair.prefill, PREFILL), (other, ("other", 8998)), (other, ("other", 8998)))
+    ):
+        before = pair.decode.transfer.moved_bytes
+        asked = request(str(number), range(40), 3)
+        worker.receive(at(changed(asked, sampling=leg_sampling(asked.sampling, "prefill")), number, address))
+        pair.decode.receive(at(asked, number, address))
+        run(pair.network, pair.prefill, other, pair.decode)
+        assert pair.decode.outputs[str(number), 0] == expected(range(40), 3)
+        moved.append(pair.decode.transfer.moved_bytes - before)
+    assert moved[0] > 0 == moved[1] == moved[3]
+    assert moved[2] == (0 if proved else moved[0])
+    computed = pair.computed_by_decode
+    pair.decode.receive(request("whole", range(40), 3))
+    pair.run()
+    assert (pair.computed_by_decode - computed >= 40) == (not proved)
+    pair.check_empty()
+
+
 def test_a_prefill_worker_that_is_not_there_fails_the_request_at_once() -> None:
     network = Network()
     decode = LegWorker(network, None, capacity())

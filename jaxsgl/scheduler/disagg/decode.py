@@ -19,7 +19,7 @@ from jaxsgl.errors import InvalidRequest
 from jaxsgl.messages.replies import Refusal, RefusalKind
 from jaxsgl.requests.media import MediaLimits
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.disagg.images import Lacking, hash_for_prefill
+from jaxsgl.scheduler.disagg.images import Lacking, hash_for_prefill, of_source
 from jaxsgl.scheduler.disagg.rooms import (
     Action,
     Drop,
@@ -158,9 +158,10 @@ class DecodeRooms:
 
     def arrived(self, request: Request, room: Room, peer: Peer, num_pages: int) -> list[Action]:
         """The gateway has sent the decode leg of a checked request, whose prefill is at `peer`."""
+        images = hash_for_prefill(request, self._lacking.limits)
+        request = msgspec.structs.replace(request, media=of_source(request.media, request.kv_source))
         leg = self._legs[room] = _Leg(request, room, peer, num_pages)
         self._rooms[request.request_id] = room
-        images = hash_for_prefill(request, self._lacking.limits)
         if images is None:
             leg.state = DecodeState.LACKING
             self._lacking.add(room)
@@ -189,7 +190,8 @@ class DecodeRooms:
         if images is None:
             return []
         self._lacking.discard(leg.room)
-        leg.request = msgspec.structs.replace(leg.request, media=images)
+        media_here = of_source(images, leg.request.kv_source)
+        leg.request = msgspec.structs.replace(leg.request, media=media_here)
         leg.state = DecodeState.BOOTSTRAPPING
         self._queue.append(leg.room)
         return self._checked(leg)

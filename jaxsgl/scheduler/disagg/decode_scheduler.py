@@ -137,9 +137,10 @@ class DecodeScheduler(LegScheduler):
             return refused
         if request.sampling.masked and self._grammars is not None:
             self._grammars.ask(request.request_id, request.sampling.grammar)  # compiles while prefill computes
-        peer = self.wire.connect(request.room.host, request.room.port)
-        if request.media:
-            request = msgspec.structs.replace(request, media=without_pixels(request.media))
+        host, port = request.room.host, request.room.port
+        peer = self.wire.connect(host, port)
+        source = "" if self.wire.proves_peers else f"{host} {port}"
+        request = msgspec.structs.replace(request, media=without_pixels(request.media), kv_source=source)
         return self.rooms.arrived(request, room, peer, full_pages(len(request.prompt_ids) - 1, self.cache.page_size))
 
     def _heard(self, event: Event) -> list[Action]:

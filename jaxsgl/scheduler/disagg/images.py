@@ -7,8 +7,10 @@ places tokens by their grids. Embeddings come later (rows.py). Called by the two
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from jaxsgl.errors import InvalidRequest
@@ -33,6 +35,16 @@ def hash_for_prefill(request: Request, limits: MediaLimits | None) -> int | None
     if limits is not None and not request.media and num_placeholders(request.prompt_ids, limits):
         return None
     return images_hash(request.media)
+
+
+def of_source(media: tuple[MediaItem, ...], source: str) -> tuple[MediaItem, ...]:
+    """Returns `media` under other digests for each `Request.kv_source`, so that embeddings from there stay apart."""
+    if not source:
+        return media
+    return tuple(
+        msgspec.structs.replace(item, digest=hashlib.sha256(f"{source}\n".encode() + item.digest).digest())
+        for item in media
+    )
 
 
 def send_images(peer: Peer, room: Room, media: Sequence[MediaItem]) -> list[Send]:

@@ -43,9 +43,10 @@ class KvNames:
         """What the prefix cache finds the prompt by; of an adapter that is not loaded, it finds nothing."""
         ids = hash_ids(request.prompt_ids, request.media)
         if not request.adapter:
-            return ids, namespace_of(request.cache_salt)
+            return ids, namespace_of(request.cache_salt, None, request.kv_source)
         adapter = self._adapter_of(request)
-        return ids, namespace_of(request.cache_salt, "" if adapter is None else adapter.loading)
+        loading = "" if adapter is None else adapter.loading
+        return ids, namespace_of(request.cache_salt, loading, request.kv_source)
 
     def _adapter_of(self, request: Request) -> Adapter | None:
         return None if self._adapters is None else self._adapters.named(request.adapter)
