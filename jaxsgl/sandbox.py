@@ -38,6 +38,7 @@ from typing import Literal, NamedTuple, NoReturn, TypeAlias
 
 from jaxsgl import logs
 from jaxsgl.errors import InvalidRequest
+from jaxsgl.parent import be_killed_with_parent
 
 Function: TypeAlias = Callable[[bytes], bytes]
 LimitKind: TypeAlias = Literal["memory", "processor time", "time"]
@@ -150,7 +151,7 @@ class Sandbox:
         raise SandboxCrash(text)
 
     def close(self) -> None:
-        """Ends the helper. Calls that are under way end at their limits; a later call starts another helper."""
+        """Ends the helper, and its calls on Linux; elsewhere they end at their limits. A later call starts another."""
         with self._lock:
             if self._helper is not None:
                 self._helper.close()
@@ -357,6 +358,7 @@ def _run(function: Function, limits: Limits, data: socket.socket, output: int) -
     """The life of a child."""
     status = 1
     try:
+        be_killed_with_parent()  # an owner that ends wants no reply
         signal.setitimer(signal.ITIMER_REAL, limits.time_s)
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
         # A library may change the timers, but not this.

@@ -95,6 +95,27 @@ def test_a_helper_that_was_killed_is_started_again(sandbox: Sandbox) -> None:
     assert sandbox.pid != before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_calls_that_are_under_way_end_with_the_helper() -> None:
+    one, told = Sandbox(MAKE), list[Exception]()
+
+    def call() -> None:
+        try:
+            one.call(b"sleep 50", AMPLE)
+        except SandboxCrash as crash:
+            told.append(crash)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    one.start()
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    one.close()
+    for thread in threads:
+        thread.join(10)
+    assert len(told) == 2, "the calls go on without their helper"
+
+
 def test_a_child_writes_no_file_of_any_size(sandbox: Sandbox, tmp_path: Path) -> None:
     with pytest.raises(SandboxCrash, match="OSError"):
         sandbox.call(b"write " + bytes(tmp_path / "file"), AMPLE)

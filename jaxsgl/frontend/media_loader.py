@@ -68,7 +68,7 @@ class MediaLoader:
         await asyncio.get_running_loop().run_in_executor(self._decoding, self._decoder.start)
 
     def close(self) -> None:
-        """Drops what waits for its turn. What is being decoded ends by its limits."""
+        """Drops what waits for its turn, and ends what is being decoded."""
         self._decoding.shutdown(wait=False, cancel_futures=True)
         self._decoder.close()
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from jaxsgl import logs
 from jaxsgl.config.server import ServerConfig
+from jaxsgl.errors import StartupError
 from jaxsgl.frontend.access import Access
 from jaxsgl.frontend.certificates import load_certificate
 from jaxsgl.frontend.exposition import StatusLine
@@ -39,6 +40,7 @@ from jaxsgl.frontend.watchdog import watch
 from jaxsgl.frontend.workers import Workers
 from jaxsgl.messages.replies import EngineInfo
 from jaxsgl.preprocess.settings import load_settings
+from jaxsgl.sandbox import SandboxCrash
 from jaxsgl.text.dialects import dialect_of
 from jaxsgl.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -232,7 +234,7 @@ class Server:
         await asyncio.sleep(GRACE_S)
 
     async def _media_loader(self, info: EngineInfo, tokenizer: Tokenizer) -> MediaLoader | None:
-        """Returns what prepares pictures, if the model takes any. Raises `CheckpointError`."""
+        """Returns what prepares pictures, if the model takes any. Raises `StartupError`."""
         if info.limits.media is None:
             return None
         settings = load_settings(info.model_path)
@@ -240,7 +242,10 @@ class Server:
             return None
         loader = MediaLoader(self._config.media, info.limits.media, settings, tokenizer, self._threads)
         self._closing.callback(loader.close)
-        await loader.start()
+        try:
+            await loader.start()
+        except SandboxCrash as crash:
+            raise StartupError(f"pictures can't be decoded: {crash}") from None
         return loader
 
     async def _load_model(self) -> ServedModel:
