@@ -19,6 +19,7 @@ import pytest
 from bench.processes import free_ports
 
 from jaxsgl.transfer.frames import Fail, Geometry, Open, Pages, Ping, WireError, encode, page_bytes_of, room_of
+from jaxsgl.transfer.tcp import TcpWire
 from tests.end_to_end.servers import COMMON_FLAGS, RunningServer, running_server
 from tests.grids import count
 from tests.transfer.strangers import Relay, greet
@@ -214,6 +215,9 @@ def test_a_client_that_names_its_own_prefill_server_gets_nothing_in_and_learns_n
     with Relay(pair.port) as relay:  # both sides would prove themselves to it
         answers.append(pair.ask(pair.decode, prompt, relay.port))
         assert relay.carried[0] and not any(b"float32" in data for data in relay.carried)
+    with contextlib.closing(TcpWire("prefill", A_GEOMETRY, ("127.0.0.1", 0), secret=b"another" * 5)) as other:
+        answers.append(pair.ask(pair.decode, prompt, other.port))
+        assert not other.poll()
     assert {answer.status_code for answer in answers} == {503}
     texts = {re.sub(r"\d+", "N", answer.json()["error"]["message"]) for answer in answers}
     assert len(texts) == 1, texts

@@ -31,7 +31,7 @@ from jaxsgl.transfer.frames import (
     room_of,
 )
 from jaxsgl.transfer.listener import MAX_PENDING, MAX_REASON_CHARS
-from jaxsgl.transfer.tcp import MAX_LINKS_OF_HOST, MAX_UNPOLLED, TcpWire
+from jaxsgl.transfer.tcp import MAX_LINKS_OF_HOST, MAX_UNPOLLED, MAX_UNSENT, TcpWire
 from jaxsgl.transfer.wire import Event, Left, News, Sent
 from tests.transfer.strangers import Relay, greet
 
@@ -383,3 +383,13 @@ def test_messages_that_are_not_polled_are_not_read_either() -> None:
         assert 0 < first <= MAX_UNPOLLED + 1
         until(prefill, lambda events: first + len(messages(events)) == num_sent)
         sender.join()
+
+
+def test_a_worker_that_reads_nothing_is_refused_before_what_waits_for_it_fills_the_memory() -> None:
+    with pair() as (prefill, _), socket.create_connection(("127.0.0.1", prefill.port)) as stranger:
+        greet(stranger, "decode", GEOMETRY)
+        stranger.sendall(encode(Open(ROOM)))
+        at_prefill = until(prefill, lambda events: bool(messages(events)))[0].peer
+        for _ in range(MAX_UNSENT + 20_000):  # more than the system's buffers hold besides
+            prefill.send(at_prefill, Fail(ROOM, "x" * 1000))
+        assert "reads none" in reason(until(prefill, left))
