@@ -61,7 +61,12 @@ class ServerConfig:
     )
     trust_request_chat_template: bool = flag(
         False,
-        "let requests bring a chat_template of their own: it runs in a sandbox for 2 s at most, but may take memory",
+        "let requests bring a chat_template of their own: it runs in a process of its own, for 2 s at most",
+    )
+    split_special_tokens: bool = flag(
+        False,
+        "names of special tokens in messages of chats are ordinary text: for strangers' texts in messages "
+        "(prompts that are no chats keep them)",
     )
     api_key: str | None = flag(
         None,

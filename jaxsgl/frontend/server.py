@@ -253,7 +253,9 @@ class Server:
         starting = asyncio.create_task(self.engine.ready())
         loop = asyncio.get_running_loop()
         engine = self._config.engine
-        loading = loop.run_in_executor(self._threads, load_tokenizer, engine.model, engine.revision)
+        loading = loop.run_in_executor(
+            self._threads, load_tokenizer, engine.model, engine.revision, self._config.split_special_tokens
+        )
         try:
             either: set[asyncio.Future[Any]] = {starting, loading}
             await asyncio.wait(either, return_when=asyncio.FIRST_EXCEPTION)

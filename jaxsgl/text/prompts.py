@@ -172,7 +172,7 @@ def _encode_chat(
     if prompt.rewrite is not None:
         text = prompt.rewrite(text)
     check_bytes("chat", num_bytes_of(text), tokenizer, context_length)
-    return tokenizer.encode(text, prompt.add_special_tokens, prompt.truncation)
+    return tokenizer.encode_rendered(text, prompt.add_special_tokens, prompt.truncation)
 
 
 def check_bytes(what: str, num_bytes: int, tokenizer: Tokenizer, context_length: int) -> None:

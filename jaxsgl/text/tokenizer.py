@@ -18,6 +18,7 @@ import msgspec
 
 from jaxsgl.errors import CheckpointError, InvalidRequest
 from jaxsgl.text.detokenizer import ByteDetokenizer, Detokenizer, NoText, TokenBytes, WindowDetokenizer
+from jaxsgl.text.split_special import SplitSpecial
 from jaxsgl.text.templates import ClientTemplates, refusal
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -83,13 +84,18 @@ class Truncation:
 class Tokenizer:
     """Wraps a tokenizer of transformers, or None for a model folder that holds none (ids only).
 
+    Args:
+      tokenizer: see above.
+      split_special_tokens: names of special tokens in messages of chats are text. Raises `CheckpointError` if the
+        tokenizer can't do that.
+
     Attributes:
       max_token_bytes: a text of more than n * max_token_bytes bytes (UTF-8) certainly has more than n tokens. The bound
         is generous for small vocabularies, since a normalizer may shorten text before it becomes tokens.
       special_ids: of the tokens that have no text, unless it is asked for.
     """
 
-    def __init__(self, tokenizer: Any | None) -> None:
+    def __init__(self, tokenizer: Any | None, split_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
         self._client_templates = ClientTemplates()
         self._token_bytes: TokenBytes | None = None
@@ -100,6 +106,7 @@ class Tokenizer:
         self._added_ids: dict[str, int] = {}
         self._with_names: dict[frozenset[int], TokenBytes] = {}  # by the special tokens that have a text
         self.max_token_bytes = _MIN_MAX_TOKEN_BYTES
+        self._split: SplitSpecial | None = None
         if tokenizer is None:
             return
         special_ids = self.special_ids = _special_ids(tokenizer)
@@ -114,6 +121,11 @@ class Tokenizer:
             self._names = {id: _bytes_of(token) for token, id in vocabulary.items()}
             self._text_ids = frozenset(vocabulary.values()) - special_ids
             self._byte_ids = frozenset(id for token, id in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+        if split_special_tokens:
+            if self._token_bytes is None:
+                raise CheckpointError("--split-special-tokens needs a byte-level tokenizer, as Qwen's or Llama 3's")
+            special = {name.decode(): token_id for token_id, name in self._names.items()}
+            self._split = SplitSpecial(tokenizer.backend_tokenizer, special)
 
     @property
     def exists(self) -> bool:
@@ -144,9 +156,14 @@ class Tokenizer:
 
     def _num_added(self) -> tuple[int, int]:
         """Returns how many tokens are put before a text and behind it."""
+        before, behind = self._added_around()
+        return len(before), len(behind)
+
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """Returns the tokens that are put before a text, and those behind it."""
         bare, whole = self.encode(_ANY_TEXT, False), self.encode(_ANY_TEXT)
         before = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
-        return before, len(whole) - before - len(bare)
+        return whole[:before], whole[before + len(bare) :]
 
     def encode_pair(self, one: str, other: str, truncation: Truncation | None = None) -> list[int]:
         """Returns the ids of two texts as the tokenizer joins them, with what it adds. Raises `InvalidRequest`.
@@ -170,11 +187,12 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns the ids of `messages` in the chat template, ready for the assistant's turn. Errors: `render_chat`."""
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        return self.encode(self.render_chat(turns, TemplateOptions()), add_special_tokens=False)
+        return self.encode_rendered(self.render_chat(turns, TemplateOptions()))
 
     def render_chat(self, turns: Sequence[Turn], options: TemplateOptions) -> str:
         """Returns the text that the chat template makes of `turns`, with special tokens written out.
 
+        It is for `encode_rendered`: there are marks in it if names of special tokens in `turns` are to be text.
         Raises `InvalidRequest` if the model has no template, or its template refuses the messages or fails.
         """
         tokenizer = self._or_refuse()
@@ -187,11 +205,14 @@ class Tokenizer:
             for name in options.variables:
                 if name in reserved:
                     raise InvalidRequest(f"a chat template's variable can't be called {name}: leave it out")
+        tools, variables = list(options.tools) or None, options.variables
+        if self._split is not None:
+            turns, tools, variables = map(self._split.mark, (turns, tools, variables))
         arguments = {
-            "tools": list(options.tools) or None,
+            "tools": tools,
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,
-            **options.variables,
+            **variables,
         }
         if options.template:
             names = tokenizer.special_tokens_map
@@ -201,6 +222,17 @@ class Tokenizer:
         except Exception as error:  # a program that comes with the model works on what the client sent
             raise InvalidRequest(refusal("model", error)) from None
         return text
+
+    def encode_rendered(
+        self, text: str, add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> list[int]:
+        """Returns the ids of what `render_chat` has made. Otherwise as `encode`."""
+        if self._split is None or not text:
+            return self.encode(text, add_special_tokens, truncation)
+        num_bytes_of(text)
+        before, behind = self._added_around() if add_special_tokens else ([], [])
+        ids = [*before, *self._split.ids(text), *behind]
+        return ids if truncation is None else truncation.of(ids, len(before), len(behind))
 
     @property
     def chat_template(self) -> str | None:
@@ -292,7 +324,7 @@ class Tokenizer:
         return self._tokenizer
 
 
-def load_tokenizer(model: str, revision: str | None = None) -> Tokenizer:
+def load_tokenizer(model: str, revision: str | None = None, split_special_tokens: bool = False) -> Tokenizer:
     """Loads the tokenizer of a local folder, or of a hub id at `revision`. Takes seconds: it imports transformers.
 
     A folder without any tokenizer file gives a `Tokenizer` that takes token ids only. Raises `CheckpointError` if the
@@ -306,7 +338,10 @@ def load_tokenizer(model: str, revision: str | None = None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(model, revision=revision or "main", trust_remote_code=False))
+        found = AutoTokenizer.from_pretrained(model, revision=revision or "main", trust_remote_code=False)
+        return Tokenizer(found, split_special_tokens)
+    except CheckpointError:
+        raise
     except Exception as error:  # transformers and tokenizers raise all kinds here, bare Exception included
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"the tokenizer of {model} can't be loaded: {type(error).__name__}: {reason}") from error
