@@ -24,9 +24,9 @@ from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.masks import Mark, NoMark
-from jaxsgl.scheduler.plan import RetractAlso
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.state import RetractAlso
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ class DisaggregationConfig:
     disaggregation_secret_file: str | None = flag(
         None,
         f"file of {MIN_SECRET_BYTES} bytes and more, the same on all prefill and decode servers, by which they know "
-        "each other; readable by this user alone. Needed once they are on several machines",
+        "each other; other users may not read it. Needed once they are on several machines",
     )
     disaggregation_staging_mib: int = flag(
         4096,

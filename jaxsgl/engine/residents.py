@@ -31,7 +31,7 @@ from jaxsgl.engine.warmup import CompileCounter
 from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.messages.weights import MemoryTag
 from jaxsgl.models import ModelArch, Params
-from jaxsgl.models.pooling import serve_as
+from jaxsgl.models.arch import serve_as
 from jaxsgl.models.quantization import AT_LOAD, weight_format
 from jaxsgl.weights import KvScales, load_kv_scales, load_params, random_params, resolve_model_folder
 from jaxsgl.weights.sharding import make_mesh, model_on_devices

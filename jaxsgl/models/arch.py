@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from msgspec.structs import replace as replace_struct
 
-from jaxsgl.errors import CheckpointError
+from jaxsgl.errors import CheckpointError, ConfigError
 from jaxsgl.models import quantization
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.models.families import FAMILIES, Family, NormPlaces, QkNorm
@@ -294,3 +294,18 @@ def _read_eos(*configs: ConfigFile | None) -> tuple[int, ...]:
     told = (config.get("eos_token_id") for config in configs if config is not None)
     ids: int | list[int] = next((each for each in told if each is not None), [])
     return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def serve_as(arch: ModelArch, *, is_embedding: bool, enable_embeddings: bool, matryoshka: bool) -> ModelArch:
+    """`arch` as flags have it served: what it pools, and whether it generates. Raises `ConfigError`."""
+    spec, can_generate = arch.folder_pooling, arch.head == "vocabulary"
+    if enable_embeddings and not can_generate:
+        raise ConfigError(f"--enable-embeddings serves them beside generation, but {arch.name} has no vocabulary head")
+    generates = not is_embedding and can_generate and (enable_embeddings or not spec.made_for_it)
+    if generates and not enable_embeddings:
+        return arch
+    # A model made for embeddings comes without the rows of a vocabulary head, even if its config.json says it has one.
+    headless = not generates and spec.made_for_it and not spec.answer_ids and can_generate and not arch.tie_embeddings
+    head = "none" if headless else arch.head
+    spec = replace_struct(spec, matryoshka=spec.matryoshka or matryoshka, token_logits=head == "vocabulary")
+    return replace(arch, pooling=spec, generates=generates, head=head)

@@ -5,23 +5,19 @@
     config.json               labels of a classification head; whether embeddings may be cut
 
 A folder without these files is pooled at its last token and normalized, as vLLM and SGLang do. Owns these files' keys;
-never knows requests. `arch` calls `read_pooling`, the engine `serve_as`.
+never knows requests. `arch` calls it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from jaxsgl.errors import CheckpointError, ConfigError
+from jaxsgl.errors import CheckpointError
 from jaxsgl.models.config_file import ConfigFile
 from jaxsgl.requests.pooling import Activation, PoolingKind, PoolingSpec
-
-if TYPE_CHECKING:
-    from jaxsgl.models.arch import ModelArch
 
 MODULES_FILE = "modules.json"
 _DEFAULT_FOLDER = "1_Pooling"
@@ -54,21 +50,6 @@ def read_pooling(folder: Path, config: ConfigFile, hidden_size: int, labels: tup
         made_for_it=pools is not None or scores is not None or bool(labels),
         answer_ids=() if scores is None else _answer_ids(ConfigFile(scores / "config.json")),
     )
-
-
-def serve_as(arch: ModelArch, *, is_embedding: bool, enable_embeddings: bool, matryoshka: bool) -> ModelArch:
-    """`arch` as flags have it served: what it pools, and whether it generates. Raises `ConfigError`."""
-    spec, can_generate = arch.folder_pooling, arch.head == "vocabulary"
-    if enable_embeddings and not can_generate:
-        raise ConfigError(f"--enable-embeddings serves them beside generation, but {arch.name} has no vocabulary head")
-    generates = not is_embedding and can_generate and (enable_embeddings or not spec.made_for_it)
-    if generates and not enable_embeddings:
-        return arch
-    # A model made for embeddings comes without the rows of a vocabulary head, even if its config.json says it has one.
-    headless = not generates and spec.made_for_it and not spec.answer_ids and can_generate and not arch.tie_embeddings
-    head = "none" if headless else arch.head
-    spec = msgspec.structs.replace(spec, matryoshka=spec.matryoshka or matryoshka, token_logits=head == "vocabulary")
-    return dataclasses.replace(arch, pooling=spec, generates=generates, head=head)
 
 
 def read_labels(config: ConfigFile) -> tuple[str, ...]:

@@ -30,8 +30,9 @@ from jaxsgl.requests.request import FinishReason
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
 from jaxsgl.scheduler.in_flight import InFlightStep, ScoredChunk, StatesPart, states_of_works, with_scores
-from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, SchedulerState, StepPlan
+from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, StepPlan
 from jaxsgl.scheduler.req import Req, State
+from jaxsgl.scheduler.state import SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
 

@@ -15,9 +15,9 @@ from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.constraint import Matcher, TokenLimits
 from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.grammar_queue import Answer, GrammarQueue
-from jaxsgl.scheduler.plan import SchedulerState
 from jaxsgl.scheduler.queue_limits import QueueLimits
 from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.state import SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
 

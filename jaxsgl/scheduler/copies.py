@@ -19,9 +19,10 @@ from jaxsgl.cache.host_pages import HostPage, extend_names
 from jaxsgl.cache.pages import as_pages
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.messages.load import HostLoad
-from jaxsgl.scheduler.plan import Admission, LoadPages, SchedulerState, StepPlan, Write
+from jaxsgl.scheduler.plan import Admission, LoadPages, StepPlan, Write
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.req import Req, State
+from jaxsgl.scheduler.state import SchedulerState
 
 
 class Copies:

@@ -25,9 +25,10 @@ from jaxsgl.scheduler.budget import (
     without_much_padding,
 )
 from jaxsgl.scheduler.failed_admission import ratio_steps_short
-from jaxsgl.scheduler.plan import Ahead, NoRoom, SchedulerState
+from jaxsgl.scheduler.plan import Ahead, NoRoom
 from jaxsgl.scheduler.policy import MAX_REORDERED, PrefixesInProgress
 from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.state import SchedulerState
 
 SPARE_PAGES = 1  # beyond the estimate, for each request that is admitted
 

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.scheduler.plan import SchedulerState, StepPlan
+from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.scheduler.state import SchedulerState
 
 MAX_LISTED = 256  # requests in a dump; the queue may hold thousands
 MIN_INTERVAL_S = 5.0

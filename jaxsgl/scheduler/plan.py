@@ -1,31 +1,15 @@
-"""What the scheduler decides about a step, and the state that it decides from.
-
-Values only: planner.py makes plans, apply.py carries them out.
-"""
+"""What the scheduler decides about a step. Values only: planner.py makes plans, apply.py carries them out."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.capacity import Capacity
-from jaxsgl.cache.manager import CacheManager
-from jaxsgl.config.engine import SchedulingConfig
-from jaxsgl.messages.load import HostLoad, Totals
-from jaxsgl.scheduler.adapters import AdapterTable, Placement
-from jaxsgl.scheduler.budget import NewTokenRatio, PageCount
+from jaxsgl.scheduler.adapters import Placement
+from jaxsgl.scheduler.budget import PageCount
 from jaxsgl.scheduler.failed_admission import FailedAdmission
-from jaxsgl.scheduler.latency import Latency
-from jaxsgl.scheduler.policy import Policy
-from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.req import Req
-from jaxsgl.scheduler.request_table import RequestTable
-
-if TYPE_CHECKING:
-    from jaxsgl.scheduler.images import Images
 
 
 class NoRoom(enum.Enum):
@@ -35,57 +19,6 @@ class NoRoom(enum.Enum):
     ROWS = "rows"  # all rows are taken
     CHUNK = "chunk"  # the step is full
     ADAPTERS = "adapters"  # the adapters of running requests take all places on the device
-
-
-@dataclass(slots=True)
-class SchedulerState:
-    """All that a plan is made from. `plan_step` reads it; scheduler.py and apply.py change it.
-
-    Attributes:
-      config, capacity, buckets, policy: the rules, which never change.
-      retract_also: names requests to retract without need; for tests. None: there are none.
-      requests: every request that has not ended.
-      cache: pages, rows and prefixes.
-      ratio: share of their output that is held for running requests.
-      latency: measured steps, if the time between two tokens is bounded.
-      totals: counters since the start.
-      admission_closed: a retraction closes admission until a request ends: those retracted would only come back.
-      blocked: why admission stopped at the last step that tried it; None if no request had to wait.
-      failed_admission: the last try to admit, if it failed and nothing has changed since that could make room.
-      extended_last: whether the last step extended prompts.
-      steps_in_flight: steps that are launched and not collected.
-      num_admitted: admissions so far.
-      loads: when loading from the host tier pays; None if there is no such tier.
-      num_ops: operations on pages so far, which numbers them.
-      adapters: LoRA adapters; None: no flag asks for any.
-      host_totals: counters of the host tier since the start, as far as they are not those of `HostTier`.
-      images: of requests, in the pool of embeddings; None: the model has no vision tower.
-    """
-
-    config: SchedulingConfig
-    capacity: Capacity
-    buckets: BucketSet
-    policy: Policy
-    retract_also: RetractAlso | None
-    requests: RequestTable
-    cache: CacheManager
-    ratio: NewTokenRatio
-    latency: Latency | None
-    totals: Totals
-    admission_closed: bool = False
-    blocked: NoRoom | None = None
-    failed_admission: FailedAdmission | None = None
-    extended_last: bool = False
-    steps_in_flight: int = 0
-    num_admitted: int = 0
-    loads: LoadRule | None = None
-    num_ops: int = 0
-    adapters: AdapterTable | None = None
-    host_totals: HostLoad = field(default_factory=HostLoad)
-    images: Images | None = None
-
-
-RetractAlso: TypeAlias = Callable[[SchedulerState], Sequence[Req]]
 
 
 class Chunk(NamedTuple):

@@ -22,9 +22,10 @@ from jaxsgl.scheduler.budget import HORIZON_STEPS, Claim
 from jaxsgl.scheduler.extend_step import Draft, ExtendStep, new_pages
 from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.failure import blame
-from jaxsgl.scheduler.plan import Admission, Ahead, Chunk, LoadPages, NoRoom, SchedulerState, StepPlan, Write
+from jaxsgl.scheduler.plan import Admission, Ahead, Chunk, LoadPages, NoRoom, StepPlan, Write
 from jaxsgl.scheduler.prefetch import plan_loads
 from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.state import SchedulerState
 
 LEAST_USED = 0.75  # of the rows of several decode steps; the others have all their tokens before the last step
 

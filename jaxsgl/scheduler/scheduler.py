@@ -49,7 +49,7 @@ from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.images import Images
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.masks import Mark, NoMark, masks_of_newest
-from jaxsgl.scheduler.plan import RetractAlso, SchedulerState, StepPlan
+from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
 from jaxsgl.scheduler.prefetch import LoadRule
@@ -57,6 +57,7 @@ from jaxsgl.scheduler.queue_limits import QueueLimits
 from jaxsgl.scheduler.req import State
 from jaxsgl.scheduler.request_table import RequestTable
 from jaxsgl.scheduler.retraction_warning import RetractionWarning
+from jaxsgl.scheduler.state import RetractAlso, SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
 GRAMMAR_WAIT_S = 0.001  # that an idle turn waits for a grammar, so that the loop doesn't spin

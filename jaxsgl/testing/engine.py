@@ -33,9 +33,9 @@ from jaxsgl.messages.replies import Replies, Reply
 from jaxsgl.messages.weights import MemoryTag
 from jaxsgl.messages.wire import News, ToEngine
 from jaxsgl.requests.sampling import MAX_TOP_LOGPROBS
-from jaxsgl.scheduler.plan import SchedulerState
 from jaxsgl.scheduler.preemption import in_order_of_loss
 from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.state import SchedulerState
 from jaxsgl.testing.device import FakeAdapters, FakeImages, FakePageTable, FakePool, pooled_rows, states_rows
 from jaxsgl.testing.grammars import masked_tokens
 from jaxsgl.testing.handle import FakeHandle
