@@ -25,7 +25,7 @@ import zmq
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.errors import EngineUnavailable, StartupError
 from jaxsgl.logs import LogStyle
-from jaxsgl.mask_mark import MaskMark
+from jaxsgl.mask_mark import MaskMark, NoMark, open_mark
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady
 from jaxsgl.messages.wire import FromEngine, News, ToEngine, ToMailbox
 from jaxsgl.shared_mailbox import SharedMailbox
@@ -77,9 +77,9 @@ class Endpoints(msgspec.Struct, frozen=True):
         """Address of the socket on which the engine sends, to the process at `line`."""
         return f"ipc://{self.folder}/from_engine" + ("" if self.line is None else f".{self.line}")
 
-    def mask_mark(self) -> MaskMark:
-        """Opens the memory that says which request the engine makes a mask for. Raises OSError."""
-        return MaskMark(Path(self.folder, MARK))
+    def mask_mark(self) -> MaskMark | NoMark:
+        """Opens the memory that says which request the engine makes a mask for."""
+        return open_mark(Path(self.folder, MARK))
 
     def at(self, line: int) -> Endpoints:
         """Returns those of the front-end process number `line`, of several."""

@@ -8,6 +8,7 @@ where.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import struct
@@ -16,6 +17,8 @@ from typing import NamedTuple
 
 MAX_ID_BYTES = 1024  # of a longer id only so much is kept, and it isn't found
 _HEAD = struct.Struct("<QH")  # number of the mask, bytes of the id; 0: no mask is being made
+
+logger = logging.getLogger(__name__)
 
 
 class Marked(NamedTuple):
@@ -35,10 +38,14 @@ class MaskMark:
 
     def __init__(self, path: Path) -> None:
         """Opens the file, which is made if it is missing. Raises OSError."""
+        size = _HEAD.size + MAX_ID_BYTES
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(fd, _HEAD.size + MAX_ID_BYTES)
-            self._memory = mmap.mmap(fd, _HEAD.size + MAX_ID_BYTES)
+            if os.fstat(fd).st_size < size:  # written, so that the disk has room for it: a page without ends a process
+                os.pwrite(fd, bytes(size), 0)
+            self._memory = mmap.mmap(fd, size)
+        except ValueError:
+            raise OSError(f"{path} has no room for {size} bytes") from None
         finally:
             os.close(fd)
         self._number = 0
@@ -60,3 +67,26 @@ class MaskMark:
         if not length:
             return None
         return Marked(number, self._memory[_HEAD.size : _HEAD.size + length].decode(errors="replace"))
+
+
+class NoMark:
+    """In its place where no process outlives this one, or the disk is full."""
+
+    def begin(self, request_id: str) -> None:
+        """Notes nothing."""
+
+    def end(self) -> None:
+        """Notes nothing."""
+
+    def read(self) -> Marked | None:
+        """Nothing."""
+        return None
+
+
+def open_mark(path: Path) -> MaskMark | NoMark:
+    """The mark in this file; none, with a warning, if the file can't be used."""
+    try:
+        return MaskMark(path)
+    except OSError as error:
+        logger.warning("if a mask ends the engine, its request can't be told: %s", error)
+        return NoMark()

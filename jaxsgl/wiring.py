@@ -19,11 +19,12 @@ from jaxsgl.constraints.trial import Trial
 from jaxsgl.engine.engine import Engine
 from jaxsgl.engine.memory import free_host_bytes
 from jaxsgl.errors import ConfigError, InvalidRequest
+from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.adapters import LoadAdapter
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.adapter_orders import load
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
-from jaxsgl.scheduler.masks import Mark, NoMark
+from jaxsgl.scheduler.masks import Mark
 from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.state import RetractAlso

@@ -20,7 +20,7 @@ import msgspec
 from jaxsgl.errors import EngineUnavailable, InvalidRequest, RequestFailed, StartupError
 from jaxsgl.frontend.reply_stream import MAX_UNREAD, ReplyStream
 from jaxsgl.ipc import Endpoints, EngineLine
-from jaxsgl.mask_mark import Marked, MaskMark
+from jaxsgl.mask_mark import Marked, MaskMark, NoMark
 from jaxsgl.messages.load import Load
 from jaxsgl.messages.orders import Abort, AbortMatching, Answer, Command, Ping, Withdraw, first_number
 from jaxsgl.messages.replies import EngineFailed, EngineInfo, EngineReady, Replies
@@ -55,7 +55,7 @@ class EngineLink:
         self._line_number = line
         self._max_unread = max_unread
         self._line: EngineLine | None = None
-        self._mark: MaskMark | None = None
+        self._mark: MaskMark | NoMark = NoMark()
         self._info: EngineInfo | None = None
         self._death: str | None = None
         self._ready_or_dead = asyncio.Event()
@@ -118,7 +118,7 @@ class EngineLink:
     @property
     def masking(self) -> Marked | None:
         """The mask that the engine makes right now, or made when it died; None: none."""
-        return None if self._mark is None else self._mark.read()
+        return self._mark.read()
 
     def fail(self, reason: str, culprit: str | None = None) -> None:
         """Refuses new requests and ends all open calls with `EngineUnavailable`.
@@ -331,8 +331,7 @@ class EngineLink:
 
     def _connect(self, endpoints: Endpoints) -> None:
         self._line = EngineLine(endpoints)
-        with contextlib.suppress(OSError):  # the engine is gone, and its folder with it
-            self._mark = endpoints.mask_mark()
+        self._mark = endpoints.mask_mark()
         self._line.listen(self.receive)
 
     def _hang_up(self) -> None:

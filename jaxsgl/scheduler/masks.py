@@ -28,16 +28,6 @@ class Mark(Protocol):
         ...
 
 
-class NoMark:
-    """The `Mark` of a process whose end nobody outlives."""
-
-    def begin(self, request_id: str) -> None:
-        """Notes nothing."""
-
-    def end(self) -> None:
-        """Notes nothing."""
-
-
 def masks_of_newest(applier: Applier, num_seqs: int, vocab_size: int, mark: Mark) -> tuple[Words, list[Reply]]:
     """`[num_seqs, ceil(V / 32)]` for the step that was launched last, and replies of requests that end here.
 

@@ -34,6 +34,7 @@ from jaxsgl.cache.radix import RadixCache
 from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
+from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.load import HostLoad, Load, Totals
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Reply
@@ -48,7 +49,7 @@ from jaxsgl.scheduler.failure import RequestFailure
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.images import Images
 from jaxsgl.scheduler.latency import Latency
-from jaxsgl.scheduler.masks import Mark, NoMark, masks_of_newest
+from jaxsgl.scheduler.masks import Mark, masks_of_newest
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy

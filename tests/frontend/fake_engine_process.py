@@ -22,7 +22,7 @@ from jaxsgl import logs
 from jaxsgl.config.engine import Limits
 from jaxsgl.engine_process import read_launch, set_signals
 from jaxsgl.ipc import EngineLaunch, EngineMailbox, open_mailbox
-from jaxsgl.mask_mark import MaskMark
+from jaxsgl.mask_mark import MaskMark, NoMark
 from jaxsgl.messages.adapters import ListAdapters, LoadAdapter, LoadedAdapter, UnloadAdapter
 from jaxsgl.messages.cache_events import CacheCleared, CacheEvents, PagesStored
 from jaxsgl.messages.load import Load, Totals
@@ -97,7 +97,7 @@ class Running:
 
 
 class FakeEngine:
-    def __init__(self, mailbox: EngineMailbox | SharedMailbox, max_requests: int, mark: MaskMark) -> None:
+    def __init__(self, mailbox: EngineMailbox | SharedMailbox, max_requests: int, mark: MaskMark | NoMark) -> None:
         """Requests beyond `max_requests` at once are refused."""
         self.mailbox = mailbox
         self.mark = mark

@@ -173,7 +173,8 @@ def test_the_sockets_to_the_engine_are_for_the_servers_user_only(server: ServerP
     (folder,) = wait_for(lambda: list(server.temporary.glob("jaxsgl-*")), "folder of sockets")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = {path.name: path.stat().st_mode for path in folder.iterdir()}
-    assert files.keys() == {"to_engine", "from_engine", "lock"}
+    assert files.keys() == {"to_engine", "from_engine", "lock", "mask_mark"}
+    assert stat.S_IMODE(files["mask_mark"]) == 0o600
     assert stat.S_ISSOCK(files["to_engine"]) and stat.S_ISSOCK(files["from_engine"])
 
 
