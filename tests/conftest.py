@@ -15,6 +15,7 @@ from hypothesis import settings
 from tests import nights, tiers
 from tests.floating_point import controls
 from tests.kept import Programs
+from tests.stuck import pytest_runtest_protocol  # noqa: F401  (a hook of pytest)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub

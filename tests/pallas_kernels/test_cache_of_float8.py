@@ -69,7 +69,9 @@ def test_every_backend_stores_the_nearest_numbers_and_never_infinity(
         np.testing.assert_array_equal(bits[is_number], expected[:, 0][is_number])
 
 
-# backend, dtype of queries, pages, page size, query heads per kv head, head size, by day in decode and extend
+# backend, dtype of queries, pages, page size, query heads per kv head, head size, ops by day (is it decode?).
+# mosaic_gpu extends over float8 in test_hopper_extend.py: its warpgroups wait for each other in XLA's pool, forever if
+# that has a thread or two.
 ATTENTIONS = [
     ("reference", F32, FLOAT8, 16, 2, 64, (True, False)),
     ("xla", F32, FLOAT8_BITS, 16, 2, 64, (True, False)),
@@ -83,7 +85,12 @@ ATTENTIONS = [
 
 @pytest.mark.parametrize(
     ("case", "is_decode"),
-    [(case, is_decode) for case in ATTENTIONS for is_decode in (True, False) if NIGHTLY or is_decode in case[-1]],
+    [
+        (case, is_decode)
+        for case in ATTENTIONS
+        for is_decode in ((True,) if case[0] == "mosaic_gpu" else (True, False))
+        if NIGHTLY or is_decode in case[-1]
+    ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "decode" if value else "extend",
 )
 def test_attention_is_near_that_over_bfloat16(
