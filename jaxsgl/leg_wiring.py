@@ -30,7 +30,7 @@ def make_leg_scheduler(config: EngineConfig, engine: Engine) -> Callable[..., Le
 
     Raises:
       ConfigError: decode without a prefix cache, which is where pages arrive; the file of the secret can't be used.
-      StartupError: the port can't be bound.
+      StartupError: the port can't be bound, or the transfer backend isn't installed.
     """
     flags = config.disaggregation
     if flags.disaggregation_mode == "decode" and config.disable_radix_cache:
@@ -46,7 +46,7 @@ def make_leg_scheduler(config: EngineConfig, engine: Engine) -> Callable[..., Le
         listen = flags.disaggregation_host or "127.0.0.1", flags.disaggregation_bootstrap_port
     wire = TcpWire(
         flags.disaggregation_mode,
-        geometry_of(layout, engine),
+        geometry_of(layout, engine, flags.disaggregation_transfer_backend),
         listen,
         flags.disaggregation_peer_timeout_s,
         flags.read_secret(),
@@ -68,7 +68,7 @@ def make_leg_scheduler(config: EngineConfig, engine: Engine) -> Callable[..., Le
     return make
 
 
-def geometry_of(layout: PageLayout, engine: Engine) -> Geometry:
+def geometry_of(layout: PageLayout, engine: Engine, backend: str) -> Geometry:
     """What another server must have in common with this one: pages, architecture, and the norms of the weights."""
     digest = norms_digest(engine.residents.params)
     return Geometry(
@@ -78,6 +78,7 @@ def geometry_of(layout: PageLayout, engine: Engine) -> Geometry:
         layout.page_bytes,
         f"{engine.arch.name} with norms {digest:08x}",
         0 if engine.capacity.tower is None else engine.capacity.tower.row_bytes,
+        backend,
     )
 
 

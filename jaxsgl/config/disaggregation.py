@@ -18,7 +18,7 @@ from jaxsgl.errors import ConfigError
 ALL_IN_ONE = "null"  # SGLang's word for a worker that computes both prefill and decode
 MODES = (ALL_IN_ONE, "prefill", "decode")
 DEFAULT_PORT = 8998  # SGLang's
-BACKENDS = ("tcp",)
+BACKENDS = ("tcp", "nixl")
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 32, 4096
 MIB = 1 << 20
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -35,7 +35,10 @@ class DisaggregationConfig:
         choices=MODES,
     )
     disaggregation_transfer_backend: str = flag(
-        "tcp", "how KV pages travel: tcp, which needs nothing installed", choices=BACKENDS
+        "tcp",
+        "how KV pages travel, the same on all prefill and decode servers: tcp, which needs nothing installed, or nixl, "
+        "over RDMA or shared memory, after pip install --no-deps nixl-cu12 (docs/scale-out.md)",
+        choices=BACKENDS,
     )
     disaggregation_bootstrap_port: int = flag(
         DEFAULT_PORT, "where a prefill server listens for decode servers, at --host; 0 takes a free one"

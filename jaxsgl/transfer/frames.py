@@ -3,7 +3,8 @@
     decode   Open         Grant                        Ack    Fail ends a room from either side
     prefill        Media         Pages, Rows .. Done          Ping says that a worker lives
 
-A frame is a fixed head, a message as MessagePack, and for `Pages`, `Media` and `Rows` the bytes they are about. Frames
+A frame is a fixed head, a message as MessagePack, and for `Pages`, `Media` and `Rows` the bytes they are about, unless
+those lie in memory that the other side reads: `Memory` says where, and `Taken` when it has read (nixl.py). Frames
 follow the greeting of both sides (greeting.py). Knows neither sockets nor requests: wires carry frames (tcp.py),
 scheduler/disagg/ decides what is said.
 """
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE_BYTES = 1 << 16
 FRAME_BYTES = 16 << 20  # of pages in a frame, or one page if that is larger
 _MAGIC = 0x4C47534A
@@ -54,6 +55,7 @@ class Geometry(msgspec.Struct, frozen=True):
       page_bytes: its size.
       weights: a name or digest of the model.
       image_row_bytes: of the embedding of an image's token; 0: it takes no images.
+      backend: how the bytes travel, "tcp" or "nixl".
     """
 
     page_size: int
@@ -62,6 +64,7 @@ class Geometry(msgspec.Struct, frozen=True):
     page_bytes: int
     weights: str
     image_row_bytes: int = 0
+    backend: str = "tcp"
 
     def mismatch(self, other: Geometry) -> str | None:
         """Returns in words what differs between this worker and `other`, with both values; None if nothing does."""
@@ -71,6 +74,7 @@ class Geometry(msgspec.Struct, frozen=True):
             ("page_shape", "the shape of a KV page", "serve the same model on both"),
             ("page_bytes", "the bytes of a KV page", "serve the same model on both"),
             ("weights", "the model", "serve the same model on both"),
+            ("backend", "the transfer backend", "give both the same --disaggregation-transfer-backend"),
         ):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -172,7 +176,19 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """The sender lives."""
 
 
-Message: TypeAlias = Open | Media | Grant | Pages | Rows | Done | Ack | Fail | Ping
+class Memory(msgspec.Struct, frozen=True, tag="memory"):
+    """Payloads of the sender lie from `address` on, in slots of `slot_bytes`; NIXL finds that by `metadata`."""
+
+    metadata: bytes
+    address: int
+    slot_bytes: int
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """The oldest payload that the sender of this hasn't said this of needs its slot no more."""
+
+
+Message: TypeAlias = Open | Media | Grant | Pages | Rows | Done | Ack | Fail | Ping | Memory | Taken
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

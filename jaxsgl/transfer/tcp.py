@@ -1,11 +1,12 @@
-"""`TcpWire`: frames over TCP, the transport that needs nothing installed and no registry.
+"""`TcpWire`: frames over TCP, which needs nothing installed and no registry.
 
 A decode worker connects to the address that a request names, and both greet each other (greeting.py); a prefill worker
 does so in one thread for all that come (listener.py). After that each connection has a thread that reads and one that
-writes; pages are received into their own memory and sent from where they lie. A worker that is silent says `Ping` every
-second, and one that isn't heard for `timeout_s` is dead: however long a request queues there, its worker is heard.
-Memory for pages is taken only for rooms whose `Grant` went out over the same connection, memory for images and rows
-only for rooms whose `Open` or `Grant` asked for them; others are read and dropped, and prefill takes none at all.
+writes. The bytes of pages follow their frames, or NIXL carries them, as the backend says (payloads.py, nixl.py). A
+worker that is silent says `Ping` every second, and one that isn't heard for `timeout_s` is dead: however long a request
+queues there, its worker is heard. Memory for pages is taken only for rooms whose `Grant` went out over the same
+connection, memory for images and rows only for rooms whose `Open` or `Grant` asked for them; others are read and
+dropped, and prefill takes none at all.
 Connections are bounded, in all and for each address that connects, and so is what each has said that nobody has polled.
 One for which there is no thread is closed: the port goes on listening. Nothing is encrypted.
 """
@@ -22,7 +23,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -34,12 +35,14 @@ from jaxsgl.transfer.frames import (
     Geometry,
     Grant,
     Media,
+    Memory,
     Message,
     Open,
     Pages,
     Ping,
     Room,
     Rows,
+    Taken,
     WireError,
     decode,
     decode_head,
@@ -47,7 +50,9 @@ from jaxsgl.transfer.frames import (
 )
 from jaxsgl.transfer.greeting import GREETING_S, endpoint, greeting
 from jaxsgl.transfer.listener import MAX_REASON_CHARS, Listener
-from jaxsgl.transfer.wire import Bytes, Event, Left, News, Peer, Sent
+from jaxsgl.transfer.nixl import InMemory, Nixl
+from jaxsgl.transfer.payloads import InFrames, Payloads, Stream
+from jaxsgl.transfer.wire import Event, Left, News, Peer, Sent
 
 PING_S = 1.0
 CONNECT_S = 3.0
@@ -65,13 +70,13 @@ class TcpWire:
 
     Args:
       mode: "prefill", which listens, or "decode", which connects.
-      geometry: of this worker's pages; a worker with another one is refused.
+      geometry: of this worker's pages, and the backend that carries them; a worker with another one is refused.
       listen: host and port; port 0 takes a free one. None: doesn't listen.
       timeout_s: seconds of silence after which a worker counts as dead.
-      secret: what the other workers must know as well; b"": any worker may take part.
+      secret: what the other workers must know as well; b"": any worker may take part, and all are on this machine.
 
     Raises:
-      StartupError: the port can't be bound.
+      StartupError: the port can't be bound, or the backend isn't installed.
     """
 
     def __init__(
@@ -85,6 +90,9 @@ class TcpWire:
         self.geometry = geometry
         self.timeout_s = timeout_s
         self.proves_peers = bool(secret)
+        self.payloads_of: Callable[[Stream], Payloads] = InFrames
+        if geometry.backend == "nixl":
+            self.payloads_of = partial(InMemory, nixl=Nixl(mode == "prefill", on_loopback=not secret))
         self.max_payload_bytes = geometry.max_payload_bytes if mode == "decode" else 0
         self.greet = partial(greeting, mode, geometry, secret)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -221,9 +229,16 @@ class _Link:
         self._reason: str | None = None
         self._unpolled = threading.Semaphore(MAX_UNPOLLED)
         self._pings_left, self._pings_since_s = MAX_PINGS_PER_S, time.monotonic()
-        self._scratch: Bytes | None = None
+        self.timeout_s = wire.timeout_s
+        self.slot_bytes = wire.geometry.max_payload_bytes
+        self._payloads = wire.payloads_of(self)
 
-    def send(self, message: Message, payload: np.ndarray | None) -> None:
+    @property
+    def has_ended(self) -> bool:
+        """See `Stream`."""
+        return self._reason is not None
+
+    def send(self, message: Message, payload: np.ndarray | None = None) -> None:
         """Queues a frame."""
         if isinstance(message, Grant):
             self._granted[message.room] = message.num_pages
@@ -260,10 +275,10 @@ class _Link:
                 self._greet(self._sock)
             assert self._sock is not None
             _set_options(self._sock, self._wire.timeout_s)
-            writer = threading.Thread(target=self._write, args=(self._sock,), name="kv-write", daemon=True)
+            writer = threading.Thread(target=self._send_queued, name="kv-write", daemon=True)
             writer.start()
             while self._reason is None:
-                news = self._read(self._sock)
+                news = self._read()
                 self._unpolled.acquire()
                 self._wire.tell(news)
         except WireError as error:
@@ -275,6 +290,7 @@ class _Link:
             self.end(f"the connection to {self.name} failed: {type(error).__name__}")
         if writer is not None and writer.ident is not None:  # it was started
             writer.join()
+        self._payloads.end()
         if self._sock is not None:
             self._sock.close()
         assert self._reason is not None
@@ -300,18 +316,20 @@ class _Link:
                         raise OSError("it has closed the connection during the greeting: its log says why")
                     got += data
 
-    def _read(self, sock: socket.socket) -> News:
-        """Returns the next message that isn't a sign of life."""
+    def _read(self) -> News:
+        """Returns the next message that is one for the scheduler."""
         while True:
-            head = decode_head(self._receive(sock, HEAD_BYTES), self._wire.max_payload_bytes)
-            body = self._receive(sock, head.message_bytes)
+            head = decode_head(self._receive(HEAD_BYTES), self._wire.max_payload_bytes)
+            body = self._receive(head.message_bytes)
             message = decode(body, head.payload_bytes, self._wire.geometry.page_bytes)
             if isinstance(message, Pages | Media | Rows):
-                payload = self._take(sock, message, head.payload_bytes)
+                payload = self._payloads.take(head.payload_bytes, self._is_awaited(message))
                 if payload is not None:
                     return News(self.peer, message, payload)
             elif isinstance(message, Ping):
                 self._count_ping()
+            elif isinstance(message, Memory | Taken):
+                self._payloads.hear(message)
             else:
                 if isinstance(message, Done | Fail):
                     self._end_room(message.room)
@@ -342,34 +360,34 @@ class _Link:
             self._granted[message.room] = left
         return left >= 0
 
-    def _take(self, sock: socket.socket, message: Pages | Media | Rows, num_bytes: int) -> Bytes | None:
-        """Returns the bytes of what is awaited; reads others and returns None."""
-        if self._is_awaited(message):
-            payload = np.empty(num_bytes, dtype=np.uint8)
-            self._fill(sock, memoryview(payload.data))
-            return payload
-        if self._scratch is None or len(self._scratch) < num_bytes:
-            self._scratch = np.empty(num_bytes, dtype=np.uint8)
-        self._fill(sock, memoryview(self._scratch.data)[:num_bytes])
-        return None
-
-    def _receive(self, sock: socket.socket, num_bytes: int) -> bytearray:
+    def _receive(self, num_bytes: int) -> bytearray:
         data = bytearray(num_bytes)
-        self._fill(sock, memoryview(data))
+        self.fill(memoryview(data))
         return data
 
-    def _fill(self, sock: socket.socket, view: memoryview) -> None:
-        """Receives all of `view`. Raises OSError if nothing comes for `timeout_s` seconds, or the other side closes."""
+    def fill(self, view: memoryview) -> None:
+        """See `Stream`. Also raises OSError if nothing comes for `timeout_s` seconds, or the other side closes."""
+        assert self._sock is not None
         while view:
             try:
-                count = sock.recv_into(view, len(view), socket.MSG_WAITALL)
+                count = self._sock.recv_into(view, len(view), socket.MSG_WAITALL)
             except (BlockingIOError, TimeoutError):
-                raise OSError(f"nothing was heard for {self._wire.timeout_s:g} s") from None
+                raise OSError(f"nothing was heard for {self.timeout_s:g} s") from None
             if not count:
                 raise OSError("it has closed the connection")
             view = view[count:]
 
-    def _write(self, sock: socket.socket) -> None:
+    def write(self, data: bytes | memoryview) -> None:
+        """See `Stream`."""
+        assert self._sock is not None
+        self._sock.sendall(data)
+
+    def left(self, message: Pages | Media | Rows, num_bytes: int) -> None:
+        """See `Stream`."""
+        if isinstance(message, Pages | Rows):
+            self._wire.tell(Sent(self.peer, message.room, num_bytes, time.monotonic()))
+
+    def _send_queued(self) -> None:
         try:
             while True:
                 try:
@@ -378,19 +396,14 @@ class _Link:
                     item = Ping(), None
                 if item is None:
                     return
-                self._send_frame(sock, *item)
+                message, payload = item
+                if payload is None:
+                    self.write(encode(message))
+                else:
+                    assert isinstance(message, Pages | Media | Rows), message
+                    self._payloads.send(message, np.ascontiguousarray(payload).view(np.uint8).reshape(-1).data)
         except OSError as error:
             self.end(f"{self.name} is not reachable: {error}")
-
-    def _send_frame(self, sock: socket.socket, message: Message, payload: np.ndarray | None) -> None:
-        if payload is None:
-            sock.sendall(encode(message))
-            return
-        data = np.ascontiguousarray(payload).view(np.uint8).reshape(-1).data
-        sock.sendall(encode(message, len(data)))
-        sock.sendall(data)
-        if isinstance(message, Pages | Rows):
-            self._wire.tell(Sent(self.peer, message.room, len(data), time.monotonic()))
 
 
 def _set_options(sock: socket.socket, timeout_s: float) -> None:

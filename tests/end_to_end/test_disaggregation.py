@@ -25,14 +25,15 @@ pytestmark = [pytest.mark.foreign, pytest.mark.usefixtures("fully_optimized")]
 
 MODEL = "tiny"
 FLAGS = (*COMMON_FLAGS, "--served-model-name", MODEL)
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = 60.0  # servers give each other 5 s of silence, 10 s to greet, a leg 30 s; the rest is for other load
 
 
 class Fleet:
-    """A gateway over a prefill server and a decode server."""
+    """A gateway over a prefill server and a decode server, between which pages travel by `backend`."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, backend: str) -> None:
         self._folder, self._stack = folder, stack
+        self._backend = ("--disaggregation-transfer-backend", backend)
         self._num_starts = 0
         self.prefill: Worker
         self.decode: Worker
@@ -51,7 +52,7 @@ class Fleet:
         """Starts the server of that mode, at the ports that it always has."""
         ports = ("--grpc-port", str(self._ports[who][0]), "--port", str(self._ports[who][1]))
         bootstrap = ("--disaggregation-bootstrap-port", str(self.port)) if who == "prefill" else ()
-        worker = Worker(self._start(who, ("--disaggregation-mode", who, *bootstrap, *ports)))
+        worker = Worker(self._start(who, ("--disaggregation-mode", who, *self._backend, *bootstrap, *ports)))
         if who == "prefill":
             self.prefill = worker
         else:
@@ -93,11 +94,17 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory, fully_optimized: None) -> Iterator[Fleet]:
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fully_optimized: None
+) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
-        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack)
+        fleet = Fleet(tmp_path_factory.mktemp("fleet"), stack, request.param)
         fleet.wait_until_ready()
         yield fleet
+
+
+over_tcp = pytest.mark.parametrize("fleet", ["tcp"], indirect=True, scope="module")
+over_both = pytest.mark.parametrize("fleet", ["tcp", "nixl"], indirect=True, scope="module")
 
 
 def completion(prompt: list[int] | str, **more: Any) -> dict[str, Any]:
@@ -109,6 +116,7 @@ def prompts() -> list[str]:
     return [filler(seed=number, num_sentences=number) for number in lengths]
 
 
+@over_both
 def test_tokens_equal_those_of_one_server(fleet: Fleet) -> None:
     before = fleet.decode.output_tokens
     with ThreadPoolExecutor(4) as threads:
@@ -124,6 +132,7 @@ def test_tokens_equal_those_of_one_server(fleet: Fleet) -> None:
     fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
 
 
+@over_tcp
 def test_streams_samples_and_chats_equal_those_of_one_server(fleet: Fleet) -> None:
     for extra in ({"n": 3}, {"logprobs": 2}, {"stop": ["a"]}, {"presence_penalty": 1.0}):
         asked = completion(filler(seed=77, num_sentences=12), **extra)
@@ -146,6 +155,7 @@ def test_streams_samples_and_chats_equal_those_of_one_server(fleet: Fleet) -> No
     fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
 
 
+@over_tcp
 def test_prompt_log_probabilities_come_from_the_prefill_server(fleet: Fleet) -> None:
     text = filler(seed=5, num_sentences=9)
     body = {
@@ -160,6 +170,7 @@ def test_prompt_log_probabilities_come_from_the_prefill_server(fleet: Fleet) -> 
     assert through[1:] == pytest.approx(scores[1:], abs=1e-4)
 
 
+@over_tcp
 def test_a_gateway_that_speaks_http_to_the_servers_gets_the_same_answers(fleet: Fleet, tmp_path: Path) -> None:
     flags = (
         "--pd-disaggregation", "--prefill", f"http://{fleet.prefill.http}", str(fleet.port),
@@ -188,6 +199,7 @@ def test_a_gateway_that_speaks_http_to_the_servers_gets_the_same_answers(fleet: 
     fleet.check_that_nothing_is_left(fleet.prefill, fleet.decode)
 
 
+@over_tcp
 @pytest.mark.skipif(not NIGHTLY, reason="servers start anew")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
@@ -243,6 +255,7 @@ def outcome(fleet: Fleet, seed: int, stream: bool) -> str:
         return str(error)
 
 
+@over_both
 @pytest.mark.skipif(not NIGHTLY, reason="servers start anew")
 @pytest.mark.parametrize(
     ("who", "how"),

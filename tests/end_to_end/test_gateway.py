@@ -306,8 +306,7 @@ def test_a_worker_that_is_killed_costs_no_more_than_its_open_streams(fleet: Flee
 
 
 def test_a_worker_that_gets_sigterm_finishes_its_streams_and_gets_no_new_ones(fleet: Fleet) -> None:
-    request = {**endless(STORY), "max_tokens": 400}
-    with fleet.client.chat.completions.create(**request, stream=True) as stream:
+    with fleet.client.chat.completions.create(**endless(STORY), stream=True) as stream:
         chunks = iter(stream)
         next(chunks)
         leaving = only_running(fleet)

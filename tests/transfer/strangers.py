@@ -11,9 +11,10 @@ from jaxsgl.transfer.frames import Geometry
 from jaxsgl.transfer.greeting import endpoint, greeting
 
 
-def greet(sock: socket.socket, mode: str, geometry: Geometry, secret: bytes = b"") -> None:
-    """Greets as the side that connects. Raises `EOFError` if the other side leaves, and what `greeting` raises."""
-    talk = greeting(mode, geometry, secret, endpoint(sock.getpeername()), connects=True)
+def greet(sock: socket.socket, mode: str, geometry: Geometry, secret: bytes = b"", connects: bool = True) -> None:
+    """Greets as one side. Raises `EOFError` if the other side leaves, and what `greeting` raises."""
+    at = endpoint(sock.getpeername() if connects else sock.getsockname())
+    talk = greeting(mode, geometry, secret, at, connects)
     step = next(talk)
     while True:
         sock.sendall(step.send)

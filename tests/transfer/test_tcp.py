@@ -74,11 +74,16 @@ def reason(events: list[Event]) -> str:
     return reason
 
 
+over_both = pytest.mark.parametrize(
+    "geometry", [GEOMETRY, msgspec.structs.replace(GEOMETRY, backend="nixl")], ids=lambda geometry: geometry.backend
+)
+
+
 @contextlib.contextmanager
 def pair(
-    theirs: Geometry = GEOMETRY, mode: str = "decode", timeout_s: float = 5.0
+    theirs: Geometry = GEOMETRY, mode: str = "decode", timeout_s: float = 5.0, mine: Geometry = GEOMETRY
 ) -> Iterator[tuple[TcpWire, TcpWire]]:
-    prefill = TcpWire("prefill", GEOMETRY, ("127.0.0.1", 0), timeout_s)
+    prefill = TcpWire("prefill", mine, ("127.0.0.1", 0), timeout_s)
     decode = TcpWire(mode, theirs, None, timeout_s)
     try:
         yield prefill, decode
@@ -87,10 +92,11 @@ def pair(
         decode.close()
 
 
-def test_pages_arrive_in_order_with_their_bytes_and_the_sender_learns_that_they_left() -> None:
+@over_both
+def test_pages_arrive_in_order_with_their_bytes_and_the_sender_learns_that_they_left(geometry: Geometry) -> None:
     rng = np.random.default_rng(0)
     data = rng.integers(0, 1 << 16, (9, *SHAPE), dtype=np.uint16)
-    with pair() as (prefill, decode):
+    with pair(geometry, mine=geometry) as (prefill, decode):
         peer = decode.connect("127.0.0.1", prefill.port)
         assert decode.connect("127.0.0.1", prefill.port) == peer
         decode.send(peer, Open(ROOM))
@@ -109,9 +115,10 @@ def test_pages_arrive_in_order_with_their_bytes_and_the_sender_learns_that_they_
         assert sum(event.num_bytes for event in sent if isinstance(event, Sent)) == data.nbytes
 
 
-def test_pages_beyond_a_grant_take_no_memory() -> None:
+@over_both
+def test_pages_beyond_a_grant_take_no_memory(geometry: Geometry) -> None:
     data = np.zeros((4, *SHAPE), dtype=np.uint16)
-    with pair() as (prefill, decode):
+    with pair(geometry, mine=geometry) as (prefill, decode):
         peer = decode.connect("127.0.0.1", prefill.port)
         decode.send(peer, Grant(ROOM, 0, 4, "v1"))
         at_prefill = until(prefill, lambda events: bool(messages(events)))[0].peer
@@ -129,9 +136,10 @@ def test_pages_beyond_a_grant_take_no_memory() -> None:
         assert messages(until(decode, lambda events: bool(messages(events)))) == [Open(ROOM)]
 
 
-def test_images_come_only_to_rooms_that_lack_them() -> None:
+@over_both
+def test_images_come_only_to_rooms_that_lack_them(geometry: Geometry) -> None:
     data = np.arange(100, dtype=np.uint8)
-    with pair() as (prefill, decode):
+    with pair(geometry, mine=geometry) as (prefill, decode):
         peer = decode.connect("127.0.0.1", prefill.port)
         decode.send(peer, Open(ROOM, None))
         at_prefill = until(prefill, lambda events: bool(messages(events)))[0].peer
@@ -149,9 +157,10 @@ def test_images_come_only_to_rooms_that_lack_them() -> None:
         assert "bytes follow" in reason(until(decode, left))
 
 
-def test_embeddings_of_images_are_taken_if_a_grant_named_some() -> None:
+@over_both
+def test_embeddings_of_images_are_taken_if_a_grant_named_some(geometry: Geometry) -> None:
     data = np.arange(100, dtype=np.uint8).reshape(5, 20)
-    with pair() as (prefill, decode):
+    with pair(geometry, mine=geometry) as (prefill, decode):
         peer = decode.connect("127.0.0.1", prefill.port)
         decode.send(peer, Grant(room_of(8, [1]), 0, 0, "v"))
         decode.send(peer, Grant(ROOM, 0, 0, "v", (2,)))
@@ -175,6 +184,7 @@ def test_embeddings_of_images_are_taken_if_a_grant_named_some() -> None:
         ({"dtype": "fp8_e4m3"}, ("dtype", "bfloat16", "fp8_e4m3", "--kv-cache-dtype")),
         ({"page_shape": (2, 2, 4, 16, 8)}, ("shape", "(2, 2, 2, 16, 8)", "(2, 2, 4, 16, 8)")),
         ({"weights": "other"}, ("model", "tiny", "other")),
+        ({"backend": "nixl"}, ("backend", "tcp", "nixl", "--disaggregation-transfer-backend")),
         ({"image_row_bytes": 128}, ("image", "64", "128", "--dtype")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
