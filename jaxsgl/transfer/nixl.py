@@ -186,6 +186,8 @@ class InMemory:
             sent = self._on_way.popleft()
             self._free.release()
             self._stream.left(*sent)
+        elif not self._stream.takes_payloads:
+            raise WireError("it says where its memory is, but a prefill worker reads none")
         elif self._region is not None or not 0 < message.slot_bytes <= self._stream.slot_bytes:
             raise WireError(f"it says again where its memory is, or has slots of {message.slot_bytes} bytes")
         else:

@@ -20,6 +20,7 @@ class Stream(Protocol):
     name: str
     timeout_s: float
     slot_bytes: int  # the most of a payload
+    takes_payloads: bool  # only decode workers do
 
     @property
     def has_ended(self) -> bool:

@@ -231,6 +231,7 @@ class _Link:
         self._pings_left, self._pings_since_s = MAX_PINGS_PER_S, time.monotonic()
         self.timeout_s = wire.timeout_s
         self.slot_bytes = wire.geometry.max_payload_bytes
+        self.takes_payloads = wire.max_payload_bytes > 0
         self._payloads = wire.payloads_of(self)
 
     @property

@@ -136,7 +136,7 @@ def test_a_worker_that_stands_still_is_dead_and_writes_to_nobodys_pages_when_it_
 class StandingStill:
     """Of NIXL's agent what `InMemory` calls, and of its connection; reads don't end."""
 
-    name, timeout_s, slot_bytes, has_ended = "the worker", 0.01, 64, False
+    name, timeout_s, slot_bytes, takes_payloads, has_ended = "the worker", 0.01, 64, True, False
 
     def __init__(self) -> None:
         self.given_back: list[Region] = []
@@ -241,6 +241,15 @@ def test_a_sender_waits_for_slots_and_its_connection_still_ends() -> None:
         for number in range(NUM_SLOTS + 2):
             wire.send(peer, Pages(ROOM, number, 1), np.zeros(PAGE_BYTES, np.uint8))
         assert "nothing was heard" in reason(until(wire, left))
+
+
+def test_a_prefill_worker_takes_no_memory_for_payloads_of_others() -> None:
+    with contextlib.ExitStack() as stack:
+        wire = stack.enter_context(contextlib.closing(TcpWire("prefill", GEOMETRY, ("127.0.0.1", 0), TIMEOUT_S)))
+        sock = stack.enter_context(socket.create_connection(("127.0.0.1", wire.port)))
+        greet(sock, "decode", GEOMETRY)
+        sock.sendall(encode(Memory(b"junk", 0, PAGE_BYTES)))
+        assert "a prefill worker reads none" in reason(until(wire, left))
 
 
 def test_a_worker_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
