@@ -21,7 +21,7 @@ import os
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -74,6 +74,7 @@ class Nixl:
             raise StartupError(f"--disaggregation-transfer-backend nixl: NIXL's agent doesn't start: {error}") from None
         self._regions: list[Region] = []  # all, which stay as long as this
         self._spare: list[Region] = []
+        self._added: Counter[str] = Counter()  # connections to each other agent: a worker may have several addresses
         self._lock = threading.Lock()
 
     def region(self, num_bytes: int) -> Region:
@@ -104,13 +105,19 @@ class Nixl:
     def add(self, metadata: bytes) -> str:
         """Returns the name of the agent whose metadata this is."""
         with _translated("can't reach the other worker"):
-            name: bytes = self._agent.loadRemoteMD(metadata)
-            return name.decode()
+            name: str = self._agent.loadRemoteMD(metadata).decode()
+        with self._lock:
+            self._added[name] += 1
+        return name
 
     def remove(self, name: str) -> None:
         """Ends what `add` began."""
-        with contextlib.suppress(Exception):  # of a worker that is gone
-            self._agent.invalidateRemoteMD(name)
+        with self._lock:
+            self._added[name] -= 1
+            if not self._added[name]:
+                del self._added[name]
+                with contextlib.suppress(Exception):  # of a worker that is gone
+                    self._agent.invalidateRemoteMD(name)
 
     def start_read(self, name: str, address: int, into: Bytes) -> int:
         """Begins to copy memory of agent `name` to memory of a region here; returns the read's handle."""

@@ -133,6 +133,21 @@ def test_a_worker_that_stands_still_is_dead_and_writes_to_nobodys_pages_when_it_
         assert {int(value) for payload in got for value in np.unique(payload)} == {4}
 
 
+def test_a_worker_with_two_addresses_is_read_over_one_after_the_other_has_ended(
+    decode: TcpWire, environment: dict[str, str]
+) -> None:
+    with prefill(3, 10, environment) as worker:
+        peers = [decode.connect(host, worker.port) for host in ("127.0.0.1", "localhost")]
+        for peer in peers:
+            decode.send(peer, Grant(ROOM, 0, 10, "v"))
+        until(decode, lambda events: len(payloads(events)) == 20)
+        decode._links[peers[0]].end("the test ends it")
+        until(decode, left)
+        decode.send(peers[1], Grant(ROOM, 0, 10, "v"))
+        got = payloads(until(decode, lambda events: len(payloads(events)) == 10))
+    assert {int(value) for payload in got for value in np.unique(payload)} == {3}
+
+
 class StandingStill:
     """Of NIXL's agent what `InMemory` calls, and of its connection; reads don't end."""
 
