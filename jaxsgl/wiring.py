@@ -69,9 +69,9 @@ def build_scheduler(
         from jaxsgl.leg_wiring import make_leg_scheduler  # other servers know nothing of it
 
         make = make_leg_scheduler(config, engine)
+    while engine.poll(wait=True):
+        pass  # what a scheduler before this one has gathered
     tier, loads = _host_tier(config, engine)
-    while engine.poll_rows(wait=True):
-        pass  # those of a scheduler before this one
     grammars = None if config.grammar_backend == "none" else _grammars(scheduling, engine, eagerly=limited)
     scheduler = make(
         engine.capacity,
@@ -145,8 +145,6 @@ def _host_tier(config: EngineConfig, engine: Engine) -> tuple[HostTier | None, L
     host = config.host_kv
     if not host.is_on:
         return None, None
-    while engine.poll_gathers(wait=True):
-        pass  # those of a scheduler before this one
     layout = engine.page_layout
     arena = allocate(layout.shape(1), layout.host_dtype, host, engine.capacity.num_pages, free_host_bytes())
     logger.info(

@@ -107,7 +107,7 @@ def place(engine: Engine, num_adapters: int, rank: int) -> AdapterRows:
             for _ in range(-(-rank // BLOCK))
         ]
         engine.adapters.keep(number, StagedAdapter("", rank, str(number), tuple(blocks)))
-        engine.apply(PlaceAdapter(number, columns.place(number, rank)))
+        engine.apply(PlaceAdapter(number, columns.place(number, rank)), 0)
     return columns
 
 

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from jaxsgl.batch.engine_ops import EngineOp, HostPages, PageLayout
+from jaxsgl.batch.engine_ops import EngineOp, PageLayout
 from jaxsgl.batch.inputs import StepInputs
 
 
@@ -139,17 +139,14 @@ class PageEngine(Protocol):
         """What a page is in its host form."""
         ...
 
-    def apply(self, op: EngineOp) -> None:
-        """Submits an operation behind the steps before, and returns at once; never waits for the device."""
+    def apply(self, op: EngineOp, number: int) -> None:
+        """Submits an operation after the steps before, and returns at once; never waits for the device."""
         ...
 
-    def poll_rows(self, wait: bool = False) -> list[tuple[int, npt.NDArray[np.uint8]]]:
-        """The gathers of images' rows that have ended since the last call: `op_id` and `[n, bytes]`; waits likewise."""
-        ...
+    def poll(self, wait: bool = False) -> list[tuple[int, npt.NDArray[Any]]]:
+        """What gathers have brought since the last call, with their numbers: pages in their host form, rows' bytes.
 
-    def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:
-        """The gathers that have ended since the last call, in their order: `op_id` and the pages in their host form.
-
-        With `wait`, waits for the oldest one if none has ended. Nothing else may be in the way of its end.
+        Those of pages come in their order, and so do those of rows. With `wait`, waits for one if none has ended, and
+        nothing but the device may be in the way of its end.
         """
         ...

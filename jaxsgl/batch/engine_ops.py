@@ -56,9 +56,8 @@ class PageLayout:
 
 @dataclass(frozen=True)
 class Gather:
-    """Copies `pages` of the pool to the host; `PageEngine.poll_gathers` yields them under `op_id`, in this order."""
+    """Copies `pages` of the pool to the host; `PageEngine.poll` yields them, in this order."""
 
-    op_id: int
     pages: tuple[int, ...]
 
 
@@ -66,7 +65,6 @@ class Gather:
 class Insert:
     """Writes `data`, the host form of as many pages, to `pages` of the pool. `data` must not change afterwards."""
 
-    op_id: int
     pages: tuple[int, ...]
     data: HostPages
 
@@ -81,9 +79,8 @@ class PlaceAdapter:
 
 @dataclass(frozen=True, eq=False)
 class GatherRows:
-    """Copies `rows [n]` of the pool of images' embeddings to the host; `PageEngine.poll_rows` yields them."""
+    """Copies `rows [n]` of the pool of images' embeddings to the host; `PageEngine.poll` yields `[n, bytes]`."""
 
-    op_id: int
     rows: IntArray
 
 

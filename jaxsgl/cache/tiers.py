@@ -67,12 +67,12 @@ class HostTier:
         self._followers: Counter[bytes] = Counter()  # of each name, cached pages whose parent it is
         self._to_write: dict[int, None] = {}  # device pages, in order
         self._seen: OrderedDict[bytes, None] = OrderedDict()  # names of pages that were computed once
-        self._writes: dict[int, list[HostPage]] = {}  # by op id
+        self._writing: set[HostPage] = set()  # whose gathers have not ended
 
     @property
     def is_writing(self) -> bool:
         """Whether a write waits for its gather."""
-        return bool(self._writes)
+        return bool(self._writing)
 
     @property
     def has_to_write(self) -> bool:
@@ -150,8 +150,8 @@ class HostTier:
             slots.append(entry.slot)
         return slots
 
-    def begin_write(self, op_id: int, pages: Sequence[int]) -> tuple[int, ...]:
-        """Takes room for `pages` of `to_write`, which the gather `op_id` will yield; returns those that find room."""
+    def begin_write(self, pages: Sequence[int]) -> tuple[list[HostPage], tuple[int, ...]]:
+        """Takes room for `pages` of `to_write`; returns it, and those that found some, which are to be gathered."""
         entries: list[HostPage] = []
         to_gather: list[int] = []
         for page in pages:
@@ -165,13 +165,12 @@ class HostTier:
                 continue
             entries.append(entry)
             to_gather.append(page)
-        if entries:
-            self._writes[op_id] = entries
-        return tuple(to_gather)
+        self._writing.update(entries)
+        return entries, tuple(to_gather)
 
-    def end_write(self, op_id: int, data: npt.NDArray[Any]) -> None:
-        """The gather has ended: the host copy is there."""
-        entries = self._writes.pop(op_id)
+    def end_write(self, entries: list[HostPage], data: npt.NDArray[Any]) -> None:
+        """The gather of pages into `entries` has ended: the host copy is there."""
+        self._writing.difference_update(entries)
         self.host.written(entries, data)
         self.num_written += len(entries)
 
@@ -189,8 +188,7 @@ class HostTier:
 
     def wrong(self, cached: IntArray, loading: Iterable[HostPage]) -> list[str]:
         """What is wrong with both tiers, if `cached` are the pages of the prefix tree; see `HostPages.wrong`."""
-        writing = [entry for entries in self._writes.values() for entry in entries]
-        found = self.host.wrong(writing, loading)
+        found = self.host.wrong(self._writing, loading)
         gone = self._cached.keys() - set(cached.tolist())
         found += [f"page {page} has a name, but is not cached" for page in gone]
         if len({known.name for known in self._cached.values()}) != len(self._cached):

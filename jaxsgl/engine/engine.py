@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from jaxsgl.batch.bucket_file import buckets_of
 from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.capacity import Capacity
-from jaxsgl.batch.engine_ops import EngineOp, Gather, GatherRows, HostPages, PageLayout, PlaceAdapter, RestoreRows
+from jaxsgl.batch.engine_ops import EngineOp, Gather, GatherRows, PageLayout, PlaceAdapter, RestoreRows
 from jaxsgl.batch.inputs import StepFeatures, StepInputs
 from jaxsgl.batch.patches import EncodeInputs, EncodePart
 from jaxsgl.cache.pages import tokens_in
@@ -34,7 +35,7 @@ from jaxsgl.engine.memory import Memory, check_weights_fit, least_free_memory, l
 from jaxsgl.engine.page_io import PageIo, layout_of, reserved_bytes
 from jaxsgl.engine.programs import ProgramSet
 from jaxsgl.engine.residents import EngineResidents, abstract_params, as_kept, read_arch, read_params
-from jaxsgl.engine.row_io import HostRows, RowIo
+from jaxsgl.engine.row_io import RowIo
 from jaxsgl.engine.sizing import NO_ADAPTERS, KvShape, PoolSize, choose_page_size, kv_shape, plan_capacity
 from jaxsgl.engine.state import abstract_state, allocate, allocate_kv
 from jaxsgl.engine.step import Forwarded
@@ -224,7 +225,7 @@ class Engine:
         """Seconds that a token takes from host memory to the pool, as measured at the start."""
         return 0.0 if self._page_io is None else self._page_io.load_page_s / tokens_in(1, self._page_shape.page_size)
 
-    def apply(self, op: EngineOp) -> None:
+    def apply(self, op: EngineOp, number: int) -> None:
         """Submits an operation; never waits for the device. Those on pages only if the engine `moves_pages`."""
         if self._launcher is not None:
             self._launcher.settle()
@@ -233,27 +234,27 @@ class Engine:
             self.adapters.place(op)
             return
         if isinstance(op, GatherRows | RestoreRows):
-            self._apply_to_rows(op)
+            self._apply_to_rows(op, number)
             return
         assert self._page_io is not None, "no programs for pages were compiled"
         if isinstance(op, Gather):
-            self._page_io.gather(self._state.kv, op)
+            self._page_io.gather(self._state.kv, op, number)
         else:
             self._state = self._state._replace(kv=self._page_io.insert(self._state.kv, op))
 
-    def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:
-        """The gathers that have ended since the last call; see `PageEngine`."""
-        return [] if self._page_io is None else self._page_io.poll(wait)
+    def poll(self, wait: bool = False) -> list[tuple[int, npt.NDArray[Any]]]:
+        """See `PageEngine`."""
+        gathering = [part for part in (self._page_io, self._row_io) if part is not None]
+        ended: list[tuple[int, npt.NDArray[Any]]] = [each for part in gathering for each in part.poll(wait=False)]
+        for part in gathering if wait else ():
+            ended = ended or [*part.poll(wait=True)]
+        return ended
 
-    def poll_rows(self, wait: bool = False) -> list[tuple[int, HostRows]]:
-        """The gathers of images' rows that have ended since the last call; see `PageEngine`."""
-        return [] if self._row_io is None else self._row_io.poll(wait)
-
-    def _apply_to_rows(self, op: GatherRows | RestoreRows) -> None:
+    def _apply_to_rows(self, op: GatherRows | RestoreRows, number: int) -> None:
         images = self._state.images
         assert self._row_io is not None and images is not None, "no programs for rows of images were compiled"
         if isinstance(op, GatherRows):
-            self._row_io.gather(images, op)
+            self._row_io.gather(images, op, number)
         else:
             self._state = self._state._replace(images=self._row_io.restore(images, op))
 

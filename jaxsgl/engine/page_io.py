@@ -107,9 +107,9 @@ class PageIo:
         programs.add(page_programs(kv, shape, mesh))
         self._gather = {count: programs[ProgramKey(GATHER, count)] for count in self._counts}
         self._insert = {count: programs[ProgramKey(INSERT, count)] for count in self._counts}
-        self._gathers: deque[tuple[Gather, list[jax.Array]]] = deque()
+        self._gathers: deque[tuple[int, Gather, list[jax.Array]]] = deque()
 
-    def gather(self, kv: KvBuffers, op: Gather) -> None:
+    def gather(self, kv: KvBuffers, op: Gather, number: int) -> None:
         """Launches `op`, and the copy of what it yields to the host."""
         parts: list[jax.Array] = []
         pages = np.array(op.pages, np.int32)
@@ -121,7 +121,7 @@ class PageIo:
             parts.append(self._gather[count](kv, padded))
         for array in parts:
             array.copy_to_host_async()
-        self._gathers.append((op, parts))
+        self._gathers.append((number, op, parts))
 
     def insert(self, kv: KvBuffers, op: Insert) -> KvBuffers:
         """Launches `op`; returns the pool with its pages."""
@@ -133,13 +133,13 @@ class PageIo:
         return kv
 
     def poll(self, wait: bool) -> list[tuple[int, HostPages]]:
-        """See `PageEngine.poll_gathers`."""
+        """The gathers that have ended; with `wait`, waits for the oldest."""
         if wait and self._gathers:
-            jax.block_until_ready(self._gathers[0][1])
+            jax.block_until_ready(self._gathers[0][2])
         ended: list[tuple[int, HostPages]] = []
-        while self._gathers and _all_ready(self._gathers[0][1]):
-            op, parts = self._gathers.popleft()
-            ended.append((op.op_id, self._on_host(parts, len(op.pages))))
+        while self._gathers and _all_ready(self._gathers[0][2]):
+            number, op, parts = self._gathers.popleft()
+            ended.append((number, self._on_host(parts, len(op.pages))))
         return ended
 
     def run_all(self, kv: KvBuffers) -> KvBuffers:

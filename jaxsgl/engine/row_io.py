@@ -58,9 +58,9 @@ class RowIo:
         self._count = rows_of_launch(images)
         programs.add(row_programs(images, mesh))
         self._gather, self._restore = programs[GATHER_ROWS], programs[RESTORE_ROWS]
-        self._gathers: deque[tuple[GatherRows, list[jax.Array]]] = deque()
+        self._gathers: deque[tuple[int, GatherRows, list[jax.Array]]] = deque()
 
-    def gather(self, images: jax.Array, op: GatherRows) -> None:
+    def gather(self, images: jax.Array, op: GatherRows, number: int) -> None:
         """Launches `op`, and the copy of what it yields to the host."""
         parts: list[jax.Array] = []
         for first in range(0, len(op.rows), self._count):
@@ -70,7 +70,7 @@ class RowIo:
             parts.append(self._gather(images, rows))
         for array in parts:
             array.copy_to_host_async()
-        self._gathers.append((op, parts))
+        self._gathers.append((number, op, parts))
 
     def restore(self, images: jax.Array, op: RestoreRows) -> jax.Array:
         """Launches `op`; returns the pool with its rows."""
@@ -88,20 +88,20 @@ class RowIo:
         return images
 
     def poll(self, wait: bool) -> list[tuple[int, HostRows]]:
-        """See `PageEngine.poll_rows`."""
+        """The gathers that have ended; with `wait`, waits for the oldest."""
         if wait and self._gathers:
-            jax.block_until_ready(self._gathers[0][1])
+            jax.block_until_ready(self._gathers[0][2])
         ended: list[tuple[int, HostRows]] = []
-        while self._gathers and all(_is_ready(array) for array in self._gathers[0][1]):
-            op, parts = self._gathers.popleft()
+        while self._gathers and all(_is_ready(array) for array in self._gathers[0][2]):
+            number, op, parts = self._gathers.popleft()
             whole = np.concatenate([np.asarray(array) for array in parts])[: len(op.rows)]
-            ended.append((op.op_id, np.ascontiguousarray(whole).view(np.uint8)))
+            ended.append((number, np.ascontiguousarray(whole).view(np.uint8)))
         return ended
 
     def run_all(self, images: jax.Array) -> jax.Array:
         """Runs both programs once, and waits; returns the pool, which is as it was."""
         rows = np.zeros(1, np.int32)
-        self.gather(images, GatherRows(-1, rows))
+        self.gather(images, GatherRows(rows), 0)
         ((_, data),) = self.poll(wait=True)
         return jax.block_until_ready(self.restore(images, RestoreRows(rows, data)))
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxsgl.batch.adapter_rows import AdapterRows
-from jaxsgl.batch.engine_ops import EngineOp, PlaceAdapter
+from jaxsgl.batch.engine_ops import PlaceAdapter
 from jaxsgl.messages.adapters import LoadedAdapter
+from jaxsgl.scheduler.engine_ops import EngineOps
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +74,9 @@ class AdapterTable:
       by_name: those that requests may name.
     """
 
-    def __init__(self, num_rows: int, max_adapters: int, num_columns: int, max_loaded: int | None = None) -> None:
+    def __init__(
+        self, ops: EngineOps, num_rows: int, max_adapters: int, num_columns: int, max_loaded: int | None = None
+    ) -> None:
         self.rows = AdapterRows(num_rows, max_adapters, num_columns)
         self.max_adapters = max_adapters
         self.max_rank = num_columns // max_adapters
@@ -82,7 +85,7 @@ class AdapterTable:
         self._max_loaded = max_loaded
         self._num_loaded = 0
         self._num_uses = 0
-        self._ops: list[EngineOp] = []
+        self._ops = ops
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,7 +145,7 @@ class AdapterTable:
         columns = self.rows.place(place, adapter.rank)
         adapter.place = place
         self.on_device[place] = adapter
-        self._ops.append(PlaceAdapter(adapter.number, columns))
+        self._ops.submit(PlaceAdapter(adapter.number, columns))
 
     def admitted(self, adapter: Adapter | None, row: int) -> None:
         """A request that has `adapter`, or none, got `row`."""
@@ -160,11 +163,6 @@ class AdapterTable:
         self.rows.set_row(row, 0)
         if adapter is not None:
             adapter.num_admitted -= 1
-
-    def take_ops(self) -> list[EngineOp]:
-        """What the engine must write, in order."""
-        ops, self._ops = self._ops, []
-        return ops
 
     def told(self) -> list[LoadedAdapter]:
         """What operators may know."""

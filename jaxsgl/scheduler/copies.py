@@ -1,20 +1,20 @@
 """`Copies`: carries out what plans copy between the pool and the host tier. Decides nothing.
 
 A load grows the lease of its request as a chunk does, so retraction, abort and eviction treat loaded pages as computed
-ones, and no ticket holds a page of the pool. Operations for the engine are kept in step order until the loop takes them
-and submits them before the step. apply.py calls it, if there is a host tier.
+ones, and no ticket holds a page of the pool. apply.py calls it, if there is a host tier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy.typing as npt
 
 from jaxsgl.batch.engine_api import PageEngine
-from jaxsgl.batch.engine_ops import EngineOp, Gather, Insert
+from jaxsgl.batch.engine_ops import Gather, Insert
 from jaxsgl.cache.host_pages import HostPage, extend_names
 from jaxsgl.cache.pages import as_pages
 from jaxsgl.cache.tiers import HostTier
@@ -40,21 +40,10 @@ class Copies:
         self._tier = tier
         self._rule = rule
         self._clock = clock
-        self._ops: list[EngineOp] = []
-
-    @property
-    def awaits_gathers(self) -> bool:
-        """Whether pages that the engine gathers are still to be taken."""
-        return self._tier.is_writing
 
     def has_work(self, is_paused: bool) -> bool:
-        """Whether pages are being written, or will be by the next plan, which isn't made while the scheduler pauses."""
-        return self._tier.is_writing or (self._tier.has_to_write and not is_paused)
-
-    def take_ops(self) -> list[EngineOp]:
-        """The operations since the last call."""
-        ops, self._ops = self._ops, []
-        return ops
+        """Whether the next plan, which isn't made while the scheduler pauses, writes pages."""
+        return self._tier.has_to_write and not is_paused
 
     def load(self) -> HostLoad:
         """How full the tier is, and what was copied so far."""
@@ -98,23 +87,18 @@ class Copies:
                 assert copy.req.lease is not None
                 self._state.cache.share(copy.req.lease, copy.req.stored_ids())
 
-    def gathered(self, results: Iterable[tuple[int, npt.NDArray[Any]]]) -> None:
-        """Takes pages that the engine has gathered."""
-        for op_id, data in results:
-            self._tier.end_write(op_id, data)
-        self._state.failed_admission = None  # what is on the host now may be loaded by the first that waits
-
     def write_all(self, pages: PageEngine) -> None:
         """Copies all that is cached to the host, as far as there is room, and waits for it: the engine is to end."""
         edges = self._state.cache.prefixes.edges()
         self._tier.write_all(page for edge in edges for page in edge.pages.tolist())
-        while self.has_work(is_paused=False):
+        ops = self._state.ops
+        while self._tier.has_to_write or ops.has_work:
             if self._tier.has_to_write:
                 self._write(Write(self._tier.to_write()))
-            for op in self.take_ops():
-                pages.apply(op)
-            if self._tier.is_writing:
-                self.gathered(pages.poll_gathers(wait=True))
+            for number, op in ops.take():
+                pages.apply(op, number)
+            if ops.waiting:
+                ops.finished(pages.poll(wait=True))
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A step that extended prompts by `num_tokens` tokens took so long."""
@@ -141,18 +125,20 @@ class Copies:
         self._tier.host.end_load(pages)
 
     def _write(self, write: Write) -> None:
-        self._state.num_ops += 1
-        pages = self._tier.begin_write(self._state.num_ops, write.pages)
+        entries, pages = self._tier.begin_write(write.pages)
         if pages:
-            self._ops.append(Gather(self._state.num_ops, pages))
+            self._state.ops.submit(Gather(pages), partial(self._written, entries))
+
+    def _written(self, entries: list[HostPage], data: npt.NDArray[Any]) -> None:
+        self._tier.end_write(entries, data)
+        self._state.failed_admission = None  # what is on the host now may be loaded by the first that waits
 
     def _load(self, load: LoadPages) -> None:
         req, state = load.req, self._state
         assert req.lease is not None
         host_pages = req.to_load[: load.num_pages]
         pages = state.cache.grow_loaded(req.lease, load.num_pages)
-        state.num_ops += 1
-        self._ops.append(Insert(state.num_ops, tuple(pages.tolist()), self._tier.host.read(host_pages)))
+        state.ops.submit(Insert(tuple(pages.tolist()), self._tier.host.read(host_pages)))
         self._tier.host.end_load(host_pages)
         num_tokens = state.cache.tokens_of(load.num_pages)
         req.loaded(load.num_pages, num_tokens)

@@ -24,6 +24,7 @@ from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import EngineUnavailable
 from jaxsgl.messages.load import Totals
 from jaxsgl.requests.media import MediaItem
+from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.kept_images import KeptImages
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.plan import Ahead, Chunk
@@ -141,20 +142,23 @@ class Images:
       capacity: of tower and pool.
       buckets: shapes of calls.
       totals: counts.
+      ops: of the engine.
 
     Attributes:
       kept: rows in host memory; None: there are none.
       sliced: an image of which some layers are computed; None: there is none.
     """
 
-    def __init__(self, pool: EmbeddingRows, capacity: TowerCapacity, buckets: BucketSet, totals: Totals) -> None:
+    def __init__(
+        self, pool: EmbeddingRows, capacity: TowerCapacity, buckets: BucketSet, totals: Totals, ops: EngineOps
+    ) -> None:
         self.pool = pool
         self._capacity, self._buckets, self._totals = capacity, buckets, totals
         self._num_layers = capacity.shape.num_layers
         self._locks: dict[Req, dict[int, HeldImage]] = {}  # by the image's place among the request's
         self._to_encode: dict[bytes, tuple[MediaItem, HeldImage]] = {}
         self._to_restore: dict[bytes, HeldImage] = {}  # instead, in the step that is launched now
-        self.kept = KeptImages(capacity.host_bytes) if capacity.host_bytes else None
+        self.kept = KeptImages(capacity.host_bytes, ops) if capacity.host_bytes else None
         self.sliced: SlicedImage | None = None
 
     def is_sliced(self, item: MediaItem) -> bool:

@@ -53,7 +53,6 @@ def run_loop(
     """
     needs_ops = scheduler.cache.tier is not None or scheduler.state.adapters is not None
     assert pages is not None or not needs_ops, "a host tier or adapters need the engine's operations"
-    kept_images = scheduler.kept_images
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0
     leak_check = LeakCheck(scheduler)
@@ -68,8 +67,8 @@ def run_loop(
                 control.handle(message)
         inputs = scheduler.launch()
         if pages is not None:
-            for op in scheduler.take_ops():  # before the step, which may write to the pages that they free
-                pages.apply(op)
+            for number, op in scheduler.ops.take():  # before the step, which may write to the pages that they free
+                pages.apply(op, number)
         if inputs is not None:
             if control.is_active:
                 control.before_step(inputs)
@@ -82,10 +81,8 @@ def run_loop(
             cast(MaskedHandle, in_flight[-1]).choose(scheduler.masks(inputs.bucket.num_seqs))
         if collects and newest_only:
             _collect(scheduler, in_flight)
-        if pages is not None and scheduler.awaits_gathers:
-            scheduler.take_gathers(pages.poll_gathers(wait=not (collects or in_flight)))
-        if pages is not None and kept_images is not None and kept_images.awaits_rows:
-            kept_images.gathered(pages.poll_rows(wait=not (collects or in_flight)))
+        if pages is not None and scheduler.ops.waiting:
+            scheduler.ops.finished(pages.poll(wait=not (collects or in_flight)))
         news = control.after_turn(collects) if control.is_active else []
         version = residents.weight_version if residents is not None else DEFAULT_WEIGHT_VERSION
         replies = scheduler.take_replies()  # first, as the load of an idle scheduler is exact

@@ -22,7 +22,6 @@ from jaxsgl.batch.buckets import BucketSet
 from jaxsgl.batch.build import BatchBuilder
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.batch.engine_api import PageEngine, StepScores
-from jaxsgl.batch.engine_ops import EngineOp, HostPages
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import MAX_EOS_TOKEN_IDS, SamplingRows
 from jaxsgl.cache.embeddings import EmbeddingRows
@@ -45,6 +44,7 @@ from jaxsgl.scheduler.arrivals import Arrivals
 from jaxsgl.scheduler.budget import NewTokenRatio
 from jaxsgl.scheduler.constraint import Words
 from jaxsgl.scheduler.copies import Copies
+from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.failure import RequestFailure
 from jaxsgl.scheduler.grammar_queue import GrammarQueue
 from jaxsgl.scheduler.images import Images
@@ -140,10 +140,10 @@ class Scheduler:
         prefixes = RadixCache(capacity.page_size) if radix_cache else NaiveCache()
         assert (tier is None) == (loads is None) and (tier is None or radix_cache)
         cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes, tier)
-        adapters = None
+        adapters, ops = None, EngineOps()
         if capacity.max_adapters:
             adapters = AdapterTable(
-                capacity.num_rows, capacity.max_adapters, capacity.adapter_columns, max_loaded_loras
+                ops, capacity.num_rows, capacity.max_adapters, capacity.adapter_columns, max_loaded_loras
             )
         max_itl_ms = config.max_itl_ms
         self.state = SchedulerState(
@@ -154,6 +154,7 @@ class Scheduler:
             retract_also=retract_also,
             requests=RequestTable(config, clock),
             cache=cache,
+            ops=ops,
             ratio=NewTokenRatio(config.schedule_conservativeness),
             latency=None if max_itl_ms is None else Latency(max_itl_ms / 1000, buckets, capacity.page_size),
             totals=Totals(),
@@ -162,7 +163,7 @@ class Scheduler:
         )
         if capacity.tower is not None:
             pool = EmbeddingRows(capacity.tower.num_rows)
-            self.state.images = Images(pool, capacity.tower, buckets, self.state.totals)
+            self.state.images = Images(pool, capacity.tower, buckets, self.state.totals, ops)
         self.kept_images = None if self.state.images is None else self.state.images.kept
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
@@ -193,13 +194,7 @@ class Scheduler:
         has_work = (self._requests.waiting or self._requests.admitted) and not self._pauses
         if self._copies is not None:
             has_work = has_work or self._copies.has_work(bool(self._pauses))
-        has_work = has_work or (self.kept_images is not None and self.kept_images.has_work)
-        return not (has_work or self.state.steps_in_flight or self._replies)
-
-    @property
-    def awaits_gathers(self) -> bool:
-        """Whether pages that the engine gathers are still to be taken."""
-        return self._copies is not None and self._copies.awaits_gathers
+        return not (has_work or self.state.ops.has_work or self.state.steps_in_flight or self._replies)
 
     @property
     def is_paused(self) -> bool:
@@ -286,17 +281,10 @@ class Scheduler:
         self._replies += replies
         return words
 
-    def take_ops(self) -> list[EngineOp]:
-        """Operations that go to the engine before the step that was launched last."""
-        ops = [] if self._copies is None else self._copies.take_ops()
-        if self.kept_images is not None:
-            ops += self.kept_images.take_ops()
-        return ops if self.state.adapters is None else [*self.state.adapters.take_ops(), *ops]
-
-    def take_gathers(self, gathers: Iterable[tuple[int, HostPages]]) -> None:
-        """Takes pages that the engine has gathered."""
-        if self._copies is not None:
-            self._copies.gathered(gathers)
+    @property
+    def ops(self) -> EngineOps:
+        """What the engine is to do before the step that was launched last."""
+        return self.state.ops
 
     def write_all(self, pages: PageEngine) -> None:
         """Copies all that is cached to the host tier, if there is one; before the engine ends."""

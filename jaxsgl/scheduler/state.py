@@ -13,6 +13,7 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.load import HostLoad, Totals
 from jaxsgl.scheduler.adapters import AdapterTable
 from jaxsgl.scheduler.budget import NewTokenRatio
+from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.images import Images
 from jaxsgl.scheduler.latency import Latency
@@ -42,7 +43,7 @@ class SchedulerState:
       steps_in_flight: steps that are launched and not collected.
       num_admitted: admissions so far.
       loads: when loading from the host tier pays; None if there is no such tier.
-      num_ops: operations on pages so far, which numbers them.
+      ops: what the engine is to do between steps.
       adapters: LoRA adapters; None: no flag asks for any.
       host_totals: counters of the host tier since the start, as far as they are not those of `HostTier`.
       images: of requests, in the pool of embeddings; None: the model has no vision tower.
@@ -55,6 +56,7 @@ class SchedulerState:
     retract_also: RetractAlso | None
     requests: RequestTable
     cache: CacheManager
+    ops: EngineOps
     ratio: NewTokenRatio
     latency: Latency | None
     totals: Totals
@@ -65,7 +67,6 @@ class SchedulerState:
     steps_in_flight: int = 0
     num_admitted: int = 0
     loads: LoadRule | None = None
-    num_ops: int = 0
     adapters: AdapterTable | None = None
     host_totals: HostLoad = field(default_factory=HostLoad)
     images: Images | None = None

@@ -121,7 +121,6 @@ class FakeImages:
 
     def __init__(self, capacity: TowerCapacity | None) -> None:
         self._ids: IntArray = np.full(1 if capacity is None else capacity.num_rows + 1, -1, dtype=np.int32)
-        self._gathered: list[tuple[int, npt.NDArray[np.uint8]]] = []
         self._next_layer = 0  # of the image that is encoded in parts
 
     def embedded(self, ids: IntArray, inputs: StepInputs) -> IntArray:
@@ -143,19 +142,14 @@ class FakeImages:
         assert (found >= 0).all(), "a step reads a row of the pool that no call has written"
         return found
 
-    def apply(self, op: GatherRows | RestoreRows) -> None:
-        """Copies rows to the host, or writes them."""
-        if isinstance(op, RestoreRows):
-            self._ids[op.rows] = op.data.view(np.int32)[:, 0]
-            return
-        assert (self._ids[op.rows] >= 0).all(), "rows are copied that no call has written"
-        self._gathered.append((op.op_id, self._ids[op.rows][:, None].view(np.uint8)))
+    def restore(self, op: RestoreRows) -> None:
+        """Writes rows."""
+        self._ids[op.rows] = op.data.view(np.int32)[:, 0]
 
-    def take_gathered(self, wait: bool) -> list[tuple[int, npt.NDArray[np.uint8]]]:
-        """Rows that were copied since the last call; there must be some if one would `wait` for them."""
-        gathered, self._gathered = self._gathered, []
-        assert gathered or not wait, "no rows are copied, or a step that must be collected comes first"
-        return gathered
+    def gather(self, op: GatherRows) -> npt.NDArray[np.uint8]:
+        """The bytes of rows, which calls have written."""
+        assert (self._ids[op.rows] >= 0).all(), "rows are copied that no call has written"
+        return self._ids[op.rows][:, None].view(np.uint8)
 
 
 def image_ids(pixels: npt.NDArray[np.uint8]) -> IntArray:

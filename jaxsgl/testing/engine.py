@@ -114,7 +114,7 @@ class FakeEngine:
         self._edits = np.tile(neutral_edits(), (capacity.num_rows + 1, 1))
         self._counts: IntArray = np.zeros((capacity.num_rows + 1, capacity.vocab_size), dtype=np.int32)
         self.adapters = FakeAdapters(capacity)
-        self._pending: deque[FakeHandle | EngineOp] = deque()
+        self._pending: deque[FakeHandle | tuple[int, EngineOp]] = deque()
         self._gathered: list[tuple[int, HostPages]] = []
         self.profiles: list[tuple[str, int]] = []
         self.recording = False
@@ -142,18 +142,13 @@ class FakeEngine:
         """That of a page of tokens."""
         return self._pool.layout
 
-    def apply(self, op: EngineOp) -> None:
+    def apply(self, op: EngineOp, number: int) -> None:
         """Queues an operation on pages behind the steps before."""
         of_rows = isinstance(op, GatherRows | RestoreRows)
         assert of_rows or MemoryTag.KV_CACHE not in self.released, "an operation needs the pool, which is released"
-        self._pending.append(op)
+        self._pending.append((number, op))
 
-    def poll_rows(self, wait: bool = False) -> list[tuple[int, npt.NDArray[np.uint8]]]:
-        """As `poll_gathers`."""
-        self._run_ops()
-        return self._images.take_gathered(wait)
-
-    def poll_gathers(self, wait: bool = False) -> list[tuple[int, HostPages]]:
+    def poll(self, wait: bool = False) -> list[tuple[int, npt.NDArray[Any]]]:
         """Gathers before which no step is left to run."""
         self._run_ops()
         gathered, self._gathered = self._gathered, []
@@ -216,14 +211,17 @@ class FakeEngine:
 
     def _run_ops(self) -> None:
         """Runs operations on pages up to the next step."""
-        while self._pending and not isinstance(op := self._pending[0], FakeHandle):
+        while self._pending and not isinstance(first := self._pending[0], FakeHandle):
+            number, op = first
             self._pending.popleft()
             if isinstance(op, PlaceAdapter):
                 self.adapters.place(op)
             elif isinstance(op, Gather):
-                self._gathered.append((op.op_id, self._pool.gather(op.pages)))
-            elif isinstance(op, GatherRows | RestoreRows):
-                self._images.apply(op)
+                self._gathered.append((number, self._pool.gather(op.pages)))
+            elif isinstance(op, GatherRows):
+                self._gathered.append((number, self._images.gather(op)))
+            elif isinstance(op, RestoreRows):
+                self._images.restore(op)
             else:
                 self._pool.insert(op.pages, op.data)
 

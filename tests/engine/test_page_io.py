@@ -39,9 +39,9 @@ def moving(tiny_config: ConfigMaker) -> Iterator[Engine]:
 
 
 def gathered(engine: Engine, pages: tuple[int, ...]) -> HostPages:
-    engine.apply(Gather(7, pages))
-    ((op_id, data),) = engine.poll_gathers(wait=True)
-    assert op_id == 7
+    engine.apply(Gather(pages), 7)
+    ((number, data),) = engine.poll(wait=True)
+    assert number == 7
     return data.copy()
 
 
@@ -53,22 +53,22 @@ def random_pages(io: PageIo, count: int, seed: int = 0) -> HostPages:
 
 
 def assert_pages(io: PageIo, kv: KvBuffers, pages: tuple[int, ...], data: HostPages) -> None:
-    io.gather(kv, Gather(2, pages))
-    ((op_id, found),) = io.poll(wait=True)
-    assert op_id == 2
+    io.gather(kv, Gather(pages), 2)
+    ((number, found),) = io.poll(wait=True)
+    assert number == 2
     np.testing.assert_array_equal(found.view(np.uint8), data.view(np.uint8))
 
 
 def test_a_sequence_goes_on_from_pages_that_left_and_came_back_elsewhere(moving: Engine, plain: Plain) -> None:
-    """The gather is launched behind the step that fills the pages, and the pages are overwritten behind it."""
+    """The gather is launched after the step that fills the pages, and the pages are overwritten after it."""
     driver, prompt = Driver(moving), list(range(3, 15))
     row, other = 0, 1
     own, target = (tuple(driver.table.pages[r, :3].tolist()) for r in (row, other))
     moving.submit(driver.extend((row, prompt, 0)))
-    moving.apply(Gather(1, own))
+    moving.apply(Gather(own), 1)
     moving.submit(driver.extend((row, [99] * 12, 0)))
-    ((_, data),) = moving.poll_gathers(wait=True)
-    moving.apply(Insert(2, target, data))
+    ((_, data),) = moving.poll(wait=True)
+    moving.apply(Insert(target, data), 2)
     driver.table.put(other, 0, np.array(target, np.int32))
     first = driver.run(driver.extend((other, [20], 12)))
     assert first == plain.generate([*prompt, 20], 1)
@@ -81,7 +81,7 @@ def test_gathers_and_inserts_of_any_number_of_pages_are_exact(moving: Engine, co
     pages = tuple(range(5, 5 + count))
     data, recompiles = random_pages(io, count, count), moving.recompiles
     neighbours = gathered(moving, (4, 5 + count))
-    moving.apply(Insert(1, pages, data))
+    moving.apply(Insert(pages, data), 1)
     np.testing.assert_array_equal(gathered(moving, pages[::-1]).view(np.uint32), data[::-1].view(np.uint32))
     np.testing.assert_array_equal(gathered(moving, (4, 5 + count)), neighbours, "pages beside it changed")
     assert moving.recompiles == recompiles
@@ -95,7 +95,7 @@ def test_more_pages_than_a_program_holds_take_several(monkeypatch: pytest.Monkey
     io = PageIo(programs, kv, SHAPE, mesh)
     assert len(programs) == 4
     data = random_pages(io, 11)
-    assert_pages(io, io.insert(kv, Insert(1, pages, data)), pages, data)
+    assert_pages(io, io.insert(kv, Insert(pages, data)), pages, data)
 
 
 def test_pages_cross_devices() -> None:
@@ -107,10 +107,10 @@ pools = [(mesh_of(n), allocate_kv(SHAPE, 30, mesh_of(n))) for n in (1, 2)]
 compiled = [ProgramSet(), ProgramSet()]
 one, two = (PageIo(each, kv, SHAPE, mesh) for each, (mesh, kv) in zip(compiled, pools))
 data, pages = random_pages(one, 7), (3, 1, 20, 29, 5, 6, 7)
-split = two.insert(pools[1][1], Insert(1, pages, data))
+split = two.insert(pools[1][1], Insert(pages, data))
 assert all(len(array.sharding.device_set) == 2 for array in jax.tree.leaves(split))
 assert_pages(two, split, pages, data)
-assert_pages(one, one.insert(pools[0][1], Insert(1, pages, data)), pages, data)
+assert_pages(one, one.insert(pools[0][1], Insert(pages, data)), pages, data)
 second = np.asarray(split.k[1].addressable_shards[1].data[20]).view(np.uint32)
 np.testing.assert_array_equal(second, data[2, 1, 0, 1:].view(np.uint32))
 assert not any("all-" in done.compiled.as_text() for done in compiled[1].compilations.values())
@@ -120,9 +120,9 @@ assert not any("all-" in done.compiled.as_text() for done in compiled[1].compila
 
 
 def test_an_engine_that_moves_no_pages_compiles_nothing_for_them(engine: Engine) -> None:
-    assert engine._page_io is None and engine.poll_gathers() == []
+    assert engine._page_io is None and engine.poll() == []
     with pytest.raises(AssertionError, match="no programs for pages"):
-        engine.apply(Gather(1, (1,)))
+        engine.apply(Gather((1,)), 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16", "uint8"])
@@ -144,7 +144,7 @@ def test_neither_program_copies_the_pool_and_every_format_keeps_its_bits(
         if key.kind == "insert":
             assert memory.alias_size_in_bytes >= pool_bytes
     pages, data = (3, 9, 4098, 2, 1, 77), random_pages(io, 6)
-    assert_pages(io, io.insert(kv, Insert(1, pages, data)), pages, data)
+    assert_pages(io, io.insert(kv, Insert(pages, data)), pages, data)
 
 
 def test_formats_that_numpy_lacks_cross_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_formats_that_numpy_lacks_cross_as_integers(monkeypatch: pytest.MonkeyPa
         io = PageIo(ProgramSet(), kv, shape, mesh)
         data = random_pages(io, 3) & np.array(0x3F, on_host)  # a CPU may change NaNs of these formats, which it lacks
         assert data.dtype == on_host
-        assert_pages(io, io.insert(kv, Insert(1, (1, 2, 8), data)), (1, 2, 8), data)
+        assert_pages(io, io.insert(kv, Insert((1, 2, 8), data)), (1, 2, 8), data)
 
 
 def test_sizes_of_programs_are_bounded_in_bytes() -> None:
@@ -171,6 +171,6 @@ def test_copies_of_kv_heads_leave_once_and_come_back_to_all() -> None:
     io, pages = PageIo(ProgramSet(), kv, shape, mesh_of()), (3, 7)
     assert io.layout == page_io.layout_of(SHAPE)
     data = random_pages(io, 2)
-    kv = io.insert(kv, Insert(1, pages, data))
+    kv = io.insert(kv, Insert(pages, data))
     np.testing.assert_array_equal(np.asarray(kv.k[0])[:, ::2], np.asarray(kv.k[0])[:, 1::2])
     assert_pages(io, kv, pages, data)

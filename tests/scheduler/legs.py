@@ -94,8 +94,8 @@ class LegWorker:
             return
         self.last_turn_s = self.clock()
         inputs = self.scheduler.launch()
-        for op in self.scheduler.take_ops():
-            self.engine.apply(op)
+        for number, op in self.scheduler.ops.take():
+            self.engine.apply(op, number)
         if inputs is not None:
             self.in_flight.append(self.engine.submit(inputs))
         collects = self.in_flight and (inputs is None or len(self.in_flight) > self.unread_allowed)
@@ -106,9 +106,8 @@ class LegWorker:
             self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_seqs))
         if collects and newest_only:
             self._collect()
-        kept_images = self.scheduler.kept_images
-        if kept_images is not None and kept_images.awaits_rows:
-            kept_images.gathered(self.engine.poll_rows())
+        if self.scheduler.ops.waiting:
+            self.scheduler.ops.finished(self.engine.poll(wait=not (collects or self.in_flight)))
         self.settle()
 
     def load_adapter(self, name: str, folder: str) -> None:

@@ -144,7 +144,7 @@ def test_the_same_prefix_is_inserted_by_another_request_during_a_load() -> None:
     cache.grow(lease, 48)
     pages = tuple(cache.table.pages[lease.row, lease.num_shared : 12].tolist())
     data = stepper.tier.host.read(stepper.tier.run_of(names, lease.num_shared)[: len(pages)])
-    stepper.engine.apply(Insert(0, pages[: len(data)], data))
+    stepper.engine.apply(Insert(pages[: len(data)], data), 0)
     cache.release(lease, np.array(A[: 4 * (12 - len(pages) + len(data))], np.int32))
     stepper.run()
     assert stepper.outputs["a2"] == expected([*A, 1, 2])
@@ -312,7 +312,7 @@ def test_without_a_tier_a_plan_copies_nothing_and_requests_carry_no_names() -> N
     mailbox, scheduler = serve(small(), [[asked("a", A)]])
     assert mailbox.output_ids("a") == expected(A)
     assert scheduler.last_plan is not None and scheduler.last_plan.copies == ()
-    assert not scheduler.awaits_gathers and scheduler.take_ops() == []
+    assert not scheduler.ops.has_work and scheduler.ops.take() == []
 
 
 def test_a_restarted_scheduler_finds_a_known_prefix_in_the_file(tmp_path: Path) -> None:

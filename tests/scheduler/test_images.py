@@ -198,9 +198,9 @@ class WatchedEngine(FakeEngine):
         self._restored = 0
         return super().submit(inputs)
 
-    def apply(self, op: EngineOp) -> None:
+    def apply(self, op: EngineOp, number: int) -> None:
         self._restored += isinstance(op, RestoreRows)
-        super().apply(op)
+        super().apply(op, number)
 
 
 @pytest.mark.parametrize(("patch_s", "most"), [(None, 1), (1 / 64, 2), (1.0, 1), (0.0, 6)])

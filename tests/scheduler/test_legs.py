@@ -92,7 +92,7 @@ def test_a_prompt_of_many_chunks_is_computed_once_and_sent_while_it_is_computed(
     pair.run()
     assert pair.prefill.scheduler.state.totals.extend_tokens == len(prompt)
     assert in_time > pair.decode.engine.page_layout.page_bytes * 10
-    assert in_time <= pair.prefill.transfer.hidden_bytes < pair.prefill.transfer.moved_bytes
+    assert in_time <= pair.prefill.transfer.hidden_bytes <= pair.prefill.transfer.moved_bytes
     assert pair.decode.outputs["a", 0] == expected(prompt, 3)
     pair.check_empty()
 

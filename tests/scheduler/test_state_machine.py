@@ -285,8 +285,8 @@ class ServingMachine(RuleBasedStateMachine):
         was_paused = self.scheduler.is_paused
         inputs = self.scheduler.launch()
         assert inputs is None or not was_paused
-        for op in self.scheduler.take_ops():
-            self.engine.apply(op)
+        for number, op in self.scheduler.ops.take():
+            self.engine.apply(op, number)
         if inputs is not None:
             self.in_flight.append(self.engine.submit(inputs))
         self.scheduler.check()
@@ -298,8 +298,8 @@ class ServingMachine(RuleBasedStateMachine):
             self.in_flight[-1].choose(self.scheduler.masks(inputs.bucket.num_seqs))
         if collects and newest_only:
             self.collect()
-        if self.scheduler.awaits_gathers and not self.holds_gathers:
-            self.scheduler.take_gathers(self.engine.poll_gathers())
+        if self.scheduler.ops.waiting and not self.holds_gathers:
+            self.scheduler.ops.finished(self.engine.poll())
         if self.control.is_active:
             self.news += self.control.after_turn(collects)
         self.settle()

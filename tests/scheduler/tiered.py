@@ -90,15 +90,15 @@ class Stepper:
 
     def turn(self, collects: bool = True) -> None:
         inputs = self.scheduler.launch()
-        for op in self.scheduler.take_ops():
-            self.engine.apply(op)
+        for number, op in self.scheduler.ops.take():
+            self.engine.apply(op, number)
         if inputs is not None:
             self._in_flight.append(self.engine.submit(inputs))
         if collects and self._in_flight:
             step = self._in_flight.popleft()
             self.scheduler.collect(step.tokens(), step.scores())
-        if self.scheduler.awaits_gathers and not self.holds_gathers:
-            self.scheduler.take_gathers(self.engine.poll_gathers())
+        if self.scheduler.ops.waiting and not self.holds_gathers:
+            self.scheduler.ops.finished(self.engine.poll())
             self.scheduler.check()
         self.settle()
 

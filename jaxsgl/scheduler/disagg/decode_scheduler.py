@@ -103,7 +103,7 @@ class DecodeScheduler(LegScheduler):
             if skipped < count:
                 data = part.view(layout.host_dtype).reshape(layout.shape(count))[skipped:]
                 start = place + skipped - missing_from
-                self._engine.apply(InsertOp(next(self._op_ids), tuple(pages[start : start + len(data)]), data))
+                self.ops.submit(InsertOp(tuple(pages[start : start + len(data)]), data))
             place += count
             self._num_bytes += part.nbytes
         self.state.failed_admission = None

@@ -9,7 +9,6 @@ this module.
 
 from __future__ import annotations
 
-import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +53,6 @@ class LegScheduler(Scheduler, ABC):
         self._engine = engine
         self._room_limits = limits
         self._kv_names = KvNames(self.state.adapters, weight_version)
-        self._op_ids = itertools.count()
         self._num_bytes = 0  # of pages moved so far
 
     def receive(self, messages: Sequence[Request | Abort]) -> None:

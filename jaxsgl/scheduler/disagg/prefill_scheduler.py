@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.engine_ops import Gather as GatherOp
+from jaxsgl.batch.engine_ops import HostPages
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.pages import full_pages
 from jaxsgl.config.disaggregation import TransferLoad
@@ -22,7 +21,6 @@ from jaxsgl.scheduler.disagg.legs import LegScheduler, room_of_leg
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms
 from jaxsgl.scheduler.disagg.rooms import Action, Answer, Drop, Gather, Refuse, lost
 from jaxsgl.scheduler.disagg.rows import lost_rows, started
-from jaxsgl.scheduler.scheduler import NO_SCORES
 from jaxsgl.transfer.frames import Ack, Fail, Grant, Open
 from jaxsgl.transfer.wire import Event, Left, News, Sent
 
@@ -36,36 +34,20 @@ class PrefillScheduler(LegScheduler):
         super().__init__(*args, **kwargs)
         self.rooms = PrefillRooms(self._room_limits, self._kv_names.version, self._clock)
         self._held: dict[str, Reply] = {}  # answers that wait for decode
-        self._behind_step: list[GatherOp] = []  # to submit behind the step that was launched last
-        self._gathers: dict[int, Gather] = {}  # that are submitted, or about to be
         self._expire_s = 0.0
         if self.kept_images is not None:
             self.kept_images.on_rows = lambda digest, rows: self._carry_out(self.rooms.rows(digest, rows))
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing can happen before the next message, or the next news of the wire."""
-        return super().is_idle and not self._gathers
-
     def launch(self) -> StepInputs | None:
-        """Sends pages that are on the host, starts legs, and decides the next step."""
-        self._submit_gathers()
+        """Starts legs, and decides the next step."""
         self._hear()
         if self._clock() >= self._expire_s:
             self._carry_out(self.rooms.expire())
             self._expire_s = self._clock() + EXPIRE_S
-        self._take_gathered(wait=False)
         inputs = super().launch()
         if inputs is not None:
             self._gather_chunks()
-        elif not self.state.steps_in_flight and self._gathers:
-            self._take_gathered(wait=True)
         return inputs
-
-    def collect(self, tokens: Sequence[int] | np.ndarray, scores: StepScores = NO_SCORES) -> None:
-        """Submits the gathers behind the step that was submitted last, whose pages may come free now."""
-        self._submit_gathers()
-        super().collect(tokens, scores)
 
     def take_replies(self) -> list[Reply]:
         """All replies that needn't wait for decode."""
@@ -116,29 +98,17 @@ class PrefillScheduler(LegScheduler):
                 refusal = lost("embeddings of its images are lost")
                 self._carry_out([*self.rooms.refused(req.request_id, refusal), Refuse(req.request_id, refusal)])
 
-    def _submit_gathers(self) -> None:
-        for op in self._behind_step:
-            self._engine.apply(op)
-        self._behind_step.clear()
-
-    def _take_gathered(self, wait: bool) -> None:
-        if not self._gathers:
-            return
-        self._submit_gathers()
-        for op_id, data in self._engine.poll_gathers(wait):
-            room, request_id, first, _ = self._gathers.pop(op_id)
-            self._carry_out(self.rooms.gathered(room, request_id, first, data))
-
     def _carry_out_other(self, action: Gather | Answer) -> None:
         if isinstance(action, Answer):
             self._replies.append(self._held.pop(action.request_id))
             return
         (req,) = self._requests.samples_of(action.request_id)
         assert req.lease is not None
-        op_id = next(self._op_ids)
         pages: list[int] = self.cache.table.pages[req.lease.row, action.first : action.stop].tolist()
-        self._gathers[op_id] = action
-        self._behind_step.append(GatherOp(op_id, tuple(pages)))
+        self.ops.submit(GatherOp(tuple(pages)), partial(self._gathered, action), after_step=True)
+
+    def _gathered(self, action: Gather, data: HostPages) -> None:
+        self._carry_out(self.rooms.gathered(action.room, action.request_id, action.first, data))
 
     def _end_leg(self, request_id: str, replies: list[Reply]) -> None:
         self._held.pop(request_id, None)
