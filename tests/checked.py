@@ -92,12 +92,21 @@ def arrays_of(inputs: StepInputs) -> list[np.ndarray]:
 
 
 class WatchedScheduler(CheckedScheduler):
-    """Checks that nothing changes while a plan is made. It is slower, since everything is compared."""
+    """Checks that nothing changes while a plan is made: all of the first 200 plans, and then one in 10.
+
+    Comparing everything takes milliseconds, and some histories have thousands of plans.
+    """
+
+    num_plans = 0
+    before_plan: bytes | None = None
 
     def _launch(self) -> StepInputs | None:
-        self.before_plan = fingerprint(self.state)
+        self.num_plans += 1
+        is_compared = self.num_plans <= 200 or self.num_plans % 10 == 0
+        self.before_plan = fingerprint(self.state) if is_compared else None
         return super()._launch()
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
-        assert fingerprint(self.state) == self.before_plan, "planning has changed the state"
+        if self.before_plan is not None:
+            assert fingerprint(self.state) == self.before_plan, "planning has changed the state"
         return super().apply(plan)
