@@ -10,12 +10,14 @@ import pytest
 from bench.frontend.load import parse_http
 from bench.frontend.plan import Chunk, Expected, Plan, Received, WrongStream, tokenizer
 
+from tests.grids import NIGHTLY
 from tests.scripts.running import ROOT, run_script
 
 NUM_STREAMS = 4
 NUM_TOKENS = 100
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="starts a server for each protocol; by night")
 def test_all_protocols_deliver_every_token(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     flags = ("--streams", NUM_STREAMS, "--tokens", NUM_TOKENS, "--rate", 400, "--profile", "--json", out)
@@ -36,6 +38,7 @@ def test_the_profile_finds_where_the_time_goes(tmp_path: Path) -> None:
 import os, sys, time
 from pathlib import Path
 from bench.frontend.server import START, STOP, SamplingProfile
+from tests.grids import NIGHTLY
 
 def burn():
     end_s = time.process_time() + 0.2

@@ -18,7 +18,7 @@ from bench.requests import Job
 from safetensors.numpy import load_file
 
 from tests.checkpoints import make_checkpoint
-from tests.grids import daily
+from tests.grids import NIGHTLY, daily
 from tests.scripts.running import run_script
 
 JOBS = [Job([5, 6, 7], 2), Job([8, 9], 12)]
@@ -68,6 +68,7 @@ def endpoint(missing: int) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="compiles an engine for a comparison; by night")
 def test_real_engines_return_the_same_tokens_and_are_compared(tmp_path: Path, tiny_model: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     engines = daily(["transformers-static8-float32", "transformers-continuous-float32"], every=2)

@@ -13,6 +13,7 @@ from bench.steps import Seq, page_tables, parse_step
 from jaxsgl.batch.capacity import Capacity
 from jaxsgl.errors import ConfigError
 from tests.engine.conftest import MODEL
+from tests.grids import NIGHTLY
 from tests.scripts.running import run_script
 
 
@@ -40,6 +41,7 @@ def test_sequences_share_the_named_pages_and_no_more() -> None:
     assert not tables[:, 4:].any()
 
 
+@pytest.mark.skipif(not NIGHTLY, reason="compiles two engines; by night")
 def test_variants_take_turns_on_the_same_steps(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     file = tmp_path / "steps.json"
