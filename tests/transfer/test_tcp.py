@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -74,8 +75,10 @@ def reason(events: list[Event]) -> str:
     return reason
 
 
+WITH_NIXL = "JAXSGL_TEST_NIXL" in os.environ  # in the process of test_nixl.py
+OVER_NIXL = msgspec.structs.replace(GEOMETRY, backend="nixl")
 over_both = pytest.mark.parametrize(
-    "geometry", [GEOMETRY, msgspec.structs.replace(GEOMETRY, backend="nixl")], ids=lambda geometry: geometry.backend
+    "geometry", [GEOMETRY, *([OVER_NIXL] if WITH_NIXL else [])], ids=lambda geometry: geometry.backend
 )
 
 
