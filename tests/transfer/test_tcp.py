@@ -187,7 +187,7 @@ def test_embeddings_of_images_are_taken_if_a_grant_named_some(geometry: Geometry
         ({"dtype": "fp8_e4m3"}, ("dtype", "bfloat16", "fp8_e4m3", "--kv-cache-dtype")),
         ({"page_shape": (2, 2, 4, 16, 8)}, ("shape", "(2, 2, 2, 16, 8)", "(2, 2, 4, 16, 8)")),
         ({"weights": "other"}, ("model", "tiny", "other")),
-        ({"backend": "nixl"}, ("backend", "tcp", "nixl", "--disaggregation-transfer-backend")),
+        ({"backend": "other"}, ("backend", "tcp", "other", "--disaggregation-transfer-backend")),
         ({"image_row_bytes": 128}, ("image", "64", "128", "--dtype")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
