@@ -7,13 +7,16 @@ inside native code: Python's fault handler writes the stacks without running Pyt
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
+import gc
 import io
 import signal
 import sys
 import threading
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 DUMP_SIGNAL = signal.SIGUSR1
@@ -32,11 +35,29 @@ def dump_at_signals(crashes_fd: int = 2) -> None:
 def of_threads() -> str:
     """Returns the stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
+    with _no_collection():
+        frames = sys._current_frames()
     parts = [
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
+        for ident, frame in frames.items()
     ]
     return "".join(parts)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps the garbage collector away from `sys._current_frames`, which holds a lock of the interpreter.
+
+    A finalizer that lets another thread run, which wants that lock, would end in a deadlock (seen with CPython 3.11.7;
+    https://github.com/python/cpython/issues/106883).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def of_tasks() -> str:

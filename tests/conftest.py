@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -15,7 +14,10 @@ from hypothesis import settings
 from tests import nights, tiers
 from tests.floating_point import controls
 from tests.kept import Programs
-from tests.stuck import pytest_runtest_protocol  # noqa: F401  (a hook of pytest)
+from tests.sharing import pytest_xdist_make_scheduler
+from tests.stuck import pytest_runtest_protocol
+
+__all__ = ["pytest_runtest_protocol", "pytest_xdist_make_scheduler"]  # hooks, which pytest finds here
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a hub
@@ -67,19 +69,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = nights.slices([item.nodeid for item in items], n, nights.read_costs())[k - 1]
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
         items[:] = [item for item in items if item.nodeid in kept]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives a worker whole files, in the order of the collection."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return tiers.work_unit(nodeid)
-
-    config.option.loadscopereorder = False
-    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""A test that waits in native code fails after its timeout, and the others run."""
+"""A test that waits in native code fails after its timeout, once, and all others run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,17 @@ def test_after_it():
 pytestmark = pytest.mark.server
 
 
-def test_a_stuck_test_fails_and_the_others_run(tmp_path: Path) -> None:
-    file = tmp_path / "test_locks.py"
-    file.write_text(STUCK)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.stuck", "-p", "no:cacheprovider", "-n", "1", str(file)]
-    run = subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE)
-    assert "crashed while running 'test_locks.py::test_that_waits_for_a_lock_of_its_own'" in run.stdout, run.stdout
-    assert "1 failed, 1 passed" in run.stdout
+@pytest.mark.parametrize("num_stuck", [1, 2])
+def test_stuck_tests_fail_once_and_the_others_run(num_stuck: int, tmp_path: Path) -> None:
+    """Also if both workers end at the same time, or the last one, with nothing left to do."""
+    for number in range(4):
+        (tmp_path / f"test_{number}.py").write_text(STUCK if number < num_stuck else "def test_other(): pass")
+    plugins = ["-p", "tests.stuck", "-p", "tests.sharing", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugins, "-n", "2", str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, text=True, stdout=subprocess.PIPE, timeout=120
+    )
+    for number in range(num_stuck):
+        crashed = f"crashed while running 'test_{number}.py::test_that_waits_for_a_lock_of_its_own'"
+        assert run.stdout.count(crashed) >= 1, run.stdout
+    assert f"{num_stuck} failed, 4 passed" in run.stdout
