@@ -1,7 +1,7 @@
 """One program of the Hopper decode: the queries of a kv head over the KV tiles of the items of a chain.
 
 Owns the copies from pages to shared memory, their waits, and the running softmax. Never knows the grid, or where a
-result goes. Called by `decode`; docs/kernels/hopper.md says why every wait is enough.
+result goes. Called by `decode`; the package's docstring says why every wait is enough.
 
 One warpgroup does everything. K and V each have a ring of tiles in shared memory, and a barrier per tile of a ring:
 a copy into the tile announces its bytes there, one wait per round of the ring consumes them. The copy of a later tile

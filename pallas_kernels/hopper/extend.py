@@ -2,8 +2,8 @@
 
 As many programs as the chip has multiprocessors walk over the items (query tile, kv head). The producer brings queries
 and pages to shared memory by TMA; the consumers compute with `wgmma`, each 64 rows of the tile, in which the query
-heads of a kv head are packed so that K and V are loaded once for all of them. docs/kernels/hopper.md explains
-the waits. Called through `hopper.BACKEND`.
+heads of a kv head are packed so that K and V are loaded once for all of them. The package's docstring
+explains the waits. Called through `hopper.BACKEND`.
 
 Source of the structure: FlashAttention-3 (Shah et al., 2024).
 """
