@@ -50,6 +50,7 @@ class CacheManager:
         self.tier = tier
         self.num_evicted = 0
         self._num_retired = 0
+        self._num_changes = 0  # of what is cached, besides those that steps make
         self._allocator = PageAllocator(num_pages)
         self._observer: CacheObserver | None = None
         self._last_owners = LastOwners(num_pages, len(table.pages))
@@ -85,6 +86,11 @@ class CacheManager:
     def num_page_ids(self) -> int:
         """Numbers by which an observer is told of pages: those of the pool, then those of places in host memory."""
         return self.num_pages + (0 if self.tier is None else self.tier.host.num_pages)
+
+    @property
+    def epoch(self) -> int:
+        """Rises when a waiting request may find room or a prefix that it did not find, though no other request ended."""
+        return self._num_changes + (0 if self.tier is None else self.tier.epoch)
 
     def edges(self) -> Iterator[Edge]:
         """All that is cached in any tier, parents before children, by the numbers that an observer is told."""
@@ -170,6 +176,7 @@ class CacheManager:
         now is left out. [] if the prefix before `first_page` was evicted. There must be as many pages available.
         Nothing is locked, so they may be evicted like any prefix. `owner` is a name for the report of a leak.
         """
+        self._num_changes += 1
         token_pages = as_pages(token_ids, self.page_size)[: first_page + num_pages]
         match = self.prefixes.match(token_pages, salt)
         num_cached = len(match.pages)
@@ -197,6 +204,7 @@ class CacheManager:
 
     def flush(self) -> None:
         """Drops every cached prefix that no request uses, and all that is in host memory."""
+        self._num_changes += 1
         pages = self.prefixes.flush()
         self._allocator.free(pages)
         if self.tier is not None:
@@ -217,6 +225,7 @@ class CacheManager:
         if self.tier is not None:
             self.tier.clear()
         self._num_retired += 1
+        self._num_changes += 1
         prefix = retired(self._num_retired)
         self.prefixes.rename(prefix)
         for lease in leases:

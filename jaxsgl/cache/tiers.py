@@ -56,12 +56,13 @@ class HostTier:
       host, most_pages: see above.
       num_written: pages that were written so far.
       num_not_written: pages that found no room in host memory.
+      epoch: rises with each write that ends: a waiting request may load those pages.
     """
 
     def __init__(self, host: HostPages, policy: str, most_pages: int) -> None:
         self.host = host
         self.most_pages = most_pages
-        self.num_written = self.num_not_written = 0
+        self.num_written = self.num_not_written = self.epoch = 0
         self._at_once = policy == WRITE_THROUGH
         self._cached: dict[int, _Cached] = {}  # pages of the prefix tree
         self._followers: Counter[bytes] = Counter()  # of each name, cached pages whose parent it is
@@ -173,6 +174,7 @@ class HostTier:
         self._writing.difference_update(entries)
         self.host.written(entries, data)
         self.num_written += len(entries)
+        self.epoch += 1
 
     def write_all(self, pages: Iterable[int]) -> None:
         """Has all of `pages`, which are cached, parents first, written that aren't hosted."""

@@ -214,7 +214,6 @@ class Applier:
         self._leave_device(req, lease)
         self._cache.drop(lease)
         self._requests.moved(req)
-        self._state.failed_admission = None
         self._state.totals.retractions += 1
 
     def end(self, req: Req, share: bool = True) -> None:
@@ -230,7 +229,6 @@ class Applier:
         if not req.output_ids:
             self._stopwatch.ended(req.key)
         self._requests.moved(req)
-        self._state.failed_admission = None
         if lease is not None:
             self._leave_device(req, lease)
             if stored is not None:

@@ -115,9 +115,9 @@ class Arrivals:
 
     def _may_be_admitted(self, arrival: Req) -> None:
         """Has the queue read again if `arrival` may go before the request that found no room."""
-        failed = self._state.failed_admission
+        failed = self._state.standing_failure
         if failed is not None and self._state.policy.may_precede(arrival, failed.head, self._requests.in_turn()):
-            self._state.failed_admission = None
+            self._requests.reordered()
 
     def _matcher_of(self, request: Request) -> Answer | None:
         """What is known of its grammar, if it has one; None: it has to wait."""

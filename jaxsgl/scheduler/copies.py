@@ -116,7 +116,6 @@ class Copies:
         """Has a request compute what it has not loaded."""
         self._tier.host.end_load(req.stop_loading())
         self._state.requests.moved(req)
-        self._state.failed_admission = None
         self._state.host_totals.given_up += 1
 
     def left(self, req: Req) -> None:
@@ -131,7 +130,6 @@ class Copies:
 
     def _written(self, entries: list[HostPage], data: npt.NDArray[Any]) -> None:
         self._tier.end_write(entries, data)
-        self._state.failed_admission = None  # what is on the host now may be loaded by the first that waits
 
     def _load(self, load: LoadPages) -> None:
         req, state = load.req, self._state
@@ -147,4 +145,3 @@ class Copies:
         state.host_totals.loaded_tokens += num_tokens
         if req.state is State.EXTENDING:
             state.requests.moved(req)
-            state.failed_admission = None

@@ -2,8 +2,8 @@
 
 While requests wait for pages, only decode steps are launched, and each of them would order the queue and try its first
 request again. The try must fail as long as no request arrives that may go first, none ends, is retracted or aborted,
-and nothing is extended or flushed: scheduler.py and apply.py forget the failed try then. What still changes is that
-running requests come nearer to their ends and the share of output that is held for them falls; `ratio_steps_short` and
+and nothing is extended or flushed. Owners of what may come free count that in their `epoch`, and a try of another
+epoch than now says nothing any more (`SchedulerState.standing_failure`). What still changes is that running requests come nearer to their ends and the share of output that is held for them falls; `ratio_steps_short` and
 `Forecast.steps_short` (budget.py) tell how many decode steps that takes. planner.py makes these values.
 """
 
@@ -29,12 +29,14 @@ class FailedAdmission:
       head_pages: pages of its prefix that were cached. If the order depends on the cache, only their eviction can
         change who is first.
       num_evicted: of the cache, at the try.
+      epoch: of the state, at the try.
       steps: decode steps that must still run before another try can succeed.
     """
 
     head: Req | None
     head_pages: int
     num_evicted: int
+    epoch: int
     steps: int
 
 

@@ -105,7 +105,7 @@ class _Planner(Draft):
         failed = self._failed_admission
         if failed is not None:
             steps_left = max(failed.steps - num_steps, 0) if decodes else failed.steps
-            failed = None if self.taken_back else dataclasses.replace(failed, steps=steps_left)
+            failed = dataclasses.replace(failed, steps=steps_left)
         return StepPlan(
             retract=tuple(self._retract),
             preempt=tuple(self._preempt),
@@ -209,7 +209,7 @@ class _Planner(Draft):
         """
         view = self.view
         if self._would_fail_again():
-            self._blocked, self._failed_admission = view.blocked, view.failed_admission
+            self._blocked, self._failed_admission = view.blocked, view.standing_failure
             return []
         while True:
             continuing = [Claim.held(req) for req in view.requests.extending.values() if req not in self.taken_back] + [
@@ -232,7 +232,7 @@ class _Planner(Draft):
             chunks, self._ahead = step.finished(), step.ahead
             if not (chunks or continuing or self._is_loading or self._ahead):
                 if first is not None:
-                    self._note_failure(first, 0 if view.failed_admission is None else step.steps_short)
+                    self._note_failure(first, 0 if view.standing_failure is None else step.steps_short)
                 elif step.off_device:  # until a request ends
                     self._note_failure(None, HORIZON_STEPS)
             if chunks or not continuing or self.decoding or view.steps_in_flight or self._is_loading:
@@ -241,7 +241,7 @@ class _Planner(Draft):
 
     def _would_fail_again(self) -> bool:
         """Whether the last try to admit failed and nothing has changed since that could make room."""
-        failed = self.view.failed_admission
+        failed = self.view.standing_failure
         if failed is None or not failed.steps or self.taken_back:
             return False
         if failed.head is None or not self.view.policy.by_prefix or failed.num_evicted == self.view.cache.num_evicted:
@@ -259,7 +259,7 @@ class _Planner(Draft):
         if head is not None and self._outranks(head):
             steps = 0  # what the requests that it may preempt give back grows with every step
         pages = 0 if head is None else self.peek(head).num_pages
-        self._failed_admission = FailedAdmission(head, pages, view.cache.num_evicted, steps)
+        self._failed_admission = FailedAdmission(head, pages, view.cache.num_evicted, view.epoch, steps)
 
     def _waiting_in_order(self) -> Iterator[Req]:
         """The requests to admit, in order; none, with the reason in `_blocked`, if none can be admitted."""

@@ -30,7 +30,8 @@ class RequestTable:
       extending: of those, the EXTENDING ones: some of their known tokens are not launched yet.
       decoding: of those, the RUNNING ones that may decode another token.
       num_waiting_tokens: prompt tokens of the waiting requests.
-      holds_new: whether requests of which no sample has been admitted must wait, while the others end.
+      admission_paused: whether requests of which no sample has been admitted must wait, while the others end.
+      epoch: rises when rows and pages may have come free, or another request may be the first of the queue.
     """
 
     def __init__(self, config: SchedulingConfig, clock: Callable[[], float]) -> None:
@@ -40,7 +41,8 @@ class RequestTable:
         self.extending: dict[Key, Req] = {}
         self.decoding: dict[Key, Req] = {}
         self.num_waiting_tokens = 0
-        self.holds_new = False
+        self.admission_paused = False
+        self.epoch = 0
         self._retracted: set[Key] = set()
         self._samples: dict[str, list[Req]] = {}
         self._queue_timeout_s = config.queue_timeout_s
@@ -78,12 +80,14 @@ class RequestTable:
                 self.decoding.pop(key, None)
         elif req.state is State.EXTENDING:
             self._leave_queue(req)
-            self.prefetching.pop(key, None)
+            if self.prefetching.pop(key, None) is not None:
+                self.epoch += 1  # it has a prompt in progress now, or will share what it has loaded
             self.admitted[key] = self.extending[key] = req
         elif req.state is State.PREFETCHING:
             self._leave_queue(req)
             self.admitted[key] = self.prefetching[key] = req
         else:
+            self.epoch += 1
             for reqs in (self.admitted, self.prefetching, self.extending, self.decoding):
                 reqs.pop(key, None)
             if req.state is State.WAITING:
@@ -94,10 +98,19 @@ class RequestTable:
                 self._leave_queue(req)
                 self._remove(req)
 
+    def pause_admission(self, paused: bool) -> None:
+        """Has requests of which no sample was admitted wait from now on, or be admitted again."""
+        self.admission_paused = paused
+        self.epoch += 1
+
+    def reordered(self) -> None:
+        """A request may be admitted from now on that goes before one that has found no room."""
+        self.epoch += 1
+
     def in_turn(self) -> Iterator[Req]:
         """Waiting requests that may be admitted, in their order; a sample may not until its leader is launched."""
         reqs = (req for req in self.waiting.values() if req.may_start)
-        return (req for req in reqs if req.request_id in self._running_since) if self.holds_new else reqs
+        return (req for req in reqs if req.request_id in self._running_since) if self.admission_paused else reqs
 
     def samples_of(self, request_id: str) -> list[Req]:
         """Samples of the request that have not ended; [] if the request is unknown."""

@@ -322,17 +322,16 @@ class Scheduler:
         """Launches again, unless there is another reason to pause."""
         self._pauses.discard(reason)
 
-    def hold_new(self, holds: bool) -> None:
+    def pause_admission(self, paused: bool) -> None:
         """Admits no sample of a request that has not begun, from now on; or admits them again."""
-        self._requests.holds_new = holds
-        self.state.failed_admission = None
+        self._requests.pause_admission(paused)
 
     def retract_all(self) -> None:
         """Takes all running requests back to the queue, in their order; while paused, with no step in flight."""
         assert self._pauses and not self.state.steps_in_flight
         for req in reversed(list(self._requests.admitted.values())):
             self._applier.take_back(req)
-        self.state.admission_closed, self.state.failed_admission = False, None
+        self.state.admission_closed = False
         self.state.ratio.reset()
 
     def abort_all(self) -> None:
@@ -347,14 +346,12 @@ class Scheduler:
         if self.state.images is not None:
             self.state.images.retire()
         self.cache.retire(self._leases())
-        self.state.failed_admission = None
 
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""
         if self.state.images is not None:
             self.state.images.flush()
         self.cache.flush()
-        self.state.failed_admission = None
 
     def leaks(self) -> list[str]:
         """Pages, rows and locks that are lost or in two places, each in words; [] if all is well."""

@@ -38,7 +38,7 @@ class SchedulerState:
       totals: counters since the start.
       admission_closed: a retraction closes admission until a request ends: those retracted would only come back.
       blocked: why admission stopped at the last step that tried it; None if no request had to wait.
-      failed_admission: the last try to admit, if it failed and nothing has changed since that could make room.
+      failed_admission: the last try to admit, if it failed; see `standing_failure`.
       extended_last: whether the last step extended prompts.
       steps_in_flight: steps that are launched and not collected.
       num_admitted: admissions so far.
@@ -70,6 +70,17 @@ class SchedulerState:
     adapters: AdapterTable | None = None
     host_totals: HostLoad = field(default_factory=HostLoad)
     images: Images | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Rises whenever something comes free that a request may have waited for, as the owners of it count."""
+        return self.requests.epoch + self.cache.epoch
+
+    @property
+    def standing_failure(self) -> FailedAdmission | None:
+        """The last try to admit, if it failed and nothing has come free since."""
+        failed = self.failed_admission
+        return failed if failed is not None and failed.epoch == self.epoch else None
 
 
 RetractAlso: TypeAlias = Callable[[SchedulerState], Sequence[Req]]

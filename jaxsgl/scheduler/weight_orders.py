@@ -230,7 +230,7 @@ class WeightOrders:
         if mode is UpdateMode.ABORT:
             scheduler.abort_all()
         if mode is UpdateMode.WAIT:
-            scheduler.hold_new(True)
+            scheduler.pause_admission(True)
         else:
             scheduler.pause(PauseReason.UPDATE)
         while self._collected or scheduler.state.steps_in_flight or (mode is UpdateMode.WAIT and self._must_wait()):
@@ -248,7 +248,7 @@ class WeightOrders:
         return False
 
     def _go_on(self, residents: Residents) -> None:
-        self._scheduler.hold_new(False)
+        self._scheduler.pause_admission(False)
         self._scheduler.resume(PauseReason.UPDATE)
         if not residents.released:
             self._scheduler.resume(PauseReason.RELEASED)

@@ -193,9 +193,9 @@ def test_an_end_that_is_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     end = Applier.end
 
     def end_and_remember(applier: Applier, req: Req, share: bool = True) -> None:
-        failed = applier._state.failed_admission
+        epoch = applier._state.requests.epoch
         end(applier, req, share)
-        applier._state.failed_admission = failed
+        applier._state.requests.epoch = epoch
 
     monkeypatch.setattr(Applier, "end", end_and_remember)
     with pytest.raises(AssertionError, match="another try to admit gives another plan"):

@@ -106,7 +106,6 @@ class DecodeScheduler(LegScheduler):
                 self.ops.submit(InsertOp(tuple(pages[start : start + len(data)]), data))
             place += count
             self._num_bytes += part.nbytes
-        self.state.failed_admission = None
         self._carry_out([Start(request), *self.rooms.taken(request.request_id)])
         super(LegScheduler, self).receive(self._aborts.pop(request.request_id, ()))
 
