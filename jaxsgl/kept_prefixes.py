@@ -55,7 +55,7 @@ def keep(config: EngineConfig, engine: Engine, scheduler: Scheduler) -> None:
         return
     start_s = time.monotonic()
     try:
-        scheduler.write_all(engine)
+        scheduler.before_exit(engine)
         count = kv_file.save(tier.host, path, engine.capacity.page_size)
     except OSError as error:
         logger.error("prefixes are not kept: %s", error)

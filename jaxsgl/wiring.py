@@ -23,9 +23,9 @@ from jaxsgl.mask_mark import NoMark
 from jaxsgl.messages.adapters import LoadAdapter
 from jaxsgl.requests.grammar import Grammar
 from jaxsgl.scheduler.adapter_orders import load
-from jaxsgl.scheduler.grammar_queue import GrammarQueue
+from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.masks import Mark
-from jaxsgl.scheduler.prefetch import LoadRule
+from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.scheduler.scheduler import Scheduler
 from jaxsgl.scheduler.state import RetractAlso
 
@@ -72,7 +72,9 @@ def build_scheduler(
     while engine.poll(wait=True):
         pass  # what a scheduler before this one has gathered
     tier, loads = _host_tier(config, engine)
-    grammars = None if config.grammar_backend == "none" else _grammars(scheduling, engine, eagerly=limited)
+    grammars: GrammarQueue | NoGrammars = NoGrammars()
+    if config.grammar_backend != "none":
+        grammars = _grammars(scheduling, engine, eagerly=limited)
     scheduler = make(
         engine.capacity,
         engine.buckets,
@@ -97,9 +99,9 @@ def build_scheduler(
 def _load_adapters(config: EngineConfig, engine: Engine, scheduler: Scheduler, former: Scheduler | None) -> None:
     """Loads the adapters that flags name, or those of the scheduler before this one. Raises `StartupError`."""
     table, store = scheduler.state.adapters, engine.adapters
-    if table is None or store is None:
+    if store is None:
         return
-    if former is None or former.state.adapters is None:
+    if former is None:
         found = [(LoadAdapter(0, name, folder), store.stage(folder)) for name, folder in config.lora.adapters.items()]
     else:
         known = former.state.adapters.by_name.values()

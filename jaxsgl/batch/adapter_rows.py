@@ -1,7 +1,7 @@
 """`AdapterRows`: which adapter each row's request has, and which columns of the device's pool each adapter has.
 
 Adapters have small numbers here, 1 up to the most that may be on the device; 0 is none. The scheduler writes it
-(`scheduler/adapters.py`), `build.py` reads it. Knows no names, no requests and no weights.
+(`scheduler/resources/adapters.py`), `build.py` reads it. Knows no names, no requests and no weights.
 """
 
 from __future__ import annotations

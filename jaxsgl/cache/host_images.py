@@ -2,7 +2,7 @@
 
 Rows are kept up to a limit of bytes; those unused for longest leave first, but none of an image that requests hold. A
 request may hold images whose rows come later. Plain accounting beside the arrays: knows no device and no requests but
-their ids. The scheduler owns one, if the model sees images (`scheduler/kept_images.py`).
+their ids. The scheduler owns one, if the model sees images (`scheduler/resources/images.py`).
 """
 
 from __future__ import annotations

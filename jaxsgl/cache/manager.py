@@ -89,7 +89,7 @@ class CacheManager:
 
     @property
     def epoch(self) -> int:
-        """Rises when a waiting request may find room or a prefix that it did not find, though no other request ended."""
+        """Rises when a waiting request may find room or a prefix that it did not find, though no request ended."""
         return self._num_changes + (0 if self.tier is None else self.tier.epoch)
 
     def edges(self) -> Iterator[Edge]:

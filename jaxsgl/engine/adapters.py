@@ -6,7 +6,8 @@
 
 The pool's arrays have fixed shapes, and one compiled program writes a block of columns into all of them in place, so
 neither loading nor placing compiles anything. Owns the pool and the host forms. Never knows names, requests or which
-columns are free: the scheduler decides that (`scheduler/adapters.py`). Made by `engine`, if a flag asks for it.
+columns are free: the scheduler decides that (`scheduler/resources/adapters.py`). Made by `engine`, if a flag asks for
+it.
 """
 
 from __future__ import annotations

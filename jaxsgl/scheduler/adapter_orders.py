@@ -20,7 +20,8 @@ import msgspec
 from jaxsgl.errors import StartupError
 from jaxsgl.messages.adapters import AdapterOrder, ListAdapters, LoadAdapter, UnloadAdapter
 from jaxsgl.messages.orders import Answer
-from jaxsgl.scheduler.adapters import Adapter, AdapterTable
+from jaxsgl.scheduler.adapter import Adapter
+from jaxsgl.scheduler.resources.adapters import AdapterTable
 from jaxsgl.scheduler.scheduler import Scheduler
 
 IDLE_POLL_S = 0.05
@@ -94,7 +95,7 @@ class AdapterOrders:
     def handle(self, order: AdapterOrder) -> None:
         """Begins `order`. Its answer comes with this turn or a later one."""
         table, store = self._table, self._store
-        if table is None or store is None:
+        if store is None:
             self._answer(Answer(order.number, False, "this server takes no adapters: start it with --enable-lora"))
             return
         match order:
@@ -112,7 +113,7 @@ class AdapterOrders:
                     table.retire(adapter)
                     self._leaving.append(_Leaving(adapter, number))
             case ListAdapters(number):
-                self._answer(Answer(number, True, msgspec.json.encode(table.told()).decode()))
+                self._answer(Answer(number, True, msgspec.json.encode(table.report()).decode()))
 
     def withdraw(self, number: int) -> None:
         """Needs no answer to the order `number`: what is read for it is thrown away; an unload goes on."""
@@ -147,7 +148,7 @@ class AdapterOrders:
             words = " ".join(str(error).split())[:500]
             self._answer(Answer(order.number, False, f"{type(error).__name__}: {words}"))
             return
-        assert self._table is not None and self._store is not None
+        assert self._store is not None
         why_not = self._table.why_not(order.name, staged.rank, order.pinned, order.replace)
         if why_not is None:
             load(self._table, self._store, order, staged, self._replaced)
@@ -158,7 +159,7 @@ class AdapterOrders:
         self._leaving.append(_Leaving(adapter, None))
 
     def _forget(self, leaving: _Leaving) -> None:
-        assert self._table is not None and self._store is not None
+        assert self._store is not None
         self._table.forget(leaving.adapter)
         self._store.drop(leaving.adapter.number)
         logger.info("adapter %s of %s is unloaded", leaving.adapter.name, leaving.adapter.folder)

@@ -22,15 +22,14 @@ from jaxsgl.batch.build import Work
 from jaxsgl.batch.engine_api import StepScores
 from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.batch.sampling import SamplingRows
-from jaxsgl.cache.pages import IntArray, Lease
+from jaxsgl.cache.pages import IntArray
 from jaxsgl.errors import EngineUnavailable, InvalidRequest
 from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.pooling import Pooled
 from jaxsgl.requests.request import FinishReason
-from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.failure import RequestFailure, blame, failed_reply
 from jaxsgl.scheduler.in_flight import InFlightStep, ScoredChunk, StatesPart, states_of_works, with_scores
-from jaxsgl.scheduler.plan import Admission, Chunk, NoRoom, StepPlan
+from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req, State
 from jaxsgl.scheduler.state import SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
@@ -59,26 +58,17 @@ class Applier:
       builder: makes the batches.
       sampling: sampling parameters by row, which the builder reads.
       stopwatch: is told of admissions, first tokens, ends and steps.
-      copies: carries out what is copied to the host tier and from it; None if there is no such tier.
     """
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        builder: Builder,
-        sampling: SamplingRows,
-        stopwatch: Stopwatch,
-        copies: Copies | None = None,
-    ) -> None:
+    def __init__(self, state: SchedulerState, builder: Builder, sampling: SamplingRows, stopwatch: Stopwatch) -> None:
         self._state = state
         self._cache = state.cache
         self._requests = state.requests
         self._builder = builder
         self._sampling = sampling
         self._stopwatch = stopwatch
-        self._copies = copies
+        self._resources = state.resources
         self._in_flight: deque[InFlightStep] = deque()
-        self._images = state.images
 
     def apply(self, plan: StepPlan) -> StepInputs | None:
         """Does what `plan` says; returns the batch to launch, if there is one, which counts as launched.
@@ -95,16 +85,15 @@ class Applier:
             state.ratio.decoded(plan.num_steps)
         state.admission_closed, state.blocked = plan.admission_closed, plan.blocked
         state.failed_admission = plan.failed_admission
-        for placement in plan.placements:
-            assert state.adapters is not None
-            state.adapters.place(placement)
+        for resource in self._resources:
+            resource.prepare(plan.actions)
         for admission in plan.admit:
             try:
                 self._admit(admission)
             except Exception as error:
                 raise RequestFailure(admission.req) from error
-        if self._copies is not None:
-            self._copies.carry_out(plan)
+        for resource in self._resources:
+            resource.carry_out(plan.actions)
         if plan.chunks:
             return self._extend(plan)
         return self._decode(plan) if plan.decodes else None
@@ -114,11 +103,11 @@ class Applier:
 
         Called after the whole batch is built, since no request may rely on KV that the same batch computes.
         """
-        for chunk in plan.chunks:
-            assert chunk.req.lease is not None
-            self._cache.share(chunk.req.lease, chunk.req.stored_ids())
-        if self._copies is not None:
-            self._copies.share_loaded(plan)
+        for req, _ in plan.chunks:
+            assert req.lease is not None
+            self._cache.share(req.lease, req.stored_ids())
+        for resource in self._resources:
+            resource.carried_out(plan.actions)
 
     def collect(self, tokens: npt.NDArray[np.int32], scores: StepScores) -> list[Reply]:
         """Gives what the oldest step in flight yields to its requests, and ends those that stop; their replies.
@@ -128,11 +117,10 @@ class Applier:
         state = self._state
         state.steps_in_flight -= 1
         step_s = self._stopwatch.collected()
-        if state.latency is not None:
-            state.latency.collected(step_s)
+        state.timing.collected(step_s)
         step = self._in_flight.popleft()
-        if self._copies is not None and step.extend_tokens:
-            self._copies.computed(step.extend_tokens, step_s)
+        for resource in self._resources:
+            resource.collected(step.extend_tokens, step_s)
         replies: list[Reply] = []
         for chunk in step.scored:
             try:
@@ -205,32 +193,22 @@ class Applier:
 
     def take_back(self, req: Req) -> None:
         """Moves a running request to the head of the queue; its pages come free at once."""
-        if self._copies is not None:
-            self._copies.left(req)
-            self._copies.name_pages(req)
-        if self._images is not None:
-            self._images.left(req)
-        lease = req.retract()
-        self._leave_device(req, lease)
-        self._cache.drop(lease)
+        for resource in self._resources:
+            resource.left(req, ends=False)
+        self._cache.drop(req.retract())
         self._requests.moved(req)
         self._state.totals.retractions += 1
 
     def end(self, req: Req, share: bool = True) -> None:
         """Ends a request in whatever state it is; what it computed stays in the prefix cache if it is to `share`."""
         stored = req.stored_ids() if share else None
-        if self._copies is not None:
-            self._copies.left(req)
-        if self._images is not None:
-            self._images.left(req)
+        for resource in self._resources:
+            resource.left(req, ends=True)
         lease = req.finish()
-        if req.adapter is not None:
-            req.adapter.num_requests -= 1
         if not req.output_ids:
             self._stopwatch.ended(req.key)
         self._requests.moved(req)
         if lease is not None:
-            self._leave_device(req, lease)
             if stored is not None:
                 self._cache.release(lease, stored)
             else:
@@ -239,22 +217,14 @@ class Applier:
         if not self._requests.admitted:
             self._state.ratio.reset()
 
-    def _leave_device(self, req: Req, lease: Lease) -> None:
-        if self._state.adapters is not None:
-            self._state.adapters.left(req.adapter, lease.row)
-
     def _admit(self, admission: Admission) -> None:
         req, state = admission.req, self._state
         planned = req.matchable_ids[: admission.cached_tokens + 1]  # the plan's ledger locked no more than this
-        names = None if self._copies is None else req.page_names
-        lease = self._cache.acquire(self._cache.match(planned, req.namespace), req.name, req.namespace, names)
+        lease = self._cache.acquire(self._cache.match(planned, req.namespace), req.name, req.namespace, req.page_names)
         assert lease.num_tokens == admission.cached_tokens, f"{req.name}: the cache changed since the plan"
-        if self._copies is not None and admission.load_pages:
-            req.admit(lease, admission.cached_tokens, *self._copies.begin_load(admission))
-        else:
-            req.admit(lease, admission.cached_tokens)
-        if state.adapters is not None:
-            state.adapters.admitted(req.adapter, lease.row)
+        req.admit(lease, admission.cached_tokens)
+        for resource in self._resources:
+            resource.admitted(req)
         self._stopwatch.admitted(req.key)
         self._requests.moved(req)
         state.num_admitted += 1
@@ -266,55 +236,51 @@ class Applier:
         scored: list[ScoredChunk] = []
         pooled: list[int] = []
         first = 0
-        for place, chunk in enumerate(plan.chunks):
-            req = chunk.req
+        for place, (req, num_tokens) in enumerate(plan.chunks):
             try:
-                works.append(self._work_of(chunk))
+                works.append(self._work_of(req, num_tokens))
             except Exception as error:
                 raise RequestFailure(req) from error
             if req.scores_prompt:
-                scored.append(ScoredChunk(req, req.lease_number, first, chunk.num_tokens, req.kv_len))
+                scored.append(ScoredChunk(req, req.lease_number, first, num_tokens, req.kv_len))
             if works[-1].pooling is not None:
                 pooled.append(place)
-            first += chunk.num_tokens
-        works += [self._decoding_work_of(req) for req in plan.decodes]
-        reqs = [*(chunk.req for chunk in plan.chunks), *plan.decodes]
+            first += num_tokens
+        works += [self._decoding_work_of(req) for req, _ in plan.decodes]
+        reqs = [req for req, _ in (*plan.chunks, *plan.decodes)]
         try:
             inputs = self._builder.extend(works)
         except Exception:
             blame((req, partial(self._builder.extend, [work])) for req, work in zip(reqs, works, strict=True))
             raise
-        if self._images is not None:
-            inputs = self._images.with_calls(inputs, plan.ahead)
-        for chunk in plan.chunks:
-            if chunk.req.launch_chunk(chunk.num_tokens):
-                self._requests.moved(chunk.req)
-        for req in plan.decodes:
-            if not req.launch_decode():
+        for resource in self._resources:
+            inputs = resource.completed(inputs)
+        for req, num_tokens in plan.chunks:
+            if req.launch_chunk(num_tokens):
                 self._requests.moved(req)
-        num_restored = 0 if self._images is None else self._images.launched(plan.chunks)
-        silent = frozenset(chunk.req for chunk in plan.chunks if chunk.req.state is State.EXTENDING)
+        for req, num_tokens in plan.decodes:
+            if not req.launch_decode(num_tokens):
+                self._requests.moved(req)
+        for resource in self._resources:
+            resource.launched(plan.chunks)
+        silent = frozenset([req for req, _ in plan.chunks if req.state is State.EXTENDING])
         numbers = [req.lease_number for req in reqs]
         rows = [work.row for work in works]
         states = states_of_works(reqs, works) if inputs.bucket.states else ()
         step = InFlightStep(reqs, numbers, silent, scored, pooled, len(plan.chunks), first, states)
         self._launched(inputs, step, rows)
-        if self._state.latency is not None:
-            kv_tokens = sum(work.start + len(work.token_ids) for work in works)
-            pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
-            num_patches = sum(call.cost_patches for call in inputs.encodes)
-            self._state.latency.launched(inputs.bucket, kv_tokens, pairs, num_patches, num_restored)
+        self._state.timing.extends(inputs, works)
         self._state.extended_last = True
         return inputs
 
     def _decode(self, plan: StepPlan) -> StepInputs:
-        reqs, several = plan.decodes, plan.num_steps > 1
-        counts = [min(plan.num_steps, req.num_left) for req in reqs] if several else [1] * len(reqs)
+        reqs: list[Req] = []
         rows: list[int] = []
         positions: list[int] = []
-        for req, count in zip(reqs, counts, strict=True):
+        for req, count in plan.decodes:
             lease, start = req.lease, req.kv_len
             assert lease is not None
+            reqs.append(req)
             rows.append(lease.row)
             positions.append(start)
             if start + count > lease.num_tokens:
@@ -322,48 +288,50 @@ class Applier:
             if not req.launch_decode(count):
                 self._requests.moved(req)
         rows_S, positions_S = np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32)
-        steps_S = np.array(counts, dtype=np.int32) if several else np.ones_like(rows_S)
+        steps_S = None
+        if plan.num_steps > 1:
+            steps_S = np.array([count for _, count in plan.decodes], dtype=np.int32)
         try:
-            inputs = self._builder.decode(rows_S, positions_S, steps_S if several else None)
+            inputs = self._builder.decode(rows_S, positions_S, steps_S)
         except Exception:
-            self._undo_decodes(reqs, counts)
+            self._undo_decodes(plan.decodes)
             blame(
                 (req, partial(self._builder.decode, rows_S[i : i + 1], positions_S[i : i + 1]))
                 for i, req in enumerate(reqs)
             )
             raise
-        if plan.ahead is not None and self._images is not None:
-            inputs = self._images.with_calls(inputs, plan.ahead)
+        for resource in self._resources:
+            inputs = resource.completed(inputs)
         states: Sequence[StatesPart] = ()
         if inputs.bucket.states:
             states = [StatesPart(i, i, 1, positions[i]) for i, req in enumerate(reqs) if req.states is not None]
         self._launched(inputs, InFlightStep(reqs, [req.lease_number for req in reqs], states=states), rows)
-        if self._state.latency is not None:
-            kv_tokens = int((steps_S * (2 * positions_S + steps_S + 1)).sum()) // 2
-            self._state.latency.launched(inputs.bucket, kv_tokens, 0.0, sum(c.cost_patches for c in inputs.encodes))
+        self._state.timing.decodes(inputs, positions_S, steps_S)
         self._state.extended_last = False
         return inputs
 
-    def _undo_decodes(self, reqs: Sequence[Req], counts: Sequence[int]) -> None:
+    def _undo_decodes(self, decodes: Sequence[Part]) -> None:
         """Moves lengths back after a step that is not launched; pages that its tokens took stay with their requests."""
-        for req, count in zip(reqs, counts, strict=True):
+        for req, count in decodes:
             req.launch_decode(-count)
             self._requests.moved(req)
 
-    def _work_of(self, chunk: Chunk) -> Work:
+    def _work_of(self, req: Req, num_tokens: int) -> Work:
         """Allocates a chunk's pages, and with the last chunk writes the request's sampling parameters to its row."""
-        req, start, stop = chunk.req, chunk.req.kv_len, chunk.req.kv_len + chunk.num_tokens
+        start, stop = req.kv_len, req.kv_len + num_tokens
         assert req.lease is not None
         self._cache.grow(req.lease, stop)
         last, setup = stop == req.extend_to, None
         if last and req.pooled is None:
             self._sampling.set(req.lease.row, req.sampling, req.seed, req.rope_delta)
             setup = req.edit_setup(self._state.capacity.vocab_size)
-        samples, pooling = last and req.pooled is None, req.pools_chunk(chunk.num_tokens)
+        samples, pooling = last and req.pooled is None, req.pools_chunk(num_tokens)
         ids, targets, positions = req.known_ids[start:stop], req.targets(start, stop), req.rope_positions(start, stop)
         states = req.states is not None
         work = Work(req.lease.row, ids, start, samples, targets, setup, pooling, positions, states=states)
-        return work if self._images is None or not req.media else self._images.placed(work, req)
+        for resource in self._resources:
+            work = resource.placed(work, req)
+        return work
 
     def _decoding_work_of(self, req: Req) -> Work:
         """One token in a mixed step."""
@@ -381,10 +349,10 @@ class Applier:
         self._state.steps_in_flight += 1
         totals, blocked = self._state.totals, self._state.blocked
         totals.steps += 1
-        totals.short_of_tokens += blocked is NoRoom.TOKENS
-        totals.short_of_rows += blocked is NoRoom.ROWS
-        totals.short_of_chunk += blocked is NoRoom.CHUNK
-        totals.short_of_adapters += blocked is NoRoom.ADAPTERS
+        totals.short_of_tokens += blocked is WhyNot.TOKENS
+        totals.short_of_rows += blocked is WhyNot.ROWS
+        totals.short_of_chunk += blocked is WhyNot.CHUNK
+        totals.short_of_adapters += blocked is WhyNot.ADAPTERS
         if inputs.bucket.kind == "decode":
             totals.decode_rows += inputs.num_tokens
             totals.decode_rows_padded += inputs.bucket.padded_tokens

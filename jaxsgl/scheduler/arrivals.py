@@ -13,8 +13,7 @@ from jaxsgl.messages.replies import Refusal, RefusalKind, Reply
 from jaxsgl.requests.request import FinishReason, Request, max_new_tokens
 from jaxsgl.scheduler.apply import Applier
 from jaxsgl.scheduler.constraint import Matcher, TokenLimits
-from jaxsgl.scheduler.copies import Copies
-from jaxsgl.scheduler.grammar_queue import Answer, GrammarQueue
+from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.queue_limits import QueueLimits
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.state import SchedulerState
@@ -31,8 +30,7 @@ class Arrivals:
       random_seed: seed for the seeds of requests that bring none.
       applier: ends requests that may hold pages.
       stopwatch: times their waiting.
-      copies: of the host tier; None: there is none.
-      grammars: compiles grammars; None: requests with a grammar are refused.
+      grammars: compiles grammars, or refuses them.
     """
 
     def __init__(
@@ -43,8 +41,7 @@ class Arrivals:
         random_seed: int,
         applier: Applier,
         stopwatch: Stopwatch,
-        copies: Copies | None,
-        grammars: GrammarQueue | None = None,
+        grammars: GrammarQueue | NoGrammars,
     ) -> None:
         self._state = state
         self._requests = state.requests
@@ -53,7 +50,6 @@ class Arrivals:
         self._seeds = random.Random(random_seed)
         self._applier = applier
         self._stopwatch = stopwatch
-        self._copies = copies
         self._grammars = grammars
 
     def refusal(self, request: Request) -> Refusal | None:
@@ -79,13 +75,11 @@ class Arrivals:
 
     def _forget(self, request_id: str) -> None:
         """Compiles no grammar for a request whose samples have all ended."""
-        if self._grammars is not None and self._grammars.num_waiting and not self._requests.samples_of(request_id):
+        if self._grammars.num_waiting and not self._requests.samples_of(request_id):
             self._grammars.forget(request_id)
 
     def end_overdue(self) -> list[Reply]:
-        """Refuses requests that have waited too long, and ends those that have run too long, or loads that have."""
-        if self._copies is not None:
-            self._copies.end_overdue()
+        """Refuses requests that have waited too long, and ends those that have run too long."""
         return [self._refuse(request_id, refusal) for request_id, refusal in self._requests.overdue()]
 
     def _enqueue(self, request: Request) -> list[Reply]:
@@ -98,7 +92,9 @@ class Arrivals:
                 refusal = None
         if refusal is not None:
             return [Reply(request.request_id, refusal=refusal)]
-        answer = self._matcher_of(request) if request.sampling.masked else None
+        answer = None
+        if request.sampling.masked:
+            answer = self._grammars.ask(request.request_id, request.sampling.grammar)
         if isinstance(answer, Refusal):
             return [*replies, Reply(request.request_id, refusal=answer)]
         samples = self._samples(request)
@@ -107,9 +103,9 @@ class Arrivals:
         for i, req in enumerate(samples):
             req.num_ahead = self._state.num_admitted + len(self._requests.waiting) + i
         self._may_be_admitted(samples[0])
+        for resource in self._state.resources:
+            resource.arrived(samples)  # first, as it may fail at a request, which no list may hold then
         self._requests.add(samples)
-        if samples[0].adapter is not None:
-            samples[0].adapter.num_requests += len(samples)
         self._stopwatch.arrived(req.key for req in samples)
         return replies
 
@@ -119,18 +115,8 @@ class Arrivals:
         if failed is not None and self._state.policy.may_precede(arrival, failed.head, self._requests.in_turn()):
             self._requests.reordered()
 
-    def _matcher_of(self, request: Request) -> Answer | None:
-        """What is known of its grammar, if it has one; None: it has to wait."""
-        if self._grammars is None:
-            text = (
-                "the server takes no grammars, allowed_token_ids or bad_words (--grammar-backend none): leave them out"
-            )
-            return Refusal(RefusalKind.INVALID, text)
-        return self._grammars.ask(request.request_id, request.sampling.grammar)
-
     def take_grammars(self) -> list[Reply]:
         """Lets requests go on whose grammars are compiled by now, and refuses those whose grammars are not."""
-        assert self._grammars is not None
         replies = []
         for request_id, answer in self._grammars.poll():
             samples = self._requests.samples_of(request_id)
@@ -157,27 +143,20 @@ class Arrivals:
         capacity = self._state.capacity
         max_new = max_new_tokens(request, capacity.limits)
         kind = "last" if capacity.pooling is None else capacity.pooling.kind
-        adapter = None
-        if self._state.adapters is not None and request.adapter:
-            adapter = self._state.adapters.named(request.adapter)
-            assert adapter is not None, "it was looked up before"
+        adapter = self._state.adapters.named(request.adapter)
         leader = Req(request, max_new, self._eos_token_ids, seed, pooled_kind=kind, adapter=adapter)
         others = [
             Req(request, max_new, self._eos_token_ids, seed, index, leader, adapter=adapter)
             for index in range(1, sampling.n)
         ]
-        if self._copies is not None:
-            self._copies.name_pages(leader)
-            for req in others:
-                req.page_names = leader.page_names.copy()
         return [leader, *others]
 
     def _refuse_adapter(self, name: str) -> Refusal | None:
         """Refuses a request for an adapter that isn't loaded."""
         adapters = self._state.adapters
-        if adapters is not None and adapters.named(name) is not None:
+        if adapters.named(name) is not None:
             return None
-        known = "none is" if adapters is None or not adapters.by_name else f"loaded are {', '.join(adapters.by_name)}"
+        known = f"loaded are {', '.join(adapters.by_name)}" if adapters.by_name else "none is"
         return Refusal(RefusalKind.INVALID, f"no adapter named {name:.256} is loaded: {known:.500}")
 
     def _lower_than(self, request: Request) -> Req | None:

@@ -2,21 +2,24 @@
 
 `TokenBudget` is used up by chunks. `Ledger` answers what-if questions about the pool (lock a match, take n pages, give
 back what a request holds) without touching the cache. `NewTokenRatio` and `Forecast` tell how many pages must be held
-for running requests. Values and arithmetic; called by planner.py and latency.py.
+for running requests. `Timing` says how long a step may take: as long as it likes, unless latency.py bounds it. Values
+and arithmetic; called by planner.py and latency.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from jaxsgl.batch.build import Work
+from jaxsgl.batch.inputs import StepInputs
 from jaxsgl.cache.manager import CacheManager
-from jaxsgl.cache.pages import Lease, pages_before_ends, pages_for, sums_from, tokens_in
+from jaxsgl.cache.pages import IntArray, Lease, pages_before_ends, pages_for, sums_from, tokens_in
 from jaxsgl.cache.prefix import Peek, Span
 from jaxsgl.scheduler.req import Req
 
@@ -328,9 +331,12 @@ class TokenBudget:
         """Takes seconds for something else than chunks."""
         self._seconds -= seconds
 
-    def longest_chunk(self, start: int, before: int = 0) -> int:
-        """Tokens that a chunk at position `start` may have, instead of the `before` tokens that it has."""
-        seconds = self._seconds + self._attention(start, before)
+    def longest_chunk(self, start: int, before: int = 0, besides_s: float = 0.0) -> int:
+        """Tokens that a chunk at position `start` may have, instead of the `before` tokens that it has.
+
+        `besides_s` are seconds that it would cost besides, as its images do.
+        """
+        seconds = self._seconds - besides_s + self._attention(start, before)
         if seconds == math.inf:
             return before + self.num_tokens
         left = seconds - self._kv_token_s * start
@@ -350,6 +356,48 @@ class TokenBudget:
         if not count:
             return 0.0
         return self._kv_token_s * (start + count) + self._pair_s * count * (start + count / 2)
+
+
+class Timing:
+    """How long steps may take, and what images cost of that: here, time is unbounded and nothing is measured.
+
+    Attributes:
+      is_bounded: whether the time between two tokens of a running request is.
+      for_encoding_s: seconds that all images of a step may take together.
+    """
+
+    is_bounded = False
+    for_encoding_s = math.inf
+
+    def budget(
+        self, most: int, decoding: Collection[Req], continuing: Sequence[Claim], mixed: Sequence[Req]
+    ) -> TokenBudget:
+        """What the next extend step may hold, at most `most` tokens; see `Latency.budget`."""
+        return TokenBudget(most)
+
+    def leaves_time_for(self, num_steps: int, decoding: Collection[Req]) -> bool:
+        """Whether the tokens of `num_steps` decode steps in one program come in time."""
+        return True
+
+    def encode_s(self, num_patches: int) -> float | None:
+        """Seconds that the vision tower takes for so many patches at most; None before any were measured."""
+        return 0.0
+
+    def restore_s(self, num_embeddings: int) -> float | None:
+        """Seconds that so many embeddings take to come back from host memory; None before any was measured."""
+        return 0.0
+
+    def restores(self, num_embeddings: int) -> None:
+        """So many embeddings are copied back from host memory before the step that is launched next."""
+
+    def extends(self, inputs: StepInputs, works: Sequence[Work]) -> None:
+        """An extend step, made of `works`, goes to the device."""
+
+    def decodes(self, inputs: StepInputs, positions_S: IntArray, steps_S: IntArray | None) -> None:
+        """A decode step goes to the device: for each row, `steps_S` tokens from `positions_S` on; None: one token."""
+
+    def collected(self, seconds: float) -> None:
+        """The oldest step in flight took `seconds`."""
 
 
 def fair_shares(wanted: Sequence[int], budget: int) -> list[int]:

@@ -2,9 +2,10 @@
 
 While requests wait for pages, only decode steps are launched, and each of them would order the queue and try its first
 request again. The try must fail as long as no request arrives that may go first, none ends, is retracted or aborted,
-and nothing is extended or flushed. Owners of what may come free count that in their `epoch`, and a try of another
-epoch than now says nothing any more (`SchedulerState.standing_failure`). What still changes is that running requests come nearer to their ends and the share of output that is held for them falls; `ratio_steps_short` and
-`Forecast.steps_short` (budget.py) tell how many decode steps that takes. planner.py makes these values.
+and nothing is extended or flushed. Owners of what may come free count that in their `epoch`, and a try of another epoch
+than now says nothing any more (`SchedulerState.standing_failure`). What still changes is that running requests come
+nearer to their ends and the share of output that is held for them falls; `ratio_steps_short` and `Forecast.steps_short`
+(budget.py) say how many decode steps that takes. planner.py makes these values.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 
 Requests with equal grammars share the compilation. Such a request stands in the scheduler's queue meanwhile and is
 passed over. A compilation that was begun is waited for: it has limits of its own (constraints/trial.py). Knows no
-samples and no steps; arrivals.py calls it between steps. Only `_work` runs in threads.
+samples and no steps; arrivals.py calls it between steps. Only `_work` runs in threads. `NoGrammars` stands in its place
+on servers that take none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,31 @@ _ANY = AnyTokens()
 MAX_KNOWN, MAX_KNOWN_CHARS, MAX_KNOWN_BYTES = 256, 1 << 24, 128 << 20
 
 logger = logging.getLogger(__name__)
+
+
+class NoGrammars:
+    """The queue of a server that takes no grammars.
+
+    Attributes:
+      num_waiting: see `GrammarQueue`.
+    """
+
+    num_waiting = 0
+
+    def ask(self, request_id: str, grammar: Grammar | None) -> Answer | None:
+        """Refuses the request."""
+        text = "the server takes no grammars, allowed_token_ids or bad_words (--grammar-backend none): leave them out"
+        return Refusal(RefusalKind.INVALID, text)
+
+    def forget(self, request_id: str) -> None:
+        """Does nothing, as no request waits."""
+
+    def poll(self) -> list[tuple[str, Answer]]:
+        """Nothing was asked for."""
+        return []
+
+    def wait(self, timeout_s: float) -> None:
+        """Doesn't wait."""
 
 
 class _Job:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from jaxsgl.cache.manager import CacheManager
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.req import Req
@@ -44,7 +42,7 @@ def dump_state(state: SchedulerState, paused: bool, last_plan: StepPlan | None) 
         "num_retracted": requests.num_retracted,
         "num_running": len(requests.admitted),
         "cache": _dump_cache(state.cache),
-        **({} if state.adapters is None else {"adapters": msgspec.to_builtins(state.adapters.told())}),
+        **{name: value for resource in state.resources for name, value in resource.dump().items()},
         "waiting": _dump_requests(requests.waiting.values(), requests),
         "running": _dump_requests(requests.admitted.values(), requests),
     }

@@ -9,7 +9,7 @@ T: tokens, padding included; KV: tokens whose keys and values are read; pairs: (
 varies between steps of one T is attention, so its two coefficients come from there, by least squares. base[T] is the
 rest of the second slowest recent step: a bound, not a mean, that a new T inherits from its neighbours.
 
-Exists only where the flag is set. planner.py asks it for budgets; apply.py reports steps to it.
+Exists only where the flag is set, in place of `Timing`. planner.py asks it for budgets; apply.py reports steps to it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxsgl.batch.buckets import BucketSet
-from jaxsgl.batch.inputs import Bucket
-from jaxsgl.scheduler.budget import Claim, TokenBudget
+from jaxsgl.batch.build import Work
+from jaxsgl.batch.inputs import Bucket, StepInputs
+from jaxsgl.cache.pages import IntArray
+from jaxsgl.scheduler.budget import Claim, Timing, TokenBudget
 from jaxsgl.scheduler.req import Req
 
 WINDOW = 64  # steps of each size that are remembered
@@ -37,16 +39,23 @@ FORGET_AFTER = 2048  # steps without one of a size: it may be worth another try
 Floats = npt.NDArray[np.float64]
 
 
-class Latency:
+class Latency(Timing):
     """The bound and the measured steps.
 
     Args:
       max_itl_s: seconds between two tokens of a request at most.
       buckets: sizes of steps.
       page_size: the fewest tokens of an extend step, however long they take, so that prompts make progress.
+
+    Attributes:
+      for_encoding_s: seconds that all images of a step may take together, encoded or copied back; a single one may take
+        longer.
     """
 
+    is_bounded = True
+
     def __init__(self, max_itl_s: float, buckets: BucketSet, page_size: int) -> None:
+        self.for_encoding_s = max_itl_s / 2
         self._max_itl_s = max_itl_s
         self._buckets = buckets
         self._page_size = page_size
@@ -54,6 +63,28 @@ class Latency:
         self._in_flight: deque[tuple[Bucket, float, float, int, int]] = deque()  # KV, pairs, patches, embeddings
         self._patch_s: deque[float] = deque(maxlen=OUTLIERS_FROM)  # of recent calls of the vision tower
         self._embedding_s: deque[float] = deque(maxlen=OUTLIERS_FROM)  # of recent copies back from host memory
+        self._num_restored = 0  # embeddings that are copied back before the next step
+
+    def restores(self, num_embeddings: int) -> None:
+        """So many embeddings are copied back from host memory before the step that is launched next."""
+        self._num_restored += num_embeddings
+
+    def extends(self, inputs: StepInputs, works: Sequence[Work]) -> None:
+        """An extend step, made of `works`, goes to the device."""
+        kv_tokens = sum(work.start + len(work.token_ids) for work in works)
+        pairs = sum(len(work.token_ids) * (work.start + (len(work.token_ids) + 1) / 2) for work in works)
+        self._launched(inputs, kv_tokens, pairs)
+
+    def decodes(self, inputs: StepInputs, positions_S: IntArray, steps_S: IntArray | None) -> None:
+        """A decode step goes to the device: for each row, `steps_S` tokens from `positions_S` on; None: one token."""
+        if steps_S is None:
+            steps_S = np.ones_like(positions_S)
+        self._launched(inputs, int((steps_S * (2 * positions_S + steps_S + 1)).sum()) // 2, 0.0)
+
+    def _launched(self, inputs: StepInputs, kv_tokens: float, pairs: float) -> None:
+        num_patches = sum(call.cost_patches for call in inputs.encodes)
+        self.launched(inputs.bucket, kv_tokens, pairs, num_patches, self._num_restored)
+        self._num_restored = 0
 
     def launched(
         self, bucket: Bucket, kv_tokens: float, pairs: float, num_patches: int = 0, num_restored: int = 0
@@ -91,11 +122,6 @@ class Latency:
     def restore_s(self, num_embeddings: int) -> float | None:
         """Seconds that so many embeddings take to come back from host memory at most; None before any was measured."""
         return max(self._embedding_s) * num_embeddings if self._embedding_s else None
-
-    @property
-    def for_encoding_s(self) -> float:
-        """Seconds that all images of a step may take together, encoded or copied back; a single one may take longer."""
-        return self._max_itl_s / 2
 
     def leaves_time_for(self, num_steps: int, decoding: Collection[Req]) -> bool:
         """Whether `num_steps` decode steps in one program end within the bound; their tokens come together."""

@@ -51,7 +51,7 @@ def run_loop(
     if operators may exchange them. `pages` is the engine's part that moves pages and places adapters, if flags need it,
     `adapters` where it holds adapters.
     """
-    needs_ops = scheduler.cache.tier is not None or scheduler.state.adapters is not None
+    needs_ops = scheduler.cache.tier is not None or scheduler.state.capacity.max_adapters > 0
     assert pages is not None or not needs_ops, "a host tier or adapters need the engine's operations"
     in_flight: deque[StepHandle] = deque()
     unread_allowed = 1 if overlap else 0

@@ -14,19 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from jaxsgl.scheduler import preemption
 from jaxsgl.scheduler.budget import HORIZON_STEPS, Claim
-from jaxsgl.scheduler.extend_step import Draft, ExtendStep, new_pages
+from jaxsgl.scheduler.extend_step import ExtendBuilder, PlanBuilder, new_pages
 from jaxsgl.scheduler.failed_admission import FailedAdmission
 from jaxsgl.scheduler.failure import blame
-from jaxsgl.scheduler.plan import Admission, Ahead, Chunk, LoadPages, NoRoom, StepPlan, Write
-from jaxsgl.scheduler.prefetch import plan_loads
+from jaxsgl.scheduler.plan import Admission, Part, StepPlan, WhyNot
 from jaxsgl.scheduler.req import Req
 from jaxsgl.scheduler.state import SchedulerState
 
+ONE_EACH = itertools.repeat(1)
 LEAST_USED = 0.75  # of the rows of several decode steps; the others have all their tokens before the last step
 
 
@@ -46,10 +46,10 @@ def _plan_alone(view: SchedulerState, req: Req) -> None:
     """Does what a plan does with the tokens of a waiting request."""
     planner = _Planner(view)
     in_order = view.policy.order([req], view.num_admitted, planner.peek)
-    ExtendStep(planner, [], []).admit_in_order(in_order)
+    ExtendBuilder(planner, [], []).admit_in_order(in_order)
 
 
-class _Planner(Draft):
+class _Planner(PlanBuilder):
     """Makes one plan."""
 
     def __init__(self, view: SchedulerState) -> None:
@@ -59,9 +59,8 @@ class _Planner(Draft):
         self._decode_pages = 0  # that the next tokens of all running requests take
         self._out_of_pages = False
         self._admission_closed = view.admission_closed
-        self._blocked: NoRoom | None = None
+        self._blocked: WhyNot | None = None
         self._failed_admission: FailedAdmission | None = None
-        self._ahead: Ahead | None = None
         self._preempting: dict[Req, None] = {}  # waiting requests for which others were taken back
 
     def plan(self) -> StepPlan:
@@ -74,34 +73,41 @@ class _Planner(Draft):
             decodes = self._retracted_for_room()[: view.capacity.max_mixed_decodes]
             chunks = self._chunks(decodes)
             decodes = [req for req in decodes if req not in self.taken_back]
-        elif self.decoding and view.extended_last and (config.decode_first or view.latency is not None):
+        elif self.decoding and view.extended_last and (config.decode_first or view.timing.is_bounded):
             self._blocked = view.blocked
-            self._ahead = None if view.images is None else view.images.budget(view.latency).ahead
+            for draft in self.drafts:
+                draft.begin_step()
             return self._decode_plan(prompts_wait=True)
         else:
             decodes, chunks = [], self._chunks([]) if has_prompts else []
         if not chunks:
             extending = any(req not in self.taken_back for req in view.requests.extending.values())
-            return self._decode_plan(prompts_wait=extending or self._is_loading or self._ahead is not None)
+            return self._decode_plan(prompts_wait=extending or self.is_working)
         if any(claim.req.scores_prompt for claim, _ in chunks):
             decodes = []  # the program that scores prompts takes no decodes
         pages = sum(new_pages(claim, count, view.cache) for claim, count in chunks)
         pages += sum(req.needs_page for req in decodes)
-        return self._finished(pages, tuple(Chunk(claim.req, count) for claim, count in chunks), decodes)
+        return self._finished(pages, tuple([(claim.req, count) for claim, count in chunks]), decodes)
 
     def _decode_plan(self, prompts_wait: bool) -> StepPlan:
         """All running requests decode; one token, if `prompts_wait` for the next step."""
         decodes = self._retracted_for_room()
-        num_steps, pages = 1, self._decode_pages if decodes else 0
         if self.view.buckets.decode_steps > 1 and decodes and not prompts_wait:
-            num_steps, pages = self._several_steps(decodes, pages)
-        return self._finished(pages, (), decodes, num_steps)
+            counts, pages = self._several_steps(decodes)
+            if counts:
+                return self._finished(pages, (), decodes, counts, self.view.buckets.decode_steps)
+        return self._finished(self._decode_pages if decodes else 0, (), decodes)
 
     def _finished(
-        self, num_pages: int, chunks: tuple[Chunk, ...], decodes: Sequence[Req], num_steps: int = 1
+        self,
+        num_pages: int,
+        chunks: tuple[Part, ...],
+        decodes: Sequence[Req],
+        counts: Iterable[int] = ONE_EACH,
+        num_steps: int = 1,
     ) -> StepPlan:
         self.ledger.take(num_pages)
-        copies, recompute = self._copies() if self.view.loads is not None else ((), ())
+        actions = tuple([action for draft in self.drafts for action in draft.actions(bool(decodes))])
         failed = self._failed_admission
         if failed is not None:
             steps_left = max(failed.steps - num_steps, 0) if decodes else failed.steps
@@ -109,38 +115,17 @@ class _Planner(Draft):
         return StepPlan(
             retract=tuple(self._retract),
             preempt=tuple(self._preempt),
-            placements=() if self.adapters is None else tuple(self.adapters.placements),
-            admit=tuple(Admission(req, claim.kv_len, self.loads.get(req, 0)) for req, claim in self.admissions.items()),
-            copies=copies,
-            recompute=recompute,
+            admit=tuple([Admission(req, claim.kv_len) for req, claim in self.admissions.items()]),
+            actions=actions,
             chunks=chunks,
-            decodes=tuple(decodes),
+            decodes=tuple(zip(decodes, counts, strict=False)),
             num_steps=num_steps,
             out_of_pages=self._out_of_pages,
             admission_closed=self._admission_closed,
             blocked=self._blocked,
             failed_admission=failed,
             pages=self.ledger.count,
-            ahead=self._ahead if decodes else None,
         )
-
-    @property
-    def _is_loading(self) -> bool:
-        """Whether a request waits for pages of the host tier."""
-        return bool(self.loads or (self.view.requests.prefetching and self.loading))
-
-    def _copies(self) -> tuple[tuple[Write | LoadPages, ...], tuple[Req, ...]]:
-        """What is written to the host tier and loaded from it, and the requests that must stop loading."""
-        tier = self.view.cache.tier
-        assert tier is not None
-        copies: list[Write | LoadPages] = [Write(tier.to_write())] if tier.has_to_write else []
-        if not self._is_loading:
-            return tuple(copies), ()
-        loads, stuck = plan_loads(self.loading, self.loads, tier.most_pages, self.ledger.available)
-        for req, num_pages in loads:
-            self.ledger.take(num_pages)
-            copies.append(LoadPages(req, num_pages))
-        return tuple(copies), tuple(stuck)
 
     def _retracted_for_room(self) -> list[Req]:
         """The requests that can store their next token, after retracting as many others as that takes.
@@ -177,15 +162,15 @@ class _Planner(Draft):
         if not (self.admissions or self.admitted):
             self._admission_closed = False
 
-    def _several_steps(self, decodes: Sequence[Req], pages_for_one: int) -> tuple[int, int]:
-        """Steps in one program in which no request needs the host in between, and the pages that they take.
+    def _several_steps(self, decodes: Sequence[Req]) -> tuple[list[int], int]:
+        """Tokens of each request in a program of several steps, and the pages that they take; [] if one step is better.
 
         Several steps cost the host as much as one, but a request that arrives or ends meanwhile waits until all are
         done. Takes several if each step yields tokens, few rows idle, no logits are edited, scored or masked, there
         are pages for all these tokens without taking any from other requests, and the tokens come in time.
         """
         cache, several = self.view.cache, self.view.buckets.decode_steps
-        one = (1, pages_for_one)
+        one: tuple[list[int], int] = ([], 0)
         if any(req.is_featured or req.constraint is not None or req.states is not None for req in decodes):
             return one
         counts = [min(several, req.num_left) for req in decodes]
@@ -196,10 +181,9 @@ class _Planner(Draft):
             for req, count in zip(decodes, counts, strict=True)
             if req.lease
         )
-        latency = self.view.latency
-        if pages > self.ledger.available or not (latency is None or latency.leaves_time_for(several, decodes)):
+        if pages > self.ledger.available or not self.view.timing.leaves_time_for(several, decodes):
             return one
-        return several, pages
+        return counts, pages
 
     def _chunks(self, mixed: list[Req]) -> list[tuple[Claim, int]]:
         """Fills an extend step: requests between chunks, then the queue in its order, in what `mixed` decodes leave.
@@ -213,29 +197,29 @@ class _Planner(Draft):
             return []
         while True:
             continuing = [Claim.held(req) for req in view.requests.extending.values() if req not in self.taken_back] + [
-                claim for req, claim in self.admissions.items() if req not in self.loads
+                claim for req, claim in self.admissions.items() if req not in self.deferred
             ]
             waiting = self._waiting_in_order()
             head = next(waiting, None)
             if head is None and not continuing:
-                if not self._is_loading:
+                if not self.is_working:
                     self._note_failure(None, HORIZON_STEPS)
                 return []
-            step = ExtendStep(self, mixed, continuing)
+            step = ExtendBuilder(self, mixed, continuing)
             step.add_continuing(continuing, prompts_wait=head is not None)
             first = None if head is None else step.admit_in_order(itertools.chain((head,), waiting))
-            if first is not None and step.no_room is not NoRoom.CHUNK and self._preempt_for(first, step.pages_short):
+            if first is not None and step.no_room is not WhyNot.CHUNK and self._preempt_for(first, step.pages_short):
                 mixed = [req for req in mixed if req not in self.taken_back]
                 continue
-            self._blocked = self._blocked or step.no_room or (NoRoom.ADAPTERS if step.off_device else None)
+            self._blocked = self._blocked or step.no_room or step.passed_over
             step.add_leftovers(continuing)
-            chunks, self._ahead = step.finished(), step.ahead
-            if not (chunks or continuing or self._is_loading or self._ahead):
+            chunks = step.finished()
+            if not (chunks or continuing or self.is_working):
                 if first is not None:
                     self._note_failure(first, 0 if view.standing_failure is None else step.steps_short)
-                elif step.off_device:  # until a request ends
+                elif step.passed_over:  # until something comes free
                     self._note_failure(None, HORIZON_STEPS)
-            if chunks or not continuing or self.decoding or view.steps_in_flight or self._is_loading:
+            if chunks or not continuing or self.decoding or view.steps_in_flight or self.is_working:
                 return chunks
             self._retract_one(preemption.retractable(self.admitted))
 
@@ -268,9 +252,9 @@ class _Planner(Draft):
         if len(view.requests.waiting) + len(self.taken_back) == len(self.admissions):
             return iter(())
         if self._admission_closed:
-            self._blocked = NoRoom.TOKENS
+            self._blocked = WhyNot.TOKENS
         elif not self.num_free_rows and not view.config.enable_priority_scheduling:
-            self._blocked = NoRoom.ROWS
+            self._blocked = WhyNot.ROWS
         if self._blocked is not None and not view.config.enable_priority_scheduling:
             return iter(())  # before the queue is read, which may hold thousands
         waiting = itertools.chain(reversed(self.taken_back), view.requests.in_turn())

@@ -12,16 +12,16 @@ WAITING ---admit---> EXTENDING -----'--last chunk launched---> RUNNING --'--stop
    |                     |                                        |                             ^
    '------ abort --------'------------------ abort ---------------'-----------------------------'
 
-With a host tier a request whose prefix goes on in host memory is PREFETCHING between WAITING and EXTENDING: its lease
-grows by pages that are loaded. It may be retracted and aborted as an EXTENDING one.
+With a host tier a request whose prefix goes on in host memory is PREFETCHING right after its admission, and EXTENDING
+again later: its lease grows by pages that are loaded. It may be retracted and aborted as an EXTENDING one.
 
-Only apply.py calls the methods that change a request.
+Only apply.py calls the methods that change a request, and the host tier (resources/host_tier.py) those for loads.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -36,7 +36,7 @@ from jaxsgl.requests.media import MediaItem, hash_ids
 from jaxsgl.requests.pooling import Pooling, PoolingKind
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.requests.sampling import MAX_SEED
-from jaxsgl.scheduler.adapters import Adapter
+from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.constraint import Constraint, Matcher, TokenLimits
 from jaxsgl.scheduler.kept_states import KeptStates
 from jaxsgl.scheduler.pooled import PooledPrompt
@@ -55,9 +55,9 @@ class State(enum.Enum):
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.PREFETCHING, State.EXTENDING, State.FINISHED}),
+    State.WAITING: frozenset({State.EXTENDING, State.FINISHED}),
     State.PREFETCHING: frozenset({State.EXTENDING, State.WAITING, State.FINISHED}),
-    State.EXTENDING: frozenset({State.RUNNING, State.WAITING, State.FINISHED}),
+    State.EXTENDING: frozenset({State.PREFETCHING, State.RUNNING, State.WAITING, State.FINISHED}),
     State.RUNNING: frozenset({State.WAITING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
@@ -95,13 +95,13 @@ class Req:
       to_load: while PREFETCHING, the host pages that are still to load, in order; it pins them.
       load_until_s: then, when it gives them up.
       constraint: what its next token may be, once its grammar is compiled; None: any token.
-      match_limit: tokens whose KV may come from the prefix cache, at most; None: all.
+      max_cached_tokens: tokens whose KV may come from the prefix cache, at most; None: all.
     """
 
     __slots__ = (
         "_prompt_hash_ids", "_prompt_logprobs", "_prompt_positions", "adapter", "cached_tokens", "constraint",
         "extend_to", "index", "is_featured", "key", "kv_len", "leader", "lease", "lease_number", "load_until_s",
-        "match_limit", "max_new_tokens", "media", "namespace", "num_ahead", "num_launched", "output_ids",
+        "max_cached_tokens", "max_new_tokens", "media", "namespace", "num_ahead", "num_launched", "output_ids",
         "page_names", "pooled", "prefilled", "priority", "prompt_ids", "request_id", "rope_delta", "sampling", "seed",
         "state", "states", "stop_ids", "to_load", "wants_scores",
     )  # fmt: skip
@@ -157,7 +157,7 @@ class Req:
         self.states = KeptStates(request.sampling) if request.sampling.wants_states else None
         self.pooled = None if request.pooling is None else PooledPrompt(request.pooling, pooled_kind)
         self.constraint: Constraint | None = None
-        self.match_limit: int | None = None
+        self.max_cached_tokens: int | None = None
         self._prompt_logprobs: list[TokenLogprob] = []
 
     @property
@@ -190,7 +190,7 @@ class Req:
     @property
     def matchable_ids(self) -> IntArray:
         """The `hash_ids` of tokens whose KV may come from the prefix cache; none if all of them must be computed."""
-        return self.prompt_ids[:0] if self.computes_prompt else self.hash_ids[: self.match_limit]
+        return self.prompt_ids[:0] if self.computes_prompt else self.hash_ids[: self.max_cached_tokens]
 
     @property
     def computes_prompt(self) -> bool:
@@ -275,16 +275,20 @@ class Req:
         edits = pack_edits(self.sampling, self.stop_ids, self.prompt_len)
         return row_setup(self.lease.row, edits, token_counts(self.prompt_ids, self.output_ids, vocab_size))
 
-    def admit(self, lease: Lease, cached_tokens: int, to_load: Sequence[HostPage] = (), until_s: float = 0.0) -> None:
-        """Takes its lease, of which the first `cached_tokens` tokens are cached; waits for `to_load`, if any."""
-        self._move(State.PREFETCHING if to_load else State.EXTENDING)
+    def admit(self, lease: Lease, cached_tokens: int) -> None:
+        """Takes its lease, of which the first `cached_tokens` tokens are cached."""
+        self._move(State.EXTENDING)
         self.lease = lease
-        self.to_load, self.load_until_s = list(to_load), until_s
         self.kv_len = cached_tokens
         self.extend_to = self.prompt_len + len(self.output_ids)
         if not self.output_ids:
             self.cached_tokens = cached_tokens
         self.lease_number += 1
+
+    def begin_loading(self, to_load: Iterable[HostPage], until_s: float) -> None:
+        """Waits for the pages `to_load` until then; right after its admission."""
+        self._move(State.PREFETCHING)
+        self.to_load, self.load_until_s = list(to_load), until_s
 
     def loaded(self, num_pages: int, num_tokens: int) -> None:
         """Counts `num_pages` more of its prefix, which hold `num_tokens` tokens, as loaded."""

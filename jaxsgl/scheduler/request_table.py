@@ -84,7 +84,7 @@ class RequestTable:
                 self.epoch += 1  # it has a prompt in progress now, or will share what it has loaded
             self.admitted[key] = self.extending[key] = req
         elif req.state is State.PREFETCHING:
-            self._leave_queue(req)
+            self.extending.pop(key, None)
             self.admitted[key] = self.prefetching[key] = req
         else:
             self.epoch += 1

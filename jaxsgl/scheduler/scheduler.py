@@ -34,36 +34,35 @@ from jaxsgl.cache.tiers import HostTier
 from jaxsgl.config.engine import DEFAULT_WEIGHT_VERSION, SchedulingConfig
 from jaxsgl.errors import CheckpointError
 from jaxsgl.mask_mark import NoMark
-from jaxsgl.messages.load import HostLoad, Load, Totals
+from jaxsgl.messages.load import Load, Totals
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.replies import Reply
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.adapters import AdapterTable
 from jaxsgl.scheduler.apply import Applier, MakeBuilder
 from jaxsgl.scheduler.arrivals import Arrivals
-from jaxsgl.scheduler.budget import NewTokenRatio
+from jaxsgl.scheduler.budget import NewTokenRatio, Timing
 from jaxsgl.scheduler.constraint import Words
-from jaxsgl.scheduler.copies import Copies
 from jaxsgl.scheduler.engine_ops import EngineOps
 from jaxsgl.scheduler.failure import RequestFailure
-from jaxsgl.scheduler.grammar_queue import GrammarQueue
-from jaxsgl.scheduler.images import Images
+from jaxsgl.scheduler.grammar_queue import GrammarQueue, NoGrammars
 from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.masks import Mark, masks_of_newest
 from jaxsgl.scheduler.plan import StepPlan
 from jaxsgl.scheduler.planner import plan_step
 from jaxsgl.scheduler.policy import Policy
-from jaxsgl.scheduler.prefetch import LoadRule
 from jaxsgl.scheduler.queue_limits import QueueLimits
 from jaxsgl.scheduler.req import State
 from jaxsgl.scheduler.request_table import RequestTable
+from jaxsgl.scheduler.resources.adapters import AdapterTable
+from jaxsgl.scheduler.resources.host_tier import HostCopies, LoadRule
+from jaxsgl.scheduler.resources.images import Images
+from jaxsgl.scheduler.resources.resource import Resource
 from jaxsgl.scheduler.retraction_warning import RetractionWarning
 from jaxsgl.scheduler.state import RetractAlso, SchedulerState
 from jaxsgl.scheduler.stopwatch import Stopwatch
 
 GRAMMAR_WAIT_S = 0.001  # that an idle turn waits for a grammar, so that the loop doesn't spin
 NO_SCORES = StepScores()
-NO_HOST = HostLoad()
 
 
 class PauseReason(enum.Enum):
@@ -95,7 +94,7 @@ class Scheduler:
       tier: of the cache, in host memory; None: there is none.
       loads: when loading from `tier` pays.
       max_loaded_loras: adapters that may be loaded; None: any number.
-      grammars: compiles the grammars of requests; None: such requests are refused.
+      grammars: compiles the grammars of requests, or refuses them.
       mark: notes whose mask is being made.
 
     Attributes:
@@ -126,7 +125,7 @@ class Scheduler:
         tier: HostTier | None = None,
         loads: LoadRule | None = None,
         max_loaded_loras: int | None = None,
-        grammars: GrammarQueue | None = None,
+        grammars: GrammarQueue | NoGrammars = NoGrammars(),
         mark: Mark = NoMark(),
     ) -> None:
         self.queue_limits = QueueLimits(capacity.limits, max_queued_requests, max_queued_tokens)
@@ -140,44 +139,49 @@ class Scheduler:
         prefixes = RadixCache(capacity.page_size) if radix_cache else NaiveCache()
         assert (tier is None) == (loads is None) and (tier is None or radix_cache)
         cache = CacheManager(capacity.num_pages, capacity.page_size, table, prefixes, tier)
-        adapters, ops = None, EngineOps()
-        if capacity.max_adapters:
-            adapters = AdapterTable(
-                ops, capacity.num_rows, capacity.max_adapters, capacity.adapter_columns, max_loaded_loras
-            )
-        max_itl_ms = config.max_itl_ms
+        ops, totals, requests = EngineOps(), Totals(), RequestTable(config, clock)
+        timing = Timing()
+        if config.max_itl_ms is not None:
+            timing = Latency(config.max_itl_ms / 1000, buckets, capacity.page_size)
+        adapters = AdapterTable(
+            ops, capacity.num_rows, capacity.max_adapters, capacity.adapter_columns, max_loaded_loras
+        )
         self.state = SchedulerState(
             config=config,
             capacity=capacity,
             buckets=buckets,
             policy=Policy(config, cache, random_seed),
             retract_also=retract_also,
-            requests=RequestTable(config, clock),
+            requests=requests,
             cache=cache,
             ops=ops,
             ratio=NewTokenRatio(config.schedule_conservativeness),
-            latency=None if max_itl_ms is None else Latency(max_itl_ms / 1000, buckets, capacity.page_size),
-            totals=Totals(),
-            loads=loads,
+            timing=timing,
+            totals=totals,
             adapters=adapters,
         )
+        resources: list[Resource] = []
+        if tier is not None and loads is not None:
+            resources.append(HostCopies(cache, tier, loads, requests, ops, totals, clock))
         if capacity.tower is not None:
             pool = EmbeddingRows(capacity.tower.num_rows)
-            self.state.images = Images(pool, capacity.tower, buckets, self.state.totals, ops)
+            self.state.images = Images(pool, capacity.tower, buckets, totals, ops, timing)
+            resources.append(self.state.images)
+        if capacity.max_adapters:
+            resources.append(adapters)
+        self.state.resources = tuple(resources)
         self.kept_images = None if self.state.images is None else self.state.images.kept
         self.last_plan: StepPlan | None = None
         self.wake_fd: int | None = None
-        self._requests = self.state.requests
+        self._requests, self._resources = requests, self.state.resources
         self._retraction_warning = RetractionWarning(capacity, config.schedule_conservativeness, clock)
         sampling = SamplingRows(capacity.num_rows)
         self._stopwatch = Stopwatch(clock)
-        of_adapters = () if adapters is None else (adapters.rows,)
+        of_adapters = (adapters.rows,) if capacity.max_adapters else ()
         builder = make_builder(buckets, table, sampling, capacity.page_size, *of_adapters)
-        self._copies = None if tier is None or loads is None else Copies(self.state, tier, loads, clock)
-        self._applier = Applier(self.state, builder, sampling, self._stopwatch, self._copies)
+        self._applier = Applier(self.state, builder, sampling, self._stopwatch)
         self._arrivals = Arrivals(
-            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, self._stopwatch, self._copies,
-            grammars,
+            self.state, self.queue_limits, eos_token_ids, random_seed, self._applier, self._stopwatch, grammars
         )  # fmt: skip
         self._grammars, self._mark = grammars, mark
         self._replies: list[Reply] = []
@@ -192,8 +196,8 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether nothing can happen before the next message."""
         has_work = (self._requests.waiting or self._requests.admitted) and not self._pauses
-        if self._copies is not None:
-            has_work = has_work or self._copies.has_work(bool(self._pauses))
+        for resource in self._resources:
+            has_work = has_work or resource.has_work(bool(self._pauses))
         return not (has_work or self.state.ops.has_work or self.state.steps_in_flight or self._replies)
 
     @property
@@ -235,7 +239,7 @@ class Scheduler:
         A request for which that fails is ended, and the step decided again without it.
         """
         self._end_overdue()
-        if self._grammars is None or not self._grammars.num_waiting:
+        if not self._grammars.num_waiting:
             return self._launch()
         self._replies += self._arrivals.take_grammars()
         inputs = self._launch()
@@ -286,10 +290,10 @@ class Scheduler:
         """What the engine is to do before the step that was launched last."""
         return self.state.ops
 
-    def write_all(self, pages: PageEngine) -> None:
-        """Copies all that is cached to the host tier, if there is one; before the engine ends."""
-        if self._copies is not None:
-            self._copies.write_all(pages)
+    def before_exit(self, engine: PageEngine) -> None:
+        """Does what is left to do before the engine ends: copies all that is cached to the host tier."""
+        for resource in self._resources:
+            resource.before_exit(engine)
 
     def take_replies(self) -> list[Reply]:
         """All replies since the last call."""
@@ -299,7 +303,7 @@ class Scheduler:
     def load(self, recompiles: int, leaks: int = 0, weight_version: str = DEFAULT_WEIGHT_VERSION) -> Load:
         """How busy the scheduler is, and what the caller knows. Cost is independent of the queue."""
         cache, requests = self.state.cache, self._requests
-        return Load(
+        load = Load(
             num_running=len(requests.admitted),
             num_waiting=len(requests.waiting),
             waiting_tokens=requests.num_waiting_tokens,
@@ -310,9 +314,10 @@ class Scheduler:
             totals=msgspec.structs.replace(self.state.totals, recompiles=recompiles, leaks=leaks),
             step_times=self._stopwatch.step_times(self.is_idle),
             weight_version=weight_version,
-            host=NO_HOST if self._copies is None else self._copies.load(),
-            adapters=() if self.state.adapters is None else self.state.adapters.names,
         )
+        for resource in self._resources:
+            load = resource.add_to(load)
+        return load
 
     def pause(self, reason: PauseReason = PauseReason.OPERATOR) -> None:
         """Launches nothing until `resume`. Requests queue up, aborts work; steps in flight are still to collect."""
@@ -340,17 +345,14 @@ class Scheduler:
 
     def retire_cache(self) -> None:
         """Lets no later request find KV that is cached now; running requests keep theirs. For new weights."""
-        if self._copies is not None:
-            for req in list(self._requests.prefetching.values()):
-                self._copies.stop(req)
-        if self.state.images is not None:
-            self.state.images.retire()
+        for resource in self._resources:
+            resource.retire_cached()
         self.cache.retire(self._leases())
 
     def flush_cache(self) -> None:
         """Drops every cached prefix that no request uses."""
-        if self.state.images is not None:
-            self.state.images.flush()
+        for resource in self._resources:
+            resource.flush()
         self.cache.flush()
 
     def leaks(self) -> list[str]:
@@ -361,11 +363,8 @@ class Scheduler:
         """Integrity of requests, rows and pages; raises AssertionError."""
         self._requests.check()
         self.cache.check(self._leases(), self._loading())
-        if self.state.adapters is not None:
-            held = [(req.adapter, req.lease.row) for req in self._requests.admitted.values() if req.lease]
-            self.state.adapters.check(held, [req.adapter for req in self._requests.all()])
-        if self.state.images is not None:
-            self.state.images.check()
+        for resource in self._resources:
+            resource.check(self._requests)
         for req in self._requests.admitted.values():
             assert req.lease is not None and req.kv_len <= req.lease.num_tokens, f"{req.name} stores more than it holds"
 
@@ -376,6 +375,8 @@ class Scheduler:
         return (page for req in self._requests.prefetching.values() for page in req.to_load)
 
     def _end_overdue(self) -> None:
+        for resource in self._resources:
+            resource.advance()
         self._replies += self._arrivals.end_overdue()
 
     def _fail(self, request_id: str, error: BaseException | None) -> None:

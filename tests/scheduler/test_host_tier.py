@@ -17,7 +17,7 @@ from jaxsgl.cache.tiers import WRITE_AFTER_REUSE, WRITE_THROUGH
 from jaxsgl.messages.orders import Abort
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.control import CacheJournal
-from jaxsgl.scheduler.prefetch import LoadRule
+from jaxsgl.scheduler.resources.host_tier import LoadRule
 from tests.cache_mirror import CacheMirror, cached_prefixes
 from tests.checked import CheckedScheduler
 from tests.scheduler.serving import capacity, expected, request, serve
@@ -311,7 +311,7 @@ def test_events_say_removed_only_when_no_tier_holds_the_page() -> None:
 def test_without_a_tier_a_plan_copies_nothing_and_requests_carry_no_names() -> None:
     mailbox, scheduler = serve(small(), [[asked("a", A)]])
     assert mailbox.output_ids("a") == expected(A)
-    assert scheduler.last_plan is not None and scheduler.last_plan.copies == ()
+    assert scheduler.last_plan is not None and scheduler.last_plan.actions == ()
     assert not scheduler.ops.has_work and scheduler.ops.take() == []
 
 
@@ -322,7 +322,7 @@ def test_a_restarted_scheduler_finds_a_known_prefix_in_the_file(tmp_path: Path) 
     first = Stepper(sizes, tier_of(sizes, 300, WRITE_AFTER_REUSE, 16), checked=CheckedScheduler)
     first.run(asked("a", prompt))
     assert first.tier.host.num_used == 0
-    first.scheduler.write_all(first.engine)
+    first.scheduler.before_exit(first.engine)
     assert kv_file.save(first.tier.host, tmp_path / "x.kv", 16) == 250
     again = Stepper(sizes, tier_of(sizes, 300, WRITE_AFTER_REUSE, 16), checked=CheckedScheduler)
     assert kv_file.load(again.tier.host, tmp_path / "x.kv", 16) == 250

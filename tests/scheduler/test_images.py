@@ -22,8 +22,9 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.images import share_out
+from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.loop import run_loop
+from jaxsgl.scheduler.resources.images import share_out
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
 from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler
@@ -209,8 +210,8 @@ def test_a_bound_on_latency_bounds_the_images_encoded_before_a_step(patch_s: flo
     sizes = capacity(rows=60, chunk=40)
     config = SchedulingConfig(max_itl_ms=1000.0)
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, clock=lambda: 0.0)
-    latency = scheduler.state.latency
-    assert latency is not None
+    latency = scheduler.state.timing
+    assert isinstance(latency, Latency)
     bucket = scheduler.state.buckets.extend(16, 1)
     latency.launched(bucket, 0.0, 0.0)
     latency.collected(0.0)
@@ -235,8 +236,8 @@ def test_a_bound_on_latency_bounds_the_images_copied_back_before_a_step(embeddin
     sizes = capacity(rows=60, chunk=40, host_rows=100)
     config = SchedulingConfig(max_itl_ms=1000.0)
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, clock=lambda: 0.0, radix_cache=False)
-    latency, images = scheduler.state.latency, scheduler.state.images
-    assert latency is not None and images is not None
+    latency, images = scheduler.state.timing, scheduler.state.images
+    assert isinstance(latency, Latency) and images is not None
     bucket = scheduler.state.buckets.extend(16, 1)
     for patches, embeddings, seconds in ((0, 0, 0.0), (64, 0, 0.0), (0, 64, embedding_s)):
         if seconds is not None:

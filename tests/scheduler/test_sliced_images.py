@@ -16,6 +16,7 @@ from jaxsgl.config.engine import SchedulingConfig
 from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import Request
+from jaxsgl.scheduler.latency import Latency
 from jaxsgl.scheduler.loop import run_loop
 from jaxsgl.testing.engine import FakeEngine, RetractEvery, ScriptedMailbox
 from jaxsgl.testing.handle import FakeHandle
@@ -50,8 +51,8 @@ class WatchedEngine(FakeEngine):
 def scheduler_of(sizes: Capacity, config: SchedulingConfig, patch_s: float | None, **options: Any) -> CheckedScheduler:
     """A patch takes `patch_s` by an earlier measurement."""
     scheduler = CheckedScheduler(sizes, BucketSet.derive(sizes), (), config, clock=lambda: 0.0, **options)
-    latency = scheduler.state.latency
-    if latency is not None:
+    latency = scheduler.state.timing
+    if isinstance(latency, Latency):
         bucket = scheduler.state.buckets.extend(16, 1)
         latency.launched(bucket, 0.0, 0.0)
         latency.collected(0.0)

@@ -37,7 +37,7 @@ from jaxsgl.requests.request import Request
 from jaxsgl.requests.sampling import SamplingParams
 from jaxsgl.scheduler.control import CacheJournal, Control
 from jaxsgl.scheduler.inspection import LeakCheck
-from jaxsgl.scheduler.prefetch import LoadRule
+from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.testing.engine import FakeEngine, RetractEvery
 from jaxsgl.testing.handle import FakeHandle
 from tests.cache_mirror import CacheMirror, cached_prefixes

@@ -42,7 +42,7 @@ def plans_of(script: Script, *, mixed: bool, num_pages: int = 200) -> tuple[list
 def test_a_prompt_beyond_max_prefill_tokens_is_extended_in_one_step_of_its_own(mixed: bool) -> None:
     prompts = {"short": range(12), "long": range(100, 200), "other": range(300, 308), "third": range(400, 412)}
     plans, mailbox = plans_of([[request(name, list(ids)) for name, ids in prompts.items()]], mixed=mixed)
-    extended = [[(chunk.req.request_id, chunk.num_tokens) for chunk in plan.chunks] for plan in plans]
+    extended = [[(req.request_id, num_tokens) for req, num_tokens in plan.chunks] for plan in plans]
     assert extended == [[("short", 12)], [("long", 100)], [("other", 8), ("third", 12)]]
     for name, ids in prompts.items():
         assert mailbox.output_ids(name) == expected(list(ids))
@@ -57,7 +57,7 @@ def test_no_prompt_is_ever_cut_even_where_pages_are_short(mixed: bool, num_pages
     script: Script = [[request(name, ids, 30)] for name, ids in prompts.items()]
     plans, mailbox = plans_of(script, mixed=mixed, num_pages=num_pages)
     for plan in plans:
-        assert len(plan.chunks) == 1 or sum(chunk.num_tokens for chunk in plan.chunks) <= MAX_PREFILL
+        assert len(plan.chunks) == 1 or sum(num_tokens for _, num_tokens in plan.chunks) <= MAX_PREFILL
     admitted = sum(len(plan.admit) for plan in plans)
     assert sum(len(plan.chunks) for plan in plans) == admitted >= 30
     for name, ids in prompts.items():

@@ -18,7 +18,7 @@ from jaxsgl.messages.orders import Abort
 from jaxsgl.messages.wire import ToEngine
 from jaxsgl.requests.request import FinishReason, Request
 from jaxsgl.scheduler.loop import run_loop
-from jaxsgl.scheduler.prefetch import LoadRule
+from jaxsgl.scheduler.resources.host_tier import LoadRule
 from jaxsgl.testing.engine import FakeEngine, ScriptedMailbox
 from jaxsgl.testing.handle import FakeHandle
 from tests.checked import CheckedScheduler, WatchedScheduler

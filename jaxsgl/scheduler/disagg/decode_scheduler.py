@@ -114,8 +114,7 @@ class DecodeScheduler(LegScheduler):
 
     def _end_leg(self, request_id: str, replies: list[Reply]) -> None:
         self._aborts.pop(request_id, None)
-        if self._grammars is not None:
-            self._grammars.forget(request_id)
+        self._grammars.forget(request_id)
         super()._end_leg(request_id, replies)
 
     def _aborted(self, abort: Abort) -> bool:
@@ -134,7 +133,7 @@ class DecodeScheduler(LegScheduler):
         refused = self.rooms.check(request, room)
         if refused:
             return refused
-        if request.sampling.masked and self._grammars is not None:
+        if request.sampling.masked:
             self._grammars.ask(request.request_id, request.sampling.grammar)  # compiles while prefill computes
         host, port = request.room.host, request.room.port
         peer = self.wire.connect(host, port)

@@ -16,18 +16,19 @@ from jaxsgl.cache.namespaces import namespace_of
 from jaxsgl.cache.pages import IntArray
 from jaxsgl.requests.media import hash_ids
 from jaxsgl.requests.request import Request
-from jaxsgl.scheduler.adapters import Adapter, AdapterTable
+from jaxsgl.scheduler.adapter import Adapter
+from jaxsgl.scheduler.resources.adapters import AdapterTable
 
 
 class KvNames:
     """Names by the weights and adapters of this moment.
 
     Args:
-      adapters: that are loaded; None: no flag asks for any.
+      adapters: that are loaded.
       weight_version: gives the version of the weights.
     """
 
-    def __init__(self, adapters: AdapterTable | None, weight_version: Callable[[], str]) -> None:
+    def __init__(self, adapters: AdapterTable, weight_version: Callable[[], str]) -> None:
         self._adapters = adapters
         self._weight_version = weight_version
 
@@ -49,4 +50,4 @@ class KvNames:
         return ids, namespace_of(request.cache_salt, loading, request.kv_source)
 
     def _adapter_of(self, request: Request) -> Adapter | None:
-        return None if self._adapters is None else self._adapters.named(request.adapter)
+        return self._adapters.named(request.adapter)

@@ -89,8 +89,7 @@ class PrefillScheduler(LegScheduler):
     def _gather_chunks(self) -> None:
         """Files copies of the pages that the step just launched completes."""
         assert self.last_plan is not None
-        for chunk in self.last_plan.chunks:
-            req = chunk.req
+        for req, _ in self.last_plan.chunks:
             num_pages = full_pages(min(req.kv_len, req.prompt_len), self.cache.page_size)
             is_last = req.kv_len >= req.prompt_len
             self._carry_out(self.rooms.launched(req.request_id, num_pages, is_last))

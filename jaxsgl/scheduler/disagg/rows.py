@@ -18,8 +18,8 @@ from jaxsgl.requests.media import MediaItem
 from jaxsgl.requests.request import Request
 from jaxsgl.scheduler.disagg.prefill import PrefillRooms
 from jaxsgl.scheduler.disagg.rooms import Action
-from jaxsgl.scheduler.images import Images
 from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.resources.images import Images
 from jaxsgl.transfer.frames import Room
 from jaxsgl.transfer.wire import Bytes
 
@@ -111,7 +111,9 @@ def started(rooms: PrefillRooms, images: Images, samples: list[Req]) -> Iterator
             elif held is not None and held.encoded:
                 kept.gather(held)
             else:
-                req.match_limit = min(item.offset, len(req.prompt_ids) if req.match_limit is None else req.match_limit)
+                req.max_cached_tokens = min(
+                    item.offset, len(req.prompt_ids) if req.max_cached_tokens is None else req.max_cached_tokens
+                )
 
 
 def lost_rows(rooms: PrefillRooms, images: Images, request_id: str) -> bool:

@@ -5,66 +5,50 @@
     place      gives a loaded adapter columns of the device's pool, those of unused ones if none are free
 
 An adapter stays on the device while a request that has it holds a row. Of the others the one that was used longest ago
-leaves first; a pinned one never does. `AdapterLedger` tells a plan what could be placed. The only writer of
-`AdapterRows`. Knows no weights: operations in step order tell the engine what to write where. scheduler.py,
-arrivals.py, apply.py and adapter_orders.py call it.
+leaves first; a pinned one never does. The only writer of `AdapterRows`. Knows no weights: operations in step order say
+what the engine is to write where. A server that takes no adapters has an empty table, which is no resource.
+arrivals.py and adapter_orders.py call it, and apply.py as any resource.
 """
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
 
 from jaxsgl.batch.adapter_rows import AdapterRows
 from jaxsgl.batch.engine_ops import PlaceAdapter
+from jaxsgl.cache.prefix import Peek
 from jaxsgl.messages.adapters import LoadedAdapter
+from jaxsgl.messages.load import Load
+from jaxsgl.scheduler.adapter import Adapter
 from jaxsgl.scheduler.engine_ops import EngineOps
+from jaxsgl.scheduler.plan import Action, WhyNot
+from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.request_table import RequestTable
+from jaxsgl.scheduler.resources.resource import PlanInTheMaking, Resource, ResourceDraft
 
 
-@dataclass(eq=False, slots=True)
-class Adapter:
-    """One loading of an adapter.
-
-    Attributes:
-      number: of the loading; never used again.
-      name, folder, rank, pinned, alias: see `LoadAdapter`.
-      digest: of what was read, equal on servers that have read the same.
-      loading: stands for this loading in namespaces; unlike that of any other server.
-      num_requests: samples that have it and have not ended.
-      num_admitted: of those, the ones that hold a row.
-      place: its small number on the device, 0 while it isn't there.
-      last_used: counts uses; the order of them is all that matters.
-    """
-
-    number: int
-    name: str
-    folder: str
-    rank: int
-    pinned: bool
-    digest: str = ""
-    alias: str = ""
-    loading: str = field(default_factory=lambda: uuid.uuid4().hex)
-    num_requests: int = 0
-    num_admitted: int = 0
-    place: int = 0
-    last_used: int = 0
-
-
-class Placement(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Placement:
     """Bring `adapter` to the device, after `removed` have left it."""
 
+    verb: ClassVar[str] = "place"
     adapter: Adapter
     removed: tuple[Adapter, ...]
 
+    def __str__(self) -> str:
+        return self.adapter.name
 
-class AdapterTable:
+
+class AdapterTable(Resource):
     """Loaded adapters.
 
     Args:
       num_rows: of the scheduler.
-      max_adapters: that may be on the device.
+      max_adapters: that may be on the device; 0: none is ever loaded.
       num_columns: of the pool, enough for `max_adapters` of the highest rank.
       max_loaded: adapters that may be loaded; None: any number.
 
@@ -79,7 +63,7 @@ class AdapterTable:
     ) -> None:
         self.rows = AdapterRows(num_rows, max_adapters, num_columns)
         self.max_adapters = max_adapters
-        self.max_rank = num_columns // max_adapters
+        self.max_rank = num_columns // max(max_adapters, 1)
         self.by_name: dict[str, Adapter] = {}
         self.on_device: dict[int, Adapter] = {}  # by place
         self._max_loaded = max_loaded
@@ -129,6 +113,7 @@ class AdapterTable:
         if self.by_name.get(adapter.name) is adapter:
             del self.by_name[adapter.name]
         adapter.pinned = False
+        self.epoch += 1  # its place may be taken
 
     def forget(self, adapter: Adapter) -> None:
         """Frees its columns; no request has it."""
@@ -147,24 +132,46 @@ class AdapterTable:
         self.on_device[place] = adapter
         self._ops.submit(PlaceAdapter(adapter.number, columns))
 
-    def admitted(self, adapter: Adapter | None, row: int) -> None:
-        """A request that has `adapter`, or none, got `row`."""
+    def draft(self, plan: PlanInTheMaking) -> AdapterDraft:
+        """See `Resource`."""
+        return AdapterDraft(self)
+
+    def arrived(self, samples: Sequence[Req]) -> None:
+        """Counts requests that have an adapter."""
+        adapter = samples[0].adapter
+        if adapter is not None:
+            adapter.num_requests += len(samples)
+
+    def prepare(self, actions: Iterable[Action]) -> None:
+        """Places adapters: a request is admitted only if its own is on the device."""
+        for action in actions:
+            if isinstance(action, Placement):
+                self.place(action)
+
+    def admitted(self, req: Req) -> None:
+        """Gives the row of `req` its adapter, or none."""
+        adapter, lease = req.adapter, req.lease
+        assert lease is not None
         if adapter is None:
-            self.rows.set_row(row, 0)
+            self.rows.set_row(lease.row, 0)
             return
         assert adapter.place, f"{adapter.name} is not on the device"
         self._num_uses += 1
         adapter.last_used = self._num_uses
         adapter.num_admitted += 1
-        self.rows.set_row(row, adapter.place)
+        self.rows.set_row(lease.row, adapter.place)
 
-    def left(self, adapter: Adapter | None, row: int) -> None:
-        """A request that has `adapter`, or none, gave `row` back."""
-        self.rows.set_row(row, 0)
+    def left(self, req: Req, ends: bool) -> None:
+        """Takes the adapter of `req` off its row."""
+        adapter = req.adapter
+        if req.lease is not None:
+            self.rows.set_row(req.lease.row, 0)
+            if adapter is not None:
+                adapter.num_admitted -= 1
         if adapter is not None:
-            adapter.num_admitted -= 1
+            adapter.num_requests -= ends
 
-    def told(self) -> list[LoadedAdapter]:
+    def report(self) -> list[LoadedAdapter]:
         """What operators may know."""
         return [
             LoadedAdapter(
@@ -179,19 +186,29 @@ class AdapterTable:
             for adapter in self.by_name.values()
         ]
 
-    def check(self, admitted: Iterable[tuple[Adapter | None, int]], reqs: Iterable[Adapter | None]) -> None:
-        """Raises AssertionError if rows, columns or counts are not those of the requests."""
+    def add_to(self, load: Load) -> Load:
+        """Names the adapters."""
+        return msgspec.structs.replace(load, adapters=self.names)
+
+    def dump(self) -> dict[str, Any]:
+        """See `report`."""
+        return {"adapters": msgspec.to_builtins(self.report())}
+
+    def check(self, requests: RequestTable) -> None:
+        """Raises AssertionError if rows, columns or counts are not those of `requests`."""
         owners = self.rows.column_owners
         for place, adapter in self.on_device.items():
             assert adapter.place == place and (owners == place).sum() == adapter.rank, f"{adapter.name} is misplaced"
         assert set(owners[owners > 0].tolist()) == set(self.on_device), "columns of no adapter"
         counts = dict.fromkeys(self.on_device.values(), 0)
-        for of_row, row in admitted:
-            assert self.rows.number_of_row[row] == (of_row.place if of_row else 0), f"row {row} has another adapter"
-            if of_row is not None:
-                counts[of_row] += 1
+        for req in requests.admitted.values():
+            assert req.lease is not None
+            place = req.adapter.place if req.adapter else 0
+            assert self.rows.number_of_row[req.lease.row] == place, f"row {req.lease.row} has another adapter"
+            if req.adapter is not None:
+                counts[req.adapter] += 1
         assert all(adapter.num_admitted == count for adapter, count in counts.items()), "admitted requests"
-        of_reqs = [adapter for adapter in reqs if adapter is not None]
+        of_reqs = [req.adapter for req in requests.all()]
         for adapter in {*self.by_name.values(), *self.on_device.values()}:
             assert adapter.num_requests == of_reqs.count(adapter), f"requests that have {adapter.name}"
 
@@ -202,31 +219,51 @@ class AdapterTable:
         adapter.place = 0
 
 
-class AdapterLedger:
-    """What a plan in the making brings to the device: reads the table, and changes nothing of it.
-
-    Attributes:
-      placements: in order.
-    """
+class AdapterDraft(ResourceDraft):
+    """What a plan in the making brings to the device: reads the table, and changes nothing of it."""
 
     def __init__(self, table: AdapterTable) -> None:
         self._table = table
         self._used: set[Adapter] = set()  # by requests that the plan admits
         self._removed: set[Adapter] = set()
-        self.placements: list[Placement] = []
+        self._placements: list[Placement] = []
+        self._keeps_places = False  # for a request that was passed over too often
 
-    def may_admit(self, adapter: Adapter) -> bool:
-        """Whether a request for it can get a row: it is on the device, or can be brought there."""
-        return self._is_there(adapter) or self._removals(adapter) is not None
+    def begin_step(self) -> None:
+        """The queue is read anew."""
+        self._keeps_places = False
 
-    def admit(self, adapter: Adapter) -> None:
-        """Counts a request for it as admitted; see `may_admit`."""
+    def may_admit(self, req: Req) -> WhyNot | None:
+        """Whether the adapter of `req` is on the device or can be brought there, and no other one waits for its place.
+
+        While one does, only requests are admitted that keep no adapter there which could leave.
+        """
+        adapter = req.adapter
+        if adapter is None:
+            return None
+        if not self._is_there(adapter) and self._removals(adapter) is None:
+            return WhyNot.ADAPTERS
+        return WhyNot.ADAPTERS if self._keeps_places and not adapter.pinned else None
+
+    def passed_over(self, req: Req) -> None:
+        """Keeps a place for `req`, if it is its adapter that it waits for."""
+        self._keeps_places = self._keeps_places or req.adapter is not None
+
+    def admit(self, req: Req, prefix: Peek) -> None:
+        """Counts `req` as admitted; see `may_admit`."""
+        adapter = req.adapter
+        if adapter is None:
+            return
         if not self._is_there(adapter):
             removed = self._removals(adapter)
             assert removed is not None
             self._removed.update(removed)
-            self.placements.append(Placement(adapter, removed))
+            self._placements.append(Placement(adapter, removed))
         self._used.add(adapter)
+
+    def actions(self, decodes: bool) -> tuple[Action, ...]:
+        """The placements, in order."""
+        return tuple(self._placements)
 
     def _is_there(self, adapter: Adapter) -> bool:
         return adapter in self._used or (adapter.place > 0 and adapter not in self._removed)
@@ -237,7 +274,7 @@ class AdapterLedger:
         As many columns as the highest rank are there for each of the adapters, so their number is all that counts.
         """
         there = {other for other in self._table.on_device.values() if other not in self._removed}
-        there |= {placement.adapter for placement in self.placements}
+        there |= {placement.adapter for placement in self._placements}
         if len(there) < self._table.max_adapters:
             return ()
         idle = [other for other in self._table.on_device.values() if other in there and self._may_leave(other)]

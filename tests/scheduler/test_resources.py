@@ -1,0 +1,307 @@
+"""Random histories of all resources at once: whatever a request has taken is given back, whatever its end.
+
+Adapters, images and the host tier in any mixture, each scarce; requests that finish, are aborted, retracted, or fail by
+a fault of ours; replaced adapters, new weights, flushes. The oracle is the hash chain of each request's tokens, images
+and adapter. After every event the accounts of each resource are those of the requests that there are (`Resource.check`,
+which `CheckedScheduler` asks for); when all have ended, nothing is held.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as changed
+
+from jaxsgl.batch.build import BatchBuilder, Work
+from jaxsgl.batch.capacity import Capacity
+from jaxsgl.batch.inputs import StepInputs
+from jaxsgl.batch.patches import TowerCapacity, TowerShape
+from jaxsgl.config.engine import SchedulingConfig
+from jaxsgl.messages.adapters import LoadAdapter
+from jaxsgl.messages.orders import Abort
+from jaxsgl.messages.replies import Refusal, RefusalKind
+from jaxsgl.requests.media import MediaLimits, patches_of
+from jaxsgl.requests.request import FinishReason, Request
+from jaxsgl.scheduler.adapter import Adapter
+from jaxsgl.scheduler.adapter_orders import load
+from jaxsgl.scheduler.latency import Latency
+from jaxsgl.scheduler.req import Req
+from jaxsgl.scheduler.resources.resource import Resource
+from jaxsgl.scheduler.scheduler import Scheduler
+from jaxsgl.testing.device import image_ids
+from jaxsgl.testing.engine import RetractEvery, generate
+from tests.checked import CheckedApplier, CheckedScheduler
+from tests.choices import Choices, check_histories
+from tests.grids import count
+from tests.scheduler.image_requests import PATCH_LEN, PLACEHOLDER, asked
+from tests.scheduler.serving import VOCAB
+from tests.scheduler.tiered import Stepper, tier_of
+
+NUM_BYTES = 80
+NAMES = ("one", "two", "three")
+POISON = 997  # a prompt that begins with it can't be served
+
+
+class FailingBuilder(BatchBuilder):
+    """Fails at prompts that begin with a certain token."""
+
+    def extend(self, works: Sequence[Work]) -> StepInputs:
+        if any(work.start == 0 and work.token_ids[0] == POISON for work in works):
+            raise ValueError("poison")
+        return super().extend(works)
+
+
+class FailingStepper(Stepper):
+    """Lets requests fail.
+
+    Attributes:
+      refused: why, by request id.
+    """
+
+    refused: dict[str, Refusal]
+
+    def settle(self) -> None:
+        for reply in self.scheduler.take_replies():
+            self.outputs.setdefault(reply.request_id, []).extend(reply.token_ids)
+            if reply.refusal is not None:
+                self.refused[reply.request_id] = reply.refusal
+            elif reply.finish_reason is not None:
+                self.ended[reply.request_id] = reply.finish_reason
+
+
+def held(scheduler: Scheduler) -> Iterator[str]:
+    """What requests hold of any resource, in words."""
+    state, tier = scheduler.state, scheduler.cache.tier
+    if state.images is not None:
+        if state.images.pool.num_locked:
+            yield f"{state.images.pool.num_locked} rows of images"
+        if state.images.sliced is not None:
+            yield "an image that is encoded in parts"
+    for adapter in {*state.adapters.by_name.values(), *state.adapters.on_device.values()}:
+        if adapter.num_requests or adapter.num_admitted:
+            yield f"{adapter.name} by {adapter.num_requests} requests, {adapter.num_admitted} of them admitted"
+    if state.adapters.rows.number_of_row.any():
+        yield "adapters on rows of no request"
+    if tier is not None:
+        if any(entry.num_loads for entry in tier.host.all()):
+            yield "host pages that are pinned"
+        if tier.is_writing:
+            yield "host pages that are written"
+    if scheduler.cache.num_available != scheduler.cache.num_pages - 1:
+        yield "pages"
+    if scheduler.cache.table.num_free_rows != state.capacity.num_rows:
+        yield "rows"
+
+
+class History:
+    """A scheduler with some resources, and what may happen to its requests."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
+        one_of = choices.one_of
+        self.has_images, self.has_adapters = one_of(((True, True), (True, False), (False, True)))
+        sizes = Capacity(4, one_of((18, 18, 26)), one_of((3, 2, 5)), 64, one_of((64, 24, 9)), VOCAB)
+        max_itl_ms = one_of((None, 1000.0))
+        if self.has_images:
+            limits = MediaLimits(PLACEHOLDER, PLACEHOLDER - 1, patch_size=1)
+            sliced_from = None if max_itl_ms is None else 16
+            shape = TowerShape(2, 4, PATCH_LEN)
+            host_bytes = 4 * one_of((20, 0))
+            tower = TowerCapacity(shape, one_of((12, 18)), 64, 1, host_bytes=host_bytes, sliced_from=sliced_from)
+            sizes = replace(sizes, media=limits, tower=tower, has_axes=True)
+        if self.has_adapters:
+            sizes = replace(sizes, max_adapters=2, adapter_columns=8)
+        every = one_of((None, 5, 2))
+        config = SchedulingConfig(enable_mixed_chunk=one_of((False, True)), max_itl_ms=max_itl_ms)
+        self.stepper = FailingStepper(
+            sizes,
+            tier_of(sizes, one_of((40, 6)), most_pages=2),
+            timeout_s=5.0,
+            checked=CheckedScheduler,
+            config=config,
+            retract_also=None if every is None else RetractEvery(every),
+            make_builder=FailingBuilder,
+        )
+        self.stepper.refused = {}
+        self.scheduler = self.stepper.scheduler
+        self.requests: dict[str, Request] = {}
+        self.weights: dict[str, int] = {}  # of the adapter that each request names, at its arrival
+        self.aborted: set[str] = set()
+        self.weights_of: dict[str, int] = {}
+        self.replaced: list[Adapter] = []
+        for name in NAMES if self.has_adapters else ():
+            self.load_adapter(name)
+        timing = self.scheduler.state.timing
+        if isinstance(timing, Latency):
+            bucket = self.scheduler.state.buckets.extend(9, 1)
+            timing.launched(bucket, 0.0, 0.0)
+            timing.collected(0.0)
+            timing.launched(bucket, 0.0, 0.0, num_patches=64)
+            timing.collected(one_of((0.6, 64.0, 3.0)))
+
+    def play(self) -> None:
+        """Plays the whole history."""
+        events = (
+            self.turns, self.arrive, self.arrive_and_turn, self.arrive_and_turn, self.arrive_and_turn, self.arrive,
+            self.abort, self.hold_gathers, self.operate, self.replace_adapter, self.wait,
+        )  # fmt: skip
+        while not self.choices.are_over:
+            self.choices.one_of(events)()
+        self.end()
+
+    def load_adapter(self, name: str) -> None:
+        weights = len(self.weights_of) + 1 + len(self.replaced)
+        table, store = self.scheduler.state.adapters, self.stepper.engine.adapters
+        folder = f"{weights}r{1 + weights % 4}"
+        load(table, store, LoadAdapter(0, name, folder), store.stage(folder), self.replaced.append)
+        self.weights_of[name] = weights
+
+    def arrive(self) -> None:
+        """A request of text or images, with or without an adapter; some are doomed to fail."""
+        one_of = self.choices.one_of
+        parts = (
+            one_of(([3], [41], [2, (1, 9), 3], [9, (2, 12), 1, (1, 9)], [(3, 11), 12], [30]))
+            if (self.has_images)
+            else [one_of((3, 41, 30))]
+        )
+        request_id = f"r{len(self.requests)}"
+        request = asked(request_id, list(parts), one_of((6, 1, 20)))
+        base = one_of((0, 0, 1))
+        ids = [token if token == PLACEHOLDER else token + base for token in request.prompt_ids]
+        request = changed(request, prompt_ids=ids)
+        if self.has_adapters:
+            request = changed(request, adapter=one_of(("", "", *NAMES)))
+        if one_of((False, False, False, False, True)):
+            media = tuple(changed(item, offset=item.offset + 1) for item in request.media)
+            request = changed(request, prompt_ids=[POISON, *request.prompt_ids], media=media)
+        request = changed(request, sampling=changed(request.sampling, n=one_of((1, 1, 2))))
+        self.requests[request_id] = request
+        self.weights[request_id] = 1000 * self.weights_of.get(request.adapter, 0)
+        self.stepper.receive(request)
+
+    def arrive_and_turn(self) -> None:
+        self.arrive()
+        for _ in range(12):
+            self.turn()
+
+    def turns(self) -> None:
+        for _ in range(self.choices.one_of(range(1, 7))):
+            self.turn()
+
+    def turn(self) -> None:
+        if not self.scheduler.is_idle or self.stepper.num_in_flight:
+            self.stepper.turn(collects=bool(self.stepper.num_in_flight))
+
+    def abort(self) -> None:
+        if self.requests:
+            self.aborted.add(request_id := self.choices.one_of(list(self.requests)))
+            self.scheduler.receive([Abort(request_id)])
+            for reply in self.scheduler.take_replies():
+                assert reply.finish_reason is FinishReason.ABORT
+
+    def hold_gathers(self) -> None:
+        """Copies to the host take long, or end at last."""
+        self.stepper.holds_gathers = self.choices.one_of((False, False, True))
+
+    def wait(self) -> None:
+        self.stepper.now_s += 6.0
+
+    def operate(self) -> None:
+        """Retracts all, drops what is cached, or takes new weights, which happen to compute the same."""
+        scheduler = self.scheduler
+        act = self.choices.one_of((scheduler.retract_all, scheduler.flush_cache, scheduler.retire_cache))
+        scheduler.pause()
+        while self.stepper.num_in_flight:
+            self.stepper.turn()
+        act()
+        scheduler.check()
+        self.stepper.settle()
+        scheduler.resume()
+
+    def replace_adapter(self) -> None:
+        if self.has_adapters:
+            self.load_adapter(self.choices.one_of(NAMES))
+
+    def end(self) -> None:
+        """Copies end, and all is served."""
+        stepper = self.stepper
+        stepper.holds_gathers = False
+        stepper.run()
+        assert list(held(self.scheduler)) == []
+        for request_id, request in self.requests.items():
+            if request.prompt_ids[0] == POISON:
+                refused = stepper.refused.get(request_id)
+                assert request_id in self.aborted or (refused is not None and refused.kind is RefusalKind.FAILED)
+            elif request_id not in self.aborted:
+                whole = self.expected(request)
+                outputs = stepper.outputs[request_id]
+                assert outputs == whole if request.sampling.n == 1 else sorted(outputs) == sorted(2 * whole)
+        for adapter in self.replaced:
+            self.scheduler.state.adapters.forget(adapter)  # asserts that no request has it
+        self.scheduler.check()
+
+    def expected(self, request: Request) -> list[int]:
+        ids = list(request.prompt_ids)
+        for item in request.media:
+            ids[item.offset : item.stop] = image_ids(patches_of(item).reshape(item.length, -1)).tolist()
+        most = request.sampling.max_tokens or 0
+        return generate(ids, most, frozenset(), VOCAB, weights=self.weights[request.request_id])
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Requests that fail by our fault are logged with their traceback, thousands of them here."""
+    logging.disable(logging.ERROR)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(count(1, 4)))
+def test_what_was_taken_of_any_resource_is_given_back_in_every_end(part: int) -> None:
+    """By night 12,000 histories, in parts that are drawn anew."""
+    check_histories(lambda choices: History(choices).play(), count(300, 3_000), NUM_BYTES)
+
+
+class Forgetful(Resource):
+    """A resource that counts its requests and forgets one kind of end."""
+
+    def __init__(self, forgets_ends: bool) -> None:
+        self._forgets_ends = forgets_ends
+        self._holders: set[Req] = set()
+
+    def admitted(self, req: Req) -> None:
+        self._holders.add(req)
+
+    def left(self, req: Req, ends: bool) -> None:
+        if ends is not self._forgets_ends:
+            self._holders.discard(req)
+
+    def check(self, requests: Any) -> None:
+        assert self._holders == set(requests.admitted.values()), "held for a request that has left"
+
+
+@pytest.mark.parametrize("forgets_ends", [False, True])
+def test_a_resource_that_gives_nothing_back_is_caught(forgets_ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retraction or an end that is forgotten fails the check after the event."""
+
+    def play(choices: Choices) -> None:
+        history = History(choices)
+        state = history.scheduler.state
+        state.resources = (*state.resources, Forgetful(forgets_ends))
+        applier = history.scheduler._applier
+        assert isinstance(applier, CheckedApplier)
+        applier._resources = history.scheduler._resources = state.resources
+        history.arrive()
+        history.turns()
+        history.turns()
+        if not forgets_ends:
+            history.operate()
+        history.end()
+
+    with pytest.raises(AssertionError, match="held for a request that has left"):
+        play(Choices(bytes(NUM_BYTES)))
