@@ -67,7 +67,7 @@ def log_compiler(device_kind: str) -> None:
     logger.info("kernels are compiled by %s", describe(find_ptxas()))
     if is_hopper(device_kind) and (reason := refuse_for_hopper()) is not None:
         logger.warning(
-            "%s. Until then attention runs on Triton's kernels; scripts/check_kernels.py says whether they are right",
+            "%s. Until then attention runs on Triton's kernels; scripts/check kernels says whether they are right",
             reason,
         )
 

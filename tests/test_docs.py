@@ -21,7 +21,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _TOP = "|".join(map(re.escape, TOPS))
 _NAMED = re.compile(rf"`((?:{_TOP})/[^`\s]*|[\w*{{}},./<>-]+\.(?:py|cc|h|proto))(?:::\w+)?`")
-_RUN = re.compile(r"\bpython (scripts/\w+\.py)")
+_RUN = re.compile(r"\bpython (scripts/\w+\.py|scripts/(?:bench|check) \w+)")
 
 
 def text_of(page: Path) -> str:
@@ -50,13 +50,19 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
+def _file_of(command: str) -> str:
+    """The file of a script, or of a tool of the folders' commands, as `scripts/bench step`."""
+    folder, _, name = command.partition(" ")
+    return re.sub("bench$", "bench/figures", folder) + f"/{name}.py" if name else folder
+
+
 def missing_paths(page: Path, paths: frozenset[str]) -> list[str]:
     """Files in backticks and scripts in commands that `paths` does not have; `*`, `<name>`, `{a,b}` stand for any text.
 
     A path may leave out the folders it begins with: `scheduler/req.py` is `jaxsgl/scheduler/req.py`.
     """
     missing = []
-    for named in (*_NAMED.findall(text_of(page)), *_RUN.findall(page.read_text())):
+    for named in (*_NAMED.findall(text_of(page)), *map(_file_of, _RUN.findall(page.read_text()))):
         pattern = re.sub(r"<[^>]*>|\{[^}]*\}", "*", named.rstrip("/"))
         if not (fnmatch.filter(paths, pattern) or fnmatch.filter(paths, f"*/{pattern}")):
             missing.append(named)
@@ -85,8 +91,13 @@ def test_broken_links_and_missing_paths_are_found(tmp_path: Path) -> None:
     page.write_text(
         "# One page, two `words`\n[a](#one-page-two-words) [b](page.md) [c](#none) [d](gone.md) [e](https://x/y)\n"
         "```\n[f](gone.md)\npython scripts/gone.py --flag\n```\n"
-        "`jaxsgl/serve.py` `jaxsgl/gone.py` `tests/test_*.py` `bench/<name>.py` `gone.py` `x == y`"
+        "python scripts/bench gone, python scripts/check kernels `jaxsgl/serve.py` `jaxsgl/gone.py` `tests/test_*.py` `bench/<name>.py` `gone.py` `x == y`"
     )
     assert broken_links(page) == ["#none", "gone.md"]
-    found = frozenset({"jaxsgl/serve.py", "tests/test_docs.py", "scripts/bench/plot.py"})
-    assert missing_paths(page, found) == ["jaxsgl/gone.py", "gone.py", "scripts/gone.py"]
+    found = frozenset({"jaxsgl/serve.py", "tests/test_docs.py", "scripts/bench/plot.py", "scripts/check/kernels.py"})
+    assert missing_paths(page, found) == [
+        "jaxsgl/gone.py",
+        "gone.py",
+        "scripts/gone.py",
+        "scripts/bench/figures/gone.py",
+    ]

@@ -1,6 +1,6 @@
 """How long the first constrained requests of a server take, and how the tokens of a free stream come meanwhile.
 
-bench_grammars.py calls it.
+bench grammars calls it.
 """
 
 from __future__ import annotations

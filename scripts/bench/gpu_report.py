@@ -59,22 +59,23 @@ def phases(machine: Mapping[str, Any], work: Path, *, parts: Collection[str], sm
     platform = machine.get("platform", "cpu")
     backends = OURS.get(platform, ["xla"])
 
-    def section(name: str, kind: str, script: str, *flags: str, needs: tuple[str, ...] = ()) -> Section:
+    def section(name: str, kind: str, command: str, *flags: str, needs: tuple[str, ...] = ()) -> Section:
         result = work / f"{name.replace(' ', '-')}.json"
-        command = (sys.executable, str(SCRIPTS / script), "--json", str(result), *flags)
-        return Section(name, kind, command, result, needs)
+        script, *names = command.split()
+        words = (sys.executable, str(SCRIPTS / script), *names, "--json", str(result), *flags)
+        return Section(name, kind, words, result, needs)
 
     budget = ("--budget-s", BUDGET)
     grid = ("--small", "--specs", "page_size_64", "--runs", "2") if smoke else budget
     checked = ["triton"] if smoke else backends  # which is compared with xla
-    checks = [section(f"check {b}", "check", "check_kernels.py", "--backends", b, *grid) for b in checked]
+    checks = [section(f"check {b}", "check", "check kernels", "--backends", b, *grid) for b in checked]
     plan = [Phase(tuple(checks), 3, "check")]
     cases = ("--quick", "--cases", "store", "--repeats", "2") if smoke else budget
     for name, weight in [*((b, 0.4 if b == "xla" else 1.2) for b in backends), ("baselines", 1.5)]:
         bench = section(f"bench {name}", "bench", "bench_kernels.py", "--contenders", name, *cases)
         plan.append(Phase((bench,), weight, "kernels"))
     engine = ("--backends", "auto") if smoke else budget
-    plan.append(Phase((section("engine", "engine", "check_engine.py", *engine),), 1, "engine"))
+    plan.append(Phase((section("engine", "engine", "check engine", *engine),), 1, "engine"))
     plan += _speed(section, platform, smoke)
     table = work / "table.json"
     few = ("--quick", "--cases", "store") if smoke else ()
@@ -91,7 +92,7 @@ def _speed(section: Callable[..., Section], platform: str, smoke: bool) -> list[
         offline = section(f"offline {shape}", "offline", "bench_offline.py", *flags, needs=("msgspec",))
         plan.append(Phase((offline,), weight, "offline"))
     rows = "4x1024" if smoke else "256x151936"
-    sampling = section("sampling", "sampling", "bench_sampler.py", "--shapes", rows, needs=("msgspec",))
+    sampling = section("sampling", "sampling", "bench sampler", "--shapes", rows, needs=("msgspec",))
     plan.append(Phase((sampling,), 0.5, "sampling"))
     needs = ("msgspec", "torch", "transformers")
     peers = section("peers", "peers", "bench_peers.py", *_peers_flags(platform, smoke), needs=needs)

@@ -4,7 +4,7 @@ Pure functions of the results of a report's sections. A kernel's share is of wha
 for decode and store, the bfloat16 matrix product for extend. The engine's shares of the roofline are those of
 `bench_offline.py`: bytes and FLOPs that the steps need at least, over what the same run measured. Sampling's share is
 of a sampled decode step: the forward program (the offline benchmark's step) and the sampling program
-(bench_sampler.py).
+(bench sampler).
 """
 
 from __future__ import annotations

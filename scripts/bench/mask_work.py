@@ -1,4 +1,4 @@
-"""What masks take of a step, and whether anything waits for them. bench_grammars.py runs the serving loop on these.
+"""What masks take of a step, and whether anything waits for them. bench grammars runs the serving loop on these.
 
 `TimedEngine` notes for each masked step when its masks were there and when its logits were. `WorkBeside` does what a
 step with constrained rows does for masks, on matchers and logits of its own and for nothing: beside a free batch it

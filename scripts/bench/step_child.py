@@ -1,4 +1,4 @@
-"""The process of a variant of `bench_step.py`: measures steps on an engine of its own.
+"""The process of a variant of `bench step`: measures steps on an engine of its own.
 
 A JSON line with a number of runs on standard input is answered by the timings of all steps on standard output. The
 flags of the engine are arguments; the steps stand in the environment. The process may be given another tree's jaxsgl,
@@ -79,7 +79,7 @@ def _decodes(seqs: Sequence[Seq]) -> bool:
 
 
 def _timed(engine: Engine, inputs: StepInputs, runs: int) -> dict[str, float]:
-    """The fields of `Timing` in bench_step.py: medians of `runs` runs on an idle device.
+    """The fields of `Timing` in bench step: medians of `runs` runs on an idle device.
 
     One run before them warms up, since another process used the caches of the processor.
     """

@@ -22,7 +22,7 @@ from jaxsgl.errors import ConfigError
 from jaxsgl.requests.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-STEPS = "BENCH_STEPS"  # variable of the environment: what a variant of bench_step.py measures, as JSON
+STEPS = "BENCH_STEPS"  # variable of the environment: what a variant of bench step measures, as JSON
 
 
 @dataclass(frozen=True)

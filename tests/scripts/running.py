@@ -9,6 +9,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_script(name: str, *flags: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, f"scripts/{name}", *map(str, flags)]
+    """Runs "bench_peers.py", or a tool that a folder's command names, as "bench step"."""
+    script, *names = name.split()
+    command = [sys.executable, f"scripts/{script}", *names, *map(str, flags)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)

@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Any, cast
 
-import bench_apart as script
 import pytest
+from bench.figures import apart as script
 from bench.fleet import Fleet
 from bench.serving.backend import Answer, Served, Turn
 

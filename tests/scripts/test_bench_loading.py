@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.loading import evict, write_random
+from bench.load_child import evict, write_random
 from bench.models import SHAPES, tensor_shapes
 
 from jaxsgl.models import ModelArch
@@ -16,7 +16,7 @@ from tests.scripts.running import run_script
 
 
 def figures(tmp_path: Path, *flags: object) -> dict[str, dict[str, float]]:
-    run_script("bench_loading.py", "--rounds", 1, "--warm", "--json", tmp_path / "out.json", *flags)
+    run_script("bench loading", "--rounds", 1, "--warm", "--json", tmp_path / "out.json", *flags)
     return json.loads((tmp_path / "out.json").read_text())["figures"]
 
 
@@ -39,7 +39,7 @@ def test_every_kind_is_measured_in_one_run(tmp_path: Path) -> None:
 def test_the_random_checkpoint_is_one_of_several_files_of_that_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bench.loading.FILE_BYTES", 30_000_000)
+    monkeypatch.setattr("bench.load_child.FILE_BYTES", 30_000_000)
     assert write_random(tmp_path, "mid", 1) == 2 * sum(
         a * b for a, b in ((*dims, 1)[:2] for dims in tensor_shapes({**SHAPES["mid"], "num_hidden_layers": 1}).values())
     )

@@ -17,7 +17,7 @@ def test_a_line_for_each_number_of_rows(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     file = tmp_path / "lora.json"
     flags = ["--model", tmp_path, "--load-format", "dummy", "--adapters", 3, "--rank", 2, "--rows", 2, 5]
-    shown = run_script("bench_lora.py", *flags, "--context", 20, "--rounds", 3, "--json", file).stdout
+    shown = run_script("bench lora", *flags, "--context", 20, "--rounds", 3, "--json", file).stdout
     rows = json.loads(file.read_text())["rows"]
     assert [row["rows"] for row in rows] == [2, 5]
     for row in rows:

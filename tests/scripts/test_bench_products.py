@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bench_products import forms
+from bench.figures.products import forms
 
 from tests.scripts.running import run_script
 
@@ -31,7 +31,7 @@ def test_all_forms_give_the_product(rows: int, dtype: jnp.dtype) -> None:
 def test_the_script_prints_a_line_for_each_form(tmp_path: Path) -> None:
     file = tmp_path / "products.json"
     flags = ["--rows", 2, "--weights", "32x64", "--repeats", 1, "--json", file]
-    shown = run_script("bench_products.py", *flags).stdout
+    shown = run_script("bench products", *flags).stdout
     rows = json.loads(file.read_text())["rows"]
     assert {"float32", "bfloat16", "bfloat16, weights first"} <= {row["form"] for row in rows}
     for row in rows:

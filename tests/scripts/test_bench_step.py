@@ -47,7 +47,7 @@ def test_variants_take_turns_on_the_same_steps(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
     flags = ["--model", tmp_path, "--load-format", "dummy", "--page-size", 4, "--rounds", 2, "--runs", 1]
     variants = ["--variants", "", "XLA_FLAGS= --attention-backend reference"]
-    shown = run_script("bench_step.py", *flags, "--steps", "3x1+20@8:3", "1x16", *variants, "--json", file).stdout
+    shown = run_script("bench step", *flags, "--steps", "3x1+20@8:3", "1x16", *variants, "--json", file).stdout
     rows = json.loads(file.read_text())["rows"]
     assert [(row["step"], row["variant"]) for row in rows] == [
         (step, variant) for step in ("3x1+20@8:3", "1x16") for variant in variants[1:]
@@ -66,5 +66,5 @@ def test_a_variant_that_cannot_start_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     flags = ["--model", tmp_path, "--load-format", "dummy", "--steps", "1x16", "--variants", "--page-size 999"]
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        run_script("bench_step.py", *flags)
+        run_script("bench step", *flags)
     assert "error: variant '--page-size 999': --page-size is 999, but must be auto, or 1 to 256" in failed.value.stderr

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 import time
@@ -25,8 +26,8 @@ def write(checks: str) -> str:
 
 
 @functools.cache
-def usage_of(script: str) -> str:
-    return run_script(script, "--help").stdout
+def usage_of(command: str) -> str:
+    return run_script(command, "--help").stdout
 
 
 PASSED = "{'checks': [{'backend': 'xla', 'op': 'store_kv', 'spec': 'x', 'verdict': 'passed'}], 'left_out': ['y']}"
@@ -79,11 +80,10 @@ def test_every_command_of_the_plan_is_one_that_its_script_takes(platform: str, t
     plan = phases({"platform": platform}, tmp_path, parts=PARTS, smoke=False)
     sections = [section for phase in plan for section in phase.sections]
     assert {section.kind for section in sections} == {"check", "bench", *PARTS} - {"kernels"}
-    for script in {section.command[1] for section in sections}:
-        usage = usage_of(Path(script).name)
-        for section in sections:
-            if section.command[1] == script:
-                assert all(flag in usage for flag in section.command if flag.startswith("--"))
+    for section in sections:
+        script, *names = itertools.takewhile(lambda word: not word.startswith("--"), section.command[1:])
+        usage = usage_of(" ".join([Path(script).name, *names]))
+        assert all(flag in usage for flag in section.command if flag.startswith("--"))
 
 
 def test_only_chosen_sections_are_planned(tmp_path: Path) -> None:

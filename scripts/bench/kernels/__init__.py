@@ -1,1 +1,1 @@
-"""The parts of bench_kernels.py, check_kernels.py and tune_kernels.py: cases, contenders, timing and checks."""
+"""The parts of bench_kernels.py, `check kernels` and tune_kernels.py: cases, contenders, timing and checks."""

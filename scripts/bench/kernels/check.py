@@ -2,7 +2,7 @@
 
 Owns what "correct on this device" means: a small error of sampled tokens against float64, agreement of all elements
 with the XLA backend at full precision, outputs and caches filled with NaN before, and equal results over many runs,
-since a race shows in results that differ. Called by `check_kernels.py`.
+since a race shows in results that differ. Called by `check kernels`.
 """
 
 from __future__ import annotations

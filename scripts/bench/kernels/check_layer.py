@@ -1,7 +1,7 @@
 """Checks `rotate_and_store` and `add_and_norm` on one backend with one spec, like `check` does the ops on pages.
 
 Owns what is right for them, in NumPy and float64 on the same inputs: every query, every stored number and every sum.
-Called by `check_kernels.py`.
+Called by `check kernels`.
 """
 
 from __future__ import annotations

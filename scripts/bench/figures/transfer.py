@@ -1,6 +1,6 @@
 """Measures how fast KV pages travel between a prefill and a decode process of this machine, over each backend.
 
-    python scripts/bench_transfer.py --mib 2048 --page-kib 9216 --repeats 3
+    python scripts/bench transfer --mib 2048 --page-kib 9216 --repeats 3
 
 Sends the pages of one prompt after the other, as prefill and decode servers do, and prints bytes per second of wall
 time and of each side's CPU time, the backends in turns. On a busy machine only the latter mean anything. UCX, which
@@ -9,7 +9,6 @@ carries NIXL's transfers, takes shared memory here; UCX_TLS=tcp has it take TCP,
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.output import command_parser
 from jaxsgl.config.disaggregation import BACKENDS
 from jaxsgl.transfer.frames import Geometry, Grant, Room, page_frames
 from jaxsgl.transfer.tcp import TcpWire
@@ -88,16 +88,16 @@ def measure(pages: Geometry, rounds: int) -> Rates:
     return Rates(gb / wall_s, gb / cpu_s, gb / their_cpu_s)
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__, __name__)
     parser.add_argument("--mib", type=int, default=2048, help="of pages to send")
     parser.add_argument(
         "--page-kib", type=int, default=9216, help="of a page (9216: 64 tokens of Qwen3-8B in bfloat16)"
     )
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=["tcp"], help="to measure in turns")
     parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     page_bytes = args.page_kib << 10
     rounds = max((args.mib << 20) // (page_bytes * ROUND_PAGES), 1)
     print(f"{rounds * ROUND_PAGES} pages of {page_bytes / 1e6:.2f} MB, GB/s (sent, received per CPU second)")
@@ -105,7 +105,3 @@ def main() -> None:
         for backend in args.backends:
             rates = measure(geometry(page_bytes, backend), rounds)
             print(f"{backend:5} {rates.wall:6.2f} ({rates.sent:.2f}, {rates.received:.2f})", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Large random checkpoints, and one load of them in a process of its own: seconds, CPU time, the most memory resident.
 
-`bench_loading.py` writes the checkpoint and starts `python -m bench.loading KIND FOLDER` for each load.
+`bench loading` writes the checkpoint and starts `python -m bench.load_child KIND FOLDER` for each load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compare the perplexity of quantized weights with that of unquantized ones, on the bundled model or any other.
 
-    python scripts/check_quantization.py
-    python scripts/check_quantization.py --model path/or/hub-id --text essays.txt --formats int8
+    python scripts/check quantization
+    python scripts/check quantization --model path/or/hub-id --text essays.txt --formats int8
 
 Scores the tokens of documents that the bundled model is made for but has not seen: conversations, code words, plain
 text. For each format: the perplexity of the tokens that the model would write (its answers, of which it is all but
@@ -12,12 +12,11 @@ certain), the same of all tokens, how much larger each is than without quantizat
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.output import command_line, command_parser, write_json
+from bench.output import figure_parser, write_figures
 from tiny import documents
 
 import jaxsgl
@@ -71,16 +70,15 @@ def perplexities(
     return [math.exp(-sum(of) / len(of)) for of in (answers, scores)], weight_bytes
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Measures the formats one after another, prints a line each."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--model", default=BUNDLED_MODEL, help="folder or hub id (default: the bundled model)")
     parser.add_argument("--formats", nargs="+", default=["int8", "fp8"], help="of --quantization (default: int8 fp8)")
     parser.add_argument("--documents", type=int, default=64, help="how many are scored (default 64)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="score its lines instead")
     parser.add_argument("--dtype", default="auto", help="as the server's (default: auto)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     tokenizer = load_tokenizer(options.model, None)
     assert tokenizer is not None
     scored = lines_of(options.text, tokenizer) if options.text else held_out(options.documents, tokenizer)
@@ -94,10 +92,5 @@ def main() -> int:
         found[name]["weight_bytes"] = weight_bytes
         told = (f"{what} {value:9.5f} {more:+8.3%}" for what, value, more in zip(WHAT, of, worse, strict=True))
         print(f"{name:8} perplexity of {',  of '.join(told)},  weights {weight_bytes / 2**20:.1f} MiB", flush=True)
-    if options.json:
-        write_json(options.json, {"command": command_line(), "formats": found})
+    write_figures(options.json, formats=found)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

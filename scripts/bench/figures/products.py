@@ -1,8 +1,8 @@
 """Products of activations and weights on this machine's CPU, in every form that jaxsgl.models.precision chooses from.
 
-    python scripts/bench_products.py
-    python scripts/bench_products.py --rows 1 2 8 32 --weights 12288x4096 4096x12288 --json products.json
-    python scripts/bench_products.py --rows 1 8 16 32 64 128 256 512 2048   # AMX ("tiles") against AVX-512
+    python scripts/bench products
+    python scripts/bench products --rows 1 2 8 32 --weights 12288x4096 4096x12288 --json products.json
+    python scripts/bench products --rows 1 8 16 32 64 128 256 512 2048   # AMX ("tiles") against AVX-512
 
 `x [rows, in]` times weights `[out, in]`, as checkpoints store them. "weights first" passes the weights to XLA's library
 as the left operand; "into" is the format of the result, by default float32; "native" is the C++ of pallas_kernels, in
@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from bench.kernels.runners import JaxRunner, Prepared, time_in_turns
-from bench.output import command_line, command_parser, write_json
 
+from bench.kernels.runners import JaxRunner, Prepared, time_in_turns
+from bench.output import figure_parser, write_figures
 from jaxsgl.models.precision import weights_first
 from pallas_kernels.native import product as native
 from pallas_kernels.native.library import has_pairs, refuse_tiles
@@ -32,17 +31,16 @@ _MOST_LAYERS = 16
 HEAD = f"{'rows':>5}{'weights':>14}  {'form':<28}{'ms':>9}{'GFLOP/s':>9}{'GB/s':>7}"
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Measures and prints line by line."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 8, 32, 128, 256], help="rows of x")
     parser.add_argument(
         "--weights", type=size, nargs="+", metavar="OUTxIN", default=[(6144, 1024), (1024, 3072), (32000, 1024)],
         help="shapes of weights (default: those of the mid model)",
     )  # fmt: skip
     parser.add_argument("--repeats", type=int, default=10, help="of each, the fastest counts (default 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = []
     print(HEAD)
     for num_out, num_in in options.weights:
@@ -50,9 +48,7 @@ def main() -> None:
             for found in measure(num_rows, num_out, num_in, options.repeats):
                 rows.append(found)
                 print(line(found), flush=True)
-    if options.json:
-        told = {"command": command_line(), "jax": jax.__version__, "rows": rows}
-        write_json(options.json, told)
+    write_figures(options.json, jax=jax.__version__, rows=rows)
 
 
 def size(text: str) -> tuple[int, int]:
@@ -116,7 +112,3 @@ def line(row: dict[str, Any]) -> str:
         f"{row['rows']:>5}{weights:>14}  {row['form']:<28}{1e3 * row['seconds']:>9.3f}"
         f"{row['flops_per_s'] / 1e9:>9.0f}{row['weight_bytes_per_s'] / 1e9:>7.1f}"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measure what sampling costs on this machine's device, for a small and a large vocabulary.
 
-    python scripts/bench_sampler.py
+    python scripts/bench sampler
 
 Without filters (temperature only), with all of them, and featured: all filters, penalties, bias, log-probabilities.
 """
@@ -8,14 +8,13 @@ Without filters (temperature only), with all of them, and featured: all filters,
 from __future__ import annotations
 
 import timeit
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench.output import command_parser, write_json
 
+from bench.output import figure_parser, write_figures
 from jaxsgl.batch.sampling import SamplingRows, pack_edits, row_setup
 from jaxsgl.engine import edits
 from jaxsgl.engine.step import featured_step, filtered_step, sample_step
@@ -50,12 +49,11 @@ def milliseconds(rows: int, vocab_size: int, name: str) -> float:
     return 1e3 * min(timeit.repeat(call, number=CALLS, repeat=REPEATS)) / CALLS
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Measures every shape and prints the times."""
-    parser = command_parser(__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--shapes", default=SHAPES, help=f"rows x vocabulary, with commas between them ({SHAPES})")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]
     figures = {
         f"{rows} x {vocab_size}{name}": milliseconds(rows, vocab_size, name)
@@ -64,9 +62,4 @@ def main() -> None:
     }
     for shape, time_ms in figures.items():
         print(f"{shape:>24}  {time_ms:8.2f} ms")
-    if args.json:
-        write_json(args.json, {"platform": jax.default_backend(), "ms": figures})
-
-
-if __name__ == "__main__":
-    main()
+    write_figures(args.json, platform=jax.default_backend(), ms=figures)

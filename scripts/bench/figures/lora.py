@@ -1,6 +1,6 @@
 """Decode steps with LoRA adapters beside the same steps without any, in turns on one engine.
 
-    python scripts/bench_lora.py --shape mid --adapters 8 --rank 16 --rows 8 32
+    python scripts/bench lora --shape mid --adapters 8 --rank 16 --rows 8 32
 
 A step decodes so many sequences behind `--context` tokens. With adapters, sequence i has adapter i modulo one more than
 there are, so that some have none. Weights and adapters are random. Without adapters the engine runs the programs of a
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,10 +20,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench.models import SHAPES, write_config
-from bench.output import command_line, command_parser, write_json
-from bench.steps import GREEDY, Seq, first_run, page_tables, unsent_table
 
+from bench.models import SHAPES, write_config
+from bench.output import figure_parser, write_figures
+from bench.steps import GREEDY, Seq, first_run, page_tables, unsent_table
 from jaxsgl.batch.adapter_rows import AdapterRows
 from jaxsgl.batch.build import BatchBuilder
 from jaxsgl.batch.engine_ops import PlaceAdapter
@@ -40,9 +39,9 @@ from jaxsgl.engine.engine import Engine
 HEAD = f"{'rows':>5}{'without ms':>12}{'with ms':>10}{'times':>8}{'least':>7}{'most':>7}"
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Measures and prints a line for each number of rows."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument(
         "--shape", choices=SHAPES, help="random weights of this shape; else --model, a flag of the engine"
     )
@@ -52,7 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32], help="sequences of a step (default 8 32)")
     parser.add_argument("--context", type=int, default=256, help="cached tokens of each (default 256)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each step (default 15)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options, flags = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-lora-") as folder:
         if options.shape:
@@ -66,9 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(measured(engine, num_rows, steps, options.rounds))
         print(line(rows[-1]), flush=True)
     engine.close()
-    if options.json:
-        told = {"command": command_line(), "jax": jax.__version__, "rows": rows}
-        write_json(options.json, told)
+    write_figures(options.json, jax=jax.__version__, rows=rows)
     return 0
 
 
@@ -153,7 +149,3 @@ def line(of: dict[str, Any]) -> str:
         f"{of['rows']:5}{of['without_ms']:12.2f}{of['with_ms']:10.2f}"
         f"{times['median']:8.2f}{times['least']:7.2f}{times['most']:7.2f}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

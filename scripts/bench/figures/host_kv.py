@@ -6,7 +6,7 @@ time, and whether all tokens were equal. Then it keeps a prompt of 4,000 tokens 
 prints what the first request with that prompt computes. On a machine that other programs use, trust processor time.
 Reproduce the figures of docs/performance.md with:
 
-    python scripts/bench_host_kv.py
+    python scripts/bench host_kv
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from bench.output import command_line, command_parser, write_json
 
+from bench.output import figure_parser, write_figures
 from jaxsgl import kept_prefixes
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.config.host_kv import WRITE_POLICIES, HostKvConfig
@@ -126,14 +126,13 @@ def restart(config: EngineConfig, engine: Engine, folder: str) -> list[int]:
     return computed
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Parses the command line and prints the figures."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--chats", type=int, default=20)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2, help="how often each contender runs, in turns")
-    parser.add_argument("--json", help="also write the figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     chat_tokens = FIRST_TOKENS + args.turns * (TURN_TOKENS + OUTPUT_TOKENS)
     pool_tokens = max(args.chats // 10, 2) * chat_tokens
     results: dict[str, list[Figures]] = {}
@@ -161,9 +160,8 @@ def main() -> None:
             f"{max(run.tokens_per_cpu_s for run in runs):7.1f} per s of processor time, {same}"
         )
     print(f"a prompt of {KNOWN_TOKENS} tokens: {first} computed, {known} after a restart")
-    if args.json:
-        lines = [{**asdict(run), "name": name, "outputs": None} for name, runs in results.items() for run in runs]
-        write_json(args.json, {"command": command_line(), "chats": lines, "first": first, "restart": known})
+    lines = [{**asdict(run), "name": name, "outputs": None} for name, runs in results.items() for run in runs]
+    write_figures(args.json, chats=lines, first=first, restart=known)
 
 
 def config_of(folder: str, pool_tokens: int) -> EngineConfig:
@@ -181,7 +179,3 @@ def config_of(folder: str, pool_tokens: int) -> EngineConfig:
         host_kv=HostKvConfig(host_kv_gib=HOST_GIB),
         compilation_cache_dir="",
     )
-
-
-if __name__ == "__main__":
-    main()

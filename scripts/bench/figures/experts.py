@@ -1,7 +1,7 @@
 """A layer's experts on this machine: each token through its own, against all tokens through all experts.
 
-    python scripts/bench_experts.py
-    python scripts/bench_experts.py --tokens 1 64 --experts 64 --top 8 --hidden 1024 --ffn 512 --json experts.json
+    python scripts/bench experts
+    python scripts/bench experts --tokens 1 64 --experts 64 --top 8 --hidden 1024 --ffn 512 --json experts.json
 
 "grouped" is `pallas_kernels.grouped_product` twice with SwiGLU between, with sorting and summing. "dense" multiplies
 all tokens with all experts and weighs the results: in one einsum each, as XLA does it, and with the products of a dense
@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench.kernels.runners import JaxRunner, Prepared, time_in_turns
-from bench.output import command_line, command_parser, write_json
 
+from bench.kernels.runners import JaxRunner, Prepared, time_in_turns
+from bench.output import figure_parser, write_figures
 from jaxsgl.models.precision import product
 from pallas_kernels import add_choices, group_by_expert, grouped_product
 
@@ -33,9 +32,9 @@ HEAD = f"{'tokens':>6}  {'contender':<28}{'ms':>9}{'times as fast':>15}{'CPU ms'
 Layer = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Measures and prints line by line."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top", type=int, default=8, help="experts of a token")
@@ -43,8 +42,7 @@ def main() -> None:
     parser.add_argument("--ffn", type=int, default=512, help="of each expert")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(MOST_ERROR), default=list(MOST_ERROR), help="of weights")
     parser.add_argument("--repeats", type=int, default=10, help="of each, the fastest counts (default 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = []
     print(HEAD)
     for num_tokens in options.tokens:
@@ -52,8 +50,7 @@ def main() -> None:
         for found in measure(num_tokens, *sizes, options.dtypes, options.repeats):
             rows.append(found)
             print(line(found), flush=True)
-    if options.json:
-        write_json(options.json, {"command": command_line(), "jax": jax.__version__, "rows": rows})
+    write_figures(options.json, jax=jax.__version__, rows=rows)
 
 
 def grouped(x: jax.Array, experts: jax.Array, shares: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
@@ -156,7 +153,3 @@ def line(row: dict[str, Any]) -> str:
     """A row as text, as wide as the head; beside each time stands how many times as fast "grouped" is."""
     wall = f"{1e3 * row['seconds']:>9.3f}{row['times_as_fast']:>15.1f}"
     return f"{row['tokens']:>6}  {row['contender']:<28}{wall}{1e3 * row['cpu_seconds']:>9.3f}{row['cpu_times']:>7.1f}"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Compare the bundled model's greedy answers over a float8 KV cache with those over a bfloat16 one.
 
-    python scripts/check_kv_cache.py --samples 8 --json kv.json
+    python scripts/check kv_cache --samples 8 --json kv.json
 
 Questions of every skill that the model was trained for, with answers that are known; those about a code word look back
 over up to 900 tokens. For each skill: the share of right answers over either cache, the share of answers that are the
@@ -9,13 +9,11 @@ same token for token, and the tokens that are equal before the first difference.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.output import command_line, command_parser, write_json
+from bench.output import figure_parser, write_figures
 from tiny import documents
 from tiny.corpus import SINGLE_TURN
 
@@ -84,13 +82,12 @@ def compare(asked: dict[str, list[tuple[str, str]]], answers: dict[str, list[tup
     return found
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Runs both caches, prints a line per skill."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--samples", type=int, default=8, help="questions of each skill")
     parser.add_argument("--max-tokens", type=int, default=300, help="of an answer at most")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     asked = questions(options.samples)
     prompts = [prompt for pairs in asked.values() for prompt, _ in pairs]
     answers = {cache: generate(cache, prompts, options.max_tokens) for cache in CACHES}
@@ -101,10 +98,5 @@ def main() -> int:
             f"same {row['same']:4.0%}, tokens equal until the first difference {row['tokens_equal']} of {row['tokens']}"
         )
         print(f"{name:20} {told}")
-    if options.json:
-        write_json(options.json, {"command": command_line(), "skills": found})
+    write_figures(options.json, skills=found)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

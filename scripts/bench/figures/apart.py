@@ -12,7 +12,7 @@ and are measured in turns, on the same prompts. Two kinds of load:
 On a machine that other programs use, compare the fleets of one run and processor time only. Reproduce the figures of
 docs/scale-out.md with:
 
-    python scripts/bench_apart.py
+    python scripts/bench apart
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+
+import jaxsgl
 from bench.fleet import MODEL_NAME, Fleet, Server, start_fleet, start_server
-from bench.output import command_line, command_parser, write_json
+from bench.output import figure_parser, write_figures, write_json
 from bench.requests import Ask
 from bench.serving.backend import Answer, Backend
 from bench.serving.http_backends import DIALECTS, HttpBackend
 from bench.serving.http_stream import HttpServer
 from bench.serving.run import Run
-
-import jaxsgl
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -258,9 +258,9 @@ def start(stack: contextlib.ExitStack, folder: Path, flags: Sequence[str], pin: 
     return [start_fleet(stack, folder, name, of_fleet) for name, of_fleet in servers.items()]
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Parses the command line, measures, and prints the figures."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--model", help="folder of a model (default: random weights of 25 million parameters)")
     parser.add_argument("--chunk", type=int, default=128, help="--chunked-prefill-size of all servers")
     parser.add_argument("--long-tokens", type=int, default=768, help="of a long prompt, about")
@@ -272,8 +272,7 @@ def main() -> None:
     parser.add_argument("--busy", type=float, default=0.6, help="share of one server's time that the bursts take")
     parser.add_argument("--rounds", type=int, default=2, help="how often each fleet is measured, in turns")
     parser.add_argument("--no-pin", action="store_true", help="let all servers use all cores")
-    parser.add_argument("--json", help="also write the figures to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     load = Load(args.long_tokens, args.alone, args.streams, args.stream_tokens, args.bursts, args.burst_size, args.busy)
     flags = [
         "--page-size", str(PAGE_TOKENS), "--max-total-tokens", "32768", "--max-running-requests", "8",
@@ -288,9 +287,4 @@ def main() -> None:
         fleets = start(stack, folder, [*model, *dummy, *flags], not args.no_pin)
         results = asyncio.run(measure(fleets, load, args.rounds))
     print(report(results))
-    if args.json:
-        write_json(args.json, {"command": command_line(), "load": asdict(load), "fleets": [*map(asdict, results)]})
-
-
-if __name__ == "__main__":
-    main()
+    write_figures(args.json, load=asdict(load), fleets=[*map(asdict, results)])

@@ -1,7 +1,7 @@
 """Measure what a step costs the serving loop on one device and on several: planning, launching, reading results.
 
-    python scripts/bench_launch.py
-    python scripts/bench_launch.py --devices 1 2 8 --rows 32 --steps 500 --json launch.json
+    python scripts/bench launch
+    python scripts/bench launch --devices 1 2 8 --rows 32 --steps 500 --json launch.json
 
 Engines of a small random model with two layers, one for each number of devices, decode in turns in one process; a CPU
 shows virtual devices. The wait for a step's tokens is left out. Prints medians of microseconds: "plan" is the
@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.models import SHAPES
-from bench.output import command_line, command_parser, write_json
-
+from bench.output import figure_parser, write_figures, write_json
 from jaxsgl import wiring
 from jaxsgl.config.engine import EngineConfig
 from jaxsgl.engine.engine import Engine
@@ -69,14 +68,13 @@ class Loop:
         return time.clock_gettime(time.pthread_getcpuclockid(self.launcher.ident))
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """Measures and prints."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8], help="numbers of devices (default 1 8)")
     parser.add_argument("--rows", type=int, default=8, help="sequences that decode (default 8)")
     parser.add_argument("--steps", type=int, default=300, help="steps of each (default 300)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         write_json(Path(folder) / "config.json", SHAPES["mid"] | SMALL)
         # The most devices first: JAX shows so many from then on.
@@ -93,8 +91,7 @@ def main() -> None:
         first = first or plan + submit
         rows.append({"devices": n, "plan_us": plan, "submit_us": submit, "thread_us": thread})
         print(f"{n:>7}{plan:>10.0f}{submit:>11.0f}{plan + submit:>9.0f}{(plan + submit) / first:>7.2f}{thread:>18.0f}")
-    if options.json:
-        write_json(options.json, {"command": command_line(), "rows": rows})
+    write_figures(options.json, rows=rows)
 
 
 def start(folder: Path, num_devices: int, options: Namespace) -> Loop:
@@ -113,7 +110,3 @@ def start(folder: Path, num_devices: int, options: Namespace) -> Loop:
     loop.scheduler.receive([Request(str(i), [3 + i] * 8, params) for i in range(options.rows)])
     loop.step()
     return loop
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from bench.first_grammar import print_first_calls
 from bench.mask_work import Moments, TimedEngine, WorkBeside, prepare_cpu_s
-from bench.output import command_line, command_parser, write_json
+from bench.output import figure_parser, write_figures
 
 if TYPE_CHECKING:
     from jaxsgl import LLM, Grammar, SamplingParams
@@ -39,13 +38,12 @@ LATER = ("half", "beside")
 Quartiles: TypeAlias = tuple[float, float, float]
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Runs the benchmark; returns 0."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--server", action="store_true", help="measure the first requests of a server instead")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
         if args.server:
@@ -64,8 +62,7 @@ def main() -> int:
         f"of {figures.num_masked} steps; logits wait {figures.waited_ms:.3f} ms a step for them"
     )
     print("processor time of a step with 32 constrained rows:", figures.share_ms)
-    if args.json:
-        write_json(args.json, {"command": command_line(), **asdict(figures)})
+    write_figures(args.json, **asdict(figures))
     return 0
 
 
@@ -253,7 +250,3 @@ class Run(NamedTuple):
         gaps_s = [later - sooner for sooner, later in pairwise(came_s)]
         tokens = [[token for piece in pieces for token in piece.token_ids] for pieces in mailbox.pieces.values()]
         return cls(cpu_s, statistics.median(gaps_s[1:]), tokens)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

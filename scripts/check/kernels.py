@@ -1,7 +1,7 @@
 """Check every op and backend on this machine's device, on real arrays of the shapes that models serve with.
 
-    python scripts/check_kernels.py --json checks.json
-    python scripts/check_kernels.py --backends triton --budget-s 120
+    python scripts/check kernels --json checks.json
+    python scripts/check kernels --backends triton --budget-s 120
 
 Each spec of `pallas_kernels.specs.GRID_SPECS` gets a ragged batch (padding rows and tokens, one token, full pages,
 shared and permuted pages, NaN in every place that no sequence owns). Each result is compared with float64, with the XLA
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import sys
 import time
 from pathlib import Path
 
@@ -25,17 +24,17 @@ from pallas_kernels.specs import GRID_SPECS, SMALL_SPECS
 from pallas_kernels.target import target_device
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Checks spec by spec until all are done or the time budget is spent."""
     platform = target_device().platform
-    parser = command_parser(__doc__)
+    parser = command_parser(__doc__, __name__)
     parser.add_argument("--backends", nargs="+", metavar="NAME", default=backends_for(platform), help="only these")
     parser.add_argument("--specs", metavar="TEXT", default="", help="only specs whose name contains this")
     parser.add_argument("--small", action="store_true", help="the interpreters' small specs; Pallas is interpreted")
     parser.add_argument("--runs", type=int, default=20, help="runs on the same inputs that must agree (20)")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no spec after this many seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes here, after each spec")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     begin = time.monotonic()
     checks: list[Check] = []
@@ -61,7 +60,3 @@ def main() -> int:
     if left_out:
         print(f"no time left for: {', '.join(left_out)}")
     return int(counts[FAILED] + counts[CRASHED] > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

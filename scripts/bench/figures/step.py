@@ -1,10 +1,10 @@
 """Compare single steps of the engine: the same step under different flags, in turns.
 
-    python scripts/bench_step.py --shape mid --dtype bfloat16 --steps 32x1+499@384:4 1x512
-    python scripts/bench_step.py --shape mid --steps 32x1+400 --variants "--dtype float32" "--dtype bfloat16"
-    python scripts/bench_step.py --shape mid --dtype bfloat16 --steps 32x1+400 --variants "" "CXX=false"
+    python scripts/bench step --shape mid --dtype bfloat16 --steps 32x1+499@384:4 1x512
+    python scripts/bench step --shape mid --steps 32x1+400 --variants "--dtype float32" "--dtype bfloat16"
+    python scripts/bench step --shape mid --dtype bfloat16 --steps 32x1+400 --variants "" "CXX=false"
     git worktree add ../before HEAD~1
-    python scripts/bench_step.py --shape mid --steps 32x1+400 --variants "PYTHONPATH=." "PYTHONPATH=../before"
+    python scripts/bench step --shape mid --steps 32x1+400 --variants "PYTHONPATH=." "PYTHONPATH=../before"
 
 A step is COUNTxNEW+CACHED@SHARED:GROUP, and commas join several parts: 32x1+499@384:4 is a decode of 32 sequences with
 499 cached tokens, each four of which share the first 384; 1x512 extends one sequence by 512 tokens. A variant is flags
@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
 from bench.models import SHAPES, write_config
-from bench.output import command_line, command_parser, write_json
+from bench.output import figure_parser, write_figures
 from bench.processes import SCRIPTS, LineChild
 from bench.steps import STEPS
-
 from jaxsgl.errors import JaxsglError
 
 HEAD = f"{'step':<28}{'ms':>9}{'least':>9}{'most':>9}{'CPU ms':>9}{'times':>8}{'least':>7}{'most':>7}  variant"
@@ -90,9 +90,9 @@ class Variant:
         return [Timing(**timing) for timing in told["timings"]]
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Measures all variants in turns and prints the figures."""
-    parser = command_parser(__doc__)
+    parser = figure_parser(__doc__, __name__)
     parser.add_argument(
         "--shape", choices=SHAPES, help="random weights of this shape; else --model, a flag of the engine"
     )
@@ -100,7 +100,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--variants", nargs="+", default=[""], metavar="FLAGS", help="the variants to compare")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant (default 5)")
     parser.add_argument("--runs", type=int, default=5, help="runs of a step in a turn, whose median counts (default 5)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options, common = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench-step-") as folder, contextlib.ExitStack() as variants:
         if options.shape:
@@ -120,9 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         for place, text in enumerate(options.variants)
     ]
     print("\n".join([HEAD, *map(line, rows)]))
-    if options.json:
-        told = {"command": command_line(), "jax": jax.__version__, "rows": rows}
-        write_json(options.json, told)
+    write_figures(options.json, jax=jax.__version__, rows=rows)
     return 0
 
 
@@ -153,7 +150,3 @@ def line(of: dict[str, Any]) -> str:
         f"{of['times_of_first'][name]:7.2f}" for name in names[1:]
     )
     return f"{of['step']:<28}{walls}{of['cpu_ms']['median']:9.1f}{times}  {of['variant'] or '(as it is)'}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

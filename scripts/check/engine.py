@@ -1,6 +1,6 @@
 """Run the bundled model on this machine's device with each attention backend and compare the tokens with XLA's.
 
-    python scripts/check_engine.py --json engine.json
+    python scripts/check engine --json engine.json
 
 Greedy tokens must not depend on the backend, except where rounding breaks a tie: a prompt counts as equal up to the
 first token that differs. Exits with status 1 if a backend failed, unless it refused this device or these shapes. Needs
@@ -9,7 +9,6 @@ msgspec in addition to what the kernels need, and says so if it is missing.
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -56,17 +55,17 @@ def common_prefix(left: list[int], right: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Runs XLA first, then the other backends. A backend that can't run is reported and skipped."""
     platform = target_device().platform
-    parser = command_parser(__doc__)
+    parser = command_parser(__doc__, __name__)
     others = [name for name in backends_for(platform) if name != "xla"]
     parser.add_argument(
         "--backends", nargs="+", metavar="NAME", default=["auto", *others], help="backends to compare with xla"
     )
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start no backend after this many seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcome here, after each backend")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         import jaxsgl.offline.llm  # noqa: F401
     except ImportError as error:
@@ -100,7 +99,3 @@ def main() -> int:
         if options.json:
             write_json(options.json, results)
     return int(any_failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

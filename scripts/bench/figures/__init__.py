@@ -1,0 +1,1 @@
+"""Tools that measure one figure each: `python scripts/bench NAME` runs `main` of the module of that name."""
