@@ -11,67 +11,22 @@ of docs/performance.md with:
 
 from __future__ import annotations
 
-import contextlib
 import json
 import operator
-import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.frontend.plan import MODEL, PATIENCE_S, Plan, written
+from bench.frontend.plan import Plan, written
+from bench.frontend.running import Server, environment, server
 from bench.frontend.server import START, STOP
 from bench.output import command_parser, write_json
-from bench.processes import ROOT, cpu_s_of_threads, python_path
+from bench.processes import ROOT, cpu_s_of_threads
 
 PROTOCOLS = {"http": "OpenAI completions, HTTP", "grpc": "jaxsgl Generate, gRPC", "sglang": "SGLang Generate, gRPC"}
-STOP_S = 10.0
-READY = re.compile(r"ready: .* on (\S+) \(gRPC\) and (\S+) \(HTTP\)")
 NUM_LINES = 25  # lines of a profile that are printed
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server."""
-
-    process: subprocess.Popen[bytes]
-    grpc_address: str
-    http_address: str
-
-
-@contextlib.contextmanager
-def server(plan: Plan) -> Iterator[Server]:
-    """Runs the front end with the fake engine inside the block."""
-    log_path = Path(plan.folder) / "server.log"
-    command = [sys.executable, "-m", "bench.frontend.server", str(plan.save()), "--served-model-name", MODEL]
-    command += ["--tokenizer-worker-num", str(plan.num_workers)]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "--port", "0", "--grpc-port", "0"],
-            cwd=ROOT,
-            env=_environment(),
-            stderr=log,
-        )
-    try:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not (ready := READY.search(log_path.read_text())):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise SystemExit(f"the server did not start:\n{log_path.read_text()}")
-            time.sleep(0.05)
-        yield Server(process, *ready.groups())
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
 
 
 def measure(plan: Plan, running: Server, protocol: str) -> dict[str, Any]:
@@ -82,7 +37,7 @@ def measure(plan: Plan, running: Server, protocol: str) -> dict[str, Any]:
     load = subprocess.run(
         [*command, str(running.process.pid)],
         cwd=ROOT,
-        env=_environment(),
+        env=environment(),
         stdout=subprocess.PIPE,
         check=False,
     )
@@ -109,11 +64,6 @@ def profile(plan: Plan, running: Server, protocol: str) -> None:
         print(f"  share of {num_samples} samples, {title}")
         for name, count in sorted(counts.items(), key=lambda entry: -entry[1])[:NUM_LINES]:
             print(f"    {100 * count / num_samples:5.1f}%  {name}")
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with the project and `bench` on the path."""
-    return os.environ | {"PYTHONPATH": python_path()}
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:

@@ -91,7 +91,8 @@ def test_broken_links_and_missing_paths_are_found(tmp_path: Path) -> None:
     page.write_text(
         "# One page, two `words`\n[a](#one-page-two-words) [b](page.md) [c](#none) [d](gone.md) [e](https://x/y)\n"
         "```\n[f](gone.md)\npython scripts/gone.py --flag\n```\n"
-        "python scripts/bench gone, python scripts/check kernels `jaxsgl/serve.py` `jaxsgl/gone.py` `tests/test_*.py` `bench/<name>.py` `gone.py` `x == y`"
+        "python scripts/bench gone, python scripts/check kernels\n"
+        "`jaxsgl/serve.py` `jaxsgl/gone.py` `tests/test_*.py` `bench/<name>.py` `gone.py` `x == y`"
     )
     assert broken_links(page) == ["#none", "gone.md"]
     found = frozenset({"jaxsgl/serve.py", "tests/test_docs.py", "scripts/bench/plot.py", "scripts/check/kernels.py"})

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
-from bench.processes import free_ports, python_path
+from bench.processes import free_ports, python_path, wait_until_ready
 
 FLAGS = (
     "--load-format", "dummy", "--dtype", "float32", "--max-running-requests", "64", "--max-total-tokens", "4096",
@@ -49,11 +49,7 @@ def server(folder: str, cache: str) -> Iterator[int]:
         env={**os.environ, "PYTHONPATH": python_path(os.environ.get("PYTHONPATH"))},
     )
     try:
-        until_s = time.monotonic() + START_S
-        while not _is_ready(port):
-            if process.poll() is not None or time.monotonic() > until_s:
-                raise SystemExit("the server did not start")
-            time.sleep(0.2)
+        wait_until_ready(lambda: _is_ready(port), process, START_S)
         yield port
     finally:
         process.terminate()

@@ -11,19 +11,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.processes import children, cpu_s, free_ports, python_path
+from bench.processes import children, cpu_s, free_ports, python_path, wait_until_ready
 
 START_S = 600.0
-POLL_S = 0.1
-LOG_TAIL = 2000  # characters of a log that an error quotes
 MODEL_NAME = "model"
 
 
@@ -97,7 +94,7 @@ def start_server(
     with _only_on(core):
         process = _start(stack, command, log)
     url = f"http://127.0.0.1:{http}"
-    _wait(lambda: _get(f"{url}/health") is not None, process, log)
+    wait_until_ready(lambda: _get(f"{url}/health") is not None, process, START_S, log)
     return Server(process, url, f"127.0.0.1:{grpc}", bootstrap if mode == "prefill" else None)
 
 
@@ -119,7 +116,7 @@ def start_fleet(stack: contextlib.ExitStack, folder: Path, name: str, servers: S
     ]  # fmt: skip
     log, url = folder / f"{name}.gateway.log", f"http://127.0.0.1:{port}"
     gateway = _start(stack, command, log)
-    _wait(lambda: _num_healthy(url) == len(servers), gateway, log)
+    wait_until_ready(lambda: _num_healthy(url) == len(servers), gateway, START_S, log)
     return Fleet(name, servers, gateway, url)
 
 
@@ -149,15 +146,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _wait(is_ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    """Polls. Raises `RuntimeError` with the end of the log if the process ends or isn't ready in time."""
-    deadline_s = time.monotonic() + START_S
-    while not is_ready():
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise RuntimeError(f"{process.args!r} isn't ready:\n{log.read_text(errors='replace')[-LOG_TAIL:]}")
-        time.sleep(POLL_S)
 
 
 def _num_healthy(url: str) -> int:

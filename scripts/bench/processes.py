@@ -1,4 +1,4 @@
-"""Processes of a benchmark: where they find the project, their ports, what processor time they take, and talk in lines.
+"""Processes of a benchmark: where they find the project, their ports and processor time, their start, talk in lines.
 
 Processor time comes from /proc (Linux). Imports nothing but the standard library, since reports run where only the
 kernels' own packages are installed.
@@ -10,13 +10,18 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 SCRIPTS = Path(__file__).resolve().parents[1]
 ROOT = SCRIPTS.parent
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+POLL_S = 0.1
+LOG_TAIL = 2000  # characters of a log that an error quotes
+
+Ready = TypeVar("Ready")
 
 
 def python_path(*more: str | None) -> str:
@@ -58,6 +63,22 @@ def free_ports(count: int) -> list[int]:
 def _cpu_s(stat: Path) -> float:
     fields = stat.read_text().rpartition(")")[2].split()
     return TICK_S * (int(fields[11]) + int(fields[12]))
+
+
+def wait_until_ready(
+    ready: Callable[[], Ready], process: subprocess.Popen[bytes], patience_s: float, log: Path | None = None
+) -> Ready:
+    """Polls until `ready` returns something true, and returns that.
+
+    Raises `RuntimeError` with the end of the log if the process ends, or `patience_s` seconds pass, before.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while not (found := ready()):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            end = log.read_text(errors="replace")[-LOG_TAIL:] if log else "it printed why"
+            raise RuntimeError(f"{process.args!r} isn't ready:\n{end}")
+        time.sleep(POLL_S)
+    return found
 
 
 class LineChild:

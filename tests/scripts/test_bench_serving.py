@@ -10,7 +10,7 @@ from pathlib import Path
 import bench_serving as script
 import numpy as np
 import pytest
-from bench.serving import capacity
+from bench.figures import capacity
 from bench.serving.backend import Answer, Turn
 from bench.serving.datasets import DatasetConfig
 from bench.serving.http_backends import DIALECTS, HttpBackend
