@@ -225,9 +225,10 @@ def test_a_trace_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -
     assert "--dataset-path" in capsys.readouterr().err
 
 
-def test_a_paced_engine_shows_its_pace() -> None:
+@pytest.mark.parametrize("backend", ["openai", "jaxsgl-grpc"])
+def test_a_paced_engine_shows_its_pace(backend: str) -> None:
     """A token each 20 ms for each of 4 streams, and little work for the generator."""
-    found = capacity.measure("jaxsgl-grpc", streams=4, rate=200.0, tokens=30)
+    found = capacity.measure(backend, streams=4, rate=200.0, tokens=30)
     assert found["completed"] == 4 and found["total_output_tokens"] == 120
     assert 5 < found["median_tpot_ms"] < 200 and 0.2 < found["duration"] < 30
     assert 0 < found["load_cpu"] < 1

@@ -70,9 +70,16 @@ class FakeEngine:
         load = Load(len(replies), totals=Totals(output_tokens=self._num_tokens, steps=step))
         self._mailbox.send(Replies(replies, load))
 
+    def _answer_probe(self, request_id: str) -> None:
+        """Answers at once a client that asks what the server takes, before it opens its streams."""
+        load = Load(0, totals=Totals(output_tokens=self._num_tokens))
+        self._mailbox.send(Replies([Reply(request_id, (self._plan.token(0, 0),), FinishReason.LENGTH)], load))
+
     def _take_messages(self, block: bool) -> None:
         for message in self._mailbox.receive(block):
             match message:
+                case Request() if message.sampling.max_tokens == 1 < self._plan.num_tokens:
+                    self._answer_probe(message.request_id)
                 case Request():
                     self._streams[message.request_id] = message.prompt_ids[0]
                 case Abort():
