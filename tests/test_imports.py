@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bench.imports import circles, import_graph
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ("engine", "disaggregation", "host_kv", "lora", "media", "vision", "flags")
@@ -75,32 +76,9 @@ def test_a_package_imports_only_what_the_data_flow_allows(package: str) -> None:
             assert ok, f"{path.relative_to(ROOT)} imports {name}; {package} may import {sorted(allowed)}"
 
 
-def module_of(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imported_modules(path: Path, modules: set[str]) -> set[str]:
-    """Of `modules` those that a file imports; a package whose module is imported from it isn't among them."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (names & modules) or {node.module}
-    return found & modules - {module_of(path)}
-
-
 def test_no_module_imports_itself_through_others() -> None:
-    """Also under TYPE_CHECKING. Dependencies are taken away layer by layer, until none is left."""
-    paths = {
-        module_of(path): path for package in ("jaxsgl", "pallas_kernels") for path in (ROOT / package).rglob("*.py")
-    }
-    left = {name: imported_modules(path, set(paths)) for name, path in paths.items()}
-    while bottom := [name for name, imports in left.items() if not imports & left.keys()]:
-        for name in bottom:
-            del left[name]
-    assert not left, f"these import each other, or what does: {sorted(left)}"
+    """Also under TYPE_CHECKING."""
+    assert not circles(import_graph(ROOT))
 
 
 def test_pallas_kernels_stand_alone() -> None:
