@@ -16,6 +16,7 @@ from typing import Any
 from bench.kernels.contenders import backends_for
 from bench.output import command_parser, write_json
 
+from check import common_prefix
 from pallas_kernels.target import target_device
 
 PROMPTS = ["3 + 4 =", "3 6 9 12", "Once upon a time", "one two three four", "12 + 30 =", "a b c d e f"]
@@ -48,11 +49,6 @@ def generate(backend: str) -> dict[str, Any]:
         "start_s": started - begin,
         "generate_s": generate_s,
     }
-
-
-def common_prefix(left: list[int], right: list[int]) -> int:
-    """The number of equal tokens before the first different one."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def main(arguments: list[str]) -> int:

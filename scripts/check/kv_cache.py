@@ -18,6 +18,7 @@ from tiny import documents
 from tiny.corpus import SINGLE_TURN
 
 import jaxsgl
+from check import common_prefix
 
 CACHES = ("bfloat16", "fp8_e4m3")
 DISTANCES = ((0, 50), (50, 200), (200, 500), (500, 900))  # tokens between a code word and the question for it
@@ -51,11 +52,6 @@ def generate(kv_cache_dtype: str, prompts: Sequence[str], max_tokens: int) -> li
     completions = llm.generate(list(prompts), params, progress=False)
     llm.close()
     return [(list(completion.token_ids), completion.text) for completion in completions]
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """The number of equal tokens before the first different one."""
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 def compare(asked: dict[str, list[tuple[str, str]]], answers: dict[str, list[tuple[list[int], str]]]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def measure(
         own = [(x, experts, shares, *each) for each in weights]
         right = exact(*map(np.asarray, own[0]))
         for name, layer in CONTENDERS.items():
-            runner = JaxRunner(Prepared(functools.partial(_stateless, layer), [None] * LAYERS, own))
+            runner = JaxRunner(Prepared.of(layer, own))
             error = np.linalg.norm(np.asarray(runner.check(), np.float64) - right) / np.linalg.norm(right)
             if not error < MOST_ERROR[dtype]:
                 raise ValueError(f"{name} with {dtype} weights is off by {error:.1e} of the output's norm")
@@ -143,10 +143,6 @@ def exact(x: Any, experts: Any, shares: Any, gate_up: Any, down: Any) -> np.ndar
         y = (gate / (1 + np.exp(-gate)) * up) @ down[expert].astype(np.float64).T
         np.add.at(out, tokens, shares[tokens, choice, None] * y)
     return out
-
-
-def _stateless(layer: Layer, _: None, *operands: jax.Array) -> tuple[None, jax.Array]:
-    return None, layer(*operands)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -85,8 +85,7 @@ def measure(num_rows: int, num_out: int, num_in: int, repeats: int) -> list[dict
         x = jax.random.normal(keys[0], (num_rows, num_in))
         own = [(x, jax.random.normal(key, (num_out, num_in)).astype(dtype)) for key in keys]
         for name, form in forms(*own[0]).items():
-            call = functools.partial(_stateless, form)
-            runners[name] = (JaxRunner(Prepared(call, [None] * len(own), own)), num_bytes)
+            runners[name] = (JaxRunner(Prepared.of(form, own)), num_bytes)
     timings = time_in_turns({name: runner for name, (runner, _) in runners.items()}, repeats)
     return [
         {
@@ -99,10 +98,6 @@ def measure(num_rows: int, num_out: int, num_in: int, repeats: int) -> list[dict
         }
         for name, timing in timings.items()
     ]
-
-
-def _stateless(form: Callable[..., jax.Array], _: None, *operands: jax.Array) -> tuple[None, jax.Array]:
-    return None, form(*operands)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -48,6 +48,11 @@ class Prepared:
     finish: Callable[[Any], Any] = lambda result: result
     """Turns the out, or the state if there is no out, into what the op returns. Not timed."""
 
+    @classmethod
+    def of(cls, function: Callable[..., Any], own: Sequence[tuple[jax.Array, ...]]) -> Prepared:
+        """A contender without a state: `function(*own)` is the out of each layer."""
+        return cls(lambda _, *operands: (None, function(*operands)), [None] * len(own), own)
+
 
 class JaxRunner:
     """A `Prepared` as one compiled program over all layers; states and outputs live in donated buffers."""
